@@ -1,0 +1,41 @@
+# `make train` and `make test` set up what they need. PYTHON=python3.12 chooses an interpreter, ARGS="…" adds overrides.
+PYTHON ?= $(shell command -v python3.12 >/dev/null 2>&1 && python3.12 -c '' 2>/dev/null && echo python3.12 || echo python3)
+VENV ?= .venv
+ARGS ?=
+
+.PHONY: train test check fix gpu-test clean
+
+train: $(VENV)/.run
+	$(VENV)/bin/python train.py $(ARGS)
+
+test: check
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+fix: $(VENV)/.dev
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+# On a machine with GPUs; writes benchmarks/results/.
+gpu-test: $(VENV)/.run
+	$(VENV)/bin/python benchmarks/parity_gpu.py $(ARGS)
+
+$(VENV)/.run: requirements.txt | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --requirement requirements.txt
+	@touch $@
+
+$(VENV)/.dev: requirements-dev.txt requirements.txt | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --requirement requirements-dev.txt
+	@touch $@ $(VENV)/.run
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; ok = (3, 11) <= sys.version_info < (3, 13); sys.exit(0 if ok else "shardwise runs on Python 3.11 and 3.12, and $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12 …")'
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""What is learned: one folder a recipe."""

@@ -1,0 +1,1 @@
+"""Next-token prediction with a Llama-shaped decoder."""

@@ -1,0 +1,151 @@
+"""The data: token shards as they are, or Python's own standard library as bytes."""
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning import LightningDataModule
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from shardwise.data.tokens import (
+    INDEX,
+    Tokens,
+    TokenSequences,
+    TokenShards,
+    unigram_bigram_baselines,
+    write_token_shards,
+)
+from shardwise.errors import ConfigError
+
+NOT_CORPUS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+
+
+class TextData(LightningDataModule):
+    """Sequences of `sequence_length` tokens from the shards in `directory`.
+
+    `corpus` "python_stdlib" builds the shards where they are missing; None demands that they are there.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        sequence_length: int,
+        batch_size: int,
+        num_workers: int = 0,
+        corpus: str | None = "python_stdlib",
+        max_validation_sequences: int | None = None,
+    ) -> None:
+        super().__init__()
+        if corpus not in (None, "python_stdlib"):
+            raise ConfigError(f"{corpus=} must be python_stdlib, or null to use the shards in {directory}")
+        self.directory = Path(directory)
+        self.sequence_length = sequence_length
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.corpus = corpus
+        self.max_validation_sequences = max_validation_sequences
+
+    def check(self) -> None:
+        """Raises `DataError` unless both splits can be read, or are still to be built by `prepare_data`."""
+        if self.corpus is None or (self.directory / INDEX).exists():
+            self._train()
+            self._validation()
+
+    def prepare_data(self) -> None:
+        """Builds the corpus where its shards are missing; harmless when several nodes do so at once."""
+        if self.corpus == "python_stdlib" and not (self.directory / INDEX).exists():
+            write_python_stdlib(self.directory)
+
+    def setup(self, stage: str) -> None:
+        """Opens the shards."""
+        self.train, self.validation = self._train(), self._validation()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.train, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.validation, shuffle=False)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.validation, shuffle=False)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.validation, shuffle=False)
+
+    def baselines(self) -> dict[str, float]:
+        """Nats per token that counting reaches on the validation split: what the model has to beat."""
+        train, validation = TokenShards(self.directory, "train"), TokenShards(self.directory, "validation")
+        losses = unigram_bigram_baselines(train, validation, train.vocab_size)
+        return {f"byte {name}": loss for name, loss in losses.items()}
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Byte tokens as text."""
+        return decode(tokens)
+
+    def _train(self) -> Dataset[Any]:
+        return _dataset(TokenSequences(TokenShards(self.directory, "train"), self.sequence_length))
+
+    def _validation(self) -> Dataset[Any]:
+        sequences = TokenSequences(TokenShards(self.directory, "validation"), self.sequence_length)
+        return _dataset(sequences, self.max_validation_sequences)
+
+    def _loader(self, dataset: Dataset[Any], *, shuffle: bool) -> DataLoader[Any]:
+        return DataLoader(
+            dataset,
+            batch_size=self.batch_size,
+            shuffle=shuffle,
+            num_workers=self.num_workers,
+            drop_last=False,
+            pin_memory=torch.cuda.is_available(),
+            persistent_workers=self.num_workers > 0,
+        )
+
+
+def encode(text: str) -> list[int]:
+    """Text as UTF-8 bytes."""
+    return list(text.encode())
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """UTF-8 bytes as text; what is no byte or no text becomes U+FFFD."""
+    return bytes(token if token < 256 else 0xFF for token in tokens).decode(errors="replace")
+
+
+def write_python_stdlib(directory: Path) -> None:
+    """The interpreter's own *.py files as byte tokens, each ended by a 0; about one file in 20 is validation."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files: dict[str, list[str]] = {"train": [], "validation": []}
+    for name in python_files(root):
+        held_out = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0
+        files["validation" if held_out else "train"].append(name)
+    splits = {split: _file_bytes(root, names) for split, names in files.items()}
+    write_token_shards(directory, splits, vocab_size=256, description=f"python_stdlib: *.py below {root}, as bytes")
+
+
+def python_files(root: Path) -> list[str]:
+    """Sorted relative paths of the *.py files below `root`, without tests and installed packages."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in NOT_CORPUS]
+        found += [(Path(folder) / name).relative_to(root).as_posix() for name in names if name.endswith(".py")]
+    return sorted(found)
+
+
+def _file_bytes(root: Path, names: list[str]) -> Iterator[Tokens]:
+    for name in names:
+        try:
+            content = (root / name).read_bytes()
+        except OSError:
+            continue  # a distribution may leave dangling links
+        yield np.frombuffer(content + b"\0", dtype=np.uint8)
+
+
+def _dataset(sequences: TokenSequences, limit: int | None = None) -> Dataset[Any]:
+    # TokenSequences cannot derive from torch's Dataset: the shards are also read where torch is not installed.
+    count = len(sequences) if limit is None else min(limit, len(sequences))
+    return Subset(sequences, range(count))  # type: ignore[arg-type]

@@ -1,0 +1,213 @@
+"""A Llama-shaped decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases."""
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.errors import ConfigError
+
+
+class ResidualLinear(nn.Linear):
+    """A projection that adds to the residual stream, and so starts smaller by 1/sqrt(2 * n_layers)."""
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates the two halves of each head (the Hugging Face layout) by position; tables are fp32, [T, head_dim / 2].
+
+    Every attention owns its tables: handed to a block as arguments, strategies would cast them to the compute dtype.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_dim: int, max_seq_len: int, theta: float, scaling: Mapping[str, float] | None) -> None:
+        super().__init__()
+        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+        self.register_buffer("cos", torch.empty(max_seq_len, head_dim // 2, dtype=torch.float32), persistent=False)
+        self.register_buffer("sin", torch.empty(max_seq_len, head_dim // 2, dtype=torch.float32), persistent=False)
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """Fills the tables on the device they are on; the same bits on every device."""
+        if self.cos.is_meta:
+            return
+        # On the CPU in fp64, then rounded once: fp32 angles at position 8191 are already off by 5e-4.
+        positions = torch.arange(len(self.cos), dtype=torch.float64, device="cpu")
+        angles = torch.outer(positions, rotary_frequencies(self.head_dim, self.theta, self.scaling))
+        self.cos = angles.cos().to(self.cos.device, torch.float32)
+        self.sin = angles.sin().to(self.sin.device, torch.float32)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.cos.dtype != torch.float32:  # module.bfloat16(), as DeepSpeed calls it, must not round positions
+            self.cos, self.sin = torch.empty_like(self.cos).float(), torch.empty_like(self.sin).float()
+            self.reset_buffers()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, H, head_dim] rotated in fp32, in x's dtype."""
+        cos, sin = self.cos[: x.shape[1], None], self.sin[: x.shape[1], None]
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention in which n_heads / n_kv_heads queries share one key and value."""
+
+    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        self.head_dim = dim // n_heads
+        self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
+        self.wo = ResidualLinear(n_heads * self.head_dim, dim, bias=False)
+        self.rotary = rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        # The number of heads is read off the weights: under tensor parallelism a rank holds only some of them.
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = self.rotary(q).transpose(1, 2), self.rotary(k).transpose(1, 2), v.transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
+        return out
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = ResidualLinear(ffn_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return out
+
+
+class TransformerBlock(nn.Module):
+    """The repeated layer: what is sharded, compiled and checkpointed as one."""
+
+    def __init__(self, attention: Attention, feed_forward: FeedForward, dim: int, norm_eps: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention = attention
+        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.feed_forward = feed_forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D], in the dtype of x and the weights."""
+        # Weights and input arrive in the compute dtype. Autocast would carry every norm through fp32 and back, and
+        # the residual stream with it; F.rms_norm takes its statistics in fp32 in any case.
+        with no_autocast(x):
+            x = x + self.attention(self.attention_norm(x))
+            out: Tensor = x + self.feed_forward(self.ffn_norm(x))
+            return out
+
+
+class Transformer(nn.Module):
+    """Tokens to hidden states. `head` is held, not applied: the loss takes its weight (see loss.py)."""
+
+    _no_split_modules: ClassVar[list[str]] = ["TransformerBlock"]
+
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int,
+        n_layers: int,
+        n_heads: int,
+        n_kv_heads: int,
+        ffn_dim: int,
+        max_seq_len: int,
+        rope_theta: float = 500000.0,
+        rope_scaling: Mapping[str, float] | None = None,
+        norm_eps: float = 1e-5,
+        tie_embeddings: bool = False,
+    ) -> None:
+        super().__init__()
+        if dim % (2 * n_heads):
+            raise ConfigError(f"{dim=} is not a multiple of 2 * n_heads = {2 * n_heads}; change dim or n_heads")
+        if n_heads % n_kv_heads:
+            raise ConfigError(f"{n_heads=} is not a multiple of {n_kv_heads=}; use a divisor of {n_heads}")
+        scaling = None if rope_scaling is None else {name: float(value) for name, value in rope_scaling.items()}
+        self.vocab_size, self.dim, self.n_layers, self.max_seq_len = vocab_size, dim, n_layers, max_seq_len
+        self.tie_embeddings = tie_embeddings
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.blocks = nn.ModuleList()
+        for _ in range(n_layers):
+            rotary = RotaryEmbedding(dim // n_heads, max_seq_len, rope_theta, scaling)
+            attention = Attention(dim, n_heads, n_kv_heads, rotary)
+            self.blocks.append(TransformerBlock(attention, FeedForward(dim, ffn_dim), dim, norm_eps))
+        self.norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.head = nn.Linear(dim, vocab_size, bias=False)
+        if tie_embeddings:
+            self.head.weight = self.embedding.weight
+        block_matmul = dim * (dim // n_heads) * 2 * (n_heads + n_kv_heads) + 3 * dim * ffn_dim
+        self._matmul_parameters = n_layers * block_matmul + vocab_size * dim
+        for module in self.modules():
+            self.init_module_weights(module)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 [B, T] -> final hidden states [B, T, D]; no logits."""
+        if tokens.shape[1] > self.max_seq_len:
+            raise ValueError(
+                f"sequence of {tokens.shape[1]} tokens is longer than max_seq_len={self.max_seq_len}; "
+                "shorten the sequence or raise max_seq_len"
+            )
+        x: Tensor = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        with no_autocast(x):  # as in the blocks
+            hidden: Tensor = self.norm(x)
+            return hidden
+
+    @torch.no_grad()
+    def init_module_weights(self, module: nn.Module) -> None:
+        """Fills what `module` itself owns, not its children, in place: normal(0.02), less on the residual stream."""
+        if module is self.head and self.tie_embeddings:
+            # Leaving the meta device gives each owner a parameter of its own; here the two become one again.
+            self.head.weight = self.embedding.weight
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            shrink = math.sqrt(2 * self.n_layers) if isinstance(module, ResidualLinear) else 1.0
+            nn.init.normal_(module.weight, std=0.02 / shrink)
+        elif isinstance(module, nn.RMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, RotaryEmbedding):
+            module.reset_buffers()
+
+    def count_parameters(self) -> int:
+        """Parameters before sharding; a tied head counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Training FLOPs (forward and backward) of one token: 6 * N + 12 * n_layers * dim * T / 2.
+
+        N: parameters of the matrix products, the head's among them and the embedding's lookup not. The second term is
+        attention's two products, halved because a token sees on average half of the T positions. No recomputation.
+        """
+        return 6 * self._matmul_parameters + 12 * self.n_layers * self.dim * sequence_length / 2
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Autocast off on x's device; the meta device has none to turn off."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def rotary_frequencies(head_dim: int, theta: float, scaling: Mapping[str, float] | None) -> Tensor:
+    """Radians per position, fp64 [head_dim / 2] on the CPU; `scaling` stretches long wavelengths as Llama 3.1 does."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
+    frequencies = theta**-exponents
+    if scaling is None:
+        return frequencies
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: as it was; 0: slower by `factor`
+    return frequencies * (keep + (1 - keep) / scaling["factor"])

@@ -1,0 +1,134 @@
+"""The LightningModule: loss, exact evaluation and text samples. It knows no rank, strategy or launcher."""
+
+import math
+from pathlib import Path
+
+import torch
+from lightning import LightningModule
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from recipes.language_modeling.data import decode, encode
+from recipes.language_modeling.loss import IGNORE, cross_entropy
+from recipes.language_modeling.model import Transformer
+
+Batch = dict[str, Tensor]
+
+
+class TokenLoss(Metric):
+    """Mean loss over every valid token of every rank, whatever the batches' sizes."""
+
+    total: Tensor
+    tokens: Tensor
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        # An fp32 sum loses a little of every batch once it has outgrown them; mps has nothing wider.
+        total_dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.add_state("total", torch.zeros((), dtype=total_dtype), dist_reduce_fx="sum")
+        self.add_state("tokens", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.to(device)
+
+    def update(self, total: Tensor, tokens: Tensor) -> None:
+        """Adds a batch's summed loss in nats and its number of valid tokens."""
+        self.total += total
+        self.tokens += tokens
+
+    def compute(self) -> Tensor:
+        """Nats per token."""
+        return self.total / self.tokens.clamp(min=1)
+
+
+class LanguageModel(LightningModule):
+    """Next-token prediction; `sample_tokens` > 0 writes a sample of that many bytes at every validation."""
+
+    evaluation: TokenLoss
+    loss_weight_unit = "tokens"  # what loss_weight counts, for the log
+
+    def __init__(self, model: Transformer, sample_prompt: str = "def ", sample_tokens: int = 0) -> None:
+        super().__init__()
+        self.model = model
+        self.sample_prompt = sample_prompt
+        self.sample_tokens = sample_tokens
+        self.sample = ""
+
+    def init_module_weights(self, module: nn.Module) -> None:
+        """Fills what `module` itself owns; other modules than the model's are left alone."""
+        self.model.init_module_weights(module)
+
+    def loss_weight(self, batch: Batch) -> int:
+        """Valid targets: what the batch weighs in its accumulation window."""
+        return int((batch["targets"] != IGNORE).sum())
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Nats per valid target, averaged over the micro-batch."""
+        total, tokens = self._loss(batch)
+        return total / tokens.clamp(min=1)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Adds to the epoch's loss; the first batch also draws a sample."""
+        self.evaluation.update(*self._loss(batch))
+        if batch_idx == 0 and self.sample_tokens and not self.trainer.sanity_checking:
+            # Every rank draws the same sample: sharded weights are gathered at each token, by all or by none.
+            prompt = torch.tensor([encode(self.sample_prompt)], device=self.device)
+            generator = torch.Generator(self.device).manual_seed(0)
+            self.sample = decode(self.generate(prompt, self.sample_tokens, generator=generator)[0].tolist())
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Adds to the epoch's loss."""
+        self.evaluation.update(*self._loss(batch))
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> list[str]:
+        """Each sequence's first 32 tokens and what the model makes of them, as text."""
+        prompt = batch["tokens"][:, :32]
+        generator = torch.Generator(self.device).manual_seed(batch_idx)
+        return [decode(row) for row in self.generate(prompt, self.sample_tokens or 32, generator=generator).tolist()]
+
+    def on_validation_epoch_start(self) -> None:
+        # Not in the constructor, which may run on the meta device and would leave the sums uninitialised.
+        self.evaluation, self.sample = TokenLoss(self.device), ""
+
+    def on_test_epoch_start(self) -> None:
+        self.evaluation = TokenLoss(self.device)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_evaluation("validation")
+        if self.sample and self.trainer.is_global_zero:
+            path = Path(self.trainer.default_root_dir) / "samples.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"=== step {self.global_step}\n{self.sample}\n")
+
+    def on_test_epoch_end(self) -> None:
+        self._log_evaluation("test")
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """int64 [B, T] -> [B, T + max_new_tokens]; recomputes everything for each token, so for samples only."""
+        for _ in range(max_new_tokens):
+            hidden = self.model(tokens[:, -self.model.max_seq_len :])
+            logits = self.model.head(hidden[:, -1]).float() / temperature
+            if top_k is not None:
+                lowest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+                logits = logits.masked_fill(logits < lowest, -math.inf)
+            drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            tokens = torch.cat((tokens, drawn), dim=1)
+        return tokens
+
+    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Summed loss in nats, and the number of valid targets."""
+        targets = batch["targets"]
+        total = cross_entropy(self.model(batch["tokens"]), self.model.head.weight, targets)
+        return total, (targets != IGNORE).sum()
+
+    def _log_evaluation(self, stage: str) -> None:
+        loss = self.evaluation.compute()
+        self.log(f"{stage}/loss", loss)
+        self.log(f"{stage}/bits_per_token", loss / math.log(2))

@@ -1,0 +1,122 @@
+"""The step's own numbers: logged, and shown as a progress bar in a terminal or as lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from tqdm import tqdm
+
+from shardwise.plan import Plan
+from shardwise.strategies.common import PlannedStrategy
+
+
+class StepLog(Callback):
+    """Logs `train/loss` (mean over the global batch), the gradient norm, learning rate, position and speed."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.bar: tqdm[Any] | None = None
+        self.seconds = 0.0  # spent in steps since this process started, validation and saving left out
+        self.tokens = 0  # summed loss weights of all ranks since this process started
+        self.steps = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._since = time.monotonic()
+        self._marked = (0.0, 0, trainer.global_step)
+        if trainer.is_global_zero and self.plan.progress_bar:
+            total = None if trainer.max_steps < 0 else trainer.max_steps
+            self.bar = tqdm(total=total, initial=trainer.global_step, unit="step", dynamic_ncols=True)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch_idx + 1) % self.plan.accumulate_grad_batches:
+            return
+        step = trainer.global_step
+        self.steps += 1
+        if self.bar is not None:
+            self.bar.update()
+        if step % self.plan.log_every_n_steps == 0 or step in (1, trainer.max_steps):
+            self._log(trainer, pl_module, step)
+
+    def _log(self, trainer: Trainer, module: LightningModule, step: int) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, PlannedStrategy)
+        assert strategy.train_loader is not None
+        metrics = {"train/samples": float(strategy.train_loader.consumed)}
+        if module.automatic_optimization:
+            metrics["train/loss"] = strategy.step_loss()
+            norm = strategy.planned_precision.gradient_norm
+            assert norm is not None
+            metrics["train/gradient_norm"] = norm.item()
+        metrics["train/learning_rate"] = trainer.optimizers[0].param_groups[0]["lr"]
+        self.tokens = self._all_ranks(strategy, strategy.train_loader.weights)
+        now = self.seconds + time.monotonic() - self._since
+        seconds, tokens, since = self._marked
+        rate = (step - since) / max(now - seconds, 1e-9)
+        metrics["train/samples_per_second"] = rate * self.plan.global_batch_size
+        if self.tokens:
+            metrics[f"train/{weight_unit(module)}_per_second"] = (self.tokens - tokens) / max(now - seconds, 1e-9)
+        self._marked = (now, self.tokens, step)
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step)
+        self._show(trainer, step, metrics)
+
+    def _all_ranks(self, strategy: PlannedStrategy, value: int) -> int:
+        total = torch.tensor(value, dtype=torch.int64, device=strategy.root_device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        return int(total.item())
+
+    def _show(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        if not trainer.is_global_zero:
+            return
+        shown = {"loss": "train/loss", "gradient norm": "train/gradient_norm", "learning rate": "train/learning_rate"}
+        words = {word: f"{metrics[key]:.4g}" for word, key in shown.items() if key in metrics}
+        speeds = {key.removeprefix("train/"): value for key, value in metrics.items() if key.endswith("_per_second")}
+        name, speed = list(speeds.items())[-1]
+        words[name.replace("_per_second", "/s")] = f"{speed:,.0f}"
+        if self.bar is not None:
+            self.bar.set_postfix(words)
+        else:
+            of = "" if trainer.max_steps < 0 else f"/{trainer.max_steps}"
+            print(f"step {step}{of}  " + "  ".join(f"{k} {v}" for k, v in words.items()), flush=True)
+
+    # Validation is logged under the step that it follows: Lightning counts the step only afterwards
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            self.seconds += time.monotonic() - self._since
+            trainer.fit_loop.epoch_loop._batches_that_stepped += 1
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn != "fit":
+            return
+        trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
+        self._since = time.monotonic()
+        if trainer.is_global_zero and (measured := validation_metrics(trainer)):
+            line = f"step {trainer.global_step}  " + "  ".join(f"{key} {value:.4f}" for key, value in measured.items())
+            tqdm.write(line) if self.bar is not None else print(line, flush=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seconds += time.monotonic() - self._since
+        if self.bar is not None:
+            self.bar.close()
+
+
+def validation_metrics(trainer: Trainer) -> dict[str, float]:
+    """Scalars of the last evaluation."""
+    return {
+        key: float(value)
+        for key, value in trainer.callback_metrics.items()
+        if value.numel() == 1 and not key.startswith("train/")
+    }
+
+
+def weight_unit(module: LightningModule) -> str:
+    """What `loss_weight` counts, e.g. tokens; named by the module."""
+    return str(getattr(module, "loss_weight_unit", "weights"))

@@ -1,0 +1,97 @@
+"""What a run came to: a table, `summary.json` and the loss curve as a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from shardwise.callbacks.saving import Saving
+from shardwise.callbacks.steps import StepLog, validation_metrics, weight_unit
+from shardwise.loggers import read_metrics
+from shardwise.plan import Plan
+
+
+class Summary(Callback):
+    def __init__(self, plan: Plan, steps: StepLog, saving: Saving) -> None:
+        self.plan, self.steps, self.saving = plan, steps, saving
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        run_dir = Path(self.plan.run_dir)
+        rows = read_metrics(run_dir / "metrics.csv")
+        monitor = self.plan.checkpoint.monitor
+        baselines: dict[str, float] = getattr(trainer.datamodule, "baselines", dict)()  # type: ignore[attr-defined]
+        unit = weight_unit(pl_module)
+        summary: dict[str, Any] = {
+            "steps": trainer.global_step,
+            "samples": trainer.global_step * self.plan.global_batch_size,
+            "steps_this_process": self.steps.steps,
+            f"{unit}_this_process": self.steps.tokens or None,
+            "training_seconds": round(self.steps.seconds, 2),
+            "samples_per_second": self.steps.steps * self.plan.global_batch_size / max(self.steps.seconds, 1e-9),
+            f"{unit}_per_second": self.steps.tokens / max(self.steps.seconds, 1e-9) or None,
+            "train/loss": _last(rows, "train/loss"),
+            **validation_metrics(trainer),
+            "baselines": baselines,
+            "best": {"checkpoint": self.saving.best_path, monitor: self.saving.best_score} if monitor else None,
+        }
+        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        picture = plot_losses(rows, baselines, run_dir / "loss.png")
+        lines = {key: value for key, value in summary.items() if value is not None and not isinstance(value, dict)}
+        lines |= {f"baseline: {name}": value for name, value in baselines.items()}
+        if self.saving.best_path is not None:
+            lines["best checkpoint"] = f"{_short(self.saving.best_path)} ({monitor} {self.saving.best_score:.4f})"
+        lines["loss curve"] = _short(picture) if picture else "no losses were logged"
+        lines["everything"] = _short(self.plan.run_dir)
+        print_table(lines)
+
+
+def print_table(lines: dict[str, Any]) -> None:
+    width = max(map(len, lines))
+    rule = "─" * (width + 40)
+    print("\n" + rule)
+    for key, value in lines.items():
+        print(f"{key:<{width}}  {f'{value:,.4f}' if isinstance(value, float) else value}")
+    print(rule, flush=True)
+
+
+def plot_losses(rows: list[dict[str, str]], baselines: dict[str, float], path: Path) -> Path | None:
+    """Training and validation loss over steps, baselines as lines."""
+    curves = {
+        name: [(int(row["step"]), float(row[key])) for row in rows if row.get(key)]
+        for name, key in (("training", "train/loss"), ("validation", "validation/loss"))
+    }
+    if not any(curves.values()):
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for name, points in curves.items():
+        if points:
+            axes.plot(*zip(*points, strict=True), label=name, marker="o" if name == "validation" else None)
+    for (name, value), style in zip(baselines.items(), (":", "--", "-."), strict=False):
+        axes.axhline(value, linestyle=style, color="grey", label=f"{name} ({value:.2f})")
+    axes.set(xlabel="step", ylabel="loss (nats)", title=path.parent.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def _last(rows: list[dict[str, str]], key: str) -> float | None:
+    values = [row[key] for row in rows if row.get(key)]
+    return float(values[-1]) if values else None
+
+
+def _short(path: str | Path) -> str:
+    path = Path(path)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

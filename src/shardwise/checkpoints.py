@@ -1,0 +1,46 @@
+"""Where a run's checkpoints are, and which one to go on from. No torch: the launcher asks before anything starts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from shardwise.errors import ConfigError
+
+_STEP = re.compile(r"step-(\d{8})\.ckpt")
+
+
+def checkpoint_path(run_dir: str | Path, step: int) -> Path:
+    return Path(run_dir) / "checkpoints" / f"step-{step:08d}.ckpt"
+
+
+def list_checkpoints(run_dir: str | Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first. A folder is complete once its last file, meta.pt, is there."""
+    folder = Path(run_dir) / "checkpoints"
+    found = [p for p in folder.iterdir() if _STEP.fullmatch(p.name)] if folder.is_dir() else []
+    return sorted(p for p in found if p.is_file() or (p / "meta.pt").is_file())
+
+
+def resolve_resume(resume: str | None, run_dir: str | Path, stage: str) -> str | None:
+    """`resume=` as written → the checkpoint to load, or None.
+
+    Raises:
+        ConfigError: no such checkpoint, or a run directory that would be overwritten.
+    """
+    if resume is None:
+        if stage == "fit" and (Path(run_dir) / "plan.json").exists():
+            raise ConfigError(
+                f"{run_dir} already holds a run: resume=auto goes on with it, another name= starts a new one"
+            )
+        return None
+    if resume == "auto":
+        found = list_checkpoints(run_dir)
+        if not found and stage != "fit":
+            raise ConfigError(f"resume=auto: {run_dir} holds no checkpoint to {stage}; name= a run that has one")
+        return str(found[-1]) if found else None
+    path = Path(resume).expanduser().resolve()
+    if not path.exists():
+        raise ConfigError(f"resume={resume}: no such checkpoint; resume=auto takes the newest of this name")
+    if path.is_dir() and not (path / "meta.pt").is_file():
+        raise ConfigError(f"resume={resume}: a folder without meta.pt is no complete checkpoint")
+    return str(path)

@@ -1,0 +1,94 @@
+"""The order of things for train.py: say everything that is wrong, then start."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+from shardwise.checkpoints import resolve_resume
+from shardwise.compose import Job, compose
+from shardwise.errors import ConfigError
+from shardwise.launch.host import inspect_host
+from shardwise.launch.local import launch
+from shardwise.plan import Host, Plan, make_plan
+
+
+def train(argv: list[str]) -> int:
+    """`python train.py …`. Exit code: 0 done, 2 a user's mistake (one message on stderr), else the run's own."""
+    try:
+        command = compose(argv)
+        if command.print is not None:
+            print(command.print)
+            return 0
+        host = inspect_host()
+        plans = [make_run_plan(job, host, number, len(command.jobs)) for number, job in enumerate(command.jobs)]
+        if any(job.config.dry_run for job in command.jobs):
+            for job, plan in zip(command.jobs, plans, strict=True):
+                print(f"# config\n{job.yaml}\n# plan\n{plan.to_json()}")
+            return 0
+        check_targets(plans)
+        codes = [start(job, plan, single=len(plans) == 1) for job, plan in zip(command.jobs, plans, strict=True)]
+        return max(codes, key=abs)
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def make_run_plan(job: Job, host: Host, number: int, jobs: int) -> Plan:
+    """The job's Plan, with its checkpoint found. Each job of a sweep has a directory of its own."""
+    plan = make_plan(job.config, host)
+    if jobs > 1:
+        run_id = f"{plan.run_id}-{number}"
+        plan = dataclasses.replace(plan, run_id=run_id, run_dir=str(Path(plan.run_dir).parent / run_id))
+    if host.launcher == "torchrun" and os.environ.get("RANK") != "0" and plan.resume is None:
+        return plan  # rank 0 alone looks whether the directory is taken: it creates it
+    return dataclasses.replace(plan, resume=resolve_resume(plan.resume, plan.run_dir, plan.stage))
+
+
+def check_targets(plans: list[Plan]) -> None:
+    """What only the user's classes and data can tell, before any worker starts."""
+    from shardwise.build import build, check, locate
+    from shardwise.optimizers import check_ownership
+
+    for plan in plans:
+        for where in ("module", "data", "optimizer"):
+            if (node := getattr(plan, where)) is not None and where != "optimizer":
+                check(node, where)
+        check_ownership(plan, locate(plan.module["_target_"], "module"))
+        data = build(plan.data, "data")
+        if os.environ.get("LOCAL_RANK", "0") == "0" and callable(getattr(data, "check", None)):
+            data.check()
+
+
+def start(job: Job, plan: Plan, single: bool) -> int:
+    """Write down what will run, then run it."""
+    if os.environ.get("RANK", "0") == "0":
+        run_dir = Path(plan.run_dir)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / "config.yaml").write_text(job.yaml)
+            (run_dir / "plan.json").write_text(plan.to_json())
+        except OSError as error:
+            raise ConfigError(f"cannot write the run's folder {run_dir}: {error.strerror}") from None
+        print(headline(plan), flush=True)
+    return launch(plan, in_process=single)
+
+
+def headline(plan: Plan) -> str:
+    """What is about to run, in two lines."""
+    topology = plan.topology
+    mesh = " × ".join(f"{axis} {size}" for axis, size in topology.mesh.items() if size > 1) or "one rank"
+    length = f"{plan.max_steps} steps" if plan.max_steps else f"{plan.max_epochs} epochs"
+    resumed = f", from {Path(plan.resume).name}" if plan.resume else ""
+    return (
+        f"run {plan.run_id}: {plan.stage} with {plan.strategy.name}, {plan.precision.name}, on {topology.world_size} "
+        f"{plan.accelerator} rank{'s' * (topology.world_size > 1)} ({mesh}){resumed}\n"
+        f"{length if plan.stage == 'fit' else plan.stage}, global batch {plan.global_batch_size} = "
+        f"{plan.micro_batch_size} samples × {topology.data_parallel_size} ranks × {plan.accumulate_grad_batches} "
+        f"micro-batches; in {plan.run_dir}"
+    )

@@ -1,0 +1,58 @@
+"""What a run ran on: versions, commit, machine. Recorded beside its config."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("torch", "lightning", "torchmetrics", "hydra-core", "omegaconf", "numpy", "wandb")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, commit and device names; None where something is absent. No secrets, no environment variables."""
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "hostname": platform.node(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "cuda": torch.version.cuda,
+        "nccl": _nccl(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        **describe_commit(),
+    }
+
+
+def describe_commit() -> dict[str, Any]:
+    """The commit of the code that runs, and whether files differ from it."""
+    commit = _git("rev-parse", "HEAD")
+    return {"commit": commit, "uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None}
+
+
+def _nccl() -> str | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,125 @@
+"""Where metrics go: metrics.csv always, W&B or TensorBoard when asked. The one module that knows wandb."""
+
+from __future__ import annotations
+
+import csv
+import netrc
+import os
+import socket
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from shardwise.errors import ConfigError
+from shardwise.plan import Plan
+
+
+class CsvLogger(Logger):
+    """One row a step in `<run>/metrics.csv`, appended and flushed, so that a killed run loses none.
+
+    Lightning's own deletes the file of the run it continues.
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        super().__init__()
+        self.path = Path(run_dir) / "metrics.csv"
+        self._fields: list[str] = []
+        self._last: dict[str, Any] = {}
+
+    @property
+    def name(self) -> str:
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        return self.path.parent.name
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        row: dict[str, Any] = {"step": 0 if step is None else step, **metrics}
+        if not self._fields and self.path.exists():
+            with self.path.open(newline="") as file:
+                self._fields = list(csv.DictReader(file).fieldnames or ())
+        if new := [key for key in row if key not in self._fields]:
+            self._rewrite(self._fields + new)
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, self._fields).writerow(row)
+
+    def _rewrite(self, fields: list[str]) -> None:
+        """A metric seen for the first time gets a column; older rows leave it empty."""
+        rows = read_metrics(self.path)
+        self._fields = fields
+        temporary = self.path.with_suffix(".tmp")
+        with temporary.open("w", newline="") as file:
+            writer = csv.DictWriter(file, fields)
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(temporary, self.path)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """config.yaml and plan.json are written by the launcher."""
+
+
+def read_metrics(path: Path) -> list[dict[str, str]]:
+    """Rows of a metrics.csv; an empty list when there is none."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def build_loggers(plan: Plan, record: dict[str, Any]) -> list[Logger]:
+    """The CSV logger and the one that was asked for. `record`: config, Plan and environment, kept with the run."""
+    loggers: list[Logger] = [CsvLogger(plan.run_dir)]
+    if plan.logger.name == "tensorboard":
+        try:
+            from lightning.pytorch.loggers import TensorBoardLogger
+
+            loggers.append(TensorBoardLogger(plan.run_dir, name="", version="tensorboard"))
+        except ModuleNotFoundError:
+            raise ConfigError("logger=tensorboard needs a package: pip install tensorboard") from None
+    if plan.logger.name == "wandb":
+        loggers.append(_wandb(plan, record))
+    return loggers
+
+
+def _wandb(plan: Plan, record: dict[str, Any]) -> Logger:
+    from lightning.pytorch.loggers import WandbLogger
+
+    offline = plan.logger.mode == "offline" or (plan.logger.mode == "auto" and not _wandb_reachable())
+    os.environ.setdefault("WANDB_SILENT", "true")
+    return WandbLogger(
+        project=plan.logger.project,
+        entity=plan.logger.entity,
+        id=plan.run_id,
+        name=plan.run_id,
+        save_dir=plan.run_dir,
+        offline=offline,
+        resume=None if offline else "allow",
+        tags=list(plan.logger.tags),
+        config=record,
+    )
+
+
+def _wandb_reachable() -> bool:
+    """A key and a server that answers within two seconds; without them the run is logged to disk."""
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    if not os.environ.get("WANDB_API_KEY") and not _netrc_knows(host.hostname or ""):
+        return False
+    try:
+        with socket.create_connection((host.hostname or "", host.port or 443), timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+def _netrc_knows(host: str) -> bool:
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,67 @@
+"""Plan → optimizer and schedule, for modules that bring none of their own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from shardwise.build import locate
+from shardwise.errors import ConfigError
+from shardwise.plan import Plan
+
+
+def check_ownership(plan: Plan, module_class: Any) -> None:
+    """One owner for the optimizer: the module's `configure_optimizers`, or `optimizer=`, said once.
+
+    Raises:
+        ConfigError: both, or neither.
+    """
+    own = getattr(module_class, "configure_optimizers", None)
+    brings_its_own = own is not None and own is not LightningModule.configure_optimizers
+    if brings_its_own and plan.optimizer is not None and not plan.optimizer_override:
+        raise ConfigError(
+            f"{plan.module['_target_']} has configure_optimizers, and optimizer={plan.optimizer.get('_target_')} is "
+            f"given as well: use optimizer=none schedule=none, or optimizer_override=true to overrule the module"
+        )
+    if not brings_its_own and plan.optimizer is None and plan.stage == "fit":
+        raise ConfigError(
+            f"{plan.module['_target_']} has no configure_optimizers, and optimizer is none: give optimizer=adamw"
+        )
+
+
+def configure_optimizers(plan: Plan, module: LightningModule) -> Any:
+    """The Plan's optimizer over two groups, weight decay and none, with its schedule stepped every step."""
+    assert plan.optimizer is not None
+    arguments = {key: value for key, value in plan.optimizer.items() if key != "_target_"}
+    optimizer_class = locate(plan.optimizer["_target_"], "optimizer")
+    if plan.accelerator == "cuda" and optimizer_class in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        arguments.setdefault("fused", True)
+    optimizer = optimizer_class(parameter_groups(module, arguments.get("weight_decay", 0.0)), **arguments)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"optimizer._target_={plan.optimizer['_target_']} is not a torch.optim.Optimizer")
+    if plan.schedule is None:
+        return optimizer
+    options = {key: value for key, value in plan.schedule.items() if key != "_target_"}
+    factor = partial(locate(plan.schedule["_target_"], "schedule"), total_steps=plan.max_steps, **options)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups of the trainable parameters: matrices decay; norms, biases and embeddings do not.
+
+    A head tied to an embedding is an embedding.
+    """
+    embeddings = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    decay: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            (rest if parameter.ndim < 2 or id(parameter) in embeddings else decay).append(parameter)
+    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

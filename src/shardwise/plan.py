@@ -1,0 +1,322 @@
+"""RunConfig + Host → Plan: every rule that spans fields, and every number that follows from others.
+
+A Plan is resolved and frozen: no "auto", no None that means "guess". The launcher, the Trainer and every tool read
+the same one, so that they cannot disagree. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shardwise.errors import ConfigError
+from shardwise.schema import Accelerator, DdpConfig, FsdpConfig, FsdpHybridConfig, RunConfig, Stage
+from shardwise.topology import Topology, make_topology
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+Launcher = Literal["local", "torchrun", "slurm"]
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the process found around itself, before any config is read."""
+
+    cuda_devices: int  # visible to this process
+    launcher: Launcher = "local"
+    nodes: int | None = None  # told by the launcher; None: nobody said
+    devices: int | None = None  # processes a node, told by the launcher
+    run_id: str | None = None  # from Slurm or torchrun, or made by the parent
+    is_terminal: bool = False
+
+
+@dataclass(frozen=True)
+class Strategy:
+    name: Literal["ddp", "fsdp", "fsdp_hybrid"]
+    timeout_minutes: float
+    find_unused_parameters: bool = False
+    bucket_cap_mb: int = 25
+    reshard_after_forward: bool = True
+    defer_gradient_sync: bool = False
+
+
+@dataclass(frozen=True)
+class Precision:
+    name: str
+    parameter_dtype: str
+    compute_dtype: str
+    reduce_dtype: str
+    tf32: bool
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    save_every_n_steps: int | None
+    keep_last: int
+    monitor: str | None
+    mode: str
+
+
+@dataclass(frozen=True)
+class Logging:
+    name: Literal["csv", "wandb", "tensorboard"]
+    project: str
+    entity: str | None
+    mode: str
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    run_id: str
+    run_dir: str
+    stage: Literal["fit", "validate", "test", "predict"]
+    resume: str | None  # a checkpoint's path, or None: start from the seed
+    seed: int
+    launcher: Launcher
+    accelerator: Literal["cpu", "cuda"]
+    topology: Topology
+    strategy: Strategy
+    precision: Precision
+    micro_batch_size: int  # samples per data-parallel rank per forward
+    accumulate_grad_batches: int  # micro-batches per rank per step
+    global_batch_size: int  # samples per step over all ranks
+    max_steps: int | None  # None: max_epochs decides
+    max_epochs: int | None  # None: max_steps decides
+    gradient_clip_val: float | None  # global 2-norm; None: the norm is logged, not bounded
+    log_every_n_steps: int
+    validate_every_n_steps: int | None  # None: at the end of every epoch
+    max_validation_batches: int | None  # per rank; None: all
+    checkpoint: Checkpointing
+    logger: Logging
+    progress_bar: bool
+    optimizer: dict[str, Any] | None
+    optimizer_override: bool
+    schedule: dict[str, Any] | None
+    units: tuple[str, ...] | None  # class names; None: found
+    module: dict[str, Any]
+    data: dict[str, Any]
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        raw = json.loads(text)
+        for key, kind in (("topology", Topology), ("strategy", Strategy), ("precision", Precision),
+                          ("checkpoint", Checkpointing), ("logger", Logging)):  # fmt: skip
+            raw[key] = kind(**raw[key])
+        raw["logger"] = dataclasses.replace(raw["logger"], tags=tuple(raw["logger"].tags))
+        raw["units"] = None if raw["units"] is None else tuple(raw["units"])
+        return Plan(**raw)
+
+
+def make_plan(config: RunConfig, host: Host) -> Plan:
+    """Resolve `config` on `host`. Pure: the file system is not looked at; `resume` is passed on as written.
+
+    Raises:
+        ConfigError: two values that cannot both be; the message says the rule, the numbers and the remedy.
+    """
+    stage = config.stage.value
+    accelerator = _accelerator(config, host)
+    topology = _topology(config, host, accelerator)
+    accumulate = _accumulation(config, topology) if config.stage is Stage.fit else 1
+    max_steps, max_epochs = _duration(config) if config.stage is Stage.fit else (None, None)
+    run_id = _run_id(config, host)
+
+    for word in ("log_every_n_steps", "validate_every_n_steps", "max_validation_batches"):
+        value = getattr(config, word)
+        if value is not None and value < 1:
+            raise ConfigError(f"{word}={value}: must be at least 1" + _or_null(word))
+    if config.gradient_clip_val is not None and not config.gradient_clip_val > 0:
+        raise ConfigError(f"gradient_clip_val={config.gradient_clip_val}: must be above 0, or null for no clipping")
+    if config.checkpoint.save_every_n_steps is not None and config.checkpoint.save_every_n_steps < 1:
+        raise ConfigError(
+            f"checkpoint.save_every_n_steps={config.checkpoint.save_every_n_steps}: must be at least 1, "
+            f"or null to save at the end only"
+        )
+    if config.checkpoint.keep_last < 1:
+        raise ConfigError(f"checkpoint.keep_last={config.checkpoint.keep_last}: must be at least 1")
+    if config.checkpoint.mode not in ("min", "max"):
+        raise ConfigError(f"checkpoint.mode={config.checkpoint.mode!r} is neither min nor max")
+    if config.logger.mode not in ("auto", "online", "offline"):
+        raise ConfigError(f"logger.mode={config.logger.mode!r} is not one of auto, online, offline")
+    if not 0 <= config.seed < 2**63:
+        raise ConfigError(f"seed={config.seed}: must be in [0, 2**63)")
+    if config.schedule is not None and config.optimizer is None:
+        raise ConfigError("schedule is given and optimizer is not: give optimizer=…, or schedule=none")
+    if config.schedule is not None and max_steps is None and stage == "fit":
+        raise ConfigError(
+            f"schedule={config.schedule.get('_target_')} needs the number of steps, which max_epochs={max_epochs} "
+            f"does not say before the data is read: give max_steps or max_samples, or schedule=none"
+        )
+    return Plan(
+        run_id=run_id,
+        run_dir=str(Path(config.runs_dir).expanduser().resolve() / run_id),
+        stage=stage,
+        resume=config.resume,
+        seed=config.seed,
+        launcher=host.launcher,
+        accelerator=accelerator,
+        topology=topology,
+        strategy=_strategy(config.strategy),
+        precision=_precision(config, accelerator),
+        micro_batch_size=config.micro_batch_size,
+        accumulate_grad_batches=accumulate,
+        global_batch_size=config.micro_batch_size * topology.data_parallel_size * accumulate,
+        max_steps=max_steps,
+        max_epochs=max_epochs,
+        gradient_clip_val=config.gradient_clip_val,
+        log_every_n_steps=config.log_every_n_steps,
+        validate_every_n_steps=config.validate_every_n_steps,
+        max_validation_batches=config.max_validation_batches,
+        checkpoint=Checkpointing(**vars(config.checkpoint)),
+        logger=Logging(
+            name=config.logger.name.value,
+            project=config.logger.project,
+            entity=config.logger.entity,
+            mode=config.logger.mode,
+            tags=tuple(config.logger.tags),
+        ),
+        progress_bar=host.is_terminal,
+        optimizer=config.optimizer,
+        optimizer_override=config.optimizer_override,
+        schedule=config.schedule,
+        units=None if config.units is None else tuple(config.units),
+        module=_target("module", config.module),
+        data=_target("data", config.data),
+    )
+
+
+def _or_null(word: str) -> str:
+    return "" if word == "log_every_n_steps" else ", or null"
+
+
+def _accelerator(config: RunConfig, host: Host) -> Literal["cpu", "cuda"]:
+    match config.accelerator:
+        case Accelerator.cpu:
+            return "cpu"
+        case Accelerator.cuda:
+            if host.cuda_devices == 0:
+                raise ConfigError("accelerator=cuda: this process sees 0 CUDA devices; use accelerator=cpu")
+            return "cuda"
+        case Accelerator.auto:
+            return "cuda" if host.cuda_devices else "cpu"
+
+
+def _topology(config: RunConfig, host: Host, accelerator: str) -> Topology:
+    for word, asked, told in (("nodes", config.nodes, host.nodes), ("devices", config.devices, host.devices)):
+        if asked is not None and told is not None and asked != told:
+            raise ConfigError(
+                f"{word}={asked}, but {host.launcher} started {told}: leave {word} out, or make them equal"
+            )
+    nodes = config.nodes or host.nodes or 1
+    devices = config.devices if config.devices is not None else host.devices or 1
+    if nodes > 1 and host.launcher == "local":
+        raise ConfigError(
+            f"nodes={nodes}: a local launch is one node; start train.py on every node with torchrun or srun"
+        )
+    if config.cluster.devices_per_node is not None and devices > config.cluster.devices_per_node:
+        raise ConfigError(
+            f"devices={devices} is more than a node of cluster={config.cluster.name} has "
+            f"({config.cluster.devices_per_node}); use at most that, and more nodes"
+        )
+    if accelerator == "cuda" and devices > host.cuda_devices:
+        raise ConfigError(
+            f"devices={devices} is more than the {host.cuda_devices} CUDA devices that this process sees; use "
+            f"devices={host.cuda_devices} or fewer, or accelerator=cpu"
+        )
+    shard_size = config.strategy.shard_size if isinstance(config.strategy, FsdpHybridConfig) else None
+    return make_topology(config.strategy.name.value, nodes, devices, shard_size)
+
+
+def _accumulation(config: RunConfig, topology: Topology) -> int:
+    micro, batch, ranks = config.micro_batch_size, config.global_batch_size, topology.data_parallel_size
+    for word, value in (("micro_batch_size", micro), ("global_batch_size", batch)):
+        if value < 1:
+            raise ConfigError(f"{word}={value}: must be at least 1")
+    step = micro * ranks
+    if batch % step:
+        below, above = batch // step * step, (batch // step + 1) * step
+        near = f"{below} or {above}" if below else f"{above}"
+        raise ConfigError(
+            f"global_batch_size={batch} is not a multiple of micro_batch_size * data_parallel_size = "
+            f"{micro} * {ranks}; use {near}"
+        )
+    return batch // step
+
+
+def _duration(config: RunConfig) -> tuple[int | None, int | None]:
+    given = {
+        w: getattr(config, w) for w in ("max_steps", "max_epochs", "max_samples") if getattr(config, w) is not None
+    }
+    if len(given) != 1:
+        said = ", ".join(f"{word}={value}" for word, value in given.items()) or "none of them"
+        raise ConfigError(
+            f"exactly one of max_steps, max_epochs, max_samples says how long to train; given: {said}. "
+            f"Set the others to null, e.g. max_steps=null max_epochs=1"
+        )
+    word, value = next(iter(given.items()))
+    if value < 1:
+        raise ConfigError(f"{word}={value}: must be at least 1")
+    if word == "max_epochs":
+        return None, value
+    if word == "max_steps":
+        return value, None
+    if value % config.global_batch_size:
+        steps = value // config.global_batch_size
+        near = " or ".join(str(n * config.global_batch_size) for n in (steps, steps + 1) if n)
+        raise ConfigError(
+            f"max_samples={value} is not a multiple of global_batch_size={config.global_batch_size}; use {near}"
+        )
+    return value // config.global_batch_size, None
+
+
+def _run_id(config: RunConfig, host: Host) -> str:
+    run_id = config.name if config.name is not None else host.run_id
+    if run_id is None:
+        raise ConfigError(
+            "the ranks cannot agree on a run id: torchrun was started on several nodes without --rdzv-id; "
+            "add --rdzv-id=ID, or name=NAME"
+        )
+    if not _NAME.fullmatch(run_id):
+        raise ConfigError(
+            f"name={run_id!r} cannot name a folder under {config.runs_dir}: use letters, digits, '.', '_' and '-', "
+            f"starting with a letter or digit, at most 128"
+        )
+    return run_id
+
+
+def _strategy(config: DdpConfig | FsdpConfig) -> Strategy:
+    options = {key: value for key, value in vars(config).items() if key not in ("name", "shard_size")}
+    if not config.timeout_minutes > 0:
+        raise ConfigError(f"strategy.timeout_minutes={config.timeout_minutes}: must be above 0")
+    if isinstance(config, DdpConfig) and config.bucket_cap_mb < 1:
+        raise ConfigError(f"strategy.bucket_cap_mb={config.bucket_cap_mb}: must be at least 1")
+    return Strategy(name=config.name.value, **options)
+
+
+def _precision(config: RunConfig, accelerator: str) -> Precision:
+    precision = config.precision
+    if precision.tf32 and accelerator == "cpu":
+        raise ConfigError(
+            f"precision={precision.name.value} needs CUDA: TensorFloat-32 is a mode of its tensor cores; "
+            f"on the CPU use precision=fp32"
+        )
+    return Precision(
+        name=precision.name.value,
+        parameter_dtype=precision.parameter_dtype.value,
+        compute_dtype=precision.compute_dtype.value,
+        reduce_dtype=precision.reduce_dtype.value,
+        tf32=precision.tf32,
+    )
+
+
+def _target(word: str, node: Any) -> dict[str, Any]:
+    if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
+        raise ConfigError(f"{word} names no class: give {word}._target_=package.Class")
+    return node

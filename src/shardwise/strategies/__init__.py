@@ -1,0 +1,18 @@
+"""Plan → Lightning strategy. One file each, one `match` to choose."""
+
+from __future__ import annotations
+
+from shardwise.plan import Plan
+from shardwise.strategies.common import PlannedStrategy
+
+
+def build_strategy(plan: Plan) -> PlannedStrategy:
+    match plan.strategy.name:
+        case "ddp":
+            from shardwise.strategies.ddp import DdpStrategy
+
+            return DdpStrategy(plan)
+        case "fsdp" | "fsdp_hybrid":
+            from shardwise.strategies.fsdp import FsdpStrategy
+
+            return FsdpStrategy(plan)

@@ -1,0 +1,154 @@
+"""What every strategy shares, so that they cannot disagree: initial weights, the loss scale, loaders, buffers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import RunningStage
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from shardwise.data.loaders import EvaluationLoader, TrainLoader
+from shardwise.errors import ConfigError
+from shardwise.initialize import broadcast_from_rank_zero, derived_seed
+from shardwise.plan import Plan
+from shardwise.precision import PlannedPrecision
+from shardwise.units import Units, find_units
+
+
+class PlannedStrategy(ParallelStrategy):
+    """Mixed into one of Lightning's strategies: everything that is the same whatever is sharded."""
+
+    plan: Plan
+    units: Units
+    train_loader: TrainLoader | None = None
+
+    def _use(self, plan: Plan) -> None:
+        self.plan = plan
+        self._paddings: deque[bool] = deque()
+        self._scale: Tensor | None = None
+        self._losses: list[Tensor] = []
+
+    # Set-up
+
+    def _find_units(self, module: LightningModule) -> Units:
+        self.units = find_units(module, self.plan.units)
+        if not any(p.requires_grad for p in module.parameters()) and self.plan.stage == "fit":
+            raise ConfigError(f"{type(module).__name__} has no parameter that needs a gradient: nothing can be trained")
+        return self.units
+
+    @property
+    def planned_precision(self) -> PlannedPrecision:
+        assert isinstance(self.precision_plugin, PlannedPrecision)
+        return self.precision_plugin
+
+    def process_dataloader(self, dataloader: object) -> object:
+        module = self.lightning_module
+        assert module is not None
+        rank = self.plan.topology.data_parallel_rank(self.global_rank)
+        if module.trainer.state.stage != RunningStage.TRAINING:
+            return EvaluationLoader(dataloader, self.plan, rank, self._paddings)  # type: ignore[arg-type]
+        if self.train_loader is not None:
+            raise ConfigError("several training loaders: a step is one global batch of one loader; combine the data")
+        loss_weight = getattr(module, "loss_weight", None) if module.automatic_optimization else None
+        self.train_loader = TrainLoader(dataloader, self.plan, rank, self.root_device, loss_weight)  # type: ignore[arg-type]
+        return self.train_loader
+
+    # Every step goes through the root's forward, where a strategy shows the root its parameters
+
+    def _step(self, name: str, context: AbstractContextManager[Any], *args: Any, **kwargs: Any) -> Any:
+        assert self.model is not None
+        assert self.lightning_module is not None
+        with context:
+            return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context(), *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", self.precision_plugin.test_step_context(), *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context(), *args, **kwargs)
+
+    def _evaluate(self, name: str, context: AbstractContextManager[Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._paddings.popleft():
+            return self._step(name, context, *args, **kwargs)
+        assert self.lightning_module is not None
+        with _unrecorded(self.lightning_module):
+            self._step(name, context, *args, **kwargs)
+        return None
+
+    def on_train_start(self) -> None:
+        # Building and initialising drew from the same stream on every rank; dropout must not.
+        torch.manual_seed(derived_seed(self.plan.seed, "training", self.global_rank))
+        super().on_train_start()
+
+    # The window contract: one scale per micro-batch, before backward
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self.plan.accumulate_grad_batches == 0:
+            self._losses = []
+        assert self.train_loader is not None
+        self._scale = self.train_loader.scales.popleft()
+        super().on_train_batch_start(batch, batch_idx)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if closure_loss.numel() != 1:
+            raise ConfigError(
+                f"training_step returned a loss of shape {tuple(closure_loss.shape)}: it must be a scalar"
+            )
+        if self._scale is not None:
+            closure_loss = closure_loss * self._scale.to(closure_loss.dtype)
+        self._losses.append(closure_loss.detach())
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def step_loss(self) -> float:
+        """The last step's loss: the mean over its global batch, as it was differentiated. Collective; waits."""
+        loss = torch.stack(self._losses).double().sum()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(loss)
+        return loss.item() / dist.get_world_size()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.lightning_module is not None and self.lightning_module.automatic_optimization:
+            optimizer.zero_grad(set_to_none=True)  # Lightning would keep them until after the next forward
+        return result
+
+    # Buffers: rank 0's, everywhere, before they are used or saved
+
+    def on_validation_start(self) -> None:
+        self.synchronize_buffers()
+        super().on_validation_start()
+
+    def synchronize_buffers(self) -> None:
+        assert self.lightning_module is not None
+        with torch.no_grad():
+            broadcast_from_rank_zero(list(self.lightning_module.buffers()))
+
+
+@contextmanager
+def _unrecorded(module: LightningModule) -> Iterator[None]:
+    """A step whose results count nowhere: metrics keep their state, `self.log` does nothing."""
+    metrics = [m for m in module.modules() if isinstance(m, Metric)]
+    states = [(m, m._copy_state_dict(), m._update_count, m._computed) for m in metrics]
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.log
+        for metric, state, count, computed in states:
+            metric._restore_cache(state)  # type: ignore[operator]
+            metric._update_count, metric._computed = count, computed

@@ -1,0 +1,91 @@
+"""`fsdp` and `fsdp_hybrid`: parameters, gradients and optimizer state sharded by FSDP2's `fully_shard`.
+
+Each unit is gathered just before it runs and freed after; its gradients are reduce-scattered as soon as they exist.
+`fsdp` shards over all ranks. `fsdp_hybrid` shards over the `shard` axis of the mesh and keeps copies over `replicate`,
+whose gradients are all-reduced once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from shardwise.initialize import Materializer, broadcast_from_rank_zero
+from shardwise.plan import Plan
+from shardwise.precision import mixed_precision_policy
+from shardwise.strategies.common import PlannedStrategy
+
+
+class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy with the sharding done here, for any module, on the Plan's mesh."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(timeout=timedelta(minutes=plan.strategy.timeout_minutes))
+        self._use(plan)
+
+    def setup_environment(self) -> None:
+        self._setup_distributed()
+        topology = self.plan.topology
+        axes = {"shard": topology.shard} if topology.replicate == 1 else topology.mesh
+        self._device_mesh = init_device_mesh(self.root_device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        topology = self.plan.topology
+        return {
+            "num_replicas": topology.data_parallel_size,
+            "rank": topology.data_parallel_rank(self.global_rank),
+        }
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self._shard()
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _shard(self) -> None:
+        """Unit by unit: make it, initialise it, keep a shard. No rank ever holds the whole model."""
+        module = self.lightning_module
+        assert module is not None
+        units = self._find_units(module)
+        materializer = Materializer(module, self.root_device, self.plan.seed)
+        for _, unit in units.modules:
+            materializer.place(unit)
+            fully_shard(
+                unit,
+                mesh=self.device_mesh,
+                reshard_after_forward=self.plan.strategy.reshard_after_forward,
+                mp_policy=mixed_precision_policy(self.plan.precision, is_root=False),
+            )
+        materializer.place(module)
+        fully_shard(module, mesh=self.device_mesh, mp_policy=mixed_precision_policy(self.plan.precision, is_root=True))
+        broadcast_from_rank_zero(list(module.buffers()))
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """All but the last micro-batch of a window: Lightning's own looks for `no_sync`, which FSDP2 has not."""
+        module = self.lightning_module
+        assert isinstance(module, FSDPModule)
+        if self.plan.strategy.defer_gradient_sync:
+            module.set_requires_gradient_sync(False)
+        else:
+            module.set_requires_all_reduce(False)  # the replicate axis can wait: its partial sums are sharded
+        try:
+            yield
+        finally:
+            module.set_requires_gradient_sync(True)
+            module.set_requires_all_reduce(True)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return super().load_checkpoint(checkpoint_path, weights_only=True)

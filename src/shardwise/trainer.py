@@ -1,0 +1,164 @@
+"""Plan → Lightning Trainer, and one rank's whole life: build, run, say what came out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import warnings
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from torch._C._distributed_c10d import HashStore
+
+from shardwise.build import build, locate
+from shardwise.callbacks.saving import Saving
+from shardwise.callbacks.steps import StepLog, validation_metrics
+from shardwise.callbacks.summary import Summary, print_table
+from shardwise.environment import describe_environment
+from shardwise.errors import ConfigError
+from shardwise.initialize import derived_seed, initializes_itself, parameters_on_meta
+from shardwise.loggers import build_loggers
+from shardwise.optimizers import configure_optimizers
+from shardwise.plan import Plan
+from shardwise.precision import PlannedPrecision, default_dtype, set_matmul_mode
+from shardwise.strategies import build_strategy
+
+
+def run(plan: Plan) -> None:
+    """Run one rank of `plan`. RANK, LOCAL_RANK and WORLD_SIZE are in the environment; one process needs none.
+
+    Raises:
+        ConfigError: what only the user's own code or data could tell.
+    """
+    quiet_lightning()
+    set_matmul_mode(plan.precision)
+    init_process_group(plan)
+    try:
+        _run(plan)
+    finally:
+        dist.destroy_process_group()
+
+
+def _run(plan: Plan) -> None:
+    module, data = build_module(plan), build_data(plan)
+    trainer = build_trainer(plan, module)
+    trainer_function = getattr(trainer, plan.stage)
+    results = trainer_function(module, datamodule=data, ckpt_path=plan.resume, weights_only=True)
+    if plan.stage == "fit" or not trainer.is_global_zero:
+        return
+    output: dict[str, Any] = {"weights": plan.resume or "as constructed"}
+    if plan.stage == "predict":
+        path = Path(plan.run_dir) / "predictions.json"
+        path.write_text(json.dumps(results, indent=2, default=str) + "\n")
+        output["predictions"] = str(path)
+    else:
+        output |= validation_metrics(trainer)
+        (Path(plan.run_dir) / f"{plan.stage}.json").write_text(json.dumps(output, indent=2) + "\n")
+    print_table(output)
+
+
+def build_module(plan: Plan) -> LightningModule:
+    """The LightningModule, from the Plan's seed; without memory for its parameters where it initialises itself."""
+    target = locate(plan.module["_target_"], "module")
+    torch.manual_seed(derived_seed(plan.seed, "build"))
+    with default_dtype(plan.precision), parameters_on_meta() if initializes_itself(target) else nullcontext():
+        module = build(plan.module, "module")
+    if not isinstance(module, LightningModule):
+        raise ConfigError(
+            f"module._target_={plan.module['_target_']} is a {type(module).__name__}: a LightningModule is"
+        )
+    if plan.optimizer is not None:
+        module.configure_optimizers = lambda: configure_optimizers(plan, module)  # type: ignore[method-assign]
+    if not module.automatic_optimization and (plan.accumulate_grad_batches > 1 or plan.gradient_clip_val):
+        raise ConfigError(
+            f"{type(module).__name__} optimizes by hand, so accumulation and clipping are its own: "
+            f"global_batch_size={plan.global_batch_size} would need {plan.accumulate_grad_batches} micro-batches a "
+            f"step, gradient_clip_val={plan.gradient_clip_val}; use global_batch_size="
+            f"{plan.micro_batch_size * plan.topology.data_parallel_size} gradient_clip_val=null"
+        )
+    return module
+
+
+def build_data(plan: Plan) -> LightningDataModule:
+    data = build(plan.data, "data")
+    if not isinstance(data, LightningDataModule):
+        raise ConfigError(
+            f"data._target_={plan.data['_target_']} is a {type(data).__name__}: a LightningDataModule is needed"
+        )
+    return data
+
+
+def build_trainer(plan: Plan, module: LightningModule) -> Trainer:
+    """Lightning's Trainer with every decision made: nothing is left for it to infer."""
+    record = {"plan": dataclasses.asdict(plan)}
+    if os.environ["RANK"] == "0":
+        record["environment"] = describe_environment()
+        (Path(plan.run_dir) / "environment.json").write_text(json.dumps(record["environment"], indent=2) + "\n")
+    steps, saving = StepLog(plan), Saving(plan)
+    callbacks: list[Callback] = [steps, saving, Summary(plan, steps, saving)]
+    accumulate = plan.accumulate_grad_batches
+    validate_every = plan.validate_every_n_steps
+    return Trainer(
+        accelerator=plan.accelerator,
+        devices=plan.topology.devices,
+        num_nodes=plan.topology.nodes,
+        strategy=build_strategy(plan),
+        plugins=[PlannedPrecision(plan), TorchElasticEnvironment()],
+        logger=build_loggers(plan, record),
+        callbacks=callbacks,
+        max_steps=-1 if plan.max_steps is None else plan.max_steps,
+        max_epochs=-1 if plan.max_epochs is None else plan.max_epochs,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=plan.gradient_clip_val,
+        # Lightning counts micro-batches here
+        val_check_interval=1.0 if validate_every is None else validate_every * accumulate,
+        check_val_every_n_epoch=1 if validate_every is None else None,
+        limit_val_batches=1.0 if plan.max_validation_batches is None else plan.max_validation_batches,
+        log_every_n_steps=plan.log_every_n_steps,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        inference_mode=False,  # FSDP2 reuses gathered parameters between training and validation
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=plan.run_dir,
+    )
+
+
+def init_process_group(plan: Plan) -> None:
+    """One process group for the run, made here so that every strategy and a single process share one path."""
+    timeout = timedelta(minutes=plan.strategy.timeout_minutes)
+    backend = "nccl" if plan.accelerator == "cuda" else "gloo"
+    if plan.topology.world_size == 1 and "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    device = None
+    if plan.accelerator == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    if plan.topology.world_size == 1:  # no port, no rendezvous
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=device)
+    else:
+        dist.init_process_group(backend, timeout=timeout, device_id=device)
+
+
+def quiet_lightning() -> None:
+    """Keep what the Plan has said already, and advice that does not apply here, out of the log."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    for message in (
+        ".*does not have many workers.*",
+        ".*isinstance.treespec, LeafSpec.*",
+        ".*It is recommended to use .self.log.*sync_dist=True.*",  # values that a metric has synchronised
+        ".*Checkpoint directory .* exists and is not empty.*",
+        ".*GPU available but not used.*",
+        ".*barrier.*: using the device under current context.*",
+    ):
+        warnings.filterwarnings("ignore", message)

@@ -1,0 +1,104 @@
+"""The repeated layers of any module: what is sharded, cast, and later compiled and checkpointed, as one unit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardwise.errors import ConfigError
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Units:
+    """Outermost first, in the order of the module's definition; none contains another."""
+
+    modules: tuple[tuple[str, nn.Module], ...]  # (dotted name, layer)
+    covered: int  # parameters inside them
+    total: int  # parameters of the whole module
+    rule: str  # how they were found
+
+    @property
+    def share(self) -> float:
+        return self.covered / self.total if self.total else 0.0
+
+    def __str__(self) -> str:
+        counts = Counter(type(module).__name__ for _, module in self.modules)
+        layers = ", ".join(f"{count} × {name}" for name, count in counts.items()) or "none"
+        return f"{layers}: {self.share:.1%} of {self.total:,} parameters ({self.rule})"
+
+
+def find_units(root: nn.Module, names: Sequence[str] | None = None) -> Units:
+    """Find the layers that repeat.
+
+    `names` (class names) decides when given, an empty list meaning the module is one piece. Else the model's own
+    `_no_split_modules` (Hugging Face's convention), else every outermost class that repeats among siblings:
+    encoder and decoder layers, the blocks of every ResNet stage.
+
+    Raises:
+        ConfigError: a name that no layer has, or found layers that hold less than half of the parameters.
+    """
+    if names is not None:
+        found = list(_outermost(root, set(names)))
+        missing = sorted(set(names) - {type(module).__name__ for _, module in found})
+        if missing:
+            raise ConfigError(f"units={list(names)}: no layer of class {', '.join(missing)}; {_classes(root)}")
+        return _units(root, found, "named in units")
+    declared = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    if declared and (found := list(_outermost(root, declared))):
+        rule = "_no_split_modules"
+    else:
+        rule = "repeated among siblings"
+        found = list(_repeated(root, "", leaves=False)) or list(_repeated(root, "", leaves=True))
+    units = _units(root, found, rule)
+    if units.total and units.share < 0.5:
+        raise ConfigError(
+            f"the repeated layers found hold {units.share:.0%} of the parameters, less than half: {units}. Name the "
+            f"layers to shard, e.g. units=[Block], or units=[] to treat the module as one piece; {_classes(root)}"
+        )
+    return units
+
+
+def _units(root: nn.Module, found: list[tuple[str, nn.Module]], rule: str) -> Units:
+    inside = {id(p): p.numel() for _, module in found for p in module.parameters()}
+    total = sum(p.numel() for p in root.parameters())
+    return Units(tuple(found), sum(inside.values()), total, rule)
+
+
+def _outermost(module: nn.Module, names: set[str], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if type(child).__name__ in names:
+            yield prefix + name, child
+        else:
+            yield from _outermost(child, names, f"{prefix}{name}.")
+
+
+def _siblings(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Children, looking through lists and Sequentials: the four stages of a ResNet are one family."""
+    for name, child in module.named_children():
+        if isinstance(child, _CONTAINERS):
+            yield from _siblings(child, f"{prefix}{name}.")
+        else:
+            yield prefix + name, child
+
+
+def _repeated(module: nn.Module, prefix: str, leaves: bool) -> Iterator[tuple[str, nn.Module]]:
+    siblings = [(n, m) for n, m in _siblings(module, prefix) if any(True for _ in m.parameters())]
+    counts = Counter(type(m) for _, m in siblings)
+    for name, sibling in siblings:
+        is_leaf = next(sibling.children(), None) is None
+        if counts[type(sibling)] > 1 and (leaves or not is_leaf):
+            yield name, sibling
+        elif not is_leaf:
+            yield from _repeated(sibling, f"{name}.", leaves)
+
+
+def _classes(root: nn.Module) -> str:
+    counts = Counter(type(m).__name__ for m in root.modules() if m is not root and any(True for _ in m.parameters()))
+    return "the module has " + (
+        ", ".join(f"{n} × {c}" for c, n in counts.most_common(8)) or "no layers with parameters"
+    )

@@ -1,0 +1,15 @@
+"""Train a LightningModule: `python train.py strategy=fsdp precision=bf16 devices=8`; `--help` says what else.
+
+argv → RunConfig (compose) → Plan (make_plan) → processes (launch) → Trainer.fit (trainer.run).
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+from shardwise.cli import train
+
+if __name__ == "__main__":
+    sys.exit(train(sys.argv[1:]))
