@@ -20,6 +20,7 @@ from shardwise.topology import Topology, make_topology
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 Launcher = Literal["local", "torchrun", "slurm"]
+StageName = Literal["fit", "validate", "test", "predict"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Logging:
 class Plan:
     run_id: str
     run_dir: str
-    stage: Literal["fit", "validate", "test", "predict"]
+    stage: StageName
     resume: str | None  # a checkpoint's path, or None: start from the seed
     seed: int
     launcher: Launcher
@@ -121,7 +122,7 @@ def make_plan(config: RunConfig, host: Host) -> Plan:
     Raises:
         ConfigError: two values that cannot both be; the message says the rule, the numbers and the remedy.
     """
-    stage = config.stage.value
+    stage: StageName = config.stage.value
     accelerator = _accelerator(config, host)
     topology = _topology(config, host, accelerator)
     accumulate = _accumulation(config, topology) if config.stage is Stage.fit else 1

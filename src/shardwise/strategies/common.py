@@ -150,5 +150,6 @@ def _unrecorded(module: LightningModule) -> Iterator[None]:
     finally:
         del module.log
         for metric, state, count, computed in states:
-            metric._restore_cache(state)  # type: ignore[operator]
+            for name, value in state.items():
+                setattr(metric, name, value)
             metric._update_count, metric._computed = count, computed
