@@ -1,5 +1,6 @@
 """The loss: the one place that turns hidden states into logits."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -7,6 +8,7 @@ IGNORE = -100
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, reduction: str = "sum") -> Tensor:
-    """Nats, fp32: `hidden` [..., D] against the head's `weight` [V, D]; `targets` [...] of -100 do not count."""
-    logits = F.linear(hidden, weight).float()
+    """Nats, in fp32 or better: `hidden` [..., D] against the head's `weight` [V, D]; `targets` [...] of -100 do not count."""
+    logits = F.linear(hidden, weight)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction=reduction)

@@ -50,9 +50,9 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, H, head_dim] rotated in fp32, in x's dtype."""
+        """[B, T, H, head_dim] rotated in fp32 or better, in x's dtype."""
         cos, sin = self.cos[: x.shape[1], None], self.sin[: x.shape[1], None]
-        first, second = x.float().chunk(2, dim=-1)
+        first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 

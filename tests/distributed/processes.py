@@ -1,0 +1,70 @@
+"""Real processes for a test: `spawn` runs a function on N gloo (or NCCL) ranks and hands back what each returned."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def spawn(ranks: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = 240) -> list[Any]:
+    """`function(*arguments)` on every rank, RANK and friends in its environment. A failed or hung rank fails all."""
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_rank, args=(rank, ranks, port, folder, function, arguments)) for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            while any(p.is_alive() for p in processes):
+                if failed := [p for p in processes if p.exitcode]:
+                    failed[0].join()
+                    raise AssertionError(_failure(folder, ranks))
+                if time.monotonic() > deadline:
+                    raise AssertionError(f"ranks still running after {timeout_seconds} s: a collective hangs?")
+                time.sleep(0.05)
+            if any(p.exitcode for p in processes):
+                raise AssertionError(_failure(folder, ranks))
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        return [pickle.loads((Path(folder) / f"{rank}.pkl").read_bytes()) for rank in range(ranks)]
+
+
+def _rank(rank: int, ranks: int, port: int, folder: str, function: Callable[..., Any], arguments: Any) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        result = function(*arguments)
+        (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps(result))
+    except BaseException:
+        (Path(folder) / f"{rank}.error").write_text(traceback.format_exc())
+        raise
+
+
+def _failure(folder: str, ranks: int) -> str:
+    time.sleep(0.5)  # let the first failure, not its consequence, be written
+    errors = [Path(folder) / f"{rank}.error" for rank in range(ranks)]
+    return "\n".join(f"rank {e.stem}:\n{e.read_text()}" for e in errors if e.exists()) or "a rank died"
