@@ -7,42 +7,63 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from types import ModuleType, NoneType, UnionType
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, did_you_mean
+from shardwise.schema import say
 
 
 def locate(path: str, where: str) -> Callable[..., Any]:
-    """The class or function named by a dotted path; the current directory is importable.
+    """The class, function or class method named by a dotted path; the current directory is importable.
 
     Raises:
         ConfigError: no such module or attribute. An error inside the module keeps its own traceback.
     """
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
-    module_name, _, attribute = path.rpartition(".")
-    if not module_name:
+    names = path.split(".")
+    if len(names) < 2 or not all(name.isidentifier() for name in names):
         raise ConfigError(f"{where}._target_={path}: not a dotted path; write package.module.Class")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise ConfigError(
-                f"{where}._target_={path}: there is no module {error.name}; it is looked for in {Path.cwd()} and "
-                f"the installed packages"
-            ) from None
-        raise ConfigError(f"{where}._target_={path}: importing it needs the package {error.name}") from error
-    found = getattr(module, attribute, None)
+    found: Any = _import(names[0], path, where)
+    if found is None:
+        raise ConfigError(
+            f"{where}._target_={path}: there is no module {names[0]}; it is looked for in {Path.cwd()} and the "
+            f"installed packages"
+        )
+    for i, name in enumerate(names[1:], start=1):
+        parent = ".".join(names[:i])
+        is_module = isinstance(found, ModuleType)
+        if not hasattr(found, name) and not (is_module and _import(f"{parent}.{name}", path, where)):
+            near = did_you_mean(name, vars(found) if hasattr(found, "__dict__") else ())
+            raise ConfigError(f"{where}._target_={path}: {parent} has no {name}{near}")
+        found = getattr(found, name)
     if not callable(found):
-        raise ConfigError(f"{where}._target_={path}: {module_name} has no class or function {attribute}")
+        raise ConfigError(f"{where}._target_={path}: a {type(found).__name__}, neither a class nor a function")
     return cast(Callable[..., Any], found)
 
 
-def check(node: Any, where: str) -> None:
+def _import(name: str, path: str, where: str) -> ModuleType | None:
+    """The module, or None where there is none of this name."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name:
+            return None
+        raise ConfigError(
+            f"{where}._target_={path}: importing it needs {error.name}, which is not there; install it, or mend the "
+            f"import in {name}"
+        ) from error
+
+
+def check(node: Any, where: str, positional: int = 0, supplied: tuple[str, ...] = ()) -> None:
     """Locate every target below `node` and bind its arguments, building nothing.
 
+    `positional` and `supplied`: how many arguments the outermost target will be given when it is called, and by name.
+
     Raises:
-        ConfigError: an argument that the target does not take, or one that it needs and does not get.
+        ConfigError: an argument that the target does not take, one that it needs and does not get, or one of
+            another type than the target's annotation.
     """
     for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
         check(value, f"{where}.{key}")
@@ -54,11 +75,40 @@ def check(node: Any, where: str) -> None:
     except ValueError:  # a builtin without a signature
         return
     arguments = {key: value for key, value in node.items() if key != "_target_"}
+    takes = [name for name in signature.parameters if name != "self" and name not in supplied][positional:]
+    if twice := [name for name in supplied if name in arguments]:
+        raise ConfigError(f"{where}.{twice[0]}: {node['_target_']} is given it when it is called; leave it out")
     try:
-        signature.bind(**arguments)
+        signature.bind(*[None] * positional, **dict.fromkeys(supplied), **arguments)
     except TypeError as error:
-        takes = [name for name in signature.parameters if name != "self"]
         raise ConfigError(f"{where}: {node['_target_']}: {error}; it takes {', '.join(takes) or 'nothing'}") from None
+    annotations = _annotations(target)
+    for name, value in arguments.items():
+        expected = annotations.get(name, Any)
+        if not _fits(value, expected) and not (value is None and signature.parameters[name].default is None):
+            raise ConfigError(f"{where}.{name}={say(value)}: {node['_target_']} takes {_words(expected)}")
+
+
+def _annotations(target: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(target.__init__ if isinstance(target, type) else target)
+    except (NameError, TypeError, AttributeError):  # annotations that only a type checker can read
+        return {}
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """False only where it is certain: a word for a number, a fraction for a count, null for what must be there."""
+    is_union = isinstance(annotation, UnionType) or get_origin(annotation) is Union
+    options = get_args(annotation) if is_union else (annotation,)
+    if value is None:
+        return not all(isinstance(option, type) and option not in (NoneType, object, Any) for option in options)
+    if isinstance(value, (dict, list)) or not all(option in (int, float, bool, str, NoneType) for option in options):
+        return True
+    return type(value) in options or (type(value) is int and float in options)
+
+
+def _words(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
 
 def build(node: Any, where: str = "") -> Any:

@@ -7,11 +7,16 @@ from pathlib import Path
 
 from shardwise.errors import ConfigError
 
-_STEP = re.compile(r"step-(\d{8})\.ckpt")
+_STEP = re.compile(r"step-\d{8}\.ckpt")
 
 
 def checkpoint_path(run_dir: str | Path, step: int) -> Path:
     return Path(run_dir) / "checkpoints" / f"step-{step:08d}.ckpt"
+
+
+def stage_file(name: str, stage: str) -> str:
+    """`plan.json` → `plan-validate.json`: looking at a run leaves the record of how it was trained."""
+    return name if stage == "fit" else f"-{stage}.".join(name.rsplit(".", 1))
 
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:
@@ -27,20 +32,38 @@ def resolve_resume(resume: str | None, run_dir: str | Path, stage: str) -> str |
     Raises:
         ConfigError: no such checkpoint, or a run directory that would be overwritten.
     """
-    if resume is None:
-        if stage == "fit" and (Path(run_dir) / "plan.json").exists():
-            raise ConfigError(
-                f"{run_dir} already holds a run: resume=auto goes on with it, another name= starts a new one"
-            )
-        return None
-    if resume == "auto":
-        found = list_checkpoints(run_dir)
-        if not found and stage != "fit":
-            raise ConfigError(f"resume=auto: {run_dir} holds no checkpoint to {stage}; name= a run that has one")
-        return str(found[-1]) if found else None
+    try:
+        taken = stage == "fit" and (Path(run_dir) / "plan.json").exists()
+        if resume == "auto":
+            found = list_checkpoints(run_dir)
+            if not found and stage != "fit":
+                raise ConfigError(f"resume=auto: {run_dir} holds no checkpoint to {stage}; name= a run that has one")
+            return str(found[-1]) if found else None
+        path = None if resume is None else _checkpoint(resume)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"cannot look for checkpoints of {run_dir}: {error}; give another path") from None
+    if taken and (path is None or Path(run_dir).resolve() not in path.parents):
+        raise ConfigError(f"{run_dir} already holds a run: resume=auto goes on with it, another name= starts a new one")
+    if taken and path and (newer := [p.name for p in list_checkpoints(run_dir) if _step(p) > _step(path)]):
+        raise ConfigError(
+            f"resume={resume}: this run went on to {newer[-1]}, and two histories would mix in {run_dir}: "
+            f"another name= starts a branch"
+        )
+    return None if path is None else str(path)
+
+
+def _step(path: Path) -> int:
+    """Of `step-…` and `best-…`; -1 for a checkpoint of another name."""
+    match = re.fullmatch(r"(?:step|best)-(\d{8})\.ckpt", path.name)
+    return int(match[1]) if match else -1
+
+
+def _checkpoint(resume: str) -> Path:
     path = Path(resume).expanduser().resolve()
     if not path.exists():
         raise ConfigError(f"resume={resume}: no such checkpoint; resume=auto takes the newest of this name")
     if path.is_dir() and not (path / "meta.pt").is_file():
-        raise ConfigError(f"resume={resume}: a folder without meta.pt is no complete checkpoint")
-    return str(path)
+        raise ConfigError(
+            f"resume={resume}: a folder without meta.pt is no complete checkpoint; give another, or resume=auto"
+        )
+    return path

@@ -7,11 +7,12 @@ import os
 import sys
 from pathlib import Path
 
-from shardwise.checkpoints import resolve_resume
+from shardwise.checkpoints import resolve_resume, stage_file
 from shardwise.compose import Job, compose
 from shardwise.errors import ConfigError
 from shardwise.launch.host import inspect_host
 from shardwise.launch.local import launch
+from shardwise.launch.worker import die_with_parent, report
 from shardwise.plan import Host, Plan, make_plan
 
 
@@ -23,19 +24,21 @@ def train(argv: list[str]) -> int:
             print(command.print)
             return 0
         host = inspect_host()
+        if host.launcher == "torchrun":
+            die_with_parent()
+            if len(command.jobs) > 1:
+                raise ConfigError("-m starts its jobs itself: python train.py -m devices=N …, without torchrun")
         plans = [make_run_plan(job, host, number, len(command.jobs)) for number, job in enumerate(command.jobs)]
         if any(job.config.dry_run for job in command.jobs):
             for job, plan in zip(command.jobs, plans, strict=True):
                 print(f"# config\n{job.yaml}\n# plan\n{plan.to_json()}")
             return 0
         check_targets(plans)
-        codes = [start(job, plan, single=len(plans) == 1) for job, plan in zip(command.jobs, plans, strict=True)]
-        return max(codes, key=abs)
+        return start_all(command.jobs, plans)
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"error: {error}\n")
-        return 2
+        return report(error)
     except KeyboardInterrupt:
+        sys.stderr.write("shardwise: stopped by Ctrl-C\n")
         return 130
 
 
@@ -53,16 +56,36 @@ def make_run_plan(job: Job, host: Host, number: int, jobs: int) -> Plan:
 def check_targets(plans: list[Plan]) -> None:
     """What only the user's classes and data can tell, before any worker starts."""
     from shardwise.build import build, check, locate
-    from shardwise.optimizers import check_ownership
+    from shardwise.optimizers import check_ownership, try_optimizer
 
     for plan in plans:
-        for where in ("module", "data", "optimizer"):
-            if (node := getattr(plan, where)) is not None and where != "optimizer":
-                check(node, where)
+        check(plan.module, "module")
+        check(plan.data, "data")
+        if plan.optimizer is not None:
+            check(plan.optimizer, "optimizer", positional=1)  # the parameters
+        if plan.schedule is not None:
+            check(plan.schedule, "schedule", positional=1, supplied=("total_steps",))  # the step
         check_ownership(plan, locate(plan.module["_target_"], "module"))
+        try_optimizer(plan)
         data = build(plan.data, "data")
         if os.environ.get("LOCAL_RANK", "0") == "0" and callable(getattr(data, "check", None)):
             data.check()
+
+
+def start_all(jobs: tuple[Job, ...], plans: list[Plan]) -> int:
+    """One run after the other; one that fails does not keep the others of its sweep from running."""
+    codes = []
+    for number, (job, plan) in enumerate(zip(jobs, plans, strict=True)):
+        if len(jobs) > 1:
+            print(f"\n[{number + 1}/{len(jobs)}] {' '.join(job.overrides)}", flush=True)
+        try:
+            codes.append(start(job, plan, single=len(jobs) == 1))
+        except ConfigError as error:
+            codes.append(report(error))
+    if failed := [plan.run_id for code, plan in zip(codes, plans, strict=True) if code]:
+        if len(jobs) > 1:
+            sys.stderr.write(f"shardwise: {len(failed)} of {len(jobs)} runs failed: {', '.join(failed)}\n")
+    return max(codes)
 
 
 def start(job: Job, plan: Plan, single: bool) -> int:
@@ -71,10 +94,12 @@ def start(job: Job, plan: Plan, single: bool) -> int:
         run_dir = Path(plan.run_dir)
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            (run_dir / "config.yaml").write_text(job.yaml)
-            (run_dir / "plan.json").write_text(plan.to_json())
+            (run_dir / stage_file("config.yaml", plan.stage)).write_text(job.yaml)
+            (run_dir / stage_file("plan.json", plan.stage)).write_text(plan.to_json())
         except OSError as error:
-            raise ConfigError(f"cannot write the run's folder {run_dir}: {error.strerror}") from None
+            raise ConfigError(
+                f"cannot write the run's folder {run_dir}: {error.strerror}; give another runs_dir="
+            ) from None
         print(headline(plan), flush=True)
     return launch(plan, in_process=single)
 

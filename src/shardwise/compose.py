@@ -8,30 +8,32 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import itertools
-import re
 import sys
 import warnings
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, cast, get_type_hints
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import MarkedYAMLError  # type: ignore[import-untyped]
 
-from shardwise.errors import ConfigError
-from shardwise.schema import STRATEGY_CONFIGS, RunConfig, StrategyName
+from shardwise.errors import ConfigError, did_you_mean
+from shardwise.schema import MISSING, STRATEGY_CONFIGS, RunConfig, StrategyName, bind, say
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
+
+_FIELDS: dict[str, Any] = get_type_hints(RunConfig)
+_TEXT = (str, str | None)
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,15 @@ def compose(argv: list[str], config_name: str = "train") -> Command:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         if arguments.help:
             return Command(print=help_text(directories))
-        overrides = _checked_overrides(arguments.overrides, directories)
+        groups = config_groups(directories)
+        overrides = [_read_override(word, groups) for word in arguments.overrides]
         searchpath = [f"hydra.searchpath=[{Path(d).resolve().as_uri()}]" for d in directories[1:]]
         combinations = _combinations(overrides, arguments.multirun)
+        for word in sorted({word for words in combinations for word in words}):
+            _check_override(_read_override(word, groups), groups)
         if arguments.cfg and len(combinations) > 1:
             raise ConfigError(f"--cfg prints one job, and this sweep has {len(combinations)}: give one value each")
-        jobs = tuple(_compose_job(config_name, list(words), searchpath) for words in combinations)
+        jobs = tuple(_compose_job(config_name, words, searchpath) for words in combinations)
         return Command(print=jobs[0].yaml) if arguments.cfg else Command(jobs=jobs)
 
 
@@ -89,31 +94,49 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def _checked_overrides(words: list[str], directories: list[Path]) -> list[Override]:
-    """Parse the overrides; say of a group, an option or a plain word what would have been right."""
+def _read_override(word: str, groups: dict[str, list[str]]) -> Override:
     try:
-        overrides = OverridesParser.create().parse_overrides(words)
-    except HydraException as error:
-        raise ConfigError(f"cannot read an override: {_first_line(error)}; they look like key=value") from None
-    groups = config_groups(directories)
-    for override in overrides:
-        key = override.key_or_group
-        if key == "hydra" or key.startswith("hydra."):
-            raise ConfigError(f"{override.input_line}: Hydra's own node is set by this program; leave it out")
-        value = None if override.is_sweep_override() else override.value()
-        if key in groups and isinstance(value, str) and value not in groups[key]:
+        return OverridesParser.create().parse_override(word)
+    except HydraException:
+        key, equals, value = word.partition("=")
+        if equals:
             raise ConfigError(
-                f"{key}={value}: no such option; {key} is one of {', '.join(groups[key])}"
-                + _did_you_mean(value, groups[key])
-            )
-        if key not in groups and "." not in key and not override.is_force_add() and not override.is_add():
-            known = [f.name for f in dataclasses.fields(RunConfig)]
-            if key not in known:
-                raise ConfigError(
-                    f"{override.input_line}: there is no {key}" + _did_you_mean(key, [*groups, *known])
-                    + "; --help lists what there is"
-                )  # fmt: skip
-    return overrides
+                f"{word}: the value cannot be read; if it is meant as text, quote it: \"{key}='{value}'\""
+            ) from None
+        example = f"{word} is one of {', '.join(groups[word])}" if word in groups else "e.g. strategy=fsdp"
+        raise ConfigError(f"{word!r} is not key=value; {example}") from None
+
+
+def _check_override(override: Override, groups: dict[str, list[str]]) -> None:
+    """Say of a key, a group and an option what would have been right, before Hydra says it in its own words."""
+    said, key = override.input_line, override.key_or_group
+    root, _, rest = key.partition(".")
+    if not key:
+        raise ConfigError(f"{said}: no key before the =; overrides look like strategy=fsdp")
+    if root == "hydra":
+        raise ConfigError(f"{said}: Hydra's own node is set by this program; leave it out")
+    if override.package is not None:
+        raise ConfigError(f"{said}: a group has one place here; write {key}=…, without @{override.package}")
+    if root not in groups and root not in _FIELDS:
+        near = did_you_mean(root, [*groups, *_FIELDS])
+        raise ConfigError(f"{said}: there is no {root}{near}; --help lists what there is")
+    if rest and root not in _FIELDS:
+        raise ConfigError(f"{said}: {root} names a file and has no values of its own; {root} is one of "
+                          f"{', '.join(groups[root])}")  # fmt: skip
+    value = override.value()
+    if key in groups and not isinstance(value, dict):
+        options = f"{key} is one of {', '.join(groups[key])}"
+        if override.is_add() or override.is_delete():
+            raise ConfigError(f"{said}: a run always has one {key}; write {key}=…, without + or ~; {options}")
+        if value not in groups[key]:
+            raise ConfigError(f"{said}: no such option; {options}{did_you_mean(str(value), groups[key])}")
+    if override.is_add() and key in _FIELDS:
+        raise ConfigError(f"{said}: {key} is there already; leave out the +")
+    if rest == "name" and root in groups and root in _FIELDS:
+        raise ConfigError(f"{said}: a name alone changes nothing; {root}={say(value)} brings its values as well")
+    raw = cast(str, said).partition("=")[2]
+    if _FIELDS.get(key) in _TEXT and type(value) in (int, float, bool) and str(value) != raw:
+        raise ConfigError(f"{said}: is read as {say(value)}, not as text; quote it: \"{key}='{raw}'\"")
 
 
 def config_groups(directories: list[Path]) -> dict[str, list[str]]:
@@ -141,79 +164,81 @@ def _combinations(overrides: list[Override], multirun: bool) -> list[tuple[str, 
     return list(itertools.product(*choices))
 
 
-def _compose_job(config_name: str, words: list[str], searchpath: list[str]) -> Job:
+def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str]) -> Job:
     try:
         composed = hydra_compose(config_name, overrides=[*words, *searchpath])
         plain = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=False))
+    except MarkedYAMLError as error:
+        raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from None
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain(error, words)) from None
-    return Job(config=_typed(plain), yaml=OmegaConf.to_yaml(OmegaConf.create(plain)), overrides=tuple(words))
+        raise ConfigError(_explain(error, config_name, words, searchpath)) from None
+    return Job(config=_typed(plain), yaml=OmegaConf.to_yaml(OmegaConf.create(plain)), overrides=words)
 
 
 def _typed(plain: dict[str, Any]) -> RunConfig:
     """Bind the composed mapping to the schema: types, enums, unknown keys, values that were left open."""
-    strategy = plain.get("strategy") or {}
-    name = strategy.get("name")
-    if name not in StrategyName.__members__:
-        raise ConfigError(f"strategy.name={name}: is one of {', '.join(StrategyName.__members__)}")
-    open_keys = [key for key in _missing(plain) if not key.startswith("model.")]
-    if open_keys:
-        key = open_keys[0]
-        raise ConfigError(f"{key} has no value, and nothing can be assumed for it: give {key}=…")
-    try:
-        typed = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.create({**plain, "strategy": None}))
-        options = OmegaConf.merge(OmegaConf.structured(STRATEGY_CONFIGS[StrategyName[name]]), strategy)
-        config = cast(RunConfig, OmegaConf.to_object(typed))
-        config.strategy = OmegaConf.to_object(options)
-    except OmegaConfBaseException as error:
-        raise ConfigError(_explain(error, [], prefix="")) from None
+    for group in ("recipe", "experiment"):
+        if group in plain:
+            raise ConfigError(
+                f"the file of {group}= sets values of {group} itself; start it with `# @package _global_`"
+            )
+    _check_open(plain)
+    strategy = plain.get("strategy")
+    name = bind(StrategyName, strategy.get("name") if isinstance(strategy, dict) else strategy, "strategy.name")
+    config: RunConfig = bind(RunConfig, plain)
+    config.strategy = bind(STRATEGY_CONFIGS[name], strategy, "strategy")
     return config
+
+
+def _check_open(plain: dict[str, Any]) -> None:
+    """A model that no module takes may stay open; one that the module takes is named where it is written."""
+    missing = _missing(plain)
+    below_model = {key for key in missing if key.startswith("model.")}
+    keys = [key.removeprefix("module.") if key.removeprefix("module.") in below_model else key
+            for key in missing if key not in below_model]  # fmt: skip
+    if keys:
+        give = " ".join(f"{key}=…" for key in keys)
+        verb = "has" if len(keys) == 1 else "have"
+        raise ConfigError(f"{', '.join(keys)} {verb} no value, and nothing can be assumed: give {give}")
 
 
 def _missing(node: Any, prefix: str = "") -> list[str]:
     if isinstance(node, dict):
         return [key for k, v in node.items() for key in _missing(v, f"{prefix}.{k}" if prefix else str(k))]
+    if isinstance(node, list):
+        return [key for i, v in enumerate(node) for key in _missing(v, f"{prefix}[{i}]")]
     return [prefix] if node == MISSING else []
 
 
-def _explain(error: Exception, words: list[str], prefix: str = "") -> str:
+def _explain(error: Exception, config_name: str, words: tuple[str, ...], searchpath: list[str]) -> str:
     """Hydra's and OmegaConf's errors as one line: what was wrong, and what would be right."""
-    text = str(error)
-    cause = str(error.__cause__ or "")
-    full_key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None) or ""
-    said = next((w for w in words if w.split("=")[0].lstrip("+~") == full_key), full_key)
-    if "not in struct" in text + cause or "not in 'Run" in text or re.search(r"Key '\w+' not in '", text):
-        parent, _, key = full_key.rpartition(".")
-        return f"{said}: {parent or 'the config'} has no option {key}" + _known_options(parent, key, words)
-    if "could not be converted" in text or "Invalid value" in text or "Incompatible" in text or "not supported" in text:
-        return f"{said}: {_first_line(error)}"
-    if "Interpolation" in type(error).__name__:
-        return f"{full_key}: {_first_line(error)}"
-    match = re.search(r"Could not find '([^']+)'", text)
-    if match:
-        return f"{match.group(1)}: no such config file; --help lists what there is"
-    return " ".join((cause or text).split())
+    if isinstance(error, MissingConfigException):
+        group, _, option = (error.missing_cfg_file or "").rpartition("/")
+        return f"{group}={option}: no such config file; {group} is one of {', '.join(error.options or [])}"
+    cause = error.__cause__ or error
+    key = getattr(cause, "full_key", None) or ""
+    said = next((word for word in reversed(words) if word.split("=")[0].lstrip("+~") == key), key)
+    first_line = str(error).strip().splitlines()[0].rstrip(".")
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
+        return f"{said}: " + _no_option(key, config_name, words, searchpath)
+    if isinstance(error, OmegaConfBaseException) and "nterpolation" in type(error).__name__ + first_line:
+        return f"{said}: {first_line}; ${{…}} takes a key of this config, or oc.env:NAME"
+    return f"{said}: {first_line}" if said else first_line
 
 
-def _known_options(parent: str, key: str, words: list[str]) -> str:
+def _no_option(key: str, config_name: str, words: tuple[str, ...], searchpath: list[str]) -> str:
+    parent, _, option = key.rpartition(".")
+    groups_only = [word for word in words if "." not in word.split("=")[0]]
     try:
-        composed = hydra_compose("train", overrides=[w for w in words if "." not in w.split("=")[0]])
-        node = OmegaConf.select(composed, parent) if parent else composed
+        node = OmegaConf.select(hydra_compose(config_name, overrides=[*groups_only, *searchpath]), parent)
     except (HydraException, OmegaConfBaseException):
-        return ""
+        return f"{parent} has no option {option}"
+    if node is None:
+        return f"{parent} is none here, so it has no {option}; choose {parent}=… as well"
     if not isinstance(node, DictConfig):
-        return ""
+        return f"{parent} is a single value; write {parent}=…"
     known = [str(k) for k in node]
-    return f"; it has {', '.join(known)}" + _did_you_mean(key, known)
-
-
-def _did_you_mean(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")
+    return f"{parent} has no option {option}; it has {', '.join(known)}{did_you_mean(option, known)}"
 
 
 def help_text(directories: list[Path]) -> str:
@@ -245,7 +270,7 @@ HELP_TAIL = """
 Run-level values:
 
   stage=fit|validate|test|predict
-  name=NAME                 the run's folder under runs_dir; made up when left out
+  name=NAME                 the run's folder under runs_dir=DIR; made up when left out
   resume=auto|PATH          the newest checkpoint of this name (from the seed if there is none), or that one
   dry_run=true              print config and Plan, start nothing
   devices=N nodes=N         processes a node (one a GPU), nodes; under torchrun both are known
@@ -256,6 +281,8 @@ Run-level values:
   gradient_clip_val=X       bound on the global gradient norm
   seed=N  log_every_n_steps=N  validate_every_n_steps=N  max_validation_batches=N
   units=[ClassName,…]       the repeated layers, where they are not found
+  optimizer_override=true   optimizer= overrules the module's own configure_optimizers
+  module._target_=my.Module data._target_=my.Data         your own classes, with recipe=custom
 
   --cfg job                 print the composed config
   --config-dir DIR          a folder of your own with the same groups

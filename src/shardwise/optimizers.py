@@ -35,13 +35,31 @@ def check_ownership(plan: Plan, module_class: Any) -> None:
         )
 
 
-def configure_optimizers(plan: Plan, module: LightningModule) -> Any:
+def try_optimizer(plan: Plan) -> None:
+    """Build both for one small matrix: what their values are worth is theirs to say, before anything starts.
+
+    Raises:
+        ConfigError: a value that they refuse.
+    """
+    if plan.optimizer is None or plan.stage != "fit":
+        return
+    try:
+        made = configure_optimizers(plan, nn.Linear(2, 2, bias=False))
+        if plan.schedule is not None and plan.max_steps is not None:
+            float(made["lr_scheduler"]["scheduler"].lr_lambdas[0](plan.max_steps - 1))
+    except (TypeError, ValueError, ArithmeticError) as error:
+        nodes = {"optimizer": plan.optimizer, "schedule": plan.schedule or {}}
+        said = " ".join(f"{word}.{k}={v}" for word, node in nodes.items() for k, v in node.items() if k != "_target_")
+        raise ConfigError(f"optimizer or schedule: {error}; mend one of {said}") from error
+
+
+def configure_optimizers(plan: Plan, module: nn.Module) -> Any:
     """The Plan's optimizer over two groups, weight decay and none, with its schedule stepped every step."""
     assert plan.optimizer is not None
     arguments = {key: value for key, value in plan.optimizer.items() if key != "_target_"}
     optimizer_class = locate(plan.optimizer["_target_"], "optimizer")
-    if plan.accelerator == "cuda" and optimizer_class in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
-        arguments.setdefault("fused", True)
+    if plan.accelerator == "cuda" and optimizer_class in (torch.optim.Adam, torch.optim.AdamW):
+        arguments.setdefault("fused", True)  # SGD's fused kernel has no rule for sharded tensors in torch 2.11
     optimizer = optimizer_class(parameter_groups(module, arguments.get("weight_decay", 0.0)), **arguments)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optimizer._target_={plan.optimizer['_target_']} is not a torch.optim.Optimizer")

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 from shardwise.errors import ConfigError
-from shardwise.schema import Accelerator, DdpConfig, FsdpConfig, FsdpHybridConfig, RunConfig, Stage
+from shardwise.schema import Accelerator, DdpConfig, FsdpConfig, FsdpHybridConfig, RunConfig, Stage, say
 from shardwise.topology import Topology, make_topology
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+_YEAR_MINUTES = 365 * 24 * 60
 
 Launcher = Literal["local", "torchrun", "slurm"]
 StageName = Literal["fit", "validate", "test", "predict"]
@@ -60,6 +65,7 @@ class Checkpointing:
     keep_last: int
     monitor: str | None
     mode: str
+    save_at_end: bool
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ class Plan:
 
 
 def make_plan(config: RunConfig, host: Host) -> Plan:
-    """Resolve `config` on `host`. Pure: the file system is not looked at; `resume` is passed on as written.
+    """Resolve `config` on `host`. The file system is not looked at; `resume` is passed on as written.
 
     Raises:
         ConfigError: two values that cannot both be; the message says the rule, the numbers and the remedy.
@@ -125,6 +131,9 @@ def make_plan(config: RunConfig, host: Host) -> Plan:
     stage: StageName = config.stage.value
     accelerator = _accelerator(config, host)
     topology = _topology(config, host, accelerator)
+    for word in ("micro_batch_size", "global_batch_size"):
+        if (value := getattr(config, word)) < 1:
+            raise ConfigError(f"{word}={value}: must be at least 1")
     accumulate = _accumulation(config, topology) if config.stage is Stage.fit else 1
     max_steps, max_epochs = _duration(config) if config.stage is Stage.fit else (None, None)
     run_id = _run_id(config, host)
@@ -133,8 +142,10 @@ def make_plan(config: RunConfig, host: Host) -> Plan:
         value = getattr(config, word)
         if value is not None and value < 1:
             raise ConfigError(f"{word}={value}: must be at least 1" + _or_null(word))
-    if config.gradient_clip_val is not None and not config.gradient_clip_val > 0:
-        raise ConfigError(f"gradient_clip_val={config.gradient_clip_val}: must be above 0, or null for no clipping")
+    if config.gradient_clip_val is not None and not 0 < config.gradient_clip_val < math.inf:
+        raise ConfigError(
+            f"gradient_clip_val={config.gradient_clip_val}: must be above 0 and finite, or null for no clipping"
+        )
     if config.checkpoint.save_every_n_steps is not None and config.checkpoint.save_every_n_steps < 1:
         raise ConfigError(
             f"checkpoint.save_every_n_steps={config.checkpoint.save_every_n_steps}: must be at least 1, "
@@ -143,21 +154,23 @@ def make_plan(config: RunConfig, host: Host) -> Plan:
     if config.checkpoint.keep_last < 1:
         raise ConfigError(f"checkpoint.keep_last={config.checkpoint.keep_last}: must be at least 1")
     if config.checkpoint.mode not in ("min", "max"):
-        raise ConfigError(f"checkpoint.mode={config.checkpoint.mode!r} is neither min nor max")
+        raise ConfigError(f"checkpoint.mode={config.checkpoint.mode}: must be min or max")
     if config.logger.mode not in ("auto", "online", "offline"):
-        raise ConfigError(f"logger.mode={config.logger.mode!r} is not one of auto, online, offline")
+        raise ConfigError(f"logger.mode={config.logger.mode}: must be one of auto, online, offline")
     if not 0 <= config.seed < 2**63:
         raise ConfigError(f"seed={config.seed}: must be in [0, 2**63)")
-    if config.schedule is not None and config.optimizer is None:
-        raise ConfigError("schedule is given and optimizer is not: give optimizer=…, or schedule=none")
-    if config.schedule is not None and max_steps is None and stage == "fit":
+    optimizer = None if config.optimizer is None else _target("optimizer", config.optimizer)
+    schedule = None if config.schedule is None else _target("schedule", config.schedule)
+    if schedule is not None and optimizer is None:
+        raise ConfigError("schedule is given and optimizer is not: give optimizer=adamw, or schedule=none")
+    if schedule is not None and max_steps is None and stage == "fit":
         raise ConfigError(
-            f"schedule={config.schedule.get('_target_')} needs the number of steps, which max_epochs={max_epochs} "
-            f"does not say before the data is read: give max_steps or max_samples, or schedule=none"
+            f"schedule={schedule['_target_']} needs the number of steps, which max_epochs={max_epochs} does not say "
+            f"before the data is read: give max_steps=N max_epochs=null, or schedule=none"
         )
     return Plan(
         run_id=run_id,
-        run_dir=str(Path(config.runs_dir).expanduser().resolve() / run_id),
+        run_dir=str(_runs_dir(config) / run_id),
         stage=stage,
         resume=config.resume,
         seed=config.seed,
@@ -184,9 +197,9 @@ def make_plan(config: RunConfig, host: Host) -> Plan:
             tags=tuple(config.logger.tags),
         ),
         progress_bar=host.is_terminal,
-        optimizer=config.optimizer,
+        optimizer=optimizer,
         optimizer_override=config.optimizer_override,
-        schedule=config.schedule,
+        schedule=schedule,
         units=None if config.units is None else tuple(config.units),
         module=_target("module", config.module),
         data=_target("data", config.data),
@@ -215,17 +228,23 @@ def _topology(config: RunConfig, host: Host, accelerator: str) -> Topology:
             raise ConfigError(
                 f"{word}={asked}, but {host.launcher} started {told}: leave {word} out, or make them equal"
             )
-    nodes = config.nodes or host.nodes or 1
+    nodes = config.nodes if config.nodes is not None else host.nodes or 1
     devices = config.devices if config.devices is not None else host.devices or 1
+    for word, value in (("nodes", nodes), ("devices", devices)):
+        if value < 1:
+            raise ConfigError(f"{word}={value}: must be at least 1")
     if nodes > 1 and host.launcher == "local":
         raise ConfigError(
-            f"nodes={nodes}: a local launch is one node; start train.py on every node with torchrun or srun"
+            f"nodes={nodes}: a local launch is one node; use nodes=1, or start train.py on every node with torchrun"
         )
-    if config.cluster.devices_per_node is not None and devices > config.cluster.devices_per_node:
-        raise ConfigError(
-            f"devices={devices} is more than a node of cluster={config.cluster.name} has "
-            f"({config.cluster.devices_per_node}); use at most that, and more nodes"
-        )
+    if (per_node := config.cluster.devices_per_node) is not None:
+        if per_node < 1:
+            raise ConfigError(f"cluster.devices_per_node={per_node}: must be at least 1, or null")
+        if devices > per_node:
+            raise ConfigError(
+                f"devices={devices} is more than a node of cluster={config.cluster.name} has, {per_node}; use "
+                f"devices={per_node} or fewer, and more nodes"
+            )
     if accelerator == "cuda" and devices > host.cuda_devices:
         raise ConfigError(
             f"devices={devices} is more than the {host.cuda_devices} CUDA devices that this process sees; use "
@@ -237,9 +256,6 @@ def _topology(config: RunConfig, host: Host, accelerator: str) -> Topology:
 
 def _accumulation(config: RunConfig, topology: Topology) -> int:
     micro, batch, ranks = config.micro_batch_size, config.global_batch_size, topology.data_parallel_size
-    for word, value in (("micro_batch_size", micro), ("global_batch_size", batch)):
-        if value < 1:
-            raise ConfigError(f"{word}={value}: must be at least 1")
     step = micro * ranks
     if batch % step:
         below, above = batch // step * step, (batch // step + 1) * step
@@ -257,9 +273,10 @@ def _duration(config: RunConfig) -> tuple[int | None, int | None]:
     }
     if len(given) != 1:
         said = ", ".join(f"{word}={value}" for word, value in given.items()) or "none of them"
+        others = " ".join(f"{word}=null" for word in list(given)[:-1])
         raise ConfigError(
-            f"exactly one of max_steps, max_epochs, max_samples says how long to train; given: {said}. "
-            f"Set the others to null, e.g. max_steps=null max_epochs=1"
+            f"exactly one of max_steps, max_epochs, max_samples says how long to train; given: {said}; "
+            + (f"add {others}" if given else "give max_steps=N")
         )
     word, value = next(iter(given.items()))
     if value < 1:
@@ -275,6 +292,16 @@ def _duration(config: RunConfig) -> tuple[int | None, int | None]:
             f"max_samples={value} is not a multiple of global_batch_size={config.global_batch_size}; use {near}"
         )
     return value // config.global_batch_size, None
+
+
+def _runs_dir(config: RunConfig) -> Path:
+    try:
+        if not config.runs_dir or "\0" in config.runs_dir:
+            raise ValueError
+        # Not resolve(), which follows links: nothing is looked at here.
+        return Path(os.path.abspath(Path(config.runs_dir).expanduser()))
+    except (RuntimeError, ValueError):
+        raise ConfigError(f"runs_dir={config.runs_dir}: names no folder; give one, e.g. runs_dir=runs") from None
 
 
 def _run_id(config: RunConfig, host: Host) -> str:
@@ -294,8 +321,10 @@ def _run_id(config: RunConfig, host: Host) -> str:
 
 def _strategy(config: DdpConfig | FsdpConfig) -> Strategy:
     options = {key: value for key, value in vars(config).items() if key not in ("name", "shard_size")}
-    if not config.timeout_minutes > 0:
-        raise ConfigError(f"strategy.timeout_minutes={config.timeout_minutes}: must be above 0")
+    if not 0 < config.timeout_minutes <= _YEAR_MINUTES:
+        raise ConfigError(
+            f"strategy.timeout_minutes={config.timeout_minutes}: must be above 0 and at most {_YEAR_MINUTES}, a year"
+        )
     if isinstance(config, DdpConfig) and config.bucket_cap_mb < 1:
         raise ConfigError(f"strategy.bucket_cap_mb={config.bucket_cap_mb}: must be at least 1")
     return Strategy(name=config.name.value, **options)
@@ -318,6 +347,24 @@ def _precision(config: RunConfig, accelerator: str) -> Precision:
 
 
 def _target(word: str, node: Any) -> dict[str, Any]:
-    if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
+    if not isinstance(node, dict) or "_target_" not in node:
         raise ConfigError(f"{word} names no class: give {word}._target_=package.Class")
+    _check_plain(word, node)
     return node
+
+
+def _check_plain(where: str, node: Any) -> None:
+    """Ranks read the Plan as JSON: what JSON would change has no place in it."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if not isinstance(key, str):
+                raise ConfigError(f"{where}: the key {key!r} is not text; quote it in YAML: '{key}'")
+            if key == "_target_" and not isinstance(value, str):
+                raise ConfigError(f"{where}._target_={say(value)}: must be a dotted path, package.module.Class")
+            _check_plain(f"{where}.{key}", value)
+    elif isinstance(node, list):
+        for i, value in enumerate(node):
+            _check_plain(f"{where}[{i}]", value)
+    elif not isinstance(node, (str, int, float, bool, NoneType)):
+        raise ConfigError(f"{where} is a {type(node).__name__}: must be text, a number, true, false, null, a list or "
+                          f"a mapping; quote it")  # fmt: skip

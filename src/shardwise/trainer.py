@@ -41,10 +41,9 @@ def run(plan: Plan) -> None:
     quiet_lightning()
     set_matmul_mode(plan.precision)
     init_process_group(plan)
-    try:
-        _run(plan)
-    finally:
-        dist.destroy_process_group()
+    _run(plan)
+    # Not after a failure: the peers would fail in turn, and NCCL might wait for them.
+    dist.destroy_process_group()
 
 
 def _run(plan: Plan) -> None:
@@ -106,7 +105,7 @@ def build_trainer(plan: Plan, module: LightningModule) -> Trainer:
     callbacks: list[Callback] = [steps, saving, Summary(plan, steps, saving)]
     accumulate = plan.accumulate_grad_batches
     validate_every = plan.validate_every_n_steps
-    return Trainer(
+    trainer = Trainer(
         accelerator=plan.accelerator,
         devices=plan.topology.devices,
         num_nodes=plan.topology.nodes,
@@ -131,6 +130,9 @@ def build_trainer(plan: Plan, module: LightningModule) -> Trainer:
         enable_model_summary=False,
         default_root_dir=plan.run_dir,
     )
+    # Lightning's SIGTERM handler is a collective: a signal that reaches one rank only would hang it.
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    return trainer
 
 
 def init_process_group(plan: Plan) -> None:

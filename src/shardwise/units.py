@@ -44,7 +44,7 @@ def find_units(root: nn.Module, names: Sequence[str] | None = None) -> Units:
     """
     if names is not None:
         found = list(_outermost(root, set(names)))
-        missing = sorted(set(names) - {type(module).__name__ for _, module in found})
+        missing = sorted(set(names) - {type(module).__name__ for module in root.modules() if module is not root})
         if missing:
             raise ConfigError(f"units={list(names)}: no layer of class {', '.join(missing)}; {_classes(root)}")
         return _units(root, found, "named in units")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import tempfile
 import time
@@ -22,7 +24,8 @@ def spawn(ranks: int, function: Callable[..., Any], *arguments: Any, timeout_sec
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_rank, args=(rank, ranks, port, folder, function, arguments)) for rank in range(ranks)
+            context.Process(target=_rank, args=(rank, ranks, port, folder, function, arguments))
+            for rank in range(ranks)
         ]
         for process in processes:
             process.start()
@@ -33,7 +36,9 @@ def spawn(ranks: int, function: Callable[..., Any], *arguments: Any, timeout_sec
                     failed[0].join()
                     raise AssertionError(_failure(folder, ranks))
                 if time.monotonic() > deadline:
-                    raise AssertionError(f"ranks still running after {timeout_seconds} s: a collective hangs?")
+                    for process in processes:  # each writes where it is
+                        os.kill(process.pid or 0, signal.SIGUSR1)
+                    raise AssertionError(f"still running after {timeout_seconds} s:\n{_failure(folder, ranks)}")
                 time.sleep(0.05)
             if any(p.exitcode for p in processes):
                 raise AssertionError(_failure(folder, ranks))
@@ -53,6 +58,8 @@ def _rank(rank: int, ranks: int, port: int, folder: str, function: Callable[...,
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
     }
+    errors = Path(folder) / f"{rank}.error"
+    faulthandler.register(signal.SIGUSR1, file=errors.open("w"), all_threads=False)
     try:
         import torch
 
@@ -60,11 +67,11 @@ def _rank(rank: int, ranks: int, port: int, folder: str, function: Callable[...,
         result = function(*arguments)
         (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps(result))
     except BaseException:
-        (Path(folder) / f"{rank}.error").write_text(traceback.format_exc())
+        errors.write_text(traceback.format_exc())
         raise
 
 
 def _failure(folder: str, ranks: int) -> str:
     time.sleep(0.5)  # let the first failure, not its consequence, be written
     errors = [Path(folder) / f"{rank}.error" for rank in range(ranks)]
-    return "\n".join(f"rank {e.stem}:\n{e.read_text()}" for e in errors if e.exists()) or "a rank died"
+    return "\n".join(f"rank {e.stem}:\n{e.read_text()}" for e in errors if e.exists() and e.stat().st_size) or "a rank died"

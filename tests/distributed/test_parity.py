@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recipes.language_modeling.loss import cross_entropy
 from shardwise.optimizers import parameter_groups
 from shardwise.trainer import build_module
 from tests.distributed.cells import cell_plan, fit, masked_tokens
@@ -58,15 +57,22 @@ def run_cells(folder: Path, ranks: int, precisions: list[str], accelerator: str 
     }
 
 
+Reference = tuple[dict[str, Tensor], dict[str, Tensor], list[float], list[float]]
+
+
 @functools.cache
-def reference(precision: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float], list[float]]:
+def reference(
+    precision: str, accelerator: str = "cpu"
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float], list[float]]:
     """Start and final parameters, losses and gradient norms of the plain loop."""
     folder = Path(tempfile.mkdtemp())
-    module = build_module(cell_plan(folder, 1, *SGD, *batch_words(1), f"precision={precision}"))
+    module = build_module(
+        cell_plan(folder, 1, *SGD, *batch_words(1), f"precision={precision}", accelerator=accelerator)
+    )
     module.configure_optimizers = None  # type: ignore[assignment,method-assign]
     from shardwise.initialize import Materializer
 
-    Materializer(module, torch.device("cpu"), seed=0).place(module)
+    Materializer(module, torch.device(accelerator), seed=0).place(module)
     start = {name: p.detach().clone() for name, p in module.named_parameters()}
 
     def loss_sum(m: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -78,7 +84,9 @@ def reference(precision: str) -> tuple[dict[str, Tensor], dict[str, Tensor], lis
     def optimizer(m: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameter_groups(m, 0.01), lr=2.0, momentum=0.9)
 
-    final, losses, norms = plain_loop(module, masked_tokens(50), loss_sum, optimizer, STEPS, 16, CLIP)
+    rows = [{key: value.to(accelerator) for key, value in row.items()} for row in masked_tokens(50)]
+    final, losses, norms = plain_loop(module, rows, loss_sum, optimizer, STEPS, 16, CLIP)
+    start, final = ({name: p.cpu() for name, p in state.items()} for state in (start, final))
     assert min(norms) > 2 * CLIP, "clipping must bite"
     return start, final, losses, norms
 

@@ -49,7 +49,7 @@ class Saving(Callback):
                 self._remove(trainer, Path(previous))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.saved_step != trainer.global_step and trainer.global_step > 0:
+        if self.plan.checkpoint.save_at_end and 0 < trainer.global_step != self.saved_step:
             self._save_step(trainer)
 
     def _save_step(self, trainer: Trainer) -> None:

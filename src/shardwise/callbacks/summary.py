@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.callbacks.saving import Saving
@@ -34,6 +35,7 @@ class Summary(Callback):
             "training_seconds": round(self.steps.seconds, 2),
             "samples_per_second": self.steps.steps * self.plan.global_batch_size / max(self.steps.seconds, 1e-9),
             f"{unit}_per_second": self.steps.tokens / max(self.steps.seconds, 1e-9) or None,
+            "peak_memory_gib": _peak_memory_gib(self.plan),
             "train/loss": _last(rows, "train/loss"),
             **validation_metrics(trainer),
             "baselines": baselines,
@@ -48,6 +50,11 @@ class Summary(Callback):
         lines["loss curve"] = _short(picture) if picture else "no losses were logged"
         lines["everything"] = _short(self.plan.run_dir)
         print_table(lines)
+
+
+def _peak_memory_gib(plan: Plan) -> float | None:
+    """Reserved by rank 0's allocator at its peak."""
+    return round(torch.cuda.max_memory_reserved() / 2**30, 2) if plan.accelerator == "cuda" else None
 
 
 def print_table(lines: dict[str, Any]) -> None:

@@ -3,36 +3,85 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import sys
+import traceback
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 
+FAILURE = "SHARDWISE_FAILURE"  # the file in which the first rank to fail says what is wrong
+PARENT = "SHARDWISE_PARENT"
+
 PR_SET_PDEATHSIG = 1
+_PROCESS = os.getpid()  # of the rank: its data workers are forks
 
 
 def run_rank(plan: Plan) -> int:
-    """Run this process's rank. A user's mistake is one message from rank 0, without a traceback; exit code 2."""
-    from shardwise.trainer import run
-
+    """Run this process's rank and return its exit code. What went wrong is said once, whichever rank it was."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _interrupted)
     try:
+        from shardwise.trainer import run
+
         run(plan)
-    except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"error: {error}\n")
-        return 2
+    except Exception as error:
+        return report(error)
     return 0
+
+
+def report(error: Exception) -> int:
+    """Say what is wrong, unless another rank of this node did: the rest are its consequences. Returns the exit code."""
+    code, text = 2, f"error: {error}\n"
+    if not isinstance(error, ConfigError):
+        rank = f"rank {os.environ['RANK']}:\n" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        code, text = 1, rank + "".join(traceback.format_exception(error))
+    if FAILURE in os.environ:  # our launcher says it, unless another rank turns out to have died before
+        _write_failure(Path(os.environ[FAILURE]), {"rank": int(os.environ["RANK"]), "code": code, "text": text})
+    elif _speaks_under_torchrun():
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    return code
+
+
+def _write_failure(path: Path, failure: dict[str, Any]) -> None:
+    """`<path>.<pid>`: this rank has reported. `path`: what the first one reported, there at once or not at all."""
+    own = path.with_suffix(f".{os.getpid()}")
+    own.write_text(json.dumps(failure))
+    with suppress(FileExistsError):
+        os.link(own, path)
+
+
+def _speaks_under_torchrun() -> bool:
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # <folder of this start>/<local rank>/error.json
+    if not error_file:
+        return True
+    try:
+        (Path(error_file).parents[1] / "said").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def die_with_parent() -> None:
     """Linux: a rank whose launcher is killed, even by SIGKILL, is killed too."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.environ.get("SHARDWISE_PARENT") not in (None, str(os.getppid())):
+    if os.environ.get(PARENT) not in (None, str(os.getppid())):
         sys.exit("shardwise: the launcher is gone")
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    # Not KeyboardInterrupt, which Lightning turns into exit code 1. Data workers are their rank's to end.
+    if os.getpid() == _PROCESS:
+        sys.stderr.write("shardwise: stopped by Ctrl-C\n")
+        raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

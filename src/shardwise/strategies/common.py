@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from torch.optim import Optimizer
@@ -127,6 +128,12 @@ class PlannedStrategy(ParallelStrategy):
             optimizer.zero_grad(set_to_none=True)  # Lightning would keep them until after the next forward
         return result
 
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        # `self.log(..., sync_dist=True)` averages the ranks' batch sizes, and an integer mean of 7 and 6 would be 6.
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
+            tensor = tensor.double()
+        return super().reduce(tensor, group, reduce_op)
+
     # Buffers: rank 0's, everywhere, before they are used or saved
 
     def on_validation_start(self) -> None:
@@ -141,15 +148,21 @@ class PlannedStrategy(ParallelStrategy):
 
 @contextmanager
 def _unrecorded(module: LightningModule) -> Iterator[None]:
-    """A step whose results count nowhere: metrics keep their state, `self.log` does nothing."""
-    metrics = [m for m in module.modules() if isinstance(m, Metric)]
+    """A step whose results count nowhere. What it logs is registered, with a weight of zero: a rank that runs nothing
+    but padding takes part in the reductions at the end of the epoch like any other."""
+    results = module.trainer._results
+    assert results is not None
+    known = set(map(id, results.values()))
+    metrics = [m for m in (*module.modules(), *results.values()) if isinstance(m, Metric)]
     states = [(m, m._copy_state_dict(), m._update_count, m._computed) for m in metrics]
-    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del module.log
-        for metric, state, count, computed in states:
-            for name, value in state.items():
-                setattr(metric, name, value)
-            metric._update_count, metric._computed = count, computed
+    yield
+    for metric, state, count, computed in states:
+        for name, value in state.items():
+            if value == [] and (added := getattr(metric, name)):
+                value = [tensor[:0] for tensor in added]  # of no length, but of a dtype that others can gather
+            setattr(metric, name, value)
+        metric._update_count, metric._computed = max(1, count), computed  # at 0 it would warn
+    for result in results.values():
+        if isinstance(result, _ResultMetric) and id(result) not in known and result.is_tensor:
+            for name, default in result._defaults.items():
+                setattr(result, name, torch.full_like(getattr(result, name), default.item()))

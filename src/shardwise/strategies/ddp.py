@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardwise.initialize import Materializer, broadcast_from_rank_zero
@@ -42,6 +43,10 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         if precision.compute_dtype != precision.parameter_dtype:
             cast_parameters(module, units, dtype_of(precision.compute_dtype))
         super().setup(trainer)
+
+    def _setup_model(self, model: Module) -> DDP:
+        # Lightning wraps on a side stream, which then has to wait for the main one in every backward (torch warns).
+        return DDP(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         return super().load_checkpoint(checkpoint_path, weights_only=True)

@@ -1,0 +1,360 @@
+"""A mistake gets one line that states the rule, the numbers and the remedy: exit code 2, nothing written, no start."""
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+
+import shardwise.cli
+from shardwise.data.tokens import write_token_shards
+from shardwise.plan import Host
+
+ROOT = Path(__file__).parents[2]
+FOREIGN = "tests.configs.foreign"
+CUSTOM = f"recipe=custom data._target_={FOREIGN}.Data"
+OWN, BARE = f"{CUSTOM} module._target_={FOREIGN}.Own", f"{CUSTOM} module._target_={FOREIGN}.Bare"
+SHARDS = "data=token_shards data.sequence_length=8 data.directory=TMP"
+LM = "recipes.language_modeling"
+
+# (argv, what the message says); TMP is a folder that `files` below fills. These need no torch.
+WORDS: list[tuple[str, list[str]]] = [
+    # groups, options, keys
+    ("strateg=ddp", ["strateg=ddp: there is no strateg (did you mean strategy?)", "--help"]),
+    ("optimzer.lr=1", ["optimzer.lr=1: there is no optimzer (did you mean optimizer?)"]),
+    ("max_step=3", ["there is no max_step (did you mean max_steps?)"]),
+    ("trainer.max_steps=3", ["there is no trainer"]),
+    ("+foo=1", ["+foo=1: there is no foo"]),
+    ("~foo", ["~foo: there is no foo"]),
+    ("strategy=dpp", ["strategy=dpp: no such option; strategy is one of ddp, fsdp, fsdp_hybrid (did you mean ddp?)"]),
+    ("experiment=llama", ["experiment=llama: no such option", "llama3_8b_fsdp"]),
+    ("cluster=dgx", ["cluster is one of dgx_a100, dgx_h100, dgx_h200, local"]),
+    ("strategy=null", ["strategy=null: no such option; strategy is one of ddp, fsdp, fsdp_hybrid"]),
+    ("optimizer=null", ["optimizer=null: no such option", "(did you mean none?)"]),
+    ("strategy=3", ["strategy=3: no such option; strategy is one of ddp"]),
+    ("strategy=[ddp,fsdp]", ["strategy=[ddp,fsdp]: no such option; strategy is one of ddp"]),
+    ("-m strategy=ddp,fdsp", ["strategy=fdsp: no such option", "(did you mean fsdp?)"]),
+    ("+strategy=fsdp", ["a run always has one strategy; write strategy=…, without + or ~"]),
+    ("~strategy", ["~strategy: a run always has one strategy"]),
+    ("strategy@foo=ddp", ["a group has one place here; write strategy=…, without @foo"]),
+    ("strategy.name=fsdp", ["a name alone changes nothing; strategy=fsdp brings its values as well"]),
+    ("precision.name=bf16", ["a name alone changes nothing; precision=bf16"]),
+    ("recipe.module=3", ["recipe names a file and has no values of its own; recipe is one of custom, language_modeling"]),
+    ("hydra.run.dir=x", ["hydra.run.dir=x: Hydra's own node is set by this program; leave it out"]),
+    ("optimizer.lrr=1", ["optimizer.lrr=1: optimizer has no option lrr; it has _target_, lr,", "(did you mean lr?)"]),
+    ("checkpoint.keep=1", ["checkpoint has no option keep; it has save_every_n_steps, keep_last, monitor, mode"]),
+    ("seed.foo=3", ["seed.foo=3: seed is a single value; write seed=…"]),
+    ("+max_steps=3", ["+max_steps=3: max_steps is there already; leave out the +"]),
+    ("optimizer=none schedule=none optimizer.lr=3", ["optimizer is none here, so it has no lr; choose optimizer=…"]),
+    ("strategy=ddp strategy.reshard_after_forward=false",
+     ["strategy.reshard_after_forward=false: strategy has no option reshard_after_forward", "find_unused_parameters"]),
+    ("strategy=fsdp strategy.find_unused_parameters=true",
+     ["strategy has no option find_unused_parameters", "it has name, reshard_after_forward, defer_gradient_sync"]),
+    ("strategy=fsdp strategy.shard_size=2", ["strategy has no option shard_size"]),
+    ("logger=csv logger.project=x", ["logger.project=x: logger has no option project; it has name"]),
+    # types
+    ("max_steps=abc", ["max_steps=abc: must be a whole number, or null"]),
+    ("max_steps=1.5", ["max_steps=1.5: must be a whole number"]),
+    ("max_steps=1e4", ["max_steps=10000.0: must be a whole number; write 10000"]),
+    ("max_steps=true", ["max_steps=true: must be a whole number"]),
+    ("max_steps=", ["max_steps=: must be a whole number, or null"]),
+    ("max_steps=[1,2]", ["max_steps=[1, 2]: must be a whole number"]),
+    ("devices=two", ["devices=two: must be a whole number, or null"]),
+    ("gradient_clip_val=high", ["gradient_clip_val=high: must be a number, or null"]),
+    ("dry_run=maybe", ["dry_run=maybe: must be true or false"]),
+    ("precision.tf32=maybe", ["precision.tf32=maybe: must be true or false"]),
+    ("units=Block", ["units=Block: must be a list, e.g. [a,b], or null"]),
+    ("units=[null]", ["units[0]=null: must be text"]),
+    ("name=[a,b]", ["name=['a', 'b']: must be text"]),
+    ("name=true", ["name=true: is read as true, not as text; quote it: \"name='true'\""]),
+    ("name=12e34", ["name=12e34: is read as 1.2e+35, not as text; quote it: \"name='12e34'\""]),
+    ("name=20260101_1", ["is read as 202601011, not as text; quote it: \"name='20260101_1'\""]),
+    ("stage=fitt", ["stage=fitt: must be one of fit, validate, test, predict (did you mean fit?)"]),
+    ("stage=null", ["stage=null: must be one of fit, validate, test, predict"]),
+    ("accelerator=gpu", ["accelerator=gpu: must be one of auto, cpu, cuda"]),
+    ("precision.compute_dtype=float16", ["precision.compute_dtype=float16: must be one of float64, float32, bfloat16"]),
+    ("micro_batch_size=null", ["micro_batch_size=null: must be a whole number"]),
+    ("strategy=fsdp_hybrid strategy.shard_size=two", ["strategy.shard_size=two: must be a whole number, or null"]),
+    # values left open
+    ("global_batch_size=???", ["global_batch_size has no value, and nothing can be assumed: give global_batch_size=…"]),
+    ("optimizer.lr=???", ["optimizer.lr has no value", "give optimizer.lr=…"]),
+    ("model.dim=???", ["model.dim has no value", "give model.dim=…"]),
+    ("recipe=custom", ["data._target_, module._target_ have no value", "give data._target_=… module._target_=…"]),
+    ("data=token_shards", ["data.directory has no value", "give data.directory=…"]),
+    ("~module", ["module has no value", "give module=…"]),
+    # syntax, flags, sweeps
+    ("strategy", ["'strategy' is not key=value; strategy is one of ddp, fsdp, fsdp_hybrid"]),
+    ("train", ["'train' is not key=value; e.g. strategy=fsdp"]),
+    ("''", ["'' is not key=value; e.g. strategy=fsdp"]),
+    ("=x", ["=x: no key before the =; overrides look like strategy=fsdp"]),
+    ("a=b=c[", ["a=b=c[: the value cannot be read; if it is meant as text, quote it: \"a='b=c['\""]),
+    ("optimizer.betas=[1", ["optimizer.betas=[1: the value cannot be read"]),
+    ("runs_dir=~/runs", ["the value cannot be read; if it is meant as text, quote it: \"runs_dir='~/runs'\""]),
+    ("--foo", ["unrecognized arguments: --foo", "--help"]),
+    ("--strategy=fsdp", ["unrecognized arguments: --strategy=fsdp; overrides look like strategy=fsdp"]),
+    ("--cfg hydra", ["invalid choice: 'hydra' (choose from 'job')"]),
+    ("--config-dir", ["argument --config-dir/-cd: expected one argument"]),
+    ("seed=1,2", ["seed=1,2: several values make a sweep; add -m, or quote the value"]),
+    ("-m --cfg job seed=1,2", ["--cfg prints one job, and this sweep has 2: give one value each"]),
+    ("-m optimizer.lr=interval(0,1)", ["only lists of values, choice() and range() are swept"]),
+    ("-m seed=1,x", ["seed=x: must be a whole number"]),
+    ("--config-dir TMP/nowhere", ["--config-dir=TMP/nowhere: no such folder"]),
+    ("--config-dir TMP/file", ["--config-dir=TMP/file: no such folder"]),
+    # files of one's own
+    ("--config-dir TMP/conf experiment=broken", ["not YAML:", "broken.yaml", "line 1"]),
+    ("--config-dir TMP/conf experiment=typo", ["max_stepz: there is no such option (did you mean max_steps?)"]),
+    ("--config-dir TMP/conf experiment=group", ["strategy=zz: no such config file; strategy is one of ddp, fsdp"]),
+    ("--config-dir TMP/conf experiment=option", ["strategy.foo: there is no such option; strategy has name,"]),
+    ("--config-dir TMP/conf experiment=package", ["start it with `# @package _global_`"]),
+    ("--config-dir TMP/conf experiment=keys", ["module.labels: the key 0 is not text; quote it in YAML: '0'"]),
+    ("--config-dir TMP/conf experiment=text", ["name=1000.0: must be text; quote it"]),
+    # interpolations
+    ("name=${nope}", ["name=${nope}: Interpolation key 'nope' not found; ${…} takes a key of this config"]),
+    ("name=${name}", ["name=${name}: Recursive interpolation detected"]),
+    ("name=${foo:3}", ["name=${foo:3}: Unsupported interpolation type foo"]),
+    ("name=${oc.env:NOT_SET_ANYWHERE}", ["Environment variable 'NOT_SET_ANYWHERE' not found", "oc.env:NAME"]),
+    ("name=${open", ["name=${open: the value cannot be read"]),
+    # sizes
+    ("global_batch_size=30", ["global_batch_size=30 is not a multiple of micro_batch_size * data_parallel_size = 4 * 1",
+                              "use 28 or 32"]),
+    ("devices=3", ["global_batch_size=32 is not a multiple", "= 4 * 3; use 24 or 36"]),
+    ("global_batch_size=2", ["= 4 * 1; use 4"]),
+    ("micro_batch_size=0", ["micro_batch_size=0: must be at least 1"]),
+    ("micro_batch_size=0 stage=validate", ["micro_batch_size=0: must be at least 1"]),
+    ("global_batch_size=-32", ["global_batch_size=-32: must be at least 1"]),
+    ("max_steps=0", ["max_steps=0: must be at least 1"]),
+    ("devices=0", ["devices=0: must be at least 1"]),
+    ("nodes=0", ["nodes=0: must be at least 1"]),
+    ("log_every_n_steps=0", ["log_every_n_steps=0: must be at least 1"]),
+    ("validate_every_n_steps=0", ["validate_every_n_steps=0: must be at least 1, or null"]),
+    ("max_validation_batches=-1", ["max_validation_batches=-1: must be at least 1, or null"]),
+    ("checkpoint.keep_last=0", ["checkpoint.keep_last=0: must be at least 1"]),
+    ("checkpoint.save_every_n_steps=0", ["checkpoint.save_every_n_steps=0: must be at least 1, or null"]),
+    ("checkpoint.mode=best", ["checkpoint.mode=best: must be min or max"]),
+    ("logger=wandb logger.mode=on", ["logger.mode=on: must be one of auto, online, offline"]),
+    ("gradient_clip_val=-1", ["gradient_clip_val=-1.0: must be above 0 and finite, or null for no clipping"]),
+    ("gradient_clip_val=nan", ["gradient_clip_val=nan: must be above 0"]),
+    ("strategy.timeout_minutes=0", ["strategy.timeout_minutes=0.0: must be above 0"]),
+    ("strategy.bucket_cap_mb=0", ["strategy.bucket_cap_mb=0: must be at least 1"]),
+    ("seed=-1", ["seed=-1: must be in [0, 2**63)"]),
+    # durations
+    ("max_epochs=1", ["exactly one of max_steps, max_epochs, max_samples", "given: max_steps=500, max_epochs=1",
+                      "add max_steps=null"]),
+    ("max_samples=64", ["given: max_steps=500, max_samples=64; add max_steps=null"]),
+    ("max_steps=null", ["given: none of them; give max_steps=N"]),
+    ("max_steps=null max_samples=100", ["max_samples=100 is not a multiple of global_batch_size=32; use 96 or 128"]),
+    ("max_steps=null max_epochs=1", ["warmup_cosine needs the number of steps, which max_epochs=1 does not say",
+                                     "give max_steps=N max_epochs=null, or schedule=none"]),
+    # the machine
+    ("accelerator=cuda", ["accelerator=cuda: this process sees 0 CUDA devices; use accelerator=cpu"]),
+    ("precision=tf32", ["precision=tf32 needs CUDA", "on the CPU use precision=fp32"]),
+    ("nodes=2", ["nodes=2: a local launch is one node", "torchrun"]),
+    ("cluster=dgx_h100 devices=16 global_batch_size=64",
+     ["devices=16 is more than a node of cluster=dgx_h100 has, 8; use devices=8 or fewer, and more nodes"]),
+    ("strategy=fsdp_hybrid devices=4", ["strategy=fsdp_hybrid on one node needs strategy.shard_size",
+                                        "nodes * devices = 4 (one of [1, 2, 4])"]),
+    ("strategy=fsdp_hybrid devices=4 strategy.shard_size=3",
+     ["strategy.shard_size=3 does not divide nodes * devices = 1 * 4 = 4; use one of [1, 2, 4]"]),
+    # names and checkpoints
+    ("name=../x", ["name='../x' cannot name a folder under", "use letters, digits"]),
+    ("name=a/b", ["name='a/b' cannot name a folder"]),
+    ("name=", ["name='' cannot name a folder"]),
+    ("name=..", ["name='..' cannot name a folder"]),
+    ("name=-x", ["name='-x' cannot name a folder", "starting with a letter or digit"]),
+    ("runs_dir=", ["runs_dir=: names no folder; give one, e.g. runs_dir=runs"]),
+    ("\"runs_dir='~no-such-user/x'\"", ["runs_dir=~no-such-user/x: names no folder"]),
+    ("resume=TMP/nowhere.ckpt", ["resume=TMP/nowhere.ckpt: no such checkpoint; resume=auto takes the newest"]),
+    ("resume=TMP/runs/taken", ["a folder without meta.pt is no complete checkpoint; give another, or resume=auto"]),
+    (f"resume={'x' * 300}", ["cannot look for checkpoints", "File name too long"]),
+    ("stage=validate resume=auto name=new", ["runs/new holds no checkpoint to validate; name= a run that has one"]),
+    ("name=taken", ["runs/taken already holds a run: resume=auto goes on with it, another name= starts a new one"]),
+    ("name=taken resume=TMP/some.ckpt", ["runs/taken already holds a run"]),
+    # targets, as far as they can be told without importing them
+    ("module=null", ["module names no class: give module._target_=package.Class"]),
+    ("optimizer._target_=null", ["optimizer._target_=null: must be a dotted path, package.module.Class"]),
+    ("data._target_=3", ["data._target_=3: must be a dotted path"]),
+    ("optimizer=none", ["schedule is given and optimizer is not: give optimizer=adamw, or schedule=none"]),
+]  # fmt: skip
+
+# What only the user's classes, data and file system can tell.
+TARGETS: list[tuple[str, list[str]]] = [
+    ("module._target_=nope.Module", ["module._target_=nope.Module: there is no module nope; it is looked for in"]),
+    ("module._target_=LanguageModel", ["not a dotted path; write package.module.Class"]),
+    ("module._target_='a.b:C'", ["not a dotted path"]),
+    (f"module._target_={LM}.module.LanguageModl", [f"{LM}.module has no LanguageModl (did you mean LanguageModel?)"]),
+    (f"module._target_={LM}.modul.LanguageModel", [f"{LM} has no modul (did you mean module?)"]),
+    (f"{CUSTOM} module._target_={FOREIGN}.number", [f"{FOREIGN}.number: a int, neither a class nor a function"]),
+    (f"{CUSTOM} module._target_=tests.configs.needs_a_package.Module",
+     ["importing it needs no_such_package_anywhere, which is not there; install it"]),
+    ("+module.foo=1", ["module: ", "unexpected keyword argument 'foo'; it takes model, sample_prompt, sample_tokens"]),
+    ("~module.model", ["missing a required argument: 'model'; it takes model,"]),
+    ("+model.foo=1", ["module.model: ", "unexpected keyword argument 'foo'; it takes vocab_size, dim"]),
+    ("model.dim=x", ["module.model.dim=x: ", "takes int"]),
+    ("module.sample_prompt=3", ["module.sample_prompt=3: ", "takes str"]),
+    ("model=none", ["module.model=null: ", "takes Transformer"]),
+    ("+data.foo=1", ["data: ", "unexpected keyword argument 'foo'; it takes directory, sequence_length"]),
+    ("~data.directory", ["data: ", "missing a required argument: 'directory'"]),
+    ("data.num_workers=1.5", ["data.num_workers=1.5: ", "takes int"]),
+    ("data.corpus=other", ["corpus='other' must be python_stdlib, or null"]),
+    ("optimizer._target_=torch.optim.AdamWW", ["torch.optim has no AdamWW (did you mean AdamW?)"]),
+    ("+optimizer.foo=1", ["optimizer: torch.optim.AdamW: got an unexpected keyword argument 'foo'; it takes lr, betas"]),
+    ("+optimizer.params=1", ["optimizer: torch.optim.AdamW: multiple values for argument 'params'; it takes lr,"]),
+    ("optimizer.lr=null", ["optimizer.lr=null: torch.optim.AdamW takes float"]),
+    ("optimizer.lr=abc", ["'float' and 'str'; mend one of optimizer.lr=abc"]),
+    ("optimizer.lr=-1", ["Invalid learning rate: -1; mend one of optimizer.lr=-1"]),
+    ("optimizer._target_=torch.nn.Linear", ["optimizer: torch.nn.Linear: missing a required argument: 'out_features'"]),
+    ("schedule._target_=shardwise.schedules.cosine", ["shardwise.schedules has no cosine"]),
+    ("+schedule.foo=1", ["schedule: shardwise.schedules.warmup_cosine: got an unexpected keyword argument 'foo'; it "
+                         "takes warmup_steps, final_factor"]),
+    ("+schedule.total_steps=9", ["schedule.total_steps: ", "is given it when it is called; leave it out"]),
+    ("~schedule.warmup_steps", ["missing a required argument: 'warmup_steps'; it takes warmup_steps, final_factor"]),
+    ("schedule.warmup_steps=abc", ["schedule.warmup_steps=abc: shardwise.schedules.warmup_cosine takes int"]),
+    ("optimizer=none schedule=none", ["LanguageModel has no configure_optimizers, and optimizer is none",
+                                      "give optimizer=adamw"]),
+    (BARE, [f"{FOREIGN}.Bare has no configure_optimizers, and optimizer is none: give optimizer=adamw"]),
+    (f"{OWN} optimizer=sgd", [f"{FOREIGN}.Own has configure_optimizers, and optimizer=torch.optim.SGD is given as well",
+                              "optimizer=none schedule=none, or optimizer_override=true"]),
+    # data
+    (f"{SHARDS}/nowhere", ["nowhere/index.json must be a readable file: No such file or directory"]),
+    (f"{SHARDS}/truncated", ["train-00000.bin has 50 bytes, index.json says 100 tokens * 1 = 100", "copy"]),
+    (f"{SHARDS}/emptied", ["train-00000.bin has 0 bytes", "100 tokens"]),
+    (f"{SHARDS}/lost", ["train-00000.bin must be a readable file: No such file"]),
+    (f"{SHARDS}/corrupt", ["index.json", "not a token shard index"]),
+    (f"{SHARDS}/good data.sequence_length=100", ["100 tokens", "sequence_length + 1 = 101"]),
+    # folders
+    ("runs_dir=TMP/file", ["cannot write the run's folder TMP/file/", "Not a directory; give another runs_dir="]),
+    ("runs_dir=/proc/runs", ["cannot write the run's folder /proc/runs/", "give another runs_dir="]),
+]  # fmt: skip
+
+GPUS = [
+    ("devices=8", ["devices=8 is more than the 2 CUDA devices that this process sees; use devices=2 or fewer"]),
+    ("devices=3 accelerator=cuda", ["devices=3 is more than the 2 CUDA devices", "or accelerator=cpu"]),
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "runs/taken").mkdir(parents=True)
+    (folder / "runs/taken/plan.json").write_text("{}")
+    (folder / "file").touch()
+    (folder / "some.ckpt").touch()
+    tokens = np.zeros(100, dtype=np.uint8)
+    write_token_shards(folder / "good", {"train": [tokens], "validation": [tokens]}, vocab_size=256)
+    for name in ("truncated", "emptied", "lost", "corrupt"):
+        shutil.copytree(folder / "good", folder / name)
+    (folder / "truncated/train-00000.bin").write_bytes(b"\0" * 50)
+    (folder / "emptied/train-00000.bin").write_bytes(b"")
+    (folder / "lost/train-00000.bin").unlink()
+    (folder / "corrupt/index.json").write_text('{"version": 1,')
+    experiments = folder / "conf/experiment"
+    experiments.mkdir(parents=True)
+    (experiments / "broken.yaml").write_text("a: [1\n")
+    (experiments / "package.yaml").write_text("max_steps: 3\n")
+    for name, text in {
+        "typo": "max_stepz: 3",
+        "group": "defaults:\n  - override /strategy: zz",
+        "option": "strategy:\n  foo: 3",
+        "keys": "module:\n  labels: {0: cat}",
+        "text": "name: 1e3",
+    }.items():
+        (experiments / f"{name}.yaml").write_text(f"# @package _global_\n{text}\n")
+    return folder
+
+
+def refuse_to_start(*args: Any, **kwargs: Any) -> NoReturn:
+    pytest.fail("a run was started")
+
+
+def message_of(
+    line: str, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpus: int = 0
+) -> str:
+    monkeypatch.setattr(shardwise.cli, "launch", refuse_to_start)
+    monkeypatch.setattr(shardwise.cli, "inspect_host", lambda: Host(cuda_devices=gpus, run_id="made-up"))
+    monkeypatch.delenv("RANK", raising=False)
+    argv = [word.replace("TMP", str(files)) for word in shlex.split(line)]
+    if "runs_dir=" not in line:
+        argv.insert(0, f"runs_dir={files}/runs")
+    before = sorted(files.rglob("*"))
+    assert shardwise.cli.train(argv) == 2
+    assert sorted(files.rglob("*")) == before
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1
+    assert "Traceback" not in err and "object_type" not in err and "full_key" not in err
+    return err.replace(str(files), "TMP")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), WORDS + TARGETS, ids=lambda value: value[:60] if isinstance(value, str) else ""
+)
+def test_one_line_says_it(
+    line: str, said: list[str], files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = message_of(line, files, capsys, monkeypatch)
+    for words in said:
+        assert words in message
+
+
+@pytest.mark.parametrize(("line", "said"), GPUS)
+def test_more_devices_than_there_are(
+    line: str, said: list[str], files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = message_of(line, files, capsys, monkeypatch, gpus=2)
+    for words in said:
+        assert words in message
+
+
+def test_the_table_is_told_apart_from_what_is_right(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lines that the cases above spoil are fine as they are: a start is reached."""
+    started: list[str] = []
+    monkeypatch.setattr(shardwise.cli, "start", lambda job, plan, single: started.append(plan.run_id) or 0)
+    for line in (
+        "data.corpus=python_stdlib",
+        OWN,
+        f"{BARE} optimizer=sgd",
+        f"{OWN} optimizer=sgd optimizer_override=true",
+        f"{CUSTOM} module._target_={FOREIGN}.make_bare +module.width=4 optimizer=adamw",
+        f"{BARE} optimizer=sgd +module.name=null +module.scale=2 +module.anything=null",
+        f"{SHARDS}/good",
+        "optimizer={lr: 0.5}",
+        "model.rope_scaling=null",
+    ):
+        argv = [word.replace("TMP", str(files)) for word in (line.split() if "{" not in line else [line])]
+        assert shardwise.cli.train([f"runs_dir={files}/runs", *argv]) == 0, (line, capsys.readouterr().err)
+    assert len(started) == 9
+
+
+def test_a_remedy_that_quotes_works(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for line in ("name=20260101_1", "resume=a=b", "resume=~x"):
+        message = message_of(line, files, capsys, monkeypatch)
+        [quoted] = shlex.split(message.partition("quote it: ")[2])
+        assert shardwise.cli.train([quoted, "dry_run=true"]) in (0, 2)
+        assert "read" not in capsys.readouterr().err
+
+
+def test_mistakes_are_told_without_torch(files: Path) -> None:
+    lines = [line.replace("TMP", str(files)) for line, _ in WORDS[::9]]
+    code = (
+        "import json, shlex, sys\n"
+        "from shardwise.cli import train\n"
+        "codes = [train(shlex.split(line)) for line in json.loads(sys.argv[1])]\n"
+        "print(json.dumps([codes, [m for m in ('torch', 'lightning') if m in sys.modules]]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(lines)],
+        env={"PYTHONPATH": str(ROOT / "src"), "HOME": str(files), "CUDA_VISIBLE_DEVICES": ""},
+        cwd=files, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    codes, loaded = json.loads(done.stdout)
+    assert len(codes) >= 12 and set(codes) == {2} and loaded == []
+    assert done.stderr.count("\n") == done.stderr.count("error: ") == len(codes)

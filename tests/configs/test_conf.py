@@ -1,0 +1,176 @@
+"""conf/: every file composes, binds to what it names and says all that its schema has."""
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from omegaconf import OmegaConf
+
+from shardwise.build import check
+from shardwise.cli import make_run_plan
+from shardwise.compose import CONF, compose, config_groups
+from shardwise.plan import Host, Plan, make_plan
+from shardwise.schema import (
+    STRATEGY_CONFIGS,
+    CheckpointConfig,
+    ClusterConfig,
+    LoggerConfig,
+    PrecisionConfig,
+    RunConfig,
+    StrategyName,
+    bind,
+)
+
+DGX = Host(cuda_devices=8, run_id="made-up")
+GROUPS = config_groups([CONF])
+OPTIONS = [f"{group}={option}" for group, options in GROUPS.items() for option in options]
+CUSTOM = "recipe=custom module._target_=tests.configs.foreign.Own data._target_=tests.configs.foreign.Data"
+NEEDS = {  # what an option leaves to be said
+    "recipe=custom": CUSTOM,
+    "model=none": CUSTOM,
+    "data=custom": "data._target_=tests.configs.foreign.Data",
+    "data=token_shards": "data.directory=anywhere",
+    "optimizer=none": "schedule=none",
+    "experiment=llama3_8b_fsdp": "data.directory=anywhere",
+    "strategy=fsdp_hybrid": "devices=4 strategy.shard_size=2",
+}
+
+
+def read(*argv: str) -> RunConfig:
+    [job] = compose(list(argv)).jobs
+    return job.config
+
+
+def bind_targets(plan: Plan) -> None:
+    check(plan.module, "module")
+    check(plan.data, "data")
+    if plan.optimizer is not None:
+        check(plan.optimizer, "optimizer", positional=1)
+    if plan.schedule is not None:
+        check(plan.schedule, "schedule", positional=1, supplied=("total_steps",))
+
+
+def load(file: Path) -> dict[str, Any]:
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(file)))
+
+
+def test_all_of_conf_is_tried() -> None:
+    assert {f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*")} == set(OPTIONS)
+    assert [file.name for file in CONF.iterdir() if file.is_file()] == ["train.yaml"]
+    assert NEEDS.keys() <= set(OPTIONS)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_composes_plans_and_binds(option: str) -> None:
+    plan = make_plan(read(option, *shlex.split(NEEDS.get(option, ""))), DGX)
+    bind_targets(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("experiment", GROUPS["experiment"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_command_line_has_the_last_word_over_an_experiment(experiment: str, strategy: str) -> None:
+    needs = NEEDS.get(f"experiment={experiment}", "").split()
+    plan = make_plan(read(f"experiment={experiment}", f"strategy={strategy}", "devices=4", "max_steps=7", *needs), DGX)
+    assert (plan.strategy.name, plan.topology.devices, plan.max_steps) == (strategy, 4, 7)
+
+
+def test_the_llama_experiment_is_what_it_says() -> None:
+    plan = make_plan(read("experiment=llama3_8b_fsdp", "data.directory=/d"), DGX)
+    assert (plan.strategy.name, plan.precision.name, plan.topology.shard) == ("fsdp", "bf16", 8)
+    assert (plan.micro_batch_size, plan.global_batch_size, plan.accumulate_grad_batches) == (1, 64, 8)
+    assert plan.module["model"]["dim"] == 4096 and plan.data["sequence_length"] == 8192
+
+
+@pytest.mark.parametrize(
+    ("group", "kind"), [("precision", PrecisionConfig), ("checkpoint", CheckpointConfig), ("cluster", ClusterConfig)]
+)
+def test_a_file_has_the_keys_of_its_schema(group: str, kind: type[Any]) -> None:
+    for file in sorted((CONF / group).iterdir()):
+        assert load(file).keys() == {f.name for f in dataclasses.fields(kind)}, file
+        if group != "checkpoint":
+            assert load(file)["name"] == file.stem
+
+
+def test_a_strategys_file_has_the_keys_and_defaults_of_its_schema() -> None:
+    assert set(GROUPS["strategy"]) == set(StrategyName.__members__)
+    for name, kind in STRATEGY_CONFIGS.items():
+        values = load(CONF / "strategy" / f"{name.value}.yaml")
+        assert values.keys() == {f.name for f in dataclasses.fields(kind)}
+        assert bind(kind, values, "strategy") == kind()
+
+
+def test_a_loggers_file_has_the_keys_that_it_reads() -> None:
+    for file in sorted((CONF / "logger").iterdir()):
+        wanted = {f.name for f in dataclasses.fields(LoggerConfig)} if file.stem == "wandb" else {"name"}
+        assert load(file).keys() == wanted and load(file)["name"] == file.stem
+
+
+def test_train_yaml_has_every_run_level_value() -> None:
+    said = load(CONF / "train.yaml").keys() - {"defaults"}
+    assert said == {f.name for f in dataclasses.fields(RunConfig)} - (GROUPS.keys() - {"model"}) - {"module"}
+    plain = {key: value for key, value in load(CONF / "train.yaml").items() if key != "defaults" and value != "???"}
+    sizes = {"micro_batch_size": 1, "global_batch_size": 1, "module": 1, "data": 1, "strategy": 1}
+    assert bind(RunConfig, plain | sizes) == RunConfig(**sizes)  # type: ignore[arg-type]
+
+
+def test_help_mentions_everything() -> None:
+    text = compose(["--help"]).print
+    assert text is not None and compose(["-h", "nonsense"]).print == text
+    for group, options in GROUPS.items():
+        [line] = [line for line in text.splitlines() if line.startswith(f"  {group}=")]
+        assert line.split("=")[1].strip().split(" | ") == options
+    for f in dataclasses.fields(RunConfig):
+        assert f"{f.name}=" in text or f"{f.name}._target_=" in text, f.name
+
+
+@pytest.mark.parametrize("line", [*NEEDS.items(), ("strategy=fsdp", "name=a resume=b units=[A,B] gradient_clip_val=3")])
+def test_cfg_job_is_yaml_that_loads_back(line: tuple[str, str]) -> None:
+    argv = shlex.split(" ".join(line))
+    text = compose([*argv, "--cfg", "job"]).print
+    assert text is not None
+    plain = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(text)))
+    config = read(*argv)
+    plain["strategy"] = bind(type(config.strategy), plain["strategy"], "strategy")
+    assert bind(RunConfig, plain) == config
+
+
+def test_a_sweep_is_every_combination_each_in_its_own_folder() -> None:
+    jobs = compose(["-m", "micro_batch_size=1,2", "strategy=ddp,fsdp", "seed=5"]).jobs
+    said = [(job.config.micro_batch_size, job.config.strategy.name.value, job.config.seed) for job in jobs]
+    assert said == [(1, "ddp", 5), (1, "fsdp", 5), (2, "ddp", 5), (2, "fsdp", 5)]
+    plans = [make_run_plan(job, DGX, number, len(jobs)) for number, job in enumerate(jobs)]
+    assert [Path(plan.run_dir).name for plan in plans] == [plan.run_id for plan in plans]
+    assert [plan.run_id for plan in plans] == ["made-up-0", "made-up-1", "made-up-2", "made-up-3"]
+
+
+def test_ranges_and_choices_are_swept() -> None:
+    jobs = compose(["--multirun", "seed=range(0,3)", "optimizer.lr=choice(1e-3,3e-3)"]).jobs
+    assert [(job.config.seed, job.config.optimizer["lr"]) for job in jobs] == [
+        (seed, lr) for seed in range(3) for lr in (1e-3, 3e-3)
+    ]
+
+
+def test_a_folder_of_your_own_adds_options_and_has_the_groups_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text("# @package _global_\nmax_steps: 3\noptimizer:\n  lr: 0.5\n")
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer/rprop.yaml").write_text("_target_: torch.optim.Rprop\nlr: 0.1\n")
+    config = read("--config-dir", str(tmp_path), "experiment=mine")
+    assert (config.max_steps, config.optimizer["lr"]) == (3, 0.5)
+    assert read("--config-dir", str(tmp_path), "optimizer=rprop").optimizer["_target_"] == "torch.optim.Rprop"
+    assert "mine" in (compose(["--help", "--config-dir", str(tmp_path)]).print or "")
+
+
+def test_values_come_from_the_environment_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_NODES", "2")
+    assert read("nodes=${oc.env:MY_NODES}", "gradient_clip_val=${oc.env:MY_NODES}").nodes == 2
+
+
+def test_text_that_looks_like_a_number_is_kept_when_it_is_quoted() -> None:
+    assert read("name='1e3'").name == "1e3"
+    assert read("name='20260101_1'").name == "20260101_1"
+    assert read("name=2026").name == "2026"
+    assert read("resume='a=b/~c'").resume == "a=b/~c"

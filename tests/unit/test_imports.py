@@ -1,0 +1,124 @@
+"""DESIGN's rules about who may know whom, read from the imports themselves."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src"
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path, SRC): path for path in sorted((SRC / "shardwise").rglob("*.py"))}
+RECIPES = {module_name(path, ROOT): path for path in sorted((ROOT / "recipes").rglob("*.py"))}
+
+
+def imports(path: Path, everywhere: bool = True) -> set[str]:
+    """Dotted names that a file imports: `from a import b` is both a and a.b. Not `everywhere`: those run on import."""
+
+    def walk(node: ast.AST) -> set[str]:
+        found: set[str] = set()
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                found |= {alias.name for alias in child.names}
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{path}: relative import"
+                found |= {str(child.module), *(f"{child.module}.{alias.name}" for alias in child.names)}
+            elif everywhere or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                found |= walk(child)
+        return found
+
+    return walk(ast.parse(path.read_text()))
+
+
+def knows(names: set[str], package: str) -> bool:
+    return any(name == package or name.startswith(package + ".") for name in names)
+
+
+def on_import(module: str) -> set[str]:
+    """Everything that importing a module of shardwise imports, through the package's own modules, with their parents."""
+    names: set[str] = set()
+    todo, done = {module}, set()
+    while todo:
+        current = todo.pop()
+        done.add(current)
+        found = imports(MODULES[current], everywhere=False)
+        names |= found
+        parents = {".".join(current.split(".")[:i]) for i in range(1, current.count(".") + 1)}
+        todo |= ((found | parents) & MODULES.keys()) - done
+    return names
+
+
+def test_the_reader_of_imports_sees_what_it_should() -> None:
+    assert len(MODULES) > 15 and RECIPES
+    assert knows(imports(SRC / "shardwise/environment.py"), "torch")
+    assert not knows(imports(SRC / "shardwise/environment.py", everywhere=False), "torch")
+    assert knows(on_import("shardwise.trainer"), "torch.distributed.fsdp")  # through shardwise.precision
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_shardwise_knows_no_recipe(module: str) -> None:
+    assert not knows(imports(MODULES[module]), "recipes")
+
+
+@pytest.mark.parametrize(
+    "module", ["schema", "topology", "plan", "errors", "checkpoints", "compose", "launch.host", "build", "cli"]
+)
+def test_a_dry_run_needs_no_torch(module: str) -> None:
+    names = on_import(f"shardwise.{module}")
+    for package in ("torch", "lightning", "torchmetrics", "numpy", "wandb", "deepspeed"):
+        assert not knows(names, package), package
+    assert knows(names, "hydra") <= (module in ("compose", "cli"))
+
+
+ONLY = {
+    "torch.distributed.fsdp": {"shardwise.strategies", "shardwise.parallelize", "shardwise.precision"},
+    "torch.distributed._composable": {"shardwise.strategies", "shardwise.parallelize"},
+    "deepspeed": {"shardwise.strategies", "shardwise.parallelize"},
+    "lightning.pytorch.strategies": {"shardwise.strategies"},
+    "wandb": {"shardwise.loggers"},
+    "lightning.pytorch.loggers.wandb": {"shardwise.loggers"},
+    "lightning.pytorch.loggers.WandbLogger": {"shardwise.loggers"},
+    "hydra": {"shardwise.compose", "shardwise.schema"},
+    "omegaconf": {"shardwise.compose", "shardwise.schema"},
+}
+
+
+@pytest.mark.parametrize("package", ONLY)
+def test_each_foreign_package_has_one_owner(package: str) -> None:
+    for module, path in MODULES.items():
+        if not any(module == owner or module.startswith(owner + ".") for owner in ONLY[package]):
+            assert not knows(imports(path), package), f"{module} imports {package}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_know_no_rank_no_strategy_and_no_launcher(recipe: str) -> None:
+    names = imports(RECIPES[recipe])
+    for package in (
+        "torch.distributed", "deepspeed", "hydra", "omegaconf", "wandb",
+        "shardwise.strategies", "shardwise.launch", "shardwise.plan", "shardwise.trainer", "shardwise.topology",
+    ):  # fmt: skip
+        assert not knows(names, package), package
+    assert "dist." not in RECIPES[recipe].read_text()
+
+
+def test_a_dry_run_leaves_torch_alone() -> None:
+    code = (
+        "import runpy, sys\n"
+        "sys.argv = ['train.py', 'dry_run=true', 'strategy=fsdp', 'devices=8']\n"
+        "try: runpy.run_path('train.py', run_name='__main__')\n"
+        "except SystemExit as done: assert done.code == 0, done.code\n"
+        "print([m for m in ('torch', 'lightning', 'numpy') if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True
+    )
+    assert done.stderr.strip() == "[]"
+    assert '"shard": 8' in done.stdout
