@@ -43,7 +43,7 @@ def knows(names: set[str], package: str) -> bool:
 
 
 def on_import(module: str) -> set[str]:
-    """Everything that importing a module of shardwise imports, through the package's own modules, with their parents."""
+    """Everything that importing a module of shardwise imports, through the package's own modules and their parents."""
     names: set[str] = set()
     todo, done = {module}, set()
     while todo:
