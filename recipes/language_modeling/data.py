@@ -56,6 +56,20 @@ class TextData(LightningDataModule):
             self._train()
             self._validation()
 
+    def check_fits(self, *, vocab_size: int, max_seq_len: int) -> None:
+        """Raises `ConfigError` if the data holds tokens or sequences that a model of these sizes cannot take."""
+        tokens = TokenShards(self.directory, "train").vocab_size
+        if tokens > vocab_size:
+            raise ConfigError(
+                f"{self.directory} holds a vocabulary of {tokens} tokens, and model.vocab_size={vocab_size}: use at "
+                f"least model.vocab_size={tokens}"
+            )
+        if self.sequence_length > max_seq_len:
+            raise ConfigError(
+                f"data.sequence_length={self.sequence_length} is longer than model.max_seq_len={max_seq_len}: make "
+                f"one of them {max_seq_len} or {self.sequence_length}"
+            )
+
     def prepare_data(self) -> None:
         """Builds the corpus where its shards are missing; harmless when several nodes do so at once."""
         if self.corpus == "python_stdlib" and not (self.directory / INDEX).exists():
@@ -81,7 +95,8 @@ class TextData(LightningDataModule):
         """Nats per token that counting reaches on the validation split: what the model has to beat."""
         train, validation = TokenShards(self.directory, "train"), TokenShards(self.directory, "validation")
         losses = unigram_bigram_baselines(train, validation, train.vocab_size)
-        return {f"byte {name}": loss for name, loss in losses.items()}
+        word = "byte" if train.vocab_size == 256 else "token"
+        return {f"{word} {name}": loss for name, loss in losses.items()}
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Byte tokens as text."""
@@ -147,5 +162,6 @@ def _file_bytes(root: Path, names: list[str]) -> Iterator[Tokens]:
 
 def _dataset(sequences: TokenSequences, limit: int | None = None) -> Dataset[Any]:
     # TokenSequences cannot derive from torch's Dataset: the shards are also read where torch is not installed.
-    count = len(sequences) if limit is None else min(limit, len(sequences))
-    return Subset(sequences, range(count))  # type: ignore[arg-type]
+    # A limit takes sequences from all over the split, not the first file.
+    stride = 1 if limit is None else max(1, len(sequences) // limit)
+    return Subset(sequences, range(0, len(sequences), stride)[:limit])  # type: ignore[arg-type]

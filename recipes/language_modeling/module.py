@@ -8,7 +8,7 @@ from lightning import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from recipes.language_modeling.data import decode, encode
+from recipes.language_modeling.data import TextData, decode, encode
 from recipes.language_modeling.loss import IGNORE, cross_entropy
 from recipes.language_modeling.model import Transformer
 
@@ -51,6 +51,12 @@ class LanguageModel(LightningModule):
         self.sample_prompt = sample_prompt
         self.sample_tokens = sample_tokens
         self.sample = ""
+
+    def setup(self, stage: str) -> None:
+        """Refuses data that the model's embedding or positions do not reach."""
+        data = getattr(self.trainer, "datamodule", None)
+        if isinstance(data, TextData):
+            data.check_fits(vocab_size=self.model.vocab_size, max_seq_len=self.model.max_seq_len)
 
     def init_module_weights(self, module: nn.Module) -> None:
         """Fills what `module` itself owns; other modules than the model's are left alone."""

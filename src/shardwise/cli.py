@@ -82,9 +82,9 @@ def start_all(jobs: tuple[Job, ...], plans: list[Plan]) -> int:
             codes.append(start(job, plan, single=len(jobs) == 1))
         except ConfigError as error:
             codes.append(report(error))
-    if failed := [plan.run_id for code, plan in zip(codes, plans, strict=True) if code]:
-        if len(jobs) > 1:
-            sys.stderr.write(f"shardwise: {len(failed)} of {len(jobs)} runs failed: {', '.join(failed)}\n")
+    failed = [plan.run_id for code, plan in zip(codes, plans, strict=True) if code]
+    if failed and len(jobs) > 1:
+        sys.stderr.write(f"shardwise: {len(failed)} of {len(jobs)} runs failed: {', '.join(failed)}\n")
     return max(codes)
 
 

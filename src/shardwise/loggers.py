@@ -19,7 +19,7 @@ from shardwise.plan import Plan
 
 
 class CsvLogger(Logger):
-    """One row a step in `<run>/metrics.csv`, appended and flushed, so that a killed run loses none.
+    """Rows in `<run>/metrics.csv`, each written when it is logged, so that a killed run loses none.
 
     Lightning's own deletes the file of the run it continues.
     """
@@ -28,7 +28,6 @@ class CsvLogger(Logger):
         super().__init__()
         self.path = Path(run_dir) / "metrics.csv"
         self._fields: list[str] = []
-        self._last: dict[str, Any] = {}
 
     @property
     def name(self) -> str:
@@ -45,13 +44,19 @@ class CsvLogger(Logger):
             with self.path.open(newline="") as file:
                 self._fields = list(csv.DictReader(file).fieldnames or ())
         if new := [key for key in row if key not in self._fields]:
-            self._rewrite(self._fields + new)
+            self._write(self._fields + new, read_metrics(self.path))  # older rows leave a new column empty
         with self.path.open("a", newline="") as file:
             csv.DictWriter(file, self._fields).writerow(row)
 
-    def _rewrite(self, fields: list[str]) -> None:
-        """A metric seen for the first time gets a column; older rows leave it empty."""
-        rows = read_metrics(self.path)
+    @rank_zero_only
+    def rewind(self, step: int) -> None:
+        """Forget what came after `step`: a run that goes on from its checkpoint comes there again."""
+        if kept := [row for row in read_metrics(self.path) if int(row["step"]) <= step]:
+            self._write(list(kept[0]), kept)
+        else:
+            self.path.unlink(missing_ok=True)
+
+    def _write(self, fields: list[str], rows: list[dict[str, str]]) -> None:
         self._fields = fields
         temporary = self.path.with_suffix(".tmp")
         with temporary.open("w", newline="") as file:
@@ -66,15 +71,21 @@ class CsvLogger(Logger):
 
 
 def read_metrics(path: Path) -> list[dict[str, str]]:
-    """Rows of a metrics.csv; an empty list when there is none."""
+    """Rows of a metrics.csv; an empty list when there is none. A last row that a kill cut short is left out."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+        whole = [line for line in file if line.endswith("\n")]
+    return list(csv.DictReader(whole))
 
 
 def build_loggers(plan: Plan, record: dict[str, Any]) -> list[Logger]:
-    """The CSV logger and the one that was asked for. `record`: config, Plan and environment, kept with the run."""
+    """The CSV logger and the one that was asked for; none where nothing is trained, which would add to the run's curves.
+
+    `record`: Plan and environment, kept with the run.
+    """
+    if plan.stage != "fit":
+        return []
     loggers: list[Logger] = [CsvLogger(plan.run_dir)]
     if plan.logger.name == "tensorboard":
         try:

@@ -21,7 +21,8 @@ from torch._C._distributed_c10d import HashStore
 from shardwise.build import build, locate
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog, validation_metrics
-from shardwise.callbacks.summary import Summary, print_table
+from shardwise.callbacks.summary import Summary, print_table, words
+from shardwise.checkpoints import stage_file
 from shardwise.environment import describe_environment
 from shardwise.errors import ConfigError
 from shardwise.initialize import derived_seed, initializes_itself, parameters_on_meta
@@ -51,17 +52,37 @@ def _run(plan: Plan) -> None:
     trainer = build_trainer(plan, module)
     trainer_function = getattr(trainer, plan.stage)
     results = trainer_function(module, datamodule=data, ckpt_path=plan.resume, weights_only=True)
-    if plan.stage == "fit" or not trainer.is_global_zero:
+    if plan.stage == "fit":
         return
-    output: dict[str, Any] = {"weights": plan.resume or "as constructed"}
+    lines = {"weights": plan.resume or "as constructed"}
     if plan.stage == "predict":
         path = Path(plan.run_dir) / "predictions.json"
-        path.write_text(json.dumps(results, indent=2, default=str) + "\n")
-        output["predictions"] = str(path)
-    else:
-        output |= validation_metrics(trainer)
-        (Path(plan.run_dir) / f"{plan.stage}.json").write_text(json.dumps(output, indent=2) + "\n")
-    print_table(output)
+        batches = gather_predictions(results if trainer.predict_loop.num_dataloaders > 1 else [results])
+        if trainer.is_global_zero:
+            path.write_text(json.dumps(batches if len(batches) > 1 else batches[0], indent=2) + "\n")
+        lines["predictions"] = f"{sum(map(len, batches))} batches, in {path}"
+    elif trainer.is_global_zero:
+        measured = validation_metrics(trainer)
+        (Path(plan.run_dir) / f"{plan.stage}.json").write_text(json.dumps({**lines, **measured}, indent=2) + "\n")
+        lines |= {words(key): f"{value:.4f}" for key, value in measured.items()}
+    if trainer.is_global_zero:
+        print_table(lines)
+
+
+def gather_predictions(loaders: list[list[Any]]) -> list[list[Any]]:
+    """On rank 0, every rank's batches of every loader in the order of the data set, whatever the number of ranks."""
+    own = [[None if batch is None else json.dumps(batch, default=_plain) for batch in batches] for batches in loaders]
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(own, ranks if dist.get_rank() == 0 else None)
+    if dist.get_rank() != 0:
+        return []
+    # EvaluationLoader deals batches out in turn; a padding batch has no prediction
+    return [[json.loads(text) for turn in zip(*rank_batches, strict=True) for text in turn if text is not None]
+            for rank_batches in zip(*ranks, strict=True)]  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else str(value)
 
 
 def build_module(plan: Plan) -> LightningModule:
@@ -100,7 +121,9 @@ def build_trainer(plan: Plan, module: LightningModule) -> Trainer:
     record = {"plan": dataclasses.asdict(plan)}
     if os.environ["RANK"] == "0":
         record["environment"] = describe_environment()
-        (Path(plan.run_dir) / "environment.json").write_text(json.dumps(record["environment"], indent=2) + "\n")
+        (Path(plan.run_dir) / stage_file("environment.json", plan.stage)).write_text(
+            json.dumps(record["environment"], indent=2) + "\n"
+        )
     steps, saving = StepLog(plan), Saving(plan)
     callbacks: list[Callback] = [steps, saving, Summary(plan, steps, saving)]
     accumulate = plan.accumulate_grad_batches
@@ -161,6 +184,7 @@ def quiet_lightning() -> None:
         ".*It is recommended to use .self.log.*sync_dist=True.*",  # values that a metric has synchronised
         ".*Checkpoint directory .* exists and is not empty.*",
         ".*GPU available but not used.*",
+        ".*predict returned None.*",  # a padding batch
         ".*barrier.*: using the device under current context.*",
     ):
         warnings.filterwarnings("ignore", message)

@@ -115,6 +115,16 @@ def test_an_mlp_is_sharded_by_its_linears() -> None:
     assert names(units) == ["0", "2", "4"] and units.share == 1
 
 
+def test_repeated_leaves_beside_blocks_are_no_units() -> None:
+    class Gpt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.positions = nn.Embedding(10, 8), nn.Embedding(10, 8)
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    assert names(find_units(Gpt())) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
 def test_wrong_names_are_told_what_there_is_and_it_works() -> None:
     with pytest.raises(
         ConfigError, match=r"units=\['Block', 'Blok'\]: no layer of class Blok; the module has "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,26 @@ from shardwise.strategies.common import PlannedStrategy
 
 
 class Saving(Callback):
+    """Rank 0 decides and removes; saving itself is collective.
+
+    The best score stands in `best.json` beside its checkpoint, not in the checkpoints: those of the same step are
+    written before validation has found it, and another run that goes on from one has a best of its own.
+    """
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.folder = Path(plan.run_dir) / "checkpoints"
         self.best_score: float | None = None
         self.best_path: str | None = None
         self.saved_step = -1
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.plan.resume == str(checkpoint_path(self.plan.run_dir, trainer.global_step)):
+            self.saved_step = trainer.global_step
+        self.best_score, self.best_path = trainer.strategy.broadcast(self._read_best())
+        if trainer.is_global_zero:
+            for partial in self.folder.glob("*.partial"):
+                _remove(partial)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -39,14 +57,20 @@ class Saving(Callback):
                 f"checkpoint.monitor={monitor}: validation logs {', '.join(measured) or 'nothing'}; monitor one of "
                 f"these, or checkpoint.monitor=null"
             )
-        score, sign = measured[monitor], -1 if self.plan.checkpoint.mode == "max" else 1
-        if self.best_score is None or sign * score < sign * self.best_score:
-            previous, self.best_score = self.best_path, score
-            path = Path(self.plan.run_dir) / "checkpoints" / f"best-{trainer.global_step:08d}.ckpt"
-            self.best_path = str(path)
-            self._save(trainer, path)
+        # A metric that its module has not synchronised differs between ranks, and so would their verdicts.
+        score: float = trainer.strategy.broadcast(measured[monitor])
+        sign = -1 if self.plan.checkpoint.mode == "max" else 1
+        if math.isnan(score) or (self.best_score is not None and sign * score >= sign * self.best_score):
+            return
+        previous, self.best_score = self.best_path, score
+        path = self.folder / f"best-{trainer.global_step:08d}.ckpt"
+        self.best_path = str(path)
+        self._save(trainer, path)
+        if trainer.is_global_zero:
+            best = {"checkpoint": path.name, "monitor": monitor, "score": score}
+            (self.folder / "best.json").write_text(json.dumps(best) + "\n")
             if previous is not None and previous != self.best_path:
-                self._remove(trainer, Path(previous))
+                _remove(Path(previous))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.plan.checkpoint.save_at_end and 0 < trainer.global_step != self.saved_step:
@@ -55,21 +79,30 @@ class Saving(Callback):
     def _save_step(self, trainer: Trainer) -> None:
         self.saved_step = trainer.global_step
         self._save(trainer, checkpoint_path(self.plan.run_dir, trainer.global_step))
-        for old in list_checkpoints(self.plan.run_dir)[: -self.plan.checkpoint.keep_last]:
-            self._remove(trainer, old)
+        if trainer.is_global_zero:
+            for old in list_checkpoints(self.plan.run_dir)[: -self.plan.checkpoint.keep_last]:
+                _remove(old)
 
     def _save(self, trainer: Trainer, path: Path) -> None:
+        """Under another name until it is whole: what a kill leaves behind is never taken for a checkpoint."""
         assert isinstance(trainer.strategy, PlannedStrategy)
         trainer.strategy.synchronize_buffers()
-        trainer.save_checkpoint(path)
-
-    def _remove(self, trainer: Trainer, path: Path) -> None:
-        trainer.strategy.barrier()
+        partial = path.with_name(path.name + ".partial")
+        trainer.save_checkpoint(partial)  # all ranks have written theirs when it returns
         if trainer.is_global_zero:
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            _remove(path)
+            os.replace(partial, path)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"best_score": self.best_score, "best_path": self.best_path}
+    def _read_best(self) -> tuple[float | None, str | None]:
+        try:
+            best = json.loads((self.folder / "best.json").read_text())
+        except (OSError, ValueError):
+            return None, None
+        path = self.folder / best["checkpoint"]
+        if best["monitor"] != self.plan.checkpoint.monitor or not path.exists():
+            return None, None
+        return best["score"], str(path)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best_score, self.best_path = state_dict["best_score"], state_dict["best_path"]
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from tqdm import tqdm
 
+from shardwise.loggers import CsvLogger
 from shardwise.plan import Plan
 from shardwise.strategies.common import PlannedStrategy
 
@@ -25,6 +26,9 @@ class StepLog(Callback):
         self.steps = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, CsvLogger):
+                logger.rewind(trainer.global_step)
         self._since = time.monotonic()
         self._marked = (0.0, 0, trainer.global_step)
         if trainer.is_global_zero and self.plan.progress_bar:

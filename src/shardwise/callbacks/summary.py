@@ -43,13 +43,32 @@ class Summary(Callback):
         }
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         picture = plot_losses(rows, baselines, run_dir / "loss.png")
-        lines = {key: value for key, value in summary.items() if value is not None and not isinstance(value, dict)}
-        lines |= {f"baseline: {name}": value for name, value in baselines.items()}
+        print_table(self._lines(summary, validation_metrics(trainer), unit, picture))
+
+    def _lines(
+        self, summary: dict[str, Any], measured: dict[str, float], unit: str, picture: Path | None
+    ) -> dict[str, str]:
+        """The summary for a reader: names as words, numbers with their units."""
+        speeds = [(unit, summary[f"{unit}_per_second"]), ("samples", summary["samples_per_second"])]
+        seconds = summary["training_seconds"]
+        lines = {
+            "trained": f"{summary['steps']:,} steps, {summary['samples']:,} samples",
+            "time": f"{seconds:,.1f} s in the {summary['steps_this_process']:,} steps of this process",
+            "speed": ", ".join(f"{speed:,.0f} {word}/s" for word, speed in speeds if speed) or "no step was due",
+        }
+        if summary["peak_memory_gib"] is not None:
+            lines["peak memory"] = f"{summary['peak_memory_gib']:.1f} GiB on rank 0"
+        if summary["train/loss"] is not None:
+            lines["training loss"] = f"{summary['train/loss']:.4f}"
+        lines |= {words(key): f"{value:.4f}" for key, value in measured.items()}
+        lines |= {f"{name} loss": f"{value:.4f}, to compare" for name, value in summary["baselines"].items()}
         if self.saving.best_path is not None:
-            lines["best checkpoint"] = f"{_short(self.saving.best_path)} ({monitor} {self.saving.best_score:.4f})"
+            lines["best checkpoint"] = (
+                f"{_short(self.saving.best_path)} ({words(str(self.plan.checkpoint.monitor))} "
+                f"{self.saving.best_score:.4f})"
+            )
         lines["loss curve"] = _short(picture) if picture else "no losses were logged"
-        lines["everything"] = _short(self.plan.run_dir)
-        print_table(lines)
+        return lines | {"run folder": _short(self.plan.run_dir)}
 
 
 def _peak_memory_gib(plan: Plan) -> float | None:
@@ -57,13 +76,15 @@ def _peak_memory_gib(plan: Plan) -> float | None:
     return round(torch.cuda.max_memory_reserved() / 2**30, 2) if plan.accelerator == "cuda" else None
 
 
-def print_table(lines: dict[str, Any]) -> None:
+def words(key: str) -> str:
+    """A metric's name as a reader would say it: `validation/bits_per_token` → validation bits per token."""
+    return key.replace("/", " ").replace("_", " ")
+
+
+def print_table(lines: dict[str, str]) -> None:
     width = max(map(len, lines))
-    rule = "─" * (width + 40)
-    print("\n" + rule)
-    for key, value in lines.items():
-        print(f"{key:<{width}}  {f'{value:,.4f}' if isinstance(value, float) else value}")
-    print(rule, flush=True)
+    rule = "─" * max(width + 2 + len(value) for value in lines.values())
+    print("\n".join(["", rule, *(f"{key:<{width}}  {value}" for key, value in lines.items()), rule]), flush=True)
 
 
 def plot_losses(rows: list[dict[str, str]], baselines: dict[str, float], path: Path) -> Path | None:

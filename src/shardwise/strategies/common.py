@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,8 @@ class PlannedStrategy(ParallelStrategy):
         self.units = find_units(module, self.plan.units)
         if not any(p.requires_grad for p in module.parameters()) and self.plan.stage == "fit":
             raise ConfigError(f"{type(module).__name__} has no parameter that needs a gradient: nothing can be trained")
+        if self.is_global_zero:
+            print(f"layers: {self.units}", flush=True)
         return self.units
 
     @property
@@ -132,7 +134,7 @@ class PlannedStrategy(ParallelStrategy):
         # `self.log(..., sync_dist=True)` averages the ranks' batch sizes, and an integer mean of 7 and 6 would be 6.
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
             tensor = tensor.double()
-        return super().reduce(tensor, group, reduce_op)
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
     # Buffers: rank 0's, everywhere, before they are used or saved
 
@@ -165,4 +167,4 @@ def _unrecorded(module: LightningModule) -> Iterator[None]:
     for result in results.values():
         if isinstance(result, _ResultMetric) and id(result) not in known and result.is_tensor:
             for name, default in result._defaults.items():
-                setattr(result, name, torch.full_like(getattr(result, name), default.item()))
+                setattr(result, name, torch.full_like(getattr(result, name), float(cast(Tensor, default))))
