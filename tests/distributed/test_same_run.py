@@ -157,6 +157,8 @@ def watch_bf16(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
             def on_train_batch_end(self, trainer: Any, *args: Any, seen: Any = seen) -> None:
                 for state in trainer.optimizers[0].state.values():
                     seen["optimizer state"] = {state["exp_avg"].dtype}
+                if (args[-1] + 1) % trainer.accumulate_grad_batches == 0:
+                    assert all(p.grad is None for p in args[0].parameters()), "gradients outlive the step"
 
         loss = lm.cross_entropy
 
