@@ -11,7 +11,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def main() -> None:
     results = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results").glob("parity-*.json"))]
-    lines = ["# On GPUs", "", "Made by `python benchmarks/report.py` from `benchmarks/results/`; measured by `make gpu-test`.", ""]
+    lines = [
+        "# On GPUs",
+        "",
+        "Made by `python benchmarks/report.py` from `benchmarks/results/`; measured by `make gpu-test`.",
+        "",
+    ]
     for result in results:
         lines += section(result)
     (ROOT / "docs" / "gpu.md").write_text("\n".join(lines).rstrip() + "\n")
@@ -37,8 +42,8 @@ def section(result: dict[str, Any]) -> list[str]:
             "|---|---|---|---|---|---|",
         ]
         lines += [
-            f"| {r['strategy']} | {r['precision']} | {r['largest_update_deviation']:.1e} | {r['largest_loss_deviation']:.1e} "
-            f"| {r['largest_norm_deviation']:.1e} | {r['bound']:.0e} |"
+            f"| {r['strategy']} | {r['precision']} | {r['largest_update_deviation']:.1e} "
+            f"| {r['largest_loss_deviation']:.1e} | {r['largest_norm_deviation']:.1e} | {r['bound']:.0e} |"
             for r in rows
         ]
         lines.append("")

@@ -82,7 +82,7 @@ def start_all(jobs: tuple[Job, ...], plans: list[Plan]) -> int:
             codes.append(start(job, plan, single=len(jobs) == 1))
         except ConfigError as error:
             codes.append(report(error))
-    failed = [plan.run_id for code, plan in zip(codes, plans, strict=True) if code]
+    failed = [f"{plan.run_id} (exit code {code})" for code, plan in zip(codes, plans, strict=True) if code]
     if failed and len(jobs) > 1:
         sys.stderr.write(f"shardwise: {len(failed)} of {len(jobs)} runs failed: {', '.join(failed)}\n")
     return max(codes)
@@ -109,11 +109,16 @@ def headline(plan: Plan) -> str:
     topology = plan.topology
     mesh = " × ".join(f"{axis} {size}" for axis, size in topology.mesh.items() if size > 1) or "one rank"
     length = f"{plan.max_steps} steps" if plan.max_steps else f"{plan.max_epochs} epochs"
+    if plan.stage == "fit":
+        batches = (
+            f"{length}, global batch {plan.global_batch_size} = {plan.micro_batch_size} samples × "
+            f"{topology.data_parallel_size} ranks × {plan.accumulate_grad_batches} micro-batches"
+        )
+    else:
+        batches = "every sample once"
     resumed = f", from {Path(plan.resume).name}" if plan.resume else ""
     return (
         f"run {plan.run_id}: {plan.stage} with {plan.strategy.name}, {plan.precision.name}, on {topology.world_size} "
         f"{plan.accelerator} rank{'s' * (topology.world_size > 1)} ({mesh}){resumed}\n"
-        f"{length if plan.stage == 'fit' else plan.stage}, global batch {plan.global_batch_size} = "
-        f"{plan.micro_batch_size} samples × {topology.data_parallel_size} ranks × {plan.accumulate_grad_batches} "
-        f"micro-batches; in {plan.run_dir}"
+        f"{batches}; in {plan.run_dir}"
     )

@@ -80,7 +80,7 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
 
 
 def build_loggers(plan: Plan, record: dict[str, Any]) -> list[Logger]:
-    """The CSV logger and the one that was asked for; none where nothing is trained, which would add to the run's curves.
+    """The CSV logger and the one that was asked for; none where nothing is trained: it would add to the run's curves.
 
     `record`: Plan and environment, kept with the run.
     """

@@ -50,8 +50,9 @@ def run(plan: Plan) -> None:
 def _run(plan: Plan) -> None:
     module, data = build_module(plan), build_data(plan)
     trainer = build_trainer(plan, module)
+    quiet = {"verbose": False} if plan.stage in ("validate", "test") else {}  # the table below says it
     trainer_function = getattr(trainer, plan.stage)
-    results = trainer_function(module, datamodule=data, ckpt_path=plan.resume, weights_only=True)
+    results = trainer_function(module, datamodule=data, ckpt_path=plan.resume, weights_only=True, **quiet)
     if plan.stage == "fit":
         return
     lines = {"weights": plan.resume or "as constructed"}
@@ -124,7 +125,8 @@ def build_trainer(plan: Plan, module: LightningModule) -> Trainer:
         (Path(plan.run_dir) / stage_file("environment.json", plan.stage)).write_text(
             json.dumps(record["environment"], indent=2) + "\n"
         )
-    steps, saving = StepLog(plan), Saving(plan)
+    steps = StepLog(plan)
+    saving = Saving(plan, steps)
     callbacks: list[Callback] = [steps, saving, Summary(plan, steps, saving)]
     accumulate = plan.accumulate_grad_batches
     validate_every = plan.validate_every_n_steps
@@ -155,6 +157,8 @@ def build_trainer(plan: Plan, module: LightningModule) -> Trainer:
     )
     # Lightning's SIGTERM handler is a collective: a signal that reaches one rank only would hang it.
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    # It would replace the batch sampler of a predict loader, whose order EvaluationLoader makes.
+    trainer._data_connector._prepare_dataloader = lambda dataloader, shuffle, mode: dataloader  # type: ignore[method-assign]
     return trainer
 
 
@@ -184,6 +188,7 @@ def quiet_lightning() -> None:
         ".*It is recommended to use .self.log.*sync_dist=True.*",  # values that a metric has synchronised
         ".*Checkpoint directory .* exists and is not empty.*",
         ".*GPU available but not used.*",
+        ".*number of training batches .* is smaller than the logging interval.*",  # StepLog keeps its own
         ".*predict returned None.*",  # a padding batch
         ".*barrier.*: using the device under current context.*",
     ):

@@ -74,4 +74,7 @@ def _rank(rank: int, ranks: int, port: int, folder: str, function: Callable[...,
 def _failure(folder: str, ranks: int) -> str:
     time.sleep(0.5)  # let the first failure, not its consequence, be written
     errors = [Path(folder) / f"{rank}.error" for rank in range(ranks)]
-    return "\n".join(f"rank {e.stem}:\n{e.read_text()}" for e in errors if e.exists() and e.stat().st_size) or "a rank died"
+    return (
+        "\n".join(f"rank {e.stem}:\n{e.read_text()}" for e in errors if e.exists() and e.stat().st_size)
+        or "a rank died"
+    )

@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -58,9 +57,7 @@ def run_everything(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    return {
-        ranks: spawn(ranks, run_everything, tmp_path_factory.mktemp(f"ranks{ranks}"), ranks) for ranks in (1, 2, 4)
-    }
+    return {ranks: spawn(ranks, run_everything, tmp_path_factory.mktemp(f"ranks{ranks}"), ranks) for ranks in (1, 2, 4)}
 
 
 @pytest.mark.parametrize("module", ["foreign", "lm"])
@@ -139,54 +136,55 @@ def watched(seen: dict[str, set[torch.dtype]]) -> Iterator[None]:
 
 
 def watch_bf16(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
+    return {name: watch(folder / name, ranks, words) for name, words in STRATEGIES.items()}
+
+
+def watch(run_dir: Path, ranks: int, words: list[str]) -> dict[str, Any]:
+    """One bf16 run in this rank, and every dtype that was seen in it."""
     from lightning.pytorch import Callback
 
     from recipes.language_modeling import module as lm
-    from shardwise import trainer as trainer_module
+    from shardwise.trainer import build_trainer
 
-    results = {}
-    for name, words in STRATEGIES.items():
-        seen: dict[str, set[torch.dtype]] = {}
+    seen: dict[str, set[torch.dtype]] = {}
 
-        class Look(Callback):
-            def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any, seen: Any = seen) -> None:
-                seen["gradient"] = {p.grad.dtype for p in module.parameters()}
-                seen["master"] = {p.dtype for p in module.parameters()}
-                seen["buffer"] = {b.dtype for b in module.buffers()}
+    class Look(Callback):
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            seen["gradient"] = {p.grad.dtype for p in module.parameters()}
+            seen["master"] = {p.dtype for p in module.parameters()}
+            seen["buffer"] = {b.dtype for b in module.buffers()}
 
-            def on_train_batch_end(self, trainer: Any, *args: Any, seen: Any = seen) -> None:
-                for state in trainer.optimizers[0].state.values():
-                    seen["optimizer state"] = {state["exp_avg"].dtype}
-                if (args[-1] + 1) % trainer.accumulate_grad_batches == 0:
-                    assert all(p.grad is None for p in args[0].parameters()), "gradients outlive the step"
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+                assert all(p.grad is None for p in module.parameters()), "gradients outlive the step"
+                seen["optimizer state"] = {s["exp_avg"].dtype for s in trainer.optimizers[0].state.values()}
 
-        loss = lm.cross_entropy
+    def watched_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        seen["hidden"], seen["head weight"] = {hidden.dtype}, {weight.dtype}
+        assert not isinstance(weight, DTensor)
+        out = loss(hidden, weight, targets)
+        seen["loss"] = {out.dtype}
+        return out
 
-        def watched_loss(h: Tensor, weight: Tensor, targets: Tensor, seen: Any = seen, loss: Any = loss) -> Tensor:
-            seen["hidden"], seen["head weight"] = {h.dtype}, {weight.dtype}
-            assert not isinstance(weight, DTensor)
-            out: Tensor = loss(h, weight, targets)
-            seen["loss"] = {out.dtype}
-            return out
+    def build_with_look(plan: Any, module: Any) -> Any:
+        made: Any = build_trainer(plan, module)
+        made.callbacks.append(Look())
+        for unit in module.model.blocks:
+            unit.register_forward_pre_hook(lambda m, args: seen.setdefault("unit input", set()).add(args[0].dtype))
+            unit.register_forward_hook(look_inside, prepend=True)
+        return made
 
-        build = trainer_module.build_trainer
+    def look_inside(unit: Any, args: Any, out: Any) -> None:
+        seen.setdefault("unit weight", set()).add(unit.attention.wq.weight.dtype)
 
-        def build_with_look(plan: Any, module: Any, look: Any = Look, build: Any = build) -> Any:
-            made = build(plan, module)
-            made.callbacks.append(look())
-            for unit in module.model.blocks:
-                unit.register_forward_pre_hook(lambda m, args: seen.setdefault("unit input", set()).add(args[0].dtype))
-                unit.register_forward_hook(
-                    lambda m, args, out: seen.setdefault("unit weight", set()).add(m.attention.wq.weight.dtype),
-                    prepend=True,
-                )
-            return made
-
-        with watched(seen), patch.object(lm, "cross_entropy", watched_loss):
-            with patch("tests.distributed.cells.build_trainer", build_with_look):
-                cell = fit(lm_plan(folder / name, ranks, *words, "precision=bf16"))
-        results[name] = {"seen": seen, "losses": cell["losses"], "norms": cell["norms"], "hash": cell["hash"]}
-    return results
+    loss = lm.cross_entropy
+    with (
+        watched(seen),
+        patch.object(lm, "cross_entropy", watched_loss),
+        patch("tests.distributed.cells.build_trainer", build_with_look),
+    ):
+        cell = fit(lm_plan(run_dir, ranks, *words, "precision=bf16"))
+    return {"seen": seen, "losses": cell["losses"], "norms": cell["norms"], "hash": cell["hash"]}
 
 
 def test_bf16_is_the_same_numerics_under_every_strategy(tmp_path: Path, runs: Any) -> None:
@@ -207,4 +205,3 @@ def test_bf16_is_the_same_numerics_under_every_strategy(tmp_path: Path, runs: An
         assert cell["losses"][0] == pytest.approx(cells["ddp"]["losses"][0], rel=1e-7), name
         assert cell["norms"][0] == pytest.approx(cells["ddp"]["norms"][0], rel=1e-3), name
         assert cell["losses"] == pytest.approx(runs[1][0]["lm ddp"]["losses"], rel=1e-2), name
-    assert dist.is_available()

@@ -6,12 +6,13 @@ import json
 import math
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from shardwise.callbacks.steps import validation_metrics
+from shardwise.callbacks.steps import StepLog, validation_metrics
 from shardwise.checkpoints import checkpoint_path, list_checkpoints
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
@@ -25,8 +26,8 @@ class Saving(Callback):
     written before validation has found it, and another run that goes on from one has a best of its own.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, steps: StepLog) -> None:
+        self.plan, self.steps = plan, steps
         self.folder = Path(plan.run_dir) / "checkpoints"
         self.best_score: float | None = None
         self.best_path: str | None = None
@@ -86,12 +87,14 @@ class Saving(Callback):
     def _save(self, trainer: Trainer, path: Path) -> None:
         """Under another name until it is whole: what a kill leaves behind is never taken for a checkpoint."""
         assert isinstance(trainer.strategy, PlannedStrategy)
+        started = time.monotonic()
         trainer.strategy.synchronize_buffers()
         partial = path.with_name(path.name + ".partial")
         trainer.save_checkpoint(partial)  # all ranks have written theirs when it returns
         if trainer.is_global_zero:
             _remove(path)
             os.replace(partial, path)
+        self.steps.leave_out(time.monotonic() - started)
 
     def _read_best(self) -> tuple[float | None, str | None]:
         try:

@@ -47,6 +47,10 @@ class StepLog(Callback):
         if step % self.plan.log_every_n_steps == 0 or step in (1, trainer.max_steps):
             self._log(trainer, pl_module, step)
 
+    def leave_out(self, seconds: float) -> None:
+        """These were spent on something else than steps."""
+        self._since += seconds
+
     def _log(self, trainer: Trainer, module: LightningModule, step: int) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, PlannedStrategy)

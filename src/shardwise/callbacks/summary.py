@@ -61,7 +61,7 @@ class Summary(Callback):
         if summary["train/loss"] is not None:
             lines["training loss"] = f"{summary['train/loss']:.4f}"
         lines |= {words(key): f"{value:.4f}" for key, value in measured.items()}
-        lines |= {f"{name} loss": f"{value:.4f}, to compare" for name, value in summary["baselines"].items()}
+        lines |= {f"baseline: {name}": f"{value:.4f}" for name, value in summary["baselines"].items()}
         if self.saving.best_path is not None:
             lines["best checkpoint"] = (
                 f"{_short(self.saving.best_path)} ({words(str(self.plan.checkpoint.monitor))} "

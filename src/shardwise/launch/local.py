@@ -34,7 +34,7 @@ def launch(plan: Plan, in_process: bool) -> int:
 
 
 def _launch_processes(plan: Plan) -> int:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     # Served from here, on a port that the system chose: none is guessed, none can be taken meanwhile.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

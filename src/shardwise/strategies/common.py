@@ -65,6 +65,11 @@ class PlannedStrategy(ParallelStrategy):
         self.train_loader = TrainLoader(dataloader, self.plan, rank, self.root_device, loss_weight)  # type: ignore[arg-type]
         return self.train_loader
 
+    def teardown(self) -> None:
+        module = self.lightning_module
+        if module is None or not any(p.is_meta for p in module.parameters()):
+            super().teardown()  # moves the module to the CPU: before it is made, that would hide the error that ends it
+
     # Every step goes through the root's forward, where a strategy shows the root its parameters
 
     def _step(self, name: str, context: AbstractContextManager[Any], *args: Any, **kwargs: Any) -> Any:
@@ -152,8 +157,7 @@ class PlannedStrategy(ParallelStrategy):
 def _unrecorded(module: LightningModule) -> Iterator[None]:
     """A step whose results count nowhere. What it logs is registered, with a weight of zero: a rank that runs nothing
     but padding takes part in the reductions at the end of the epoch like any other."""
-    results = module.trainer._results
-    assert results is not None
+    results: dict[str, Any] = module.trainer._results or {}  # predict has none
     known = set(map(id, results.values()))
     metrics = [m for m in (*module.modules(), *results.values()) if isinstance(m, Metric)]
     states = [(m, m._copy_state_dict(), m._update_count, m._computed) for m in metrics]

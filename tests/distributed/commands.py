@@ -1,0 +1,149 @@
+"""train.py as a user starts it: real processes from a folder of one's own."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.data.tokens import write_token_shards
+
+TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+TIMEOUT_SECONDS = 120
+RECIPE = [
+    "model.dim=32", "model.n_layers=2", "model.ffn_dim=64", "model.n_heads=2", "model.n_kv_heads=1",
+    "model.max_seq_len=32", "module.sample_tokens=0", "data.sequence_length=32", "data.corpus=null",
+    "data.directory=shards", "data.max_validation_sequences=7", "micro_batch_size=2", "global_batch_size=8",
+    "schedule=none", "log_every_n_steps=1", "accelerator=cpu", "runs_dir=runs",
+]  # fmt: skip
+OWN = ["recipe=custom", "module._target_=mine.Module", "data._target_=mine.Data", "units=[]", "micro_batch_size=2",
+       "global_batch_size=4", "max_steps=3", "accelerator=cpu", "runs_dir=runs", "devices=2"]  # fmt: skip
+# A module and data of the user's own; the data fails in the ways that a test asks for.
+MINE = """
+import os
+import torch
+from lightning import LightningDataModule, LightningModule
+from torch.utils.data import DataLoader, default_collate
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).pow(2).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+class Data(LightningDataModule):
+    def __init__(self, rank_1=""):
+        super().__init__()
+        self.rank_1 = rank_1
+    def collate(self, samples):
+        if os.environ["RANK"] == "1" and self.rank_1 == "raises":
+            raise ValueError("broken by hand")
+        if os.environ["RANK"] == "1" and self.rank_1 == "is_killed":
+            os.kill(os.getpid(), 9)
+        return default_collate(samples)
+    def train_dataloader(self):
+        odd = os.environ["RANK"] == "1" and self.rank_1 == "is_odd"
+        return DataLoader(torch.randn(64, 4), batch_size=3 if odd else 2, collate_fn=self.collate)
+"""
+
+
+def make_home(folder: Path) -> Path:
+    """A user's folder: mine.py and token shards of 20 training sequences, 5 global batches of 4, or 2 of 8."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "mine.py").write_text(MINE)
+    tokens = np.random.default_rng(0).integers(97, 123, 2000)
+    write_token_shards(
+        folder / "shards", {"train": [tokens[: 20 * 32 + 1]], "validation": [tokens[700:1300]]}, vocab_size=256
+    )
+    return folder
+
+
+def environment(**more: str) -> dict[str, str]:
+    ours = ("WANDB_", "RANK", "LOCAL_", "WORLD_", "MASTER_", "TORCHELASTIC_", "SHARDWISE_", "OMP_")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    return {**kept, "OMP_NUM_THREADS": "1", **more}
+
+
+def run(home: Path, *words: str, command: list[str] | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+    """`python train.py …` in `home`; fails the test when it hangs."""
+    command = [sys.executable] if command is None else command
+    return subprocess.run(
+        [*command, str(TRAIN), *words], cwd=home, env=environment(**more), capture_output=True, text=True,
+        timeout=TIMEOUT_SECONDS, stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+
+
+def check(done: subprocess.CompletedProcess[str], code: int = 0) -> subprocess.CompletedProcess[str]:
+    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def metrics(run_dir: Path, *columns: str) -> dict[int, list[float]]:
+    """Step → these columns, of the rows that have them."""
+    with (run_dir / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found: dict[int, list[float]] = {}
+    for row in rows:
+        if all(row.get(column) for column in columns):
+            assert int(row["step"]) not in found, f"step {row['step']} is there twice"
+            found[int(row["step"])] = [float(row[column]) for column in columns]
+    return found
+
+
+class Running:
+    """A run that goes on until it is told to stop; every process of it is known by a mark in its environment."""
+
+    def __init__(self, home: Path, mark: str, *words: str) -> None:
+        self.mark, self.log = f"MARK={mark}", home / f"{mark}.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(TRAIN), *words], cwd=home, env=environment(MARK=mark), stdout=log, stderr=log,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for pid in self.pids():
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait(TIMEOUT_SECONDS)
+
+    def pids(self) -> list[int]:
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+            except OSError:
+                continue
+        return found
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while text not in self.log.read_text():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.1)
+
+    def wait_until_gone(self) -> None:
+        deadline = time.monotonic() + 60
+        while pids := [pid for pid in self.pids() if not _is_zombie(pid)]:
+            assert time.monotonic() < deadline, f"still there: {pids}"
+            time.sleep(0.1)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True

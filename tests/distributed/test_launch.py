@@ -1,0 +1,143 @@
+"""Ranks as processes: they start with one word, say once what is wrong, and none is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.commands import OWN, RECIPE, Running, check, make_home, metrics, run
+
+FILES = {"config.yaml", "plan.json", "environment.json", "metrics.csv", "summary.json", "loss.png", "checkpoints"}
+SHORT = [*RECIPE, "max_steps=3", "validate_every_n_steps=3"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_home(tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture(scope="module")
+def two(home: Path) -> subprocess.CompletedProcess[str]:
+    return check(run(home, *SHORT, "devices=2", "name=two", "module.sample_tokens=4"))
+
+
+def torchrun(*words: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *words]
+
+
+def test_two_devices_need_one_word(home: Path, two: subprocess.CompletedProcess[str]) -> None:
+    assert {path.name for path in (home / "runs" / "two").iterdir()} == FILES | {"samples.txt"}
+    assert {path.name for path in home.iterdir()} <= {"mine.py", "__pycache__", "shards", "runs"} | {
+        path.name for path in home.glob("*.log")
+    }
+    assert two.stderr == ""
+    plan = json.loads((home / "runs" / "two" / "plan.json").read_text())
+    assert plan["topology"]["devices"] == 2 and plan["resume"] is None
+
+
+def test_output_without_a_terminal_is_plain_lines(home: Path, two: subprocess.CompletedProcess[str]) -> None:
+    lines = two.stdout.splitlines()
+    assert "\r" not in two.stdout and "\x1b" not in two.stdout
+    assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == [
+        "step 1/3", "step 2/3", "step 3/3", "step 3",
+    ]  # fmt: skip
+    table = lines[-1 - next(n for n, line in enumerate(reversed(lines[:-1])) if line.startswith("─")) :]
+    assert any("tokens/s" in line for line in table) and any("3 steps, 24 samples" in line for line in table)
+
+
+def test_one_rank_sees_the_same_losses(home: Path, two: subprocess.CompletedProcess[str]) -> None:
+    """train/loss is the mean over micro-batches and ranks; and a sweep of single-device jobs runs each job once."""
+    done = check(run(home, *SHORT, "name=one", "-m", "micro_batch_size=8,2"))
+    assert done.stdout.count("run one-") == 2
+    expected = metrics(home / "runs" / "two", "train/loss", "train/samples")
+    assert set(expected) == {1, 2, 3}
+    for name in ("one-0", "one-1"):
+        measured = metrics(home / "runs" / name, "train/loss", "train/samples")
+        assert set(measured) == {1, 2, 3}
+        for step, values in measured.items():
+            assert values == pytest.approx(expected[step], rel=1e-5), (name, step)
+
+
+def test_torchrun_standalone(home: Path) -> None:
+    check(run(home, *OWN[:-1], "name=standalone", command=torchrun("--standalone")))
+    assert {path.name for path in (home / "runs" / "standalone").iterdir()} == FILES
+
+
+def test_torchrun_agrees_on_a_run_id_and_refuses_a_taken_name(home: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = f"--master-port={probe.getsockname()[1]}"
+    before = set((home / "runs").iterdir()) if (home / "runs").exists() else set()
+    check(run(home, *OWN[:-1], command=torchrun(port)))
+    (made,) = set((home / "runs").iterdir()) - before
+    assert made.name.startswith("torchrun-") and (made / "summary.json").exists()
+
+    taken = run(home, *OWN[:-1], f"name={made.name}", command=torchrun(port))
+    assert taken.returncode != 0
+    assert taken.stderr.count("already holds a run") == 1 and "exitcode  : 2" in taken.stderr
+
+
+def test_each_job_of_a_sweep_says_once_what_went_wrong(home: Path) -> None:
+    """Whichever rank finds it, with what follows in the other rank left out; the jobs after it still run."""
+    done = check(run(home, *OWN, "-m", "+data.rank_1=raises,is_killed,is_odd,works", "name=sweep"), 137)
+    assert [(home / "runs" / f"sweep-{job}" / "summary.json").exists() for job in range(4)] == [False] * 3 + [True]
+    assert json.loads((home / "runs" / "sweep-3" / "summary.json").read_text())["steps"] == 3
+    raised, killed, odd, total = done.stderr.replace("shardwise:", "\0").replace("error:", "\0").split("\0")
+    assert raised.startswith("rank 1:\nTraceback") and raised.endswith("ValueError: broken by hand\n")
+    assert raised.count("Traceback") == 1
+    assert killed == " rank 1 was killed by SIGKILL (out of memory?); the other ranks are stopped\n"
+    assert odd.startswith(" the training loader's batch_size is 3") and odd.count("\n") == 1
+    assert total == " 3 of 4 runs failed: sweep-0 (exit code 1), sweep-1 (exit code 137), sweep-2 (exit code 2)\n"
+
+
+def test_torchrun_hears_a_mistake_that_one_rank_finds_once(home: Path) -> None:
+    done = run(home, *OWN[:-1], "+data.rank_1=is_odd", "name=odd", command=torchrun("--standalone"))
+    assert done.returncode != 0 and "exitcode  : 2" in done.stderr
+    assert done.stderr.count("error: the training loader's batch_size is 3") == 1
+
+
+ENDLESS = [*RECIPE, "max_steps=1000000", "log_every_n_steps=10", "data.num_workers=1", "checkpoint=none"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "whole_group", "code", "says"),
+    [
+        (signal.SIGKILL, False, -signal.SIGKILL, ""),
+        (signal.SIGINT, True, 130, "shardwise: stopped by Ctrl-C"),
+        (signal.SIGINT, False, 130, "shardwise: stopped by Ctrl-C"),
+        (signal.SIGTERM, False, 143, "shardwise: stopped by SIGTERM"),
+    ],
+)
+def test_nothing_outlives_the_launcher(home: Path, sent: int, whole_group: bool, code: int, says: str) -> None:
+    """Two ranks, a data worker each."""
+    mark = f"{signal.Signals(sent).name}-{whole_group}"
+    with Running(home, mark, *ENDLESS, "devices=2", f"name={mark}") as running:
+        running.wait_for("step 10/")
+        assert len(running.pids()) >= 5
+        os.killpg(running.process.pid, sent) if whole_group else running.process.send_signal(sent)
+        assert running.process.wait(60) == code
+        running.wait_until_gone()
+    _check_last_words(running, says)
+
+
+def test_ctrl_c_of_a_single_process(home: Path) -> None:
+    with Running(home, "single", *ENDLESS, "name=single") as running:
+        running.wait_for("step 10/")
+        os.killpg(running.process.pid, signal.SIGINT)
+        assert running.process.wait(60) == 130
+        running.wait_until_gone()
+    _check_last_words(running, "shardwise: stopped by Ctrl-C")
+
+
+def _check_last_words(running: Running, says: str) -> None:
+    before, _, after = running.log.read_text().partition("step 1/")
+    assert len(before.splitlines()) <= 3, before  # the headline
+    others = [line for line in after.splitlines()[1:] if line.strip() and not line.startswith("step ")]
+    assert others == ([says] if says else [])

@@ -1,0 +1,79 @@
+"""metrics.csv loses nothing and repeats nothing; the real TensorBoard and W&B clients record what was asked for."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from shardwise.loggers import CsvLogger, read_metrics
+from tests.distributed.commands import RECIPE, check, make_home, run
+
+
+def test_a_new_metric_gets_a_column(tmp_path: Path) -> None:
+    logger = CsvLogger(tmp_path)
+    logger.log_metrics({"a": 1.0}, 1)
+    logger.log_metrics({"b": 2.0, "a": 3.0}, 2)
+    logger.log_metrics({"b": 4.0}, 3)
+    assert (tmp_path / "metrics.csv").read_text() == "step,a,b\n1,1.0,\n2,3.0,2.0\n3,,4.0\n"
+
+
+def test_another_process_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    CsvLogger(tmp_path).log_metrics({"a": 1.0}, 1)
+    CsvLogger(tmp_path).log_metrics({"a": 2.0, "b": 3.0}, 2)
+    assert read_metrics(tmp_path / "metrics.csv") == [
+        {"step": "1", "a": "1.0", "b": ""}, {"step": "2", "a": "2.0", "b": "3.0"},
+    ]  # fmt: skip
+
+
+def test_every_row_is_on_disk_at_once_and_a_torn_one_is_left_out(tmp_path: Path) -> None:
+    logger = CsvLogger(tmp_path)
+    for step in range(1, 5):
+        logger.log_metrics({"a": float(step)}, step)
+        assert len(read_metrics(tmp_path / "metrics.csv")) == step
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("5,5.")
+    again = CsvLogger(tmp_path)
+    again.rewind(4)
+    again.log_metrics({"a": 5.5}, 5)
+    assert [row["a"] for row in read_metrics(tmp_path / "metrics.csv")] == ["1.0", "2.0", "3.0", "4.0", "5.5"]
+
+
+@pytest.mark.parametrize(("step", "left"), [(9, [1, 2, 3]), (2, [1, 2]), (0, [])])
+def test_rewind_forgets_later_steps(tmp_path: Path, step: int, left: list[int]) -> None:
+    logger = CsvLogger(tmp_path)
+    for number in (1, 2, 3):
+        logger.log_metrics({"a": 0.0}, number)
+    logger.rewind(step)
+    assert [int(row["step"]) for row in read_metrics(tmp_path / "metrics.csv")] == left
+    CsvLogger(tmp_path).log_metrics({"a": 0.0}, 10)
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == [*left, 10]
+
+
+@pytest.mark.parametrize("logger", ["tensorboard", "wandb"])
+def test_the_real_client(tmp_path: Path, logger: str) -> None:
+    """A key but no server: W&B goes offline by itself. Nothing appears outside the run's folder, and no secret in it."""
+    home = make_home(tmp_path / "home")
+    words = [*RECIPE, "max_steps=2", "validate_every_n_steps=2", "checkpoint=none", f"logger={logger}", "name=logged"]
+    secret = "0123456789abcdef0123456789abcdef01234567"
+    done = check(run(home, *words, HOME=str(tmp_path), WANDB_API_KEY=secret, WANDB_BASE_URL="http://127.0.0.1:9"))
+    assert done.stderr == ""
+    assert {path.name for path in home.iterdir()} == {"mine.py", "shards", "runs"}
+    run_dir = home / "runs" / "logged"
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
+    assert not [path for path in files if secret.encode() in path.read_bytes()]
+    if logger == "tensorboard":
+        (events,) = (run_dir / "tensorboard").glob("events.out.tfevents.*")
+        assert b"train/loss" in events.read_bytes()
+        return
+    (record,) = run_dir.glob("wandb/offline-run-*-logged/run-logged.wandb")
+    content = record.read_bytes()
+    assert b"train/loss" in content and b"validation/loss" in content
+    plan = json.loads((run_dir / "plan.json").read_text())
+    environment = json.loads((run_dir / "environment.json").read_text())
+    for value in ("global_batch_size", plan["run_dir"], "packages", environment["platform"]):
+        assert re.search(re.escape(value.encode()), content), value
