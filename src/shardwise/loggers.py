@@ -104,7 +104,7 @@ def _wandb(plan: Plan, record: dict[str, Any]) -> Logger:
 
     offline = plan.logger.mode == "offline" or (plan.logger.mode == "auto" and not _wandb_reachable())
     os.environ.setdefault("WANDB_SILENT", "true")
-    return WandbLogger(
+    logger = WandbLogger(
         project=plan.logger.project,
         entity=plan.logger.entity,
         id=plan.run_id,
@@ -115,6 +115,8 @@ def _wandb(plan: Plan, record: dict[str, Any]) -> Logger:
         tags=list(plan.logger.tags),
         config=record,
     )
+    logger._wandb_init.pop("anonymous", None)  # Lightning always passes it, and wandb warns that it means nothing
+    return logger
 
 
 def _wandb_reachable() -> bool:

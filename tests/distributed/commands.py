@@ -58,12 +58,14 @@ class Data(LightningDataModule):
 
 
 def make_home(folder: Path) -> Path:
-    """A user's folder: mine.py and token shards of 20 training sequences, 5 global batches of 4, or 2 of 8."""
+    """A user's folder: mine.py and token shards of 20 training and 7 validation sequences."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "mine.py").write_text(MINE)
     tokens = np.random.default_rng(0).integers(97, 123, 2000)
     write_token_shards(
-        folder / "shards", {"train": [tokens[: 20 * 32 + 1]], "validation": [tokens[700:1300]]}, vocab_size=256
+        folder / "shards",
+        {"train": [tokens[: 20 * 32 + 1]], "validation": [tokens[700 : 700 + 7 * 32 + 1]]},
+        vocab_size=256,
     )
     return folder
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.commands import OWN, RECIPE, Running, check, make_home, metrics, run
+from tests.distributed.commands import OWN, RECIPE, TRAIN, Running, check, environment, make_home, metrics, run
 
 FILES = {"config.yaml", "plan.json", "environment.json", "metrics.csv", "summary.json", "loss.png", "checkpoints"}
 SHORT = [*RECIPE, "max_steps=3", "validate_every_n_steps=3"]
@@ -52,6 +57,23 @@ def test_output_without_a_terminal_is_plain_lines(home: Path, two: subprocess.Co
     assert any("tokens/s" in line for line in table) and any("3 steps, 24 samples" in line for line in table)
 
 
+def test_a_terminal_gets_a_progress_bar(home: Path) -> None:
+    main, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    command = [sys.executable, str(TRAIN), *SHORT, "name=terminal", "checkpoint=none"]
+    with subprocess.Popen(
+        command, cwd=home, env=environment(), stdin=terminal, stdout=terminal, stderr=terminal
+    ) as shell:
+        os.close(terminal)
+        shown = b""
+        with suppress(OSError):  # at the end
+            while data := os.read(main, 65536):
+                shown += data
+        assert shell.wait(60) == 0
+    os.close(main)
+    assert "100%|█" in shown.decode() and "step 1/3" not in shown.decode()
+
+
 def test_one_rank_sees_the_same_losses(home: Path, two: subprocess.CompletedProcess[str]) -> None:
     """train/loss is the mean over micro-batches and ranks; and a sweep of single-device jobs runs each job once."""
     done = check(run(home, *SHORT, "name=one", "-m", "micro_batch_size=8,2"))
@@ -63,6 +85,20 @@ def test_one_rank_sees_the_same_losses(home: Path, two: subprocess.CompletedProc
         assert set(measured) == {1, 2, 3}
         for step, values in measured.items():
             assert values == pytest.approx(expected[step], rel=1e-5), (name, step)
+
+
+def test_resume_is_one_word_as_well(home: Path, two: subprocess.CompletedProcess[str]) -> None:
+    """With a data worker in each rank, stopped within an epoch of 2 steps; a taken name needs the word."""
+    words = [*SHORT, "devices=2", "data.num_workers=1", "name=resumed"]
+    check(run(home, *words, "max_steps=1"))
+    taken = check(run(home, *words), 2)
+    assert taken.stderr.startswith("error: ") and "already holds a run" in taken.stderr
+    done = check(run(home, *words, "resume=auto"))
+    assert "from step-00000001.ckpt" in done.stdout and done.stderr == ""
+    columns = ("train/loss", "train/gradient_norm", "train/samples")
+    expected, measured = metrics(home / "runs" / "two", *columns), metrics(home / "runs" / "resumed", *columns)
+    assert sorted(measured) == [1, 2, 3]
+    assert [measured[step] for step in (1, 2, 3)] == [pytest.approx(expected[step], rel=1e-6) for step in (1, 2, 3)]
 
 
 def test_torchrun_standalone(home: Path) -> None:

@@ -56,7 +56,7 @@ def test_rewind_forgets_later_steps(tmp_path: Path, step: int, left: list[int]) 
 
 @pytest.mark.parametrize("logger", ["tensorboard", "wandb"])
 def test_the_real_client(tmp_path: Path, logger: str) -> None:
-    """A key but no server: W&B goes offline by itself. Nothing appears outside the run's folder, and no secret in it."""
+    """A key but no server: W&B goes offline by itself. All is in the run's folder, without the key."""
     home = make_home(tmp_path / "home")
     words = [*RECIPE, "max_steps=2", "validate_every_n_steps=2", "checkpoint=none", f"logger={logger}", "name=logged"]
     secret = "0123456789abcdef0123456789abcdef01234567"

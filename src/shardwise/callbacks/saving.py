@@ -36,6 +36,10 @@ class Saving(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.plan.resume == str(checkpoint_path(self.plan.run_dir, trainer.global_step)):
             self.saved_step = trainer.global_step
+        loop = trainer.fit_loop.epoch_loop
+        if loop.restarting and loop.batch_progress.current.completed >= trainer.num_training_batches:
+            # Saved after an epoch: Lightning would run one more micro-batch of it, and step on that alone.
+            loop.restarting = False
         self.best_score, self.best_path = trainer.strategy.broadcast(self._read_best())
         if trainer.is_global_zero:
             for partial in self.folder.glob("*.partial"):

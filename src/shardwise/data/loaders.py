@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from shardwise.data.order import GlobalOrder
 from shardwise.errors import ConfigError
+from shardwise.launch.worker import kill_with_parent
 from shardwise.plan import Plan
 
 
@@ -154,11 +156,17 @@ def _with_batches(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
+        worker_init_fn=partial(_start_worker, loader.worker_init_fn),
         multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
+
+
+def _start_worker(then: Callable[[int], None] | None, worker: int) -> None:
+    kill_with_parent()  # torch's own watch takes seconds, and prints tracebacks meanwhile
+    if then is not None:
+        then(worker)
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:

@@ -31,8 +31,13 @@ def inspect_host(environ: Mapping[str, str] = os.environ) -> Host:
         nodes=nodes,
         devices=devices,
         run_id=_run_id(environ, nodes),
-        is_terminal=sys.stdout.isatty() and sys.stderr.isatty(),
+        is_terminal=_is_terminal(),
     )
+
+
+def _is_terminal() -> bool:
+    """One that a progress bar can be drawn on: `docker run -t` and the like may give one without columns."""
+    return sys.stdout.isatty() and sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
 
 
 def _run_id(environ: Mapping[str, str], nodes: int | None) -> str | None:

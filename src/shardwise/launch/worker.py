@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ _PROCESS = os.getpid()  # of the rank: its data workers are forks
 
 def run_rank(plan: Plan) -> int:
     """Run this process's rank and return its exit code. What went wrong is said once, whichever rank it was."""
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    if PARENT not in os.environ:
         signal.signal(signal.SIGINT, _interrupted)
     try:
         from shardwise.trainer import run
@@ -70,20 +71,30 @@ def _speaks_under_torchrun() -> bool:
 
 
 def die_with_parent() -> None:
-    """Linux: a rank whose launcher is killed, even by SIGKILL, is killed too."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """A rank whose launcher is killed, even by SIGKILL, is killed too."""
+    kill_with_parent()
     if os.environ.get(PARENT) not in (None, str(os.getppid())):
         sys.exit("shardwise: the launcher is gone")
 
 
+def kill_with_parent() -> None:
+    """Linux: this process gets SIGKILL when its parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    # Not KeyboardInterrupt, which Lightning turns into exit code 1. Data workers are their rank's to end.
+    # Not KeyboardInterrupt, which Lightning turns into exit code 1. Data workers are their rank's to end, at once:
+    # one that is left to notice may print a traceback, and torch raises in this process when one is gone.
     if os.getpid() == _PROCESS:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for child in multiprocessing.active_children():
+            child.kill()
         sys.stderr.write("shardwise: stopped by Ctrl-C\n")
         raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":
     die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is passed on by the launcher, which says so
     sys.exit(run_rank(Plan.from_json(Path(sys.argv[1]).read_text())))

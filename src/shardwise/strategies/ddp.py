@@ -33,6 +33,10 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         )
         self._use(plan)
 
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # setup makes the parameters: what was loaded before would be initialised over
+
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
