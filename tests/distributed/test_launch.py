@@ -122,21 +122,27 @@ def test_torchrun_agrees_on_a_run_id_and_refuses_a_taken_name(home: Path) -> Non
 
 def test_each_job_of_a_sweep_says_once_what_went_wrong(home: Path) -> None:
     """Whichever rank finds it, with what follows in the other rank left out; the jobs after it still run."""
-    done = check(run(home, *OWN, "-m", "+data.rank_1=raises,is_killed,is_odd,works", "name=sweep"), 137)
+    (home / "runs").mkdir(exist_ok=True)
+    (home / "runs" / "sweep-4").touch()
+    done = check(run(home, *OWN, "-m", "+data.rank_1=raises,is_killed,is_odd,works,has_no_folder", "name=sweep"), 137)
     assert [(home / "runs" / f"sweep-{job}" / "summary.json").exists() for job in range(4)] == [False] * 3 + [True]
     assert json.loads((home / "runs" / "sweep-3" / "summary.json").read_text())["steps"] == 3
-    raised, killed, odd, total = done.stderr.replace("shardwise:", "\0").replace("error:", "\0").split("\0")
+    raised, killed, odd, folder, total = done.stderr.replace("shardwise:", "\0").replace("error:", "\0").split("\0")
     assert raised.startswith("rank 1:\nTraceback") and raised.endswith("ValueError: broken by hand\n")
     assert raised.count("Traceback") == 1
     assert killed == " rank 1 was killed by SIGKILL (out of memory?); the other ranks are stopped\n"
     assert odd.startswith(" the training loader's batch_size is 3") and odd.count("\n") == 1
-    assert total == " 3 of 4 runs failed: sweep-0 (exit code 1), sweep-1 (exit code 137), sweep-2 (exit code 2)\n"
+    assert folder.startswith(" cannot write the run's folder") and folder.count("\n") == 1
+    codes = "sweep-0 (exit code 1), sweep-1 (exit code 137), sweep-2 (exit code 2), sweep-4 (exit code 2)"
+    assert total == f" 4 of 5 runs failed: {codes}\n"
 
 
-def test_torchrun_hears_a_mistake_that_one_rank_finds_once(home: Path) -> None:
+def test_torchrun_hears_of_a_mistake_once(home: Path) -> None:
     done = run(home, *OWN[:-1], "+data.rank_1=is_odd", "name=odd", command=torchrun("--standalone"))
     assert done.returncode != 0 and "exitcode  : 2" in done.stderr
     assert done.stderr.count("error: the training loader's batch_size is 3") == 1
+    both = run(home, *OWN[:-1], "module._target_=mine.Absent", "name=absent", command=torchrun("--standalone"))
+    assert both.returncode != 0 and both.stderr.count("error: ") == 1
 
 
 ENDLESS = [*RECIPE, "max_steps=1000000", "log_every_n_steps=10", "data.num_workers=1", "checkpoint=none"]
@@ -175,5 +181,9 @@ def test_ctrl_c_of_a_single_process(home: Path) -> None:
 def _check_last_words(running: Running, says: str) -> None:
     before, _, after = running.log.read_text().partition("step 1/")
     assert len(before.splitlines()) <= 3, before  # the headline
-    others = [line for line in after.splitlines()[1:] if line.strip() and not line.startswith("step ")]
+    others = [
+        line
+        for line in (after or before).splitlines()[1 if after else 2 :]
+        if line.strip() and not line.startswith("step ")
+    ]
     assert others == ([says] if says else [])

@@ -29,7 +29,10 @@ def launch(plan: Plan, in_process: bool) -> int:
         plan_file, failure = Path(directory) / "plan.json", Path(directory) / "failure"
         plan_file.write_text(plan.to_json())
         os.environ |= _environment(plan, failure)
-        return _launch_processes(plan, plan_file, failure)
+        try:
+            return _launch_processes(plan, plan_file, failure)
+        finally:
+            del os.environ[FAILURE], os.environ[PARENT]  # theirs, not the launcher's
 
 
 def _environment(plan: Plan, failure: Path) -> dict[str, str]:

@@ -157,7 +157,7 @@ class PlannedStrategy(ParallelStrategy):
 def _unrecorded(module: LightningModule) -> Iterator[None]:
     """A step whose results count nowhere. What it logs is registered, with a weight of zero: a rank that runs nothing
     but padding takes part in the reductions at the end of the epoch like any other."""
-    results: dict[str, Any] = module.trainer._results or {}  # predict has none
+    results: dict[str, Any] = {} if module.trainer._results is None else module.trainer._results  # predict has none
     known = set(map(id, results.values()))
     metrics = [m for m in (*module.modules(), *results.values()) if isinstance(m, Metric)]
     states = [(m, m._copy_state_dict(), m._update_count, m._computed) for m in metrics]
