@@ -119,12 +119,14 @@ def main() -> None:
     parser.add_argument("--accelerator", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--sections", default="parity,curves,speed")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--commit", help="of this code, where it was copied without its history")
     arguments = parser.parse_args()
     there = torch.cuda.device_count()
     ranks = [int(r) for r in arguments.ranks.split(",")] if arguments.ranks else sorted({min(2, there), there})
     environment = describe_environment()
     gpu = environment["gpus"][0] if environment["gpus"] else "cpu"
     del environment["hostname"]
+    environment["commit"] = environment["commit"] or arguments.commit
     for number in ranks:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
