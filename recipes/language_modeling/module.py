@@ -136,5 +136,6 @@ class LanguageModel(LightningModule):
 
     def _log_evaluation(self, stage: str) -> None:
         loss = self.evaluation.compute()
-        self.log(f"{stage}/loss", loss)
-        self.log(f"{stage}/bits_per_token", loss / math.log(2))
+        # The metric has been synchronised: every rank logs the same, and says so to Lightning.
+        self.log(f"{stage}/loss", loss, sync_dist=True)
+        self.log(f"{stage}/bits_per_token", loss / math.log(2), sync_dist=True)

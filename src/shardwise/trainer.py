@@ -185,7 +185,6 @@ def quiet_lightning() -> None:
     for message in (
         ".*does not have many workers.*",
         ".*isinstance.treespec, LeafSpec.*",
-        ".*It is recommended to use .self.log.*sync_dist=True.*",  # values that a metric has synchronised
         ".*Checkpoint directory .* exists and is not empty.*",
         ".*GPU available but not used.*",
         ".*number of training batches .* is smaller than the logging interval.*",  # StepLog keeps its own

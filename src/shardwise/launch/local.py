@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast
 
 from shardwise.compose import ROOT
 from shardwise.launch.worker import FAILURE, PARENT, run_rank
@@ -56,6 +58,9 @@ def _launch_processes(plan: Plan, plan_file: Path, failure: Path) -> int:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what happened is said once, below
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(GRACE_SECONDS)
+    # Without SIGINT, which would be passed on to ranks that may still be importing: Ctrl-C ends them by SIGTERM.
+    signals = {"signals_to_handle": "SIGTERM,SIGHUP,SIGQUIT"}
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -66,16 +71,22 @@ def _launch_processes(plan: Plan, plan_file: Path, failure: Path) -> int:
         local_addr="localhost",
         max_restarts=0,
         monitor_interval=0.05,
+        **cast(Any, signals if signals.keys() <= known else {}),  # not there before torch 2.10
     )
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "shardwise.launch.worker", str(plan_file))
     except ChildFailedError as error:
         return _say(failure, error.failures)
+    except KeyboardInterrupt:
+        return _stopped(signal.SIGINT)
     except SignalException as error:
-        how = "Ctrl-C" if error.sigval.name == "SIGINT" else error.sigval.name
-        sys.stderr.write(f"shardwise: stopped by {how}\n")
-        raise SystemExit(128 + error.sigval.value) from None
+        return _stopped(error.sigval)
     return 0
+
+
+def _stopped(by: signal.Signals) -> NoReturn:
+    sys.stderr.write(f"shardwise: stopped by {'Ctrl-C' if by == signal.SIGINT else by.name}\n")
+    raise SystemExit(128 + by.value)
 
 
 def _say(failure: Path, failures: dict[int, Any]) -> int:
