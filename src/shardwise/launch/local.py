@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -10,7 +9,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from shardwise.compose import ROOT
 from shardwise.launch.worker import FAILURE, PARENT, run_rank
@@ -58,9 +57,6 @@ def _launch_processes(plan: Plan, plan_file: Path, failure: Path) -> int:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what happened is said once, below
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(GRACE_SECONDS)
-    # Without SIGINT, which would be passed on to ranks that may still be importing: Ctrl-C ends them by SIGTERM.
-    signals = {"signals_to_handle": "SIGTERM,SIGHUP,SIGQUIT"}
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -71,7 +67,8 @@ def _launch_processes(plan: Plan, plan_file: Path, failure: Path) -> int:
         local_addr="localhost",
         max_restarts=0,
         monitor_interval=0.05,
-        **cast(Any, signals if signals.keys() <= known else {}),  # not there before torch 2.10
+        # Without SIGINT, which would be passed on to ranks that may still be importing: Ctrl-C ends them by SIGTERM.
+        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
     )
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "shardwise.launch.worker", str(plan_file))
