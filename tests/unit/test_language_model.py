@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from recipes.language_modeling.data import TextData, decode, python_files
 from recipes.language_modeling.loss import cross_entropy
 from recipes.language_modeling.model import Attention, RotaryEmbedding, Transformer, rotary_frequencies
 from recipes.language_modeling.module import LanguageModel
+from shardwise.data.tokens import write_token_shards
 from shardwise.errors import ConfigError, DataError
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
@@ -328,3 +330,13 @@ def test_it_learns(stdlib: Path, tmp_path: Path) -> None:
     assert float(trainer.callback_metrics["validation/loss"]) < data.baselines()["byte unigram"]
     texts = trainer.predict(trainer.lightning_module, data)
     assert texts and all(isinstance(text, str) for batch in texts for text in batch)
+
+
+def test_data_that_the_model_cannot_take_is_refused(tmp_path: Path) -> None:
+    write_token_shards(tmp_path / "d", {s: [np.arange(300)] for s in ("train", "validation")}, vocab_size=300)
+    data = TextData(str(tmp_path / "d"), sequence_length=16, batch_size=4, corpus=None)
+    data.check_fits(vocab_size=300, max_seq_len=16)
+    with pytest.raises(ConfigError, match="300 tokens.*model.vocab_size=256"):
+        data.check_fits(vocab_size=256, max_seq_len=16)
+    with pytest.raises(ConfigError, match="sequence_length=16.*max_seq_len=8"):
+        data.check_fits(vocab_size=300, max_seq_len=8)
