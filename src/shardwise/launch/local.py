@@ -49,7 +49,7 @@ def _environment(plan: Plan, failure: Path) -> dict[str, str]:
 
 
 def _launch_processes(plan: Plan, plan_file: Path, failure: Path) -> int:
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -66,6 +66,7 @@ def _launch_processes(plan: Plan, plan_file: Path, failure: Path) -> int:
         rdzv_endpoint="localhost:0",  # a port that the system chooses
         local_addr="localhost",
         max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=str(plan_file.parent)),  # its own would be left behind in /tmp
         monitor_interval=0.05,
         # Without SIGINT, which would be passed on to ranks that may still be importing: Ctrl-C ends them by SIGTERM.
         signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
