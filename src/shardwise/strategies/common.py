@@ -79,7 +79,14 @@ class PlannedStrategy(ParallelStrategy):
             return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
+        loss = self._step("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
+        assert self.lightning_module is not None
+        if loss is None and self.lightning_module.automatic_optimization:
+            raise ConfigError(
+                f"{type(self.lightning_module).__name__}.training_step returned None: every micro-batch needs a loss, "
+                f"since the others of its step are weighed with it; return a loss of zero that depends on the weights"
+            )
+        return loss
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("validation_step", self.precision_plugin.val_step_context(), *args, **kwargs)
