@@ -27,11 +27,15 @@ DGX = Host(cuda_devices=8, run_id="made-up")
 GROUPS = config_groups([CONF])
 OPTIONS = [f"{group}={option}" for group, options in GROUPS.items() for option in options]
 CUSTOM = "recipe=custom module._target_=tests.configs.foreign.Own data._target_=tests.configs.foreign.Data"
+IMAGES = "recipe=image_classification"
 NEEDS = {  # what an option leaves to be said
     "recipe=custom": CUSTOM,
     "model=none": CUSTOM,
     "data=custom": "data._target_=tests.configs.foreign.Data",
     "data=token_shards": "data.directory=anywhere",
+    **{f"model={model}": IMAGES for model in ("resnet_tiny", "resnet50", "vit_tiny", "vit_b16")},
+    **{f"data={data}": IMAGES for data in ("digits", "synthetic_images")},
+    **{f"data={data}": f"{IMAGES} data.directory=anywhere" for data in ("image_folder", "webdataset")},
     "optimizer=none": "schedule=none",
     "experiment=llama3_8b_fsdp": "data.directory=anywhere",
     "strategy=fsdp_hybrid": "devices=4 strategy.shard_size=2",

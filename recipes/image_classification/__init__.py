@@ -1,0 +1,1 @@
+"""Image classification with a ResNet or a vision transformer."""
