@@ -122,7 +122,7 @@ class InMemory(Dataset[Sample]):
         return self.length
 
     def __getitem__(self, index: int) -> Sample:
-        place = index % len(self.images)
+        place = range(self.length)[index] % len(self.images)  # past the end: IndexError
         return {"image": self.images[place], "label": self.labels[place], "index": index}
 
 
@@ -198,7 +198,7 @@ class ImageFiles(Dataset[Sample]):
     """Images that are decoded when they are asked for.
 
     One that cannot be decoded stops the run, or (`skip`) the next that can takes its place, whatever the worker; each
-    is named once a process group of loader workers on stderr, and counted.
+    is counted, and named on stderr once a rank.
     """
 
     def __init__(self, labels: npt.NDArray[np.int64], channels: int, image_size: int, skip: bool) -> None:
@@ -222,8 +222,9 @@ class ImageFiles(Dataset[Sample]):
         return int(self.undecodable.sum())
 
     def __getitem__(self, index: int) -> Sample:
-        for place in range(index, index + len(self)):
-            place %= len(self)
+        start = range(len(self))[index]  # past the end: IndexError
+        for further in range(len(self)):
+            place = (start + further) % len(self)
             if not self.undecodable[place] and (image := self._decode(place)) is not None:
                 # The index is the one asked for: a stand-in is augmented in its own way.
                 return {"image": image, "label": int(self.labels[place]), "index": index}
@@ -243,7 +244,7 @@ class ImageFiles(Dataset[Sample]):
                     f"{said}; mend or remove it, or use data.on_undecodable=skip to put the next image in its place"
                 ) from None
             self.undecodable[place] = True
-            print(f"shardwise: {said}; skipped, the {self.skipped()}. so far", file=sys.stderr, flush=True)
+            print(f"shardwise: {said}; skipped ({self.skipped()} so far)", file=sys.stderr, flush=True)
             return None
 
 
@@ -417,7 +418,7 @@ def load_tar_index(shard: Path, cache_directory: Path | None) -> TarIndex:
     key = np.array([INDEX_VERSION, status.st_size, status.st_mtime_ns])
     cache = (cache_directory or shard.parent) / f"{shard.name}.index.npz"
     try:
-        with np.load(cache, allow_pickle=False) as file:
+        with cache.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             if np.array_equal(file["key"], key):
                 return {name: file[name] for name in ("names", "offsets", "sizes", "labels")}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
