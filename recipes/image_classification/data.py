@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from lightning import LightningDataModule
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -238,7 +238,9 @@ class ImageFiles(Dataset[Sample]):
         try:
             return decode(content, self.mode, self.image_size)
         except UNDECODABLE as error:
-            said = f"{self.where(place)} ({len(content):,} bytes) cannot be decoded: {' '.join(str(error).split())}"
+            known = not isinstance(error, UnidentifiedImageError)  # it would name an address in memory
+            why = " ".join(str(error).split()) if known else "not an image that Pillow knows"
+            said = f"{self.where(place)} ({len(content):,} bytes) cannot be decoded: {why}"
             if not self.skip:
                 raise UndecodableImage(
                     f"{said}; mend or remove it, or use data.on_undecodable=skip to put the next image in its place"

@@ -96,6 +96,8 @@ class ImageClassifier(LightningModule):
         """Refuses data that the model's head, stem or positions do not fit."""
         # Lightning would ask whether the data module's hook was meant.
         warnings.filterwarnings("ignore", ".*You have overridden `on_after_batch_transfer`.*")
+        # DDP's words about 1×1 kernels under channels_last: the strides differ along axes of length 1 only.
+        warnings.filterwarnings("ignore", ".*Grad strides do not match bucket view strides.*")
         data = getattr(self.trainer, "datamodule", None)
         if isinstance(data, ImageData):
             model = self.model
