@@ -74,6 +74,11 @@ class ImageClassifier(LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        if missing := [name for name in ("num_classes", "in_channels", "image_size") if not hasattr(model, name)]:
+            raise ConfigError(
+                f"module.model is a {type(model).__name__} without {', '.join(missing)}: use a model of images, e.g. "
+                f"model=resnet_tiny"
+            )
         if not len(mean) == len(std) == model.in_channels:
             raise ConfigError(
                 f"module.mean has {len(mean)} values, module.std {len(std)}, and model.in_channels={model.in_channels}:"

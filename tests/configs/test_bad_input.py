@@ -86,6 +86,7 @@ WORDS: list[tuple[str, list[str]]] = [
     ("model.dim=???", ["model.dim has no value", "give model.dim=…"]),
     ("recipe=custom", ["data._target_, module._target_ have no value", "give data._target_=… module._target_=…"]),
     ("data=token_shards", ["data.directory has no value", "give data.directory=…"]),
+    ("recipe=image_classification data=image_folder", ["data.directory has no value", "give data.directory=…"]),
     ("~module", ["module has no value", "give module=…"]),
     # syntax, flags, sweeps
     ("strategy", ["'strategy' is not key=value; strategy is one of ddp, fsdp, fsdp_hybrid"]),
@@ -226,6 +227,11 @@ TARGETS: list[tuple[str, list[str]]] = [
     (f"{SHARDS}/lost", ["train-00000.bin must be a readable file: No such file"]),
     (f"{SHARDS}/corrupt", ["index.json", "not a token shard index"]),
     (f"{SHARDS}/good data.sequence_length=100", ["100 tokens", "sequence_length + 1 = 101"]),
+    ("recipe=image_classification data=image_folder data.directory=TMP/nowhere",
+     ["cannot read TMP/nowhere/train: No such file or directory; data.directory needs train/<class>/"]),
+    ("recipe=image_classification data=webdataset data.directory=TMP/good",
+     ["TMP/good has 0 shards train-*.tar: data.directory needs"]),
+    ("recipe=image_classification data.image_size=16", ["the digits are what they are; leave them at 10, 1 and 8"]),
     # folders
     ("runs_dir=TMP/file", ["cannot write the run's folder TMP/file/", "Not a directory; give another runs_dir="]),
     ("runs_dir=/proc/runs", ["cannot write the run's folder /proc/runs/", "give another runs_dir="]),

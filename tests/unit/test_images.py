@@ -363,6 +363,8 @@ def test_options_that_cannot_be_are_refused() -> None:
         classifier(std=[0.0])
     with pytest.raises(ConfigError, match="module.label_smoothing=1.0 must be"):
         classifier(label_smoothing=1.0)
+    with pytest.raises(ConfigError, match="module.model is a Linear without num_classes, in_channels, image_size: use"):
+        ImageClassifier(nn.Linear(2, 2), [0.5], [0.5])  # type: ignore[arg-type]
 
 
 class Recorded(ImageClassifier):
