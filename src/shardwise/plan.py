@@ -17,7 +17,15 @@ from types import NoneType
 from typing import Any, Literal
 
 from shardwise.errors import ConfigError
-from shardwise.schema import Accelerator, DdpConfig, FsdpConfig, FsdpHybridConfig, RunConfig, Stage, say
+from shardwise.schema import (
+    Accelerator,
+    DdpConfig,
+    FsdpHybridConfig,
+    RunConfig,
+    Stage,
+    StrategyConfig,
+    say,
+)
 from shardwise.topology import Topology, make_topology
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -26,6 +34,8 @@ _YEAR_MINUTES = 365 * 24 * 60
 
 Launcher = Literal["local", "torchrun", "slurm"]
 StageName = Literal["fit", "validate", "test", "predict"]
+CompileName = Literal["none", "layer", "model"]
+ActivationCheckpointingName = Literal["none", "full"]
 
 
 @dataclass(frozen=True)
@@ -42,12 +52,19 @@ class Host:
 
 @dataclass(frozen=True)
 class Strategy:
-    name: Literal["ddp", "fsdp", "fsdp_hybrid"]
+    name: Literal["ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3"]
     timeout_minutes: float
     find_unused_parameters: bool = False
     bucket_cap_mb: int = 25
     reshard_after_forward: bool = True
     defer_gradient_sync: bool = False
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+
+    @property
+    def zero_stage(self) -> int:
+        """1 to 3 under DeepSpeed, else 0."""
+        return int(self.name[-1]) if self.name.startswith("zero") else 0
 
 
 @dataclass(frozen=True)
@@ -56,7 +73,18 @@ class Precision:
     parameter_dtype: str
     compute_dtype: str
     reduce_dtype: str
+    loss_scaling: bool
     tf32: bool
+
+    @property
+    def is_low(self) -> bool:
+        """Layers compute in 16 bits."""
+        return self.compute_dtype in ("bfloat16", "float16")
+
+    @property
+    def is_mixed(self) -> bool:
+        """Layers compute on copies of the parameters in another dtype."""
+        return self.compute_dtype != self.parameter_dtype
 
 
 @dataclass(frozen=True)
@@ -103,6 +131,9 @@ class Plan:
     progress_bar: bool
     optimizer: dict[str, Any] | None
     optimizer_override: bool
+    compile: CompileName
+    activation_checkpointing: ActivationCheckpointingName
+    ema_decay: float | None  # of the averaged weights that validation and checkpoints see as well; None: no average
     schedule: dict[str, Any] | None
     units: tuple[str, ...] | None  # class names; None: found
     module: dict[str, Any]
@@ -199,6 +230,9 @@ def make_plan(config: RunConfig, host: Host) -> Plan:
         progress_bar=host.is_terminal,
         optimizer=optimizer,
         optimizer_override=config.optimizer_override,
+        compile=config.compile.value,
+        activation_checkpointing=config.activation_checkpointing.value,
+        ema_decay=config.ema_decay,
         schedule=schedule,
         units=None if config.units is None else tuple(config.units),
         module=_target("module", config.module),
@@ -319,7 +353,7 @@ def _run_id(config: RunConfig, host: Host) -> str:
     return run_id
 
 
-def _strategy(config: DdpConfig | FsdpConfig) -> Strategy:
+def _strategy(config: StrategyConfig) -> Strategy:
     options = {key: value for key, value in vars(config).items() if key not in ("name", "shard_size")}
     if not 0 < config.timeout_minutes <= _YEAR_MINUTES:
         raise ConfigError(
@@ -342,6 +376,7 @@ def _precision(config: RunConfig, accelerator: str) -> Precision:
         parameter_dtype=precision.parameter_dtype.value,
         compute_dtype=precision.compute_dtype.value,
         reduce_dtype=precision.reduce_dtype.value,
+        loss_scaling=precision.loss_scaling,
         tf32=precision.tf32,
     )
 

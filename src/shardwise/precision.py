@@ -2,14 +2,15 @@
 
 `bf16`: the optimizer holds fp32 masters. On entering a unit (and the root) its parameters become bf16 copies and its
 floating-point inputs bf16; autograd carries the gradients back to fp32, where they accumulate and are reduced.
-Buffers are never cast. FSDP2 does this itself (`mixed_precision_policy`); `cast_parameters` does the same for
-strategies that keep whole parameters, so that both run the same kernels on the same numbers. Autocast around the step
-catches what enters a root-level layer in fp32 (images, say) and keeps losses in fp32.
+Buffers are never cast. FSDP2 does this itself (`mixed_precision_policy`), DeepSpeed keeps the copies beside sharded
+masters, and `compute_in` does the same under ddp, so that all run the same kernels on the same numbers. Autocast
+around the step catches what enters a root-level layer in fp32 (images, say) and keeps losses in fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -19,18 +20,27 @@ from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from shardwise.plan import Plan, Precision
-from shardwise.units import Units
 
 
 def dtype_of(name: str) -> torch.dtype:
     found = getattr(torch, name)
     assert isinstance(found, torch.dtype)
     return found
+
+
+# torch.amp's defaults, said once: DeepSpeed's are others
+LOSS_SCALE: dict[str, Any] = {
+    "init_scale": 2.0**16,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+}
 
 
 def set_matmul_mode(precision: Precision) -> None:
@@ -41,11 +51,10 @@ def set_matmul_mode(precision: Precision) -> None:
 
 def mixed_precision_policy(precision: Precision, *, is_root: bool) -> MixedPrecisionPolicy:
     """FSDP2's form of a precision. The root does not cast its inputs: a batch holds targets too."""
-    mixed = precision.compute_dtype != precision.parameter_dtype
     return MixedPrecisionPolicy(
-        param_dtype=dtype_of(precision.compute_dtype) if mixed else None,
-        reduce_dtype=dtype_of(precision.reduce_dtype) if mixed else None,
-        cast_forward_inputs=mixed and not is_root,
+        param_dtype=dtype_of(precision.compute_dtype) if precision.is_low else None,
+        reduce_dtype=dtype_of(precision.reduce_dtype) if precision.is_low else None,
+        cast_forward_inputs=precision.is_low and not is_root,
     )
 
 
@@ -58,52 +67,60 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     return tree_map(cast, value)
 
 
-def cast_parameters(root: nn.Module, units: Units, dtype: torch.dtype) -> None:
-    """Hooks that show each unit, and the root what is left, copies of its parameters in `dtype` during forward."""
-    inside = {id(p) for _, unit in units.modules for p in unit.parameters()}
-    for _, unit in units.modules:
-        _CastWhileRunning(unit, _owners(unit, lambda p: True), dtype, cast_inputs=True)
-    _CastWhileRunning(root, _owners(root, lambda p: id(p) not in inside), dtype, cast_inputs=False)
+Owners = list[tuple[nn.Module, str]]  # a parameter's places: the layer that holds it, and its name there
 
 
-def _owners(module: nn.Module, wanted: Callable[[nn.Parameter], bool]) -> list[tuple[nn.Module, str]]:
+def owners(module: nn.Module, but: Iterable[nn.Module] = ()) -> Owners:
+    """Where the floating-point parameters of `module` stand, those inside `but` left out."""
+    inside = {id(p) for other in but for p in other.parameters()}
     return [
         (owner, name)
         for owner in module.modules()
         for name, parameter in owner.named_parameters(recurse=False)
-        if parameter.is_floating_point() and wanted(parameter)
+        if parameter.is_floating_point() and id(parameter) not in inside
     ]
 
 
-class _CastWhileRunning:
-    def __init__(
-        self, module: nn.Module, owners: list[tuple[nn.Module, str]], dtype: torch.dtype, cast_inputs: bool
-    ) -> None:
-        self.owners, self.dtype, self.cast_inputs = owners, dtype, cast_inputs
-        self.masters: list[nn.Parameter] = []
-        self.depth = 0  # a module may call itself
-        module.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
-        module.register_forward_hook(self.leave, with_kwargs=True, always_call=True)
+@contextmanager
+def parameters_as(where: Owners, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, layers find copies of their parameters in `dtype`; autograd carries the gradients back."""
+    copies: dict[int, Tensor] = {}  # a tied parameter is one copy, so that its gradients meet in it
+    masters = [owner._parameters[name] for owner, name in where]
+    for (owner, name), master in zip(where, masters, strict=True):
+        assert master is not None
+        if id(master) not in copies:
+            copies[id(master)] = master.to(dtype)
+        owner._parameters[name] = copies[id(master)]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for (owner, name), master in zip(where, masters, strict=True):
+            owner._parameters[name] = master
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.depth += 1
-        if self.depth == 1:
-            copies: dict[int, Tensor] = {}  # a tied parameter is one copy, so that its gradients meet in it
-            self.masters = [owner._parameters[name] for owner, name in self.owners]
-            for (owner, name), master in zip(self.owners, self.masters, strict=True):
-                copy = copies.setdefault(id(master), master.to(self.dtype))
-                owner._parameters[name] = copy  # type: ignore[assignment]
-        return (cast_floating(args, self.dtype), cast_floating(kwargs, self.dtype)) if self.cast_inputs else None
 
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self.depth -= 1
-        if self.depth == 0:
-            for (owner, name), master in zip(self.owners, self.masters, strict=True):
-                owner._parameters[name] = master
+def compute_in(module: nn.Module, dtype: torch.dtype, where: Owners, *, cast_inputs: bool) -> None:
+    """Let `module`'s forward see copies in `dtype` of the parameters that stand at `where`, and of its inputs."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if cast_inputs:
+            args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
+        with parameters_as(where, dtype):
+            return forward(*args, **kwargs)
+
+    module.forward = run
+
+
+def keep_statistics_in_fp32(root: nn.Module) -> None:
+    """BatchNorm and its kin: running statistics are buffers, which are never cast, and need weights of their dtype."""
+    for module in root.modules():
+        if isinstance(module, _NormBase) and module.running_mean is not None:
+            compute_in(module, module.running_mean.dtype, owners(module), cast_inputs=False)
 
 
 class PlannedPrecision(LightningPrecision):
-    """The Plan's precision inside Lightning's loop, and the one owner of the global gradient norm."""
+    """The Plan's precision inside Lightning's loop, and the owner of gradient norm and loss scale."""
 
     precision: Literal["32-true"] = "32-true"  # Lightning's word for "does nothing by itself"
 
@@ -111,10 +128,19 @@ class PlannedPrecision(LightningPrecision):
         super().__init__()
         self.plan = plan
         self.gradient_norm: Tensor | None = None  # of the last step, before clipping; a scalar on the device
+        self.skipped = False  # the last step: its gradients were not finite
+        self.scaler: torch.amp.GradScaler | None = None
+        if plan.precision.loss_scaling and not plan.strategy.zero_stage:  # DeepSpeed has its own
+            self.scaler = torch.amp.GradScaler(plan.accelerator, **LOSS_SCALE)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss is multiplied by before backward; None where there is no scaling."""
+        return None if self.scaler is None else self.scaler.get_scale()
 
     def forward_context(self) -> AbstractContextManager[Any]:
         precision = self.plan.precision
-        if precision.compute_dtype == precision.parameter_dtype:
+        if not precision.is_low:
             return nullcontext()
         # No cache: the parameters are copies in the compute dtype already, made anew in every forward.
         return torch.autocast(self.plan.accelerator, dtype_of(precision.compute_dtype), cache_enabled=False)
@@ -124,9 +150,43 @@ class PlannedPrecision(LightningPrecision):
             return cast_floating(data, torch.float64)
         return data
 
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        if self.scaler is not None:
+            tensor = self.scaler.scale(tensor)
+        return super().pre_backward(tensor, module)
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        # As GradScaler.step, but the verdict is known here: counter, schedule and log follow it.
+        result = closure()
+        self.scaler.unscale_(optimizer)
+        found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        self.skipped = any(bool(flag.item()) for flag in found)
+        self._after_closure(model, optimizer)
+        if not self.skipped:
+            optimizer.step(**kwargs)
+        self.scaler.update()
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict)
+
     def _clip_gradients(self, model: LightningModule | nn.Module, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         gradients = [p.grad for p in self.main_params(optimizer) if p.grad is not None]
-        norm = get_total_norm(gradients)
+        if self.plan.precision.parameter_dtype == "bfloat16":  # 8 bits of a norm would be clipped by
+            norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+            norm = torch.linalg.vector_norm(
+                torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms])
+            )
+        else:
+            norm = get_total_norm(gradients)
         # A DTensor's norm is per shard until it is asked for whole: then it is the norm over every axis.
         self.gradient_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         super()._clip_gradients(model, optimizer, *args, **kwargs)
@@ -138,10 +198,18 @@ class PlannedPrecision(LightningPrecision):
 
 @contextmanager
 def default_dtype(precision: Precision) -> Iterator[None]:
-    """Parameters made inside are made in the Plan's dtype, not cast to it."""
+    """What is made inside is fp64 under fp64. Otherwise fp32, buffers for good: see `set_parameter_dtype`."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype_of(precision.parameter_dtype))
+    torch.set_default_dtype(torch.float64 if precision.parameter_dtype == "float64" else torch.float32)
     try:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def set_parameter_dtype(module: nn.Module, precision: Precision) -> None:
+    """Parameters, and nothing else, in the Plan's dtype."""
+    dtype = dtype_of(precision.parameter_dtype)
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)

@@ -33,6 +33,9 @@ class StrategyName(Enum):
     ddp = "ddp"
     fsdp = "fsdp"
     fsdp_hybrid = "fsdp_hybrid"
+    zero1 = "zero1"
+    zero2 = "zero2"
+    zero3 = "zero3"
 
 
 class PrecisionName(Enum):
@@ -40,12 +43,26 @@ class PrecisionName(Enum):
     fp32 = "fp32"
     tf32 = "tf32"
     bf16 = "bf16"
+    bf16_true = "bf16_true"
+    fp16 = "fp16"
 
 
 class Dtype(Enum):
     float64 = "float64"
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Compile(Enum):
+    none = "none"
+    layer = "layer"
+    model = "model"
+
+
+class ActivationCheckpointing(Enum):
+    none = "none"
+    full = "full"
 
 
 class LoggerName(Enum):
@@ -77,6 +94,24 @@ class FsdpHybridConfig(FsdpConfig):
 
 
 @dataclass
+class Zero1Config:
+    name: StrategyName = StrategyName.zero1
+    offload_optimizer: bool = False
+    timeout_minutes: float = 30.0
+
+
+@dataclass
+class Zero2Config(Zero1Config):
+    name: StrategyName = StrategyName.zero2
+
+
+@dataclass
+class Zero3Config(Zero1Config):
+    name: StrategyName = StrategyName.zero3
+    offload_parameters: bool = False
+
+
+@dataclass
 class PrecisionConfig:
     """What a word like `bf16` means, as data."""
 
@@ -84,6 +119,7 @@ class PrecisionConfig:
     parameter_dtype: Dtype = Dtype.float32  # master weights and optimizer state
     compute_dtype: Dtype = Dtype.float32  # layers
     reduce_dtype: Dtype = Dtype.float32  # gradients between ranks
+    loss_scaling: bool = False  # dynamic; a step whose gradients overflow is skipped
     tf32: bool = False  # matrix products of float32 tensors on tensor cores, 10-bit mantissa
 
 
@@ -138,6 +174,9 @@ class RunConfig:
     validate_every_n_steps: int | None = None
     max_validation_batches: int | None = None
     optimizer_override: bool = False
+    compile: Compile = Compile.none
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
+    ema_decay: float | None = None
     units: list[str] | None = None
 
     model: Any = None  # what the recipe's module is built around; reaches the Plan as a part of `module`
@@ -152,10 +191,15 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
-STRATEGY_CONFIGS: dict[StrategyName, type[DdpConfig] | type[FsdpConfig]] = {
+StrategyConfig = DdpConfig | FsdpConfig | Zero1Config
+
+STRATEGY_CONFIGS: dict[StrategyName, type[StrategyConfig]] = {
     StrategyName.ddp: DdpConfig,
     StrategyName.fsdp: FsdpConfig,
     StrategyName.fsdp_hybrid: FsdpHybridConfig,
+    StrategyName.zero1: Zero1Config,
+    StrategyName.zero2: Zero2Config,
+    StrategyName.zero3: Zero3Config,
 }
 
 _TAKES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list, e.g. [a,b]"}

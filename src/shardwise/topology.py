@@ -53,7 +53,7 @@ def make_topology(strategy: str, nodes: int, devices: int, shard_size: int | Non
     world_size = nodes * devices
     if strategy == "ddp":
         return Topology(nodes, devices, replicate=world_size, shard=1)
-    if strategy == "fsdp":
+    if strategy != "fsdp_hybrid":  # fsdp, zero1, zero2, zero3: something is sharded over all ranks
         return Topology(nodes, devices, replicate=1, shard=world_size)
     if shard_size is None:
         if nodes == 1 and world_size > 1:

@@ -29,7 +29,7 @@ from shardwise.initialize import derived_seed, initializes_itself, parameters_on
 from shardwise.loggers import build_loggers
 from shardwise.optimizers import configure_optimizers
 from shardwise.plan import Plan
-from shardwise.precision import PlannedPrecision, default_dtype, set_matmul_mode
+from shardwise.precision import default_dtype, set_matmul_mode, set_parameter_dtype
 from shardwise.strategies import build_strategy
 
 
@@ -96,6 +96,7 @@ def build_module(plan: Plan) -> LightningModule:
         raise ConfigError(
             f"module._target_={plan.module['_target_']} is a {type(module).__name__}: a LightningModule is"
         )
+    set_parameter_dtype(module, plan.precision)
     if plan.optimizer is not None:
         module.configure_optimizers = lambda: configure_optimizers(plan, module)  # type: ignore[method-assign]
     if not module.automatic_optimization and (plan.accumulate_grad_batches > 1 or plan.gradient_clip_val):
@@ -135,7 +136,7 @@ def build_trainer(plan: Plan, module: LightningModule) -> Trainer:
         devices=plan.topology.devices,
         num_nodes=plan.topology.nodes,
         strategy=build_strategy(plan),
-        plugins=[PlannedPrecision(plan), TorchElasticEnvironment()],
+        plugins=[TorchElasticEnvironment()],
         logger=build_loggers(plan, record),
         callbacks=callbacks,
         max_steps=-1 if plan.max_steps is None else plan.max_steps,
@@ -190,5 +191,6 @@ def quiet_lightning() -> None:
         ".*number of training batches .* is smaller than the logging interval.*",  # StepLog keeps its own
         ".*predict returned None.*",  # a padding batch
         ".*barrier.*: using the device under current context.*",
+        ".*torch.distributed.* is deprecated. Please use.*",  # DeepSpeed, on torch 2.13
     ):
         warnings.filterwarnings("ignore", message)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from shardwise.compose import compose
@@ -59,29 +58,20 @@ def cell_plan(run_dir: Path, ranks: int, *overrides: str, accelerator: str = "cp
 
 
 class Capture(Callback):
-    """The full parameters before the first step, and their hash with the buffers."""
+    """The full master weights before the first step, and their hash with the buffers."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.start = full_parameters(pl_module)
-        self.hash = state_hash(pl_module)
+        self.start = trainer.strategy.full_parameters()
+        self.hash = state_hash(self.start, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.final = full_parameters(pl_module)
+        self.final = trainer.strategy.full_parameters()
 
 
-def full_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Whole tensors on the CPU, whatever is sharded. Collective."""
-    return {name: _whole(p).detach().cpu().clone() for name, p in module.named_parameters()}
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def state_hash(module: nn.Module) -> str:
+def state_hash(parameters: dict[str, Tensor], module: nn.Module) -> str:
     digest = hashlib.sha256()
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        digest.update(name.encode() + _whole(tensor).detach().cpu().contiguous().numpy().tobytes())
+    for name, tensor in [*parameters.items(), *module.named_buffers()]:
+        digest.update(name.encode() + tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -16,3 +16,7 @@ def build_strategy(plan: Plan) -> PlannedStrategy:
             from shardwise.strategies.fsdp import FsdpStrategy
 
             return FsdpStrategy(plan)
+        case "zero1" | "zero2" | "zero3":
+            from shardwise.strategies.zero import ZeroStrategy
+
+            return ZeroStrategy(plan)

@@ -13,13 +13,15 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.trainer.states import RunningStage
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from shardwise.data.loaders import EvaluationLoader, TrainLoader
 from shardwise.errors import ConfigError
 from shardwise.initialize import broadcast_from_rank_zero, derived_seed
+from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
 from shardwise.precision import PlannedPrecision
 from shardwise.units import Units, find_units
@@ -32,11 +34,14 @@ class PlannedStrategy(ParallelStrategy):
     units: Units
     train_loader: TrainLoader | None = None
 
-    def _use(self, plan: Plan) -> None:
+    def _use(self, plan: Plan, precision: PlannedPrecision | None = None) -> None:
         self.plan = plan
+        self.precision_plugin = precision or PlannedPrecision(plan)
         self._paddings: deque[bool] = deque()
         self._scale: Tensor | None = None
         self._losses: list[Tensor] = []
+        self._training_step: Callable[..., Any] | None = None  # compiled, under compile=model
+        self.skipped_steps = 0  # of this process
 
     # Set-up
 
@@ -47,6 +52,24 @@ class PlannedStrategy(ParallelStrategy):
         if self.is_global_zero:
             print(f"layers: {self.units}", flush=True)
         return self.units
+
+    def _parallelize(self, module: LightningModule, *, makes_copies: bool = False, casts_inputs: bool) -> None:
+        parallelize(module, self.units, self.plan, makes_copies=makes_copies, casts_inputs=casts_inputs)
+        if self.plan.compile == "model":
+            self._training_step = torch.compile(module.training_step)
+        if self.plan.precision.loss_scaling or self.plan.strategy.zero_stage:
+            schedule_step = module.lr_scheduler_step
+
+            def unless_skipped(*args: Any, **kwargs: Any) -> None:
+                if not self.planned_precision.skipped:
+                    schedule_step(*args, **kwargs)
+
+            module.lr_scheduler_step = unless_skipped  # type: ignore[method-assign]
+
+    def _roots(self, module: LightningModule) -> list[nn.Module]:
+        """What owns the parameters outside units. A module that optimizes by hand updates weights within its
+        training_step: each of its networks must look at its own anew whenever it runs."""
+        return [module] if module.automatic_optimization else list(module.children())
 
     @property
     def planned_precision(self) -> PlannedPrecision:
@@ -72,14 +95,25 @@ class PlannedStrategy(ParallelStrategy):
 
     # Every step goes through the root's forward, where a strategy shows the root its parameters
 
-    def _step(self, name: str, context: AbstractContextManager[Any], *args: Any, **kwargs: Any) -> Any:
-        assert self.model is not None
-        assert self.lightning_module is not None
-        with context:
-            return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+    def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None and self.model is not None
+        method = getattr(module, name)
+        if name == "training_step" and self._training_step is not None:
+            method = self._training_step
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self._step_context():  # not around the call: DeepSpeed's engine switches autocast off
+                return method(*args, **kwargs)
+
+        module.__dict__["_planned_step"] = inside
+        return self._forward_redirection(self.model, module, "_planned_step", *args, **kwargs)
+
+    def _step_context(self) -> AbstractContextManager[Any]:
+        return self.planned_precision.forward_context()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        loss = self._step("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
+        loss = self._step("training_step", *args, **kwargs)
         assert self.lightning_module is not None
         if loss is None and self.lightning_module.automatic_optimization:
             raise ConfigError(
@@ -89,20 +123,20 @@ class PlannedStrategy(ParallelStrategy):
         return loss
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation_step", self.precision_plugin.val_step_context(), *args, **kwargs)
+        return self._evaluate("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", self.precision_plugin.test_step_context(), *args, **kwargs)
+        return self._evaluate("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict_step", self.precision_plugin.predict_step_context(), *args, **kwargs)
+        return self._evaluate("predict_step", *args, **kwargs)
 
-    def _evaluate(self, name: str, context: AbstractContextManager[Any], *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if not self._paddings.popleft():
-            return self._step(name, context, *args, **kwargs)
+            return self._step(name, *args, **kwargs)
         assert self.lightning_module is not None
         with _unrecorded(self.lightning_module):
-            self._step(name, context, *args, **kwargs)
+            self._step(name, *args, **kwargs)
         return None
 
     def on_train_start(self) -> None:
@@ -138,9 +172,23 @@ class PlannedStrategy(ParallelStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.lightning_module is not None and self.lightning_module.automatic_optimization:
+        module = self.lightning_module
+        if module is not None and module.automatic_optimization:
             optimizer.zero_grad(set_to_none=True)  # Lightning would keep them until after the next forward
+            if self.planned_precision.skipped:
+                self._count_skipped(module)
         return result
+
+    def _count_skipped(self, module: LightningModule) -> None:
+        """A step that changed nothing is none: Lightning, which counts it in a moment, is one behind from here."""
+        self.skipped_steps += 1
+        counters = module.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+        counters.total.completed -= 1
+        counters.current.completed -= 1
+        if self.is_global_zero:
+            scale = self.planned_precision.loss_scale
+            told = f"; the loss scale is {scale:g} now" if scale is not None else ""
+            print(f"step {module.trainer.global_step + 1} skipped: its gradients are not finite{told}", flush=True)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         # `self.log(..., sync_dist=True)` averages the ranks' batch sizes, and an integer mean of 7 and 6 would be 6.
@@ -158,6 +206,32 @@ class PlannedStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         with torch.no_grad():
             broadcast_from_rank_zero(list(self.lightning_module.buffers()))
+
+    # Master weights, whatever is sharded: what an average, a test or a checkpoint works on
+
+    def master_shards(self) -> dict[str, Tensor]:
+        """This rank's part of every trainable master weight, by name: storage that can be read and written.
+
+        Parts have any shape. Parameters of which this rank holds nothing are left out.
+        """
+        assert self.lightning_module is not None
+        return {n: _local(p.detach()) for n, p in self.lightning_module.named_parameters() if p.requires_grad}
+
+    def masters_changed(self) -> None:
+        """Tell the strategy that `master_shards` were written to."""
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Whole master weights on the CPU, on every rank: for tests and small models. Collective."""
+        assert self.lightning_module is not None
+        return {n: _whole(p.detach()).cpu().clone() for n, p in self.lightning_module.named_parameters()}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager

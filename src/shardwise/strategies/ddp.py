@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from inspect import signature
 from typing import Any, cast
 
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn import Module
@@ -13,11 +16,18 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardwise.initialize import Materializer, broadcast_from_rank_zero
 from shardwise.plan import Plan
-from shardwise.precision import cast_parameters, dtype_of
+from shardwise.precision import compute_in, dtype_of, owners, parameters_as
 from shardwise.strategies.common import PlannedStrategy
 
 # torch 2.13 renamed the argument
 _BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in signature(DDP).parameters else "broadcast_buffers"
+
+
+def mean_in_fp32(_, bucket):  # type: ignore[no-untyped-def] # torch reads annotations, and wants its own or none
+    """DDP's reduction for 16-bit gradients: summed in fp32, as under the other strategies."""
+    whole = bucket.buffer().float().div_(dist.get_world_size())
+    work = dist.all_reduce(whole, async_op=True)
+    return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
 class DdpStrategy(PlannedStrategy, DDPStrategy):
@@ -32,6 +42,7 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
             **cast(dict[str, Any], {_BUFFERS: False}),  # one rule everywhere: see PlannedStrategy
         )
         self._use(plan)
+        self._root_copies: Callable[[], AbstractContextManager[Any]] = nullcontext  # of parameters outside units
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -43,14 +54,32 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         units = self._find_units(module)
         Materializer(module, self.root_device, self.plan.seed).place(module)
         broadcast_from_rank_zero(list(module.buffers()))
-        precision = self.plan.precision
-        if precision.compute_dtype != precision.parameter_dtype:
-            cast_parameters(module, units, dtype_of(precision.compute_dtype))
+        if not module.automatic_optimization:
+            self._ddp_kwargs["find_unused_parameters"] = True  # each of its losses reaches some of the networks
+        self._parallelize(module, makes_copies=self.plan.compile != "model", casts_inputs=True)
+        if self.plan.precision.is_mixed:
+            dtype = dtype_of(self.plan.precision.compute_dtype)
+            # Under compile=model all copies are made before the step, so that its graph swaps no parameters.
+            inside = [] if self.plan.compile == "model" else [unit for _, unit in units.modules]
+            if module.automatic_optimization:
+                self._root_copies = lambda: parameters_as(owners(module, but=inside), dtype)
+            else:
+                for child in self._roots(module):
+                    if child not in inside:
+                        compute_in(child, dtype, owners(child, but=inside), cast_inputs=False)
         super().setup(trainer)
+
+    @contextmanager
+    def _step_context(self) -> Iterator[None]:
+        with super()._step_context(), self._root_copies():
+            yield
 
     def _setup_model(self, model: Module) -> DDP:
         # Lightning wraps on a side stream, which then has to wait for the main one in every backward (torch warns).
-        return DDP(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+        ddp = DDP(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+        if self.plan.precision.parameter_dtype == "bfloat16":
+            ddp.register_comm_hook(None, mean_in_fp32)
+        return ddp
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         return super().load_checkpoint(checkpoint_path, weights_only=True)

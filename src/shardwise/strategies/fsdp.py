@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from shardwise.errors import ConfigError
 from shardwise.initialize import Materializer, broadcast_from_rank_zero
 from shardwise.plan import Plan
 from shardwise.precision import mixed_precision_policy
@@ -59,33 +60,44 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         module = self.lightning_module
         assert module is not None
         units = self._find_units(module)
+        self._parallelize(module, casts_inputs=False)
         materializer = Materializer(module, self.root_device, self.plan.seed)
+        precision = self.plan.precision
         for _, unit in units.modules:
             materializer.place(unit)
             fully_shard(
                 unit,
                 mesh=self.device_mesh,
                 reshard_after_forward=self.plan.strategy.reshard_after_forward,
-                mp_policy=mixed_precision_policy(self.plan.precision, is_root=False),
+                mp_policy=mixed_precision_policy(precision, is_root=False),
             )
         materializer.place(module)
-        fully_shard(module, mesh=self.device_mesh, mp_policy=mixed_precision_policy(self.plan.precision, is_root=True))
+        if not module.automatic_optimization and next(module.parameters(recurse=False), None) is not None:
+            raise ConfigError(
+                f"{type(module).__name__} optimizes by hand and owns parameters itself: {self.plan.strategy.name} "
+                f"would go on with their old values within a step; move them into a layer, or use strategy=ddp"
+            )
+        for root in self._roots(module):
+            if not isinstance(root, FSDPModule) and any(True for _ in root.parameters()):
+                fresh: dict[str, Any] = {} if root is module else {"reshard_after_forward": True}
+                policy = mixed_precision_policy(precision, is_root=True)
+                fully_shard(root, mesh=self.device_mesh, mp_policy=policy, **fresh)
         broadcast_from_rank_zero(list(module.buffers()))
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """All but the last micro-batch of a window: Lightning's own looks for `no_sync`, which FSDP2 has not."""
-        module = self.lightning_module
-        assert isinstance(module, FSDPModule)
-        if self.plan.strategy.defer_gradient_sync:
-            module.set_requires_gradient_sync(False)
-        else:
-            module.set_requires_all_reduce(False)  # the replicate axis can wait: its partial sums are sharded
+        assert self.lightning_module is not None
+        sharded = [m for m in self.lightning_module.modules() if isinstance(m, FSDPModule)]
+        # Without `defer_gradient_sync` the replicate axis alone waits: its partial sums are sharded.
+        blocked = "set_requires_gradient_sync" if self.plan.strategy.defer_gradient_sync else "set_requires_all_reduce"
+        for module in sharded:
+            getattr(module, blocked)(False, recurse=False)
         try:
             yield
         finally:
-            module.set_requires_gradient_sync(True)
-            module.set_requires_all_reduce(True)
+            for module in sharded:
+                getattr(module, blocked)(True, recurse=False)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         return super().load_checkpoint(checkpoint_path, weights_only=True)

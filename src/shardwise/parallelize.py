@@ -1,0 +1,87 @@
+"""One order for every strategy. Each of these wraps the `forward` of a unit, the innermost first:
+
+    statistics in fp32 → compile → low precision → activation checkpointing        then the strategy shards the unit
+
+Compilation is innermost, so that what it sees are tensors in the dtype that they are computed in and no swapping of
+parameters; checkpointing is outermost, so that recomputing makes the low-precision copies anew instead of keeping them.
+FSDP2 and DeepSpeed hook into the unit's call, around all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.plan import Plan
+from shardwise.precision import compute_in, dtype_of, keep_statistics_in_fp32, owners
+from shardwise.units import Units
+
+
+def parallelize(root: nn.Module, units: Units, plan: Plan, *, makes_copies: bool, casts_inputs: bool) -> None:
+    """Prepare `root` for its strategy, in place.
+
+    `makes_copies`: the strategy keeps whole parameters, and low-precision copies are made here.
+    `casts_inputs`: the strategy does not cast the inputs of units.
+    """
+    precision = plan.precision
+    if precision.is_low:
+        keep_statistics_in_fp32(root)
+    if plan.compile != "none":
+        # Every kind of layer, in training and evaluation, is one graph; beyond the limit dynamo falls back to eager.
+        torch._dynamo.config.recompile_limit = max(8, 4 * len(units.modules))
+    for _, unit in units.modules:
+        if plan.compile == "layer":
+            unit.forward = torch.compile(unit.forward)
+        if precision.is_low and casts_inputs:
+            where = owners(unit) if makes_copies and precision.is_mixed else []
+            compute_in(unit, dtype_of(precision.compute_dtype), where, cast_inputs=True)
+        if plan.activation_checkpointing == "full":
+            unit.forward = recomputed(unit)
+
+
+def recomputed(unit: nn.Module) -> Callable[..., Any]:
+    """`unit.forward`, whose activations are computed again in the backward pass instead of being kept.
+
+    Buffers that it updates (running statistics) are updated once: recomputing works on copies of them.
+    """
+    forward = unit.forward
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if torch.compiler.is_compiling():  # a graph has no side effects to repeat
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        before = [(m, name, b._version) for m in unit.modules() for name, b in m._buffers.items() if b is not None]
+        updated: list[tuple[nn.Module, str]] = []
+        result = checkpoint(
+            forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _copies(updated)), **kwargs
+        )
+        updated += [(m, name) for m, name, version in before if _buffer(m, name)._version != version]
+        return result
+
+    return run
+
+
+def _buffer(module: nn.Module, name: str) -> Tensor:
+    buffer = module._buffers[name]
+    assert buffer is not None
+    return buffer
+
+
+@contextmanager
+def _copies(buffers: list[tuple[nn.Module, str]]) -> Iterator[None]:
+    kept = [(module, name, _buffer(module, name)) for module, name in buffers]
+    for module, name, buffer in kept:
+        module._buffers[name] = buffer.clone()
+    try:
+        yield
+    finally:
+        for module, name, buffer in kept:
+            module._buffers[name] = buffer

@@ -1,0 +1,369 @@
+"""`zero1`, `zero2` and `zero3`: DeepSpeed's engine, made to agree with the other strategies.
+
+ZeRO-1 shards the optimizer state over all ranks, ZeRO-2 the gradients as well, ZeRO-3 the parameters too. In low
+precision the module's own parameters become the 16-bit copies, and fp32 masters live sharded in DeepSpeed's optimizer.
+Left to itself DeepSpeed (or Lightning with it) divides the loss twice under accumulation, reduces in 16 bits, starts
+its masters from rounded weights and skips a step in silence: each is undone here, where it is named.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwise.errors import ConfigError
+from shardwise.initialize import Materializer, broadcast_from_rank_zero
+from shardwise.plan import Plan
+from shardwise.precision import LOSS_SCALE, PlannedPrecision, dtype_of
+from shardwise.strategies.common import PlannedStrategy
+
+_BUCKET = (
+    25_000_000  # elements reduced or gathered at a time: DDP's 25 MiB would be many small ones, the default is 2 GB
+)
+
+
+class ZeroStrategy(PlannedStrategy, DDPStrategy):
+    """Of DDPStrategy only the processes and their group are used; the wrapping is DeepSpeed's."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(timeout=timedelta(minutes=plan.strategy.timeout_minutes))
+        self._use(plan, ZeroPrecision(plan))
+        self._initial: dict[str, tuple[int, Tensor]] = {}  # fp32 weights until the masters have them: (start, values)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return False  # load_checkpoint does
+
+    def setup(self, trainer: Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None and self.accelerator is not None
+        self.accelerator.setup(trainer)
+        deepspeed = import_deepspeed(self.plan)
+        deepspeed.init_distributed(dist_init_required=False)
+        training = trainer.state.fn == TrainerFn.FITTING
+        config = engine_config(self.plan, training)
+        self._find_units(module)
+        self._parallelize(module, casts_inputs=True)
+        self._make(deepspeed, module, config)
+        with _shapes_shown(module):
+            optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module) if training else ([], [])
+        if not module.automatic_optimization or len(optimizers) > 1:
+            raise ConfigError(
+                f"{type(module).__name__} has {len(optimizers)} optimizers or steps them by hand, and "
+                f"{self.plan.strategy.name} cannot: DeepSpeed's engine owns one optimizer and its step; use "
+                f"strategy=ddp or fsdp"
+            )
+        self.model, self.engine_optimizer, _, _ = deepspeed.initialize(
+            model=module,
+            model_parameters=[p for p in module.parameters() if p.requires_grad] if training else [],
+            optimizer=optimizers[0] if training else None,
+            config=config,
+            dist_init_required=False,
+        )
+        if training:
+            self.optimizers = [self.engine_optimizer]
+            for name, start, part in self._parts() if self._initial else ():
+                before, values = self._initial[name]
+                part.copy_(values[start - before : start - before + part.numel()])
+            self._initial = {}
+        self.barrier()
+
+    def _make(self, deepspeed: Any, module: LightningModule, config: dict[str, Any]) -> None:
+        """The parameters, initialised as everywhere. ZeRO-3 keeps a shard of each unit before the next is made."""
+        materializer = Materializer(module, self.root_device, self.plan.seed)
+        precision, three = self.plan.precision, self.plan.strategy.zero_stage == 3
+        done: set[int] = set()
+        for name, unit in [*self.units.modules, ("", module)] if three else [("", module)]:
+            materializer.place(unit)
+            fresh = [(n, p) for n, p in unit.named_parameters(name) if id(p) not in done]
+            done.update(id(p) for _, p in fresh)
+            if precision.is_mixed:
+                for n, p in fresh:
+                    share = -(-p.numel() // dist.get_world_size()) if three else p.numel()
+                    start = share * dist.get_rank() if three else 0
+                    values = p.detach().flatten()[start : start + share]
+                    self._initial[n] = (start, values.clone() if three else values.cpu())
+                    p.data = p.data.to(dtype_of(precision.compute_dtype))
+            if three:
+                if unit is not module:
+                    deepspeed.utils.set_z3_leaf_module(unit, True)  # gathered as a whole, as FSDP does
+                deepspeed.zero.Init(module=unit, config_dict_or_path=config, dtype=dtype_of(precision.compute_dtype))
+        broadcast_from_rank_zero(list(module.buffers()))
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """ZeRO-1 reduces at the window's end; ZeRO-2 and 3 in every micro-batch, and step at its end."""
+        self.engine.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self.engine.set_gradient_accumulation_boundary(True)
+
+    @property
+    def engine(self) -> Any:
+        return self.model
+
+    # Masters
+
+    def _parts(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Name, first element and storage of this rank's range of every trainable fp32 master, which are flat."""
+        assert self.lightning_module is not None
+        for name, p in self.lightning_module.named_parameters():
+            if not p.requires_grad:
+                continue
+            if self.plan.strategy.zero_stage == 3:
+                storage, _ = self.engine_optimizer._get_fp32_opt_state_partition(p, release_swap_buffers=False)
+                start = storage.numel() * dist.get_rank()
+                inside = min(storage.numel(), p.ds_numel - start)  # type: ignore[attr-defined]
+                if inside > 0:  # the rest is padding
+                    yield name, start, storage.detach()[:inside]
+            elif p._hp_mapping is not None:  # type: ignore[attr-defined]
+                yield name, p._hp_mapping.lp_fragment_address.start, p._hp_mapping.hp_fragment.detach()  # type: ignore[attr-defined]
+
+    def master_shards(self) -> dict[str, Tensor]:
+        return {name: part for name, _, part in self._parts()}
+
+    def masters_changed(self) -> None:
+        optimizer = self.engine_optimizer
+        if self.plan.strategy.zero_stage < 3:
+            optimizer.update_lp_params()
+            return
+        for group in range(len(optimizer.fp16_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        assert self.lightning_module is not None
+        whole: dict[str, Tensor] = {}
+        for name, p in self.lightning_module.named_parameters():
+            if p.requires_grad:
+                master = safe_get_full_fp32_param(p).detach().cpu().clone()
+                # of bf16_true's masters it gives copies in fp32
+                whole[name] = master.view(getattr(p, "ds_shape", p.shape)).to(self._flats[0].dtype)
+            else:
+                with GatheredParameters([p], enabled=hasattr(p, "ds_id")):
+                    whole[name] = p.detach().cpu().clone()
+        return whole
+
+    # Checkpoints: every rank its ranges, for the same number of ranks
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        folder = Path(filepath)
+        if self.is_global_zero:
+            folder.mkdir(parents=True, exist_ok=True)
+        self.barrier()
+        rank_state = {
+            "masters": {name: (start, part.cpu()) for name, start, part in self._parts()},
+            "optimizer": [self._base.state.get(flat, {}) for flat in self._flats],
+            "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in self._base.param_groups],
+            "loss_scale": self._loss_scale_state(),
+        }
+        torch.save(rank_state, folder / f"rank-{self.global_rank:05d}.pt")
+        self.barrier()
+        if self.is_global_zero:
+            assert self.lightning_module is not None
+            rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+            buffers = {n: b.cpu() for n, b in self.lightning_module.named_buffers()}
+            torch.save({**rest, "buffers": buffers, "ranks": self.world_size}, folder / "meta.pt")
+        self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        folder = Path(checkpoint_path)
+        module = self.lightning_module
+        assert module is not None
+        if not (folder / "rank-00000.pt").is_file():
+            raise ConfigError(f"resume={folder}: was not written under zero1, zero2 or zero3, and cannot be read there")
+        meta: dict[str, Any] = torch.load(folder / "meta.pt", map_location="cpu", weights_only=True)
+        if meta["ranks"] != self.world_size:
+            raise ConfigError(
+                f"resume={folder}: was written by {meta['ranks']} ranks, and {self.plan.strategy.name} resumes on as "
+                f"many, not on {self.world_size}; use devices={meta['ranks']}"
+            )
+        for name, buffer in module.named_buffers():
+            buffer.copy_(meta["buffers"][name])
+        training = module.trainer.state.fn == TrainerFn.FITTING
+        own = folder / f"rank-{self.global_rank:05d}.pt"
+        state = torch.load(own, map_location="cpu", weights_only=True)
+        if training:
+            for name, start, part in self._parts():
+                if name not in state["masters"] or state["masters"][name][0] != start:
+                    raise ConfigError(
+                        f"resume={folder}: holds no such range of {name}; the model or strategy is another"
+                    )
+                part.copy_(state["masters"][name][1])
+            self.masters_changed()
+            for flat, values in zip(self._flats, state["optimizer"], strict=True):
+                self._base.state[flat] = {
+                    k: v.to(flat.device if v.ndim else v.device) if isinstance(v, Tensor) else v
+                    for k, v in values.items()
+                }
+            for group, saved in zip(self._base.param_groups, state["param_groups"], strict=True):
+                group.update(saved)
+            for key, value in state["loss_scale"].items():
+                setattr(self.engine_optimizer.loss_scaler, key, value)
+        else:
+            parameters = dict(module.named_parameters())
+            for file in [own] if self.plan.strategy.zero_stage == 3 else sorted(folder.glob("rank-*.pt")):
+                for name, (start, part) in torch.load(file, map_location="cpu", weights_only=True)["masters"].items():
+                    p = parameters[name]
+                    flat = p.ds_tensor.data if hasattr(p, "ds_tensor") else p.data.view(-1)[start:]
+                    flat[: part.numel()].copy_(part)
+        return meta
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """load_checkpoint has."""
+
+    @property
+    def _base(self) -> Optimizer:
+        """The torch optimizer inside DeepSpeed's."""
+        base: Optimizer = self.engine_optimizer.optimizer
+        return base
+
+    @property
+    def _flats(self) -> list[Tensor]:
+        optimizer = self.engine_optimizer
+        for name in ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition"):  # ZeRO-3; ZeRO-1 in bf16
+            if hasattr(optimizer, name):
+                return list(getattr(optimizer, name))
+        return list(optimizer.single_partition_of_fp32_groups)
+
+    def _loss_scale_state(self) -> dict[str, Any]:
+        words = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+        if not self.plan.precision.loss_scaling:
+            return {}
+        scaler = self.engine_optimizer.loss_scaler
+        return {w: getattr(scaler, w) for w in words if hasattr(scaler, w)}
+
+
+class ZeroPrecision(PlannedPrecision):
+    """The engine scales, reduces, clips and steps; its verdict is read back."""
+
+    @property
+    def loss_scale(self) -> float | None:
+        scaling = self.plan.precision.loss_scaling
+        return float(self._engine.optimizer.cur_scale) if scaling and self._engine is not None else None
+
+    _engine: Any = None
+
+    def backward(self, tensor: Tensor, model: LightningModule, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        self._engine = model.trainer.strategy.model
+        self._engine.backward(tensor, *args[1:], scale_wrt_gas=False, **kwargs)  # Lightning has divided already
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        result = closure()
+        self._after_closure(model, optimizer)
+        before = self._engine.skipped_steps
+        self._engine.step()
+        self.skipped = self._engine.skipped_steps > before
+        norm = self._engine.get_global_grad_norm()
+        self.gradient_norm = torch.as_tensor(float("inf") if norm is None else norm)
+        return result
+
+    def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """The engine's step does."""
+
+
+@contextmanager
+def _shapes_shown(module: LightningModule) -> Iterator[None]:
+    """ZeRO-3 leaves parameters of shape (0,); who sorts them into groups by their number of dimensions must see it."""
+    hidden = [(p, p.data) for p in module.parameters() if hasattr(p, "ds_shape") and p.shape != p.ds_shape]
+    for p, data in hidden:
+        p.data = data.new_empty(1).expand(p.ds_shape)
+    yield
+    for p, data in hidden:
+        p.data = data
+
+
+def import_deepspeed(plan: Plan) -> Any:
+    """The package, quiet, on the Plan's accelerator."""
+    os.environ.setdefault("DS_ACCELERATOR", plan.accelerator)
+    import deepspeed
+
+    deepspeed.utils.logging.logger.setLevel(logging.WARNING)
+    return deepspeed
+
+
+def engine_config(plan: Plan, training: bool) -> dict[str, Any]:
+    """The Plan in DeepSpeed's words; a new dict each time, since DeepSpeed writes into it."""
+    strategy, precision, cuda = plan.strategy, plan.precision, plan.accelerator == "cuda"
+    zero: dict[str, Any] = {
+        "stage": strategy.zero_stage,
+        "reduce_bucket_size": _BUCKET,
+        "allgather_bucket_size": _BUCKET,
+        "overlap_comm": cuda,
+        "contiguous_gradients": True,
+        "round_robin_gradients": False,
+    }
+    if strategy.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cuda}
+    if strategy.offload_parameters:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": cuda}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.accumulate_grad_batches,
+        "gradient_clipping": plan.gradient_clip_val or 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "communication_data_type": "fp32",
+        # ZeRO-1 in bf16 becomes DeepSpeed's BF16_Optimizer by this: what accumulates is fp32 there too
+        "data_types": {"grad_accum_dtype": "bf16" if precision.parameter_dtype == "bfloat16" else "fp32"},
+        "steps_per_print": None,
+    }
+    if training or strategy.zero_stage == 3:
+        config["zero_optimization"] = zero
+    if precision.compute_dtype == "bfloat16":
+        true = not precision.is_mixed
+        config["bf16"] = {
+            "enabled": True,
+            "check_grad_overflow": False,  # bf16 steps are not skipped elsewhere either
+            "immediate_grad_update": True,  # into the fp32 sum, so that 16-bit gradients do not wait for each other
+            "bf16_master_weights_and_grads": true,
+            "bf16_optimizer_states": true,
+        }
+    if precision.compute_dtype == "float16":
+        config["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": round(math.log2(LOSS_SCALE["init_scale"])),
+            "loss_scale_window": LOSS_SCALE["growth_interval"],
+            "hysteresis": 1,
+        }
+    return config
+
+
+def cpu_adam() -> Any:
+    """DeepSpeed's Adam for offloaded state, or None where it cannot be compiled: torch's runs there too, slower."""
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+        from deepspeed.ops.op_builder import CPUAdamBuilder
+
+        CPUAdamBuilder().load(verbose=False)
+    except Exception as error:  # whatever a compiler may say
+        warnings.warn(f"DeepSpeedCPUAdam cannot be built ({str(error).splitlines()[0]}): torch's runs", stacklevel=2)
+        return None
+    return DeepSpeedCPUAdam
