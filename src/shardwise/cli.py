@@ -55,10 +55,17 @@ def make_run_plan(job: Job, host: Host, number: int, jobs: int) -> Plan:
 
 def check_targets(plans: list[Plan]) -> None:
     """What only the user's classes and data can tell, before any worker starts."""
+    from importlib.util import find_spec
+
     from shardwise.build import build, check, locate
     from shardwise.optimizers import check_ownership, try_optimizer
 
     for plan in plans:
+        if plan.strategy.zero_stage and find_spec("deepspeed") is None:
+            raise ConfigError(
+                f"strategy={plan.strategy.name} needs DeepSpeed, which is not installed: "
+                f"pip install -r requirements-deepspeed.txt"
+            )
         check(plan.module, "module")
         check(plan.data, "data")
         if plan.optimizer is not None:

@@ -188,6 +188,9 @@ def make_plan(config: RunConfig, host: Host) -> Plan:
         raise ConfigError(f"checkpoint.mode={config.checkpoint.mode}: must be min or max")
     if config.logger.mode not in ("auto", "online", "offline"):
         raise ConfigError(f"logger.mode={config.logger.mode}: must be one of auto, online, offline")
+    if config.ema_decay is not None and not 0 < config.ema_decay < 1:
+        raise ConfigError(f"ema_decay={config.ema_decay}: must be between 0 and 1, e.g. 0.999, or null for no average")
+    _check_pairs(config, accelerator)
     if not 0 <= config.seed < 2**63:
         raise ConfigError(f"seed={config.seed}: must be in [0, 2**63)")
     optimizer = None if config.optimizer is None else _target("optimizer", config.optimizer)
@@ -362,6 +365,26 @@ def _strategy(config: StrategyConfig) -> Strategy:
     if isinstance(config, DdpConfig) and config.bucket_cap_mb < 1:
         raise ConfigError(f"strategy.bucket_cap_mb={config.bucket_cap_mb}: must be at least 1")
     return Strategy(name=config.name.value, **options)
+
+
+def _check_pairs(config: RunConfig, accelerator: str) -> None:
+    """What cannot be had together; docs/numerics.md lists these with the upstream reason."""
+    strategy, precision = config.strategy.name.value, config.precision.name.value
+    if strategy.startswith("zero") and precision == "fp64":
+        raise ConfigError(
+            f"strategy={strategy} precision=fp64: DeepSpeed keeps master weights in fp32; use precision=fp32, or "
+            f"strategy=fsdp"
+        )
+    if strategy.startswith("zero") and precision == "fp16" and accelerator == "cpu":
+        raise ConfigError(
+            f"strategy={strategy} precision=fp16 on the CPU: DeepSpeed refuses float16 there; use precision=bf16, or "
+            f"strategy=fsdp"
+        )
+    if strategy == "zero3" and config.compile.value == "model":
+        raise ConfigError(
+            "strategy=zero3 compile=model: parameters are gathered between layers, where one graph of the whole step "
+            "cannot stop; use compile=layer, or strategy=zero2"
+        )
 
 
 def _precision(config: RunConfig, accelerator: str) -> Precision:

@@ -35,6 +35,9 @@ class Summary(Callback):
             "training_seconds": round(self.steps.seconds, 2),
             "samples_per_second": self.steps.steps * self.plan.global_batch_size / max(self.steps.seconds, 1e-9),
             f"{unit}_per_second": self.steps.tokens / max(self.steps.seconds, 1e-9) or None,
+            # under DeepSpeed the one inside, which is not always the one that was asked for
+            "optimizers": [type(getattr(o, "optimizer", o)).__name__ for o in trainer.optimizers],
+            "skipped_steps_this_process": trainer.strategy.skipped_steps,  # type: ignore[attr-defined]
             "peak_memory_gib": _peak_memory_gib(self.plan),
             "train/loss": _last(rows, "train/loss"),
             **validation_metrics(trainer),
@@ -56,6 +59,8 @@ class Summary(Callback):
             "time": f"{seconds:,.1f} s in the {summary['steps_this_process']:,} steps of this process",
             "speed": ", ".join(f"{speed:,.0f} {word}/s" for word, speed in speeds if speed) or "no step was due",
         }
+        if summary["skipped_steps_this_process"]:
+            lines["skipped"] = f"{summary['skipped_steps_this_process']:,} steps whose gradients were not finite"
         if summary["peak_memory_gib"] is not None:
             lines["peak memory"] = f"{summary['peak_memory_gib']:.1f} GiB on rank 0"
         if summary["train/loss"] is not None:

@@ -356,8 +356,9 @@ def engine_config(plan: Plan, training: bool) -> dict[str, Any]:
     return config
 
 
-def cpu_adam() -> Any:
+def cpu_adam(plan: Plan) -> Any:
     """DeepSpeed's Adam for offloaded state, or None where it cannot be compiled: torch's runs there too, slower."""
+    import_deepspeed(plan)
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
         from deepspeed.ops.op_builder import CPUAdamBuilder
