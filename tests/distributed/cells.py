@@ -89,6 +89,7 @@ def fit(plan: Plan) -> dict[str, Any]:
         "start": capture.start,
         "hash": capture.hash,
         "final": capture.final,
+        "buffers": {name: buffer.cpu() for name, buffer in module.named_buffers()},
         "losses": [float(r["train/loss"]) for r in rows if r.get("train/loss")],
         "norms": [float(r["train/gradient_norm"]) for r in rows if r.get("train/gradient_norm")],
         "validation": {k: float(v) for k, v in trainer.callback_metrics.items()},

@@ -29,7 +29,7 @@ class Summary(Callback):
         unit = weight_unit(pl_module)
         summary: dict[str, Any] = {
             "steps": trainer.global_step,
-            "samples": trainer.global_step * self.plan.global_batch_size,
+            "samples": trainer.strategy.train_loader.consumed,  # type: ignore[attr-defined]
             "steps_this_process": self.steps.steps,
             f"{unit}_this_process": self.steps.tokens or None,
             "training_seconds": round(self.steps.seconds, 2),

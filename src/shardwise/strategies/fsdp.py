@@ -82,6 +82,11 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                 fresh: dict[str, Any] = {} if root is module else {"reshard_after_forward": True}
                 policy = mixed_precision_policy(precision, is_root=True)
                 fully_shard(root, mesh=self.device_mesh, mp_policy=policy, **fresh)
+        if not module.automatic_optimization:
+            # FSDP2 notes the dtypes of what needs gradients when a layer first runs: before an optimizer is toggled.
+            for root in self._roots(module):
+                if isinstance(root, FSDPModule):
+                    root._get_fsdp_state()._lazy_init()
         broadcast_from_rank_zero(list(module.buffers()))
 
     @contextmanager

@@ -1,0 +1,164 @@
+"""Three LightningModules of kinds that people bring, with nothing of this repository in them, and their data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.norm(self.conv(x)))
+
+
+class ConvNet(LightningModule):
+    """BatchNorm inside and outside the repeated layers, a schedule of its own, parameters that are frozen."""
+
+    def __init__(self, channels: int = 8, lr: float = 0.1) -> None:
+        super().__init__()
+        self.lr = lr
+        self.stem = nn.Sequential(nn.Conv2d(3, channels, 3, bias=False), nn.BatchNorm2d(channels))
+        self.blocks = nn.Sequential(*(Residual(channels) for _ in range(3)))
+        self.head = nn.Linear(channels, 3)
+        self.head.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.blocks(torch.relu(self.stem(x))).mean((2, 3)))
+        return out
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        loss = F.cross_entropy(self(batch[0]).double(), batch[1])
+        self.log("validation/loss", loss, sync_dist=True, batch_size=len(batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class CausalLM(LightningModule):
+    """A Hugging Face model with tied weights that generates in validation."""
+
+    def __init__(self, lr: float = 0.5) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        self.lr = lr
+        self.lm = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
+                num_key_value_heads=1, max_position_embeddings=32, tie_word_embeddings=True,
+            )  # fmt: skip
+        )
+        self.text: list[list[int]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.lm(input_ids=batch[0], labels=batch[0]).loss
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        loss = self.lm(input_ids=batch[0], labels=batch[0]).loss
+        self.log("validation/loss", loss.double(), sync_dist=True, batch_size=len(batch[0]))
+        if batch_idx == 0:
+            prompt = torch.arange(4, device=self.device)[None]  # the same on every rank
+            drawn = self.lm.generate(prompt, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
+            self.text = drawn.tolist()
+
+    def on_train_start(self) -> None:
+        assert self.lm.lm_head.weight is self.lm.model.embed_tokens.weight, "set-up has parted what was tied"
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+def network(inputs: int, outputs: int, width: int = 12) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, width), Layer(width), Layer(width), nn.Linear(width, outputs))
+
+
+class Gan(LightningModule):
+    """Two optimizers, stepped by hand: the generator's loss must see the discriminator's new weights."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.lr = lr
+        self.generator, self.discriminator = network(4, 6), network(6, 1)
+
+    def losses(self, real: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        one = torch.ones(len(real), 1, device=real.device)
+        fake = self.generator(noise)
+        critic = F.binary_cross_entropy_with_logits(self.discriminator(real).float(), one)
+        critic = critic + F.binary_cross_entropy_with_logits(self.discriminator(fake.detach()).float(), 0 * one)
+        return critic, fake
+
+    def fooled(self, fake: Tensor) -> Tensor:
+        score = self.discriminator(fake).float()
+        return F.binary_cross_entropy_with_logits(score, torch.ones_like(score))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        self.toggle_optimizer(second)
+        critic, _ = self.losses(*batch)
+        second.zero_grad()
+        self.manual_backward(critic)
+        second.step()
+        self.untoggle_optimizer(second)
+        self.toggle_optimizer(first)
+        fooled = self.fooled(self.generator(batch[1]))
+        first.zero_grad()
+        self.manual_backward(fooled)
+        first.step()
+        self.untoggle_optimizer(first)
+        self.log("critic", critic)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        critic, _ = self.losses(*batch)
+        self.log("validation/loss", critic.double(), sync_dist=True, batch_size=len(batch[0]))
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=self.lr) for part in (self.generator, self.discriminator)]
+
+
+def samples(kind: str, count: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "images":
+        images = torch.randn(count, 3, 8, 8, generator=generator)
+        return TensorDataset(images, (images.mean((1, 2, 3)) > 0).long() + (images[:, 0].mean((1, 2)) > 0.1).long())
+    if kind == "tokens":
+        return TensorDataset((torch.arange(12) + torch.randint(40, (count, 1), generator=generator)) % 40)
+    real = torch.randn(count, 6, generator=generator) + 2
+    return TensorDataset(real, torch.randn(count, 4, generator=generator))
+
+
+class Samples(LightningDataModule):
+    def __init__(self, kind: str, batch_size: int) -> None:
+        super().__init__()
+        self.kind, self.batch_size = kind, batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(samples(self.kind, 40, 0), batch_size=self.batch_size, shuffle=False)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(samples(self.kind, 13, 1), batch_size=4, shuffle=False)

@@ -1,0 +1,156 @@
+"""Modules that this repository has never seen, under every strategy: the same numbers as a plain loop."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.compose import compose
+from shardwise.errors import ConfigError
+from shardwise.plan import Host, Plan, make_plan
+from shardwise.trainer import build_module
+from tests.distributed import modules
+from tests.distributed.cells import fit
+from tests.distributed.processes import spawn
+from tests.reference import update_deviation
+
+STEPS, MICRO, RANKS = 4, 4, 2
+STRATEGIES = ["ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3"]
+KINDS = {"ConvNet": "images", "CausalLM": "tokens", "Gan": "pairs"}
+
+
+def plan_for(run_dir: Path, module: str, ranks: int, *words: str) -> Plan:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    accumulate = 1 if module == "Gan" else 2
+    argv = [
+        "recipe=custom", f"module._target_=tests.distributed.modules.{module}",
+        "data._target_=tests.distributed.modules.Samples", f"+data.kind={KINDS[module]}",
+        "+data.batch_size=${micro_batch_size}", f"runs_dir={run_dir.parent}", f"name={run_dir.name}", "accelerator=cpu",
+        f"devices={ranks}", f"max_steps={STEPS}", f"micro_batch_size={MICRO * RANKS // ranks}",
+        f"global_batch_size={MICRO * RANKS * accumulate}", "checkpoint=none", f"validate_every_n_steps={STEPS}",
+        "log_every_n_steps=1",
+    ]  # fmt: skip
+    return make_plan(compose([*argv, *words]).jobs[0].config, Host(cuda_devices=0))
+
+
+def words_for(strategy: str) -> list[str]:
+    return [f"strategy={strategy}", *(["strategy.shard_size=2"] if strategy == "fsdp_hybrid" else [])]
+
+
+def run_all(folder: Path, ranks: int) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """In each rank: every module × strategy × precision."""
+    cells = {}
+    for module in KINDS:
+        for strategy in STRATEGIES if ranks > 1 else ["ddp"]:
+            if module == "Gan" and strategy.startswith("zero"):
+                continue
+            for precision in ("fp32", "bf16"):
+                run_dir = folder / f"{module}-{strategy}-{precision}"
+                plan = plan_for(run_dir, module, ranks, *words_for(strategy), f"precision={precision}")
+                cells[module, strategy, precision] = fit(plan)
+    return cells
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    return {n: spawn(n, run_all, tmp_path_factory.mktemp(f"r{n}"), n)[0] for n in (1, RANKS)}
+
+
+def reference(module: str, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Start, final parameters and final buffers of the plain loop: the micro-batches of all ranks one after the other,
+    since BatchNorm looks at one at a time; running statistics are those of rank 0's."""
+    net: Any = build_module(plan_for(folder, module, RANKS))
+    start = {name: p.detach().clone() for name, p in net.named_parameters()}
+    data = modules.samples(KINDS[module], 40, 0)
+    step_of = {"ConvNet": conv_step, "CausalLM": text_step, "Gan": gan_step}[module]
+    step_of(net, data)
+    return start, {n: p.detach() for n, p in net.named_parameters()}, dict(net.named_buffers())
+
+
+def micro_batches(data: Any, step: int, accumulate: int) -> list[tuple[int, list[Tensor]]]:
+    """(rank, micro-batch) of a step, in the order of the data set: ranks vary fastest."""
+    first = step * MICRO * RANKS * accumulate
+    return [
+        (part % RANKS, list(data[first + part * MICRO : first + (part + 1) * MICRO]))
+        for part in range(RANKS * accumulate)
+    ]
+
+
+def conv_step(net: Any, data: Any) -> None:
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=net.lr, momentum=0.9)
+    statistics = [{n: b.clone() for n, b in net.named_buffers()} for _ in range(RANKS)]
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = net.lr * 0.5 ** (step // 2)
+        optimizer.zero_grad()
+        batches = micro_batches(data, step, 2)
+        for rank, batch in batches:
+            for name, buffer in net.named_buffers():
+                buffer.copy_(statistics[rank][name])
+            (F.cross_entropy(net(batch[0]), batch[1]) / len(batches)).backward()  # type: ignore[no-untyped-call]
+            statistics[rank] = {n: b.clone() for n, b in net.named_buffers()}
+        optimizer.step()
+    for name, buffer in net.named_buffers():
+        buffer.copy_(statistics[0][name])
+
+
+def text_step(net: Any, data: Any) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=net.lr, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batches = micro_batches(data, step, 2)
+        for _, batch in batches:
+            logits = net.lm(input_ids=batch[0]).logits[:, :-1]
+            (F.cross_entropy(logits.flatten(0, 1), batch[0][:, 1:].flatten()) / len(batches)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def gan_step(net: Any, data: Any) -> None:
+    makers, judges = (torch.optim.SGD(part.parameters(), lr=net.lr) for part in (net.generator, net.discriminator))
+    for step in range(STEPS // 2):  # Lightning counts the steps of both optimizers
+        real, noise = data[step * MICRO * RANKS : (step + 1) * MICRO * RANKS]
+        judges.zero_grad()
+        net.losses(real, noise)[0].backward()
+        judges.step()
+        makers.zero_grad()
+        net.fooled(net.generator(noise)).backward()
+        makers.step()
+
+
+@pytest.mark.parametrize("module", KINDS)
+def test_every_strategy_equals_the_plain_loop(runs: dict[int, Any], tmp_path: Path, module: str) -> None:
+    start, final, buffers = reference(module, tmp_path / "reference")
+    cells = {key: cell for key, cell in runs[RANKS].items() if key[0] == module}
+    assert len(cells) == (6 if module == "Gan" else 12)
+    for (_, strategy, precision), cell in cells.items():
+        where = f"{module} under {strategy} in {precision}"
+        trained = [name for name in start if not torch.equal(start[name], final[name])]
+        assert len(trained) >= len(start) - 1, where
+        for name in set(start) - set(trained):
+            assert torch.equal(cell["final"][name].float(), start[name]), f"{where}: frozen {name} has moved"
+        worst = update_deviation(
+            {n: start[n] for n in trained}, {n: cell["final"][n] for n in trained}, {n: final[n] for n in trained}
+        )
+        assert max(worst.values()) <= (1e-4 if precision == "fp32" else 0.15), (where, worst)
+        assert cell["buffers"].keys() == buffers.keys()
+        for name, buffer in buffers.items():
+            assert cell["buffers"][name].dtype == buffer.dtype, f"{where}: {name}"
+            deviation = (cell["buffers"][name].double() - buffer.double()).norm() / buffer.double().norm().clamp(min=1e-6)
+            assert deviation <= (1e-5 if precision == "fp32" else 0.03), f"{where}: {name}"
+
+
+@pytest.mark.parametrize("module", KINDS)
+def test_validation_is_the_same_on_one_rank_and_two(runs: dict[int, Any], module: str) -> None:
+    for precision, bound in (("fp32", 1e-5), ("bf16", 2e-2)):
+        if module == "ConvNet":  # its running statistics are those of other micro-batches on one rank
+            one = runs[RANKS][module, "ddp", "fp32"]["validation"]["validation/loss"]
+        else:
+            one = runs[1][module, "ddp", precision]["validation"]["validation/loss"]
+        for key, cell in runs[RANKS].items():
+            if key[0] == module and key[2] == precision:
+                assert cell["validation"]["validation/loss"] == pytest.approx(one, rel=bound), key
