@@ -59,8 +59,14 @@ class CausalLM(LightningModule):
         self.lr = lr
         self.lm = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
-                num_key_value_heads=1, max_position_embeddings=32, tie_word_embeddings=True,
+                vocab_size=40,
+                hidden_size=16,
+                intermediate_size=24,
+                num_hidden_layers=3,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                max_position_embeddings=32,
+                tie_word_embeddings=True,
             )  # fmt: skip
         )
         self.text: list[list[int]] = []

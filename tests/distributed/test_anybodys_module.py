@@ -33,7 +33,8 @@ def plan_for(run_dir: Path, module: str, ranks: int, *words: str) -> Plan:
         "data._target_=tests.distributed.modules.Samples", f"+data.kind={KINDS[module]}",
         "+data.batch_size=${micro_batch_size}", f"runs_dir={run_dir.parent}", f"name={run_dir.name}", "accelerator=cpu",
         f"devices={ranks}", f"max_steps={STEPS}", f"micro_batch_size={MICRO * RANKS // ranks}",
-        f"global_batch_size={MICRO * RANKS * accumulate}", "checkpoint=none", f"validate_every_n_steps={STEPS}",
+        f"global_batch_size={MICRO * RANKS * accumulate}", "checkpoint=none",
+        f"validate_every_n_steps={STEPS // 2 if module == 'Gan' else STEPS}",  # Lightning counts both its optimizers
         "log_every_n_steps=1",
     ]  # fmt: skip
     return make_plan(compose([*argv, *words]).jobs[0].config, Host(cuda_devices=0))
@@ -75,7 +76,8 @@ def reference(module: str, folder: Path) -> tuple[dict[str, Tensor], dict[str, T
 
 def micro_batches(data: Any, step: int, accumulate: int) -> list[tuple[int, list[Tensor]]]:
     """(rank, micro-batch) of a step, in the order of the data set: ranks vary fastest."""
-    first = step * MICRO * RANKS * accumulate
+    size = MICRO * RANKS * accumulate
+    first = step % (len(data) // size) * size
     return [
         (part % RANKS, list(data[first + part * MICRO : first + (part + 1) * MICRO]))
         for part in range(RANKS * accumulate)
@@ -132,7 +134,9 @@ def test_every_strategy_equals_the_plain_loop(runs: dict[int, Any], tmp_path: Pa
         trained = [name for name in start if not torch.equal(start[name], final[name])]
         assert len(trained) >= len(start) - 1, where
         for name in set(start) - set(trained):
-            assert torch.equal(cell["final"][name].float(), start[name]), f"{where}: frozen {name} has moved"
+            rounded = strategy.startswith("zero") and precision == "bf16"  # DeepSpeed keeps masters of what it trains
+            before = start[name].bfloat16().float() if rounded else start[name]
+            assert torch.equal(cell["final"][name].float(), before), f"{where}: frozen {name} has moved"
         worst = update_deviation(
             {n: start[n] for n in trained}, {n: cell["final"][n] for n in trained}, {n: final[n] for n in trained}
         )
@@ -140,7 +144,9 @@ def test_every_strategy_equals_the_plain_loop(runs: dict[int, Any], tmp_path: Pa
         assert cell["buffers"].keys() == buffers.keys()
         for name, buffer in buffers.items():
             assert cell["buffers"][name].dtype == buffer.dtype, f"{where}: {name}"
-            deviation = (cell["buffers"][name].double() - buffer.double()).norm() / buffer.double().norm().clamp(min=1e-6)
+            deviation = (cell["buffers"][name].double() - buffer.double()).norm() / buffer.double().norm().clamp(
+                min=1e-6
+            )
             assert deviation <= (1e-5 if precision == "fp32" else 0.03), f"{where}: {name}"
 
 
