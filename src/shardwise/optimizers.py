@@ -64,7 +64,11 @@ def configure_optimizers(plan: Plan, module: nn.Module) -> Any:
         if (built := cpu_adam(plan)) is not None:
             arguments |= {"adamw_mode": optimizer_class is torch.optim.AdamW}
             optimizer_class = built
-    if plan.accelerator == "cuda" and not plan.strategy.offload_optimizer and optimizer_class in (torch.optim.Adam, torch.optim.AdamW):
+    if (
+        plan.accelerator == "cuda"
+        and not plan.strategy.offload_optimizer
+        and optimizer_class in (torch.optim.Adam, torch.optim.AdamW)
+    ):
         arguments.setdefault("fused", True)  # SGD's fused kernel has no rule for sharded tensors in torch 2.11
     optimizer = optimizer_class(parameter_groups(module, arguments.get("weight_decay", 0.0)), **arguments)
     if not isinstance(optimizer, Optimizer):

@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch._C._distributed_c10d import HashStore
 
 from shardwise.build import build, locate
+from shardwise.callbacks.average import WeightAverage
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog, validation_metrics
 from shardwise.callbacks.summary import Summary, print_table, words
@@ -128,7 +129,8 @@ def build_trainer(plan: Plan, module: LightningModule) -> Trainer:
         )
     steps = StepLog(plan)
     saving = Saving(plan, steps)
-    callbacks: list[Callback] = [steps, saving, Summary(plan, steps, saving)]
+    average = [] if plan.ema_decay is None else [WeightAverage(plan)]  # first: what is saved is what it has put back
+    callbacks: list[Callback] = [*average, steps, saving, Summary(plan, steps, saving)]
     accumulate = plan.accumulate_grad_batches
     validate_every = plan.validate_every_n_steps
     trainer = Trainer(

@@ -67,7 +67,7 @@ class CausalLM(LightningModule):
                 num_key_value_heads=1,
                 max_position_embeddings=32,
                 tie_word_embeddings=True,
-            )  # fmt: skip
+            )
         )
         self.text: list[list[int]] = []
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.compose import compose
-from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.trainer import build_module
 from tests.distributed import modules
@@ -37,7 +35,7 @@ def plan_for(run_dir: Path, module: str, ranks: int, *words: str) -> Plan:
         f"validate_every_n_steps={STEPS // 2 if module == 'Gan' else STEPS}",  # Lightning counts both its optimizers
         "log_every_n_steps=1",
     ]  # fmt: skip
-    return make_plan(compose([*argv, *words]).jobs[0].config, Host(cuda_devices=0))
+    return make_plan(compose([*argv, *words]).jobs[0].config, Host(cuda_devices=torch.cuda.device_count()))
 
 
 def words_for(strategy: str) -> list[str]:

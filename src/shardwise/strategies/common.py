@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -33,6 +34,8 @@ class PlannedStrategy(ParallelStrategy):
     plan: Plan
     units: Units
     train_loader: TrainLoader | None = None
+    average: dict[str, Tensor] | None = None  # of the shards that `master_shards` gives, where `ema_decay` asks for it
+    shards_checkpoints = True  # each rank writes its part into a folder
 
     def _use(self, plan: Plan, precision: PlannedPrecision | None = None) -> None:
         self.plan = plan
@@ -216,6 +219,37 @@ class PlannedStrategy(ParallelStrategy):
         """
         assert self.lightning_module is not None
         return {n: _local(p.detach()) for n, p in self.lightning_module.named_parameters() if p.requires_grad}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self.average is not None and not self.shards_checkpoints:
+            checkpoint["average"] = self.average
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        self._save_average(Path(filepath))
+
+    def _save_average(self, folder: Path) -> None:
+        if self.average is not None and self.shards_checkpoints:
+            torch.save({n: t.cpu() for n, t in self.average.items()}, folder / f"average-{self.global_rank:05d}.pt")
+            self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        loaded = super().load_checkpoint(checkpoint_path, weights_only=True)
+        self._load_average(Path(checkpoint_path), loaded)
+        return loaded
+
+    def _load_average(self, path: Path, loaded: dict[str, Any]) -> None:
+        if self.plan.ema_decay is None:
+            return
+        state = loaded.get("average")
+        if self.shards_checkpoints:
+            file = path / f"average-{self.global_rank:05d}.pt"
+            state = torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else None
+        shards = self.master_shards()
+        if state is None or {n: t.numel() for n, t in state.items()} != {n: t.numel() for n, t in shards.items()}:
+            raise ConfigError(
+                f"ema_decay={self.plan.ema_decay}: {path} holds no average for {self.world_size} ranks "
+                f"of {self.plan.strategy.name}; give ema_decay=null, or a checkpoint that was written with one"
+            )
+        self.average = {name: state[name].to(shard.device).view_as(shard) for name, shard in shards.items()}
 
     def masters_changed(self) -> None:
         """Tell the strategy that `master_shards` were written to."""

@@ -33,6 +33,8 @@ def mean_in_fp32(_, bucket):  # type: ignore[no-untyped-def] # torch reads annot
 class DdpStrategy(PlannedStrategy, DDPStrategy):
     """Lightning's DDPStrategy; in mixed precision each unit computes on copies of its parameters, as under FSDP."""
 
+    shards_checkpoints = False
+
     def __init__(self, plan: Plan) -> None:
         super().__init__(
             timeout=timedelta(minutes=plan.strategy.timeout_minutes),
@@ -80,6 +82,3 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         if self.plan.precision.parameter_dtype == "bfloat16":
             ddp.register_comm_hook(None, mean_in_fp32)
         return ddp
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return super().load_checkpoint(checkpoint_path, weights_only=True)

@@ -15,6 +15,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -104,5 +105,17 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             for module in sharded:
                 getattr(module, blocked)(True, recurse=False)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return super().load_checkpoint(checkpoint_path, weights_only=True)
+    def _reshard(self) -> None:
+        """After an evaluation the root still shows its gathered copies, which are not the masters."""
+        assert self.lightning_module is not None
+        for module in self.lightning_module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def master_shards(self) -> dict[str, Tensor]:
+        self._reshard()
+        return super().master_shards()
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        self._reshard()
+        return super().full_parameters()

@@ -183,6 +183,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
             "loss_scale": self._loss_scale_state(),
         }
         torch.save(rank_state, folder / f"rank-{self.global_rank:05d}.pt")
+        self._save_average(folder)
         self.barrier()
         if self.is_global_zero:
             assert self.lightning_module is not None
@@ -225,13 +226,21 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                 group.update(saved)
             for key, value in state["loss_scale"].items():
                 setattr(self.engine_optimizer.loss_scaler, key, value)
-        else:
+            self._load_average(folder, meta)
+        else:  # no masters without an optimizer: the 16-bit parameters take the values, or their average's
             parameters = dict(module.named_parameters())
             for file in [own] if self.plan.strategy.zero_stage == 3 else sorted(folder.glob("rank-*.pt")):
-                for name, (start, part) in torch.load(file, map_location="cpu", weights_only=True)["masters"].items():
+                values = torch.load(file, map_location="cpu", weights_only=True)["masters"]
+                average = folder / file.name.replace("rank", "average")
+                averaged = torch.load(average, map_location="cpu", weights_only=True) if average.is_file() else {}
+                if self.plan.ema_decay is not None and not averaged:
+                    raise ConfigError(
+                        f"ema_decay={self.plan.ema_decay}: {folder} holds no average; give ema_decay=null"
+                    )
+                for name, (start, part) in values.items():
                     p = parameters[name]
                     flat = p.ds_tensor.data if hasattr(p, "ds_tensor") else p.data.view(-1)[start:]
-                    flat[: part.numel()].copy_(part)
+                    flat[: part.numel()].copy_(averaged[name] if self.plan.ema_decay is not None else part)
         return meta
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
