@@ -64,12 +64,11 @@ def configure_optimizers(plan: Plan, module: nn.Module) -> Any:
         if (built := cpu_adam(plan)) is not None:
             arguments |= {"adamw_mode": optimizer_class is torch.optim.AdamW}
             optimizer_class = built
-    if (
-        plan.accelerator == "cuda"
-        and not plan.strategy.offload_optimizer
-        and optimizer_class in (torch.optim.Adam, torch.optim.AdamW)
-    ):
-        arguments.setdefault("fused", True)  # SGD's fused kernel has no rule for sharded tensors in torch 2.11
+    if plan.accelerator == "cuda" and not plan.strategy.offload_optimizer:
+        # SGD's fused kernel has no rule for FSDP's sharded tensors in torch 2.11
+        whole = () if plan.strategy.name.startswith("fsdp") else (torch.optim.SGD,)
+        if optimizer_class in (torch.optim.Adam, torch.optim.AdamW, *whole):
+            arguments.setdefault("fused", True)
     optimizer = optimizer_class(parameter_groups(module, arguments.get("weight_decay", 0.0)), **arguments)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optimizer._target_={plan.optimizer['_target_']} is not a torch.optim.Optimizer")

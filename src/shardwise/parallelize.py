@@ -1,10 +1,10 @@
 """One order for every strategy. Each of these wraps the `forward` of a unit, the innermost first:
 
-    statistics in fp32 → compile → low precision → activation checkpointing        then the strategy shards the unit
+    statistics in fp32 → low precision → compile → activation checkpointing        then the strategy shards the unit
 
-Compilation is innermost, so that what it sees are tensors in the dtype that they are computed in and no swapping of
-parameters; checkpointing is outermost, so that recomputing makes the low-precision copies anew instead of keeping them.
-FSDP2 and DeepSpeed hook into the unit's call, around all of it.
+The low-precision copies are made inside what is compiled: dynamo guards on the identity of parameters, and copies made
+outside would compile every step anew. Checkpointing is outermost, so that recomputing makes the copies again instead of
+keeping them. FSDP2 and DeepSpeed hook into the unit's call, around all of it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def parallelize(root: nn.Module, units: Units, plan: Plan, *, makes_copies: bool
         # Every kind of layer, in training and evaluation, is one graph; beyond the limit dynamo falls back to eager.
         torch._dynamo.config.recompile_limit = max(8, 4 * len(units.modules))
     for _, unit in units.modules:
-        if plan.compile == "layer":
-            unit.forward = torch.compile(unit.forward)
         if precision.is_low and casts_inputs:
             where = owners(unit) if makes_copies and precision.is_mixed else []
             compute_in(unit, dtype_of(precision.compute_dtype), where, cast_inputs=True)
+        if plan.compile == "layer":
+            unit.forward = torch.compile(unit.forward)
         if plan.activation_checkpointing == "full":
             unit.forward = recomputed(unit)
 

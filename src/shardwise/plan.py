@@ -139,6 +139,10 @@ class Plan:
     module: dict[str, Any]
     data: dict[str, Any]
 
+    def logs(self, step: int) -> bool:
+        """Whether the step's numbers are logged."""
+        return step % self.log_every_n_steps == 0 or step in (1, self.max_steps)
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
 

@@ -67,38 +67,44 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     return tree_map(cast, value)
 
 
-Owners = list[tuple[nn.Module, str]]  # a parameter's places: the layer that holds it, and its name there
+Places = list[tuple[nn.Module, str]]  # of one parameter: the layers that hold it, and its name there; tied: several
 
 
-def owners(module: nn.Module, but: Iterable[nn.Module] = ()) -> Owners:
-    """Where the floating-point parameters of `module` stand, those inside `but` left out."""
+def owners(module: nn.Module, but: Iterable[nn.Module] = ()) -> list[Places]:
+    """Where each floating-point parameter of `module` stands, those inside `but` left out."""
     inside = {id(p) for other in but for p in other.parameters()}
-    return [
-        (owner, name)
-        for owner in module.modules()
-        for name, parameter in owner.named_parameters(recurse=False)
-        if parameter.is_floating_point() and id(parameter) not in inside
-    ]
+    places: dict[int, Places] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and parameter.is_floating_point() and id(parameter) not in inside:
+                places.setdefault(id(parameter), []).append((owner, name))
+    return list(places.values())
 
 
 @contextmanager
-def parameters_as(where: Owners, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, layers find copies of their parameters in `dtype`; autograd carries the gradients back."""
-    copies: dict[int, Tensor] = {}  # a tied parameter is one copy, so that its gradients meet in it
-    masters = [owner._parameters[name] for owner, name in where]
-    for (owner, name), master in zip(where, masters, strict=True):
-        assert master is not None
-        if id(master) not in copies:
-            copies[id(master)] = master.to(dtype)
-        owner._parameters[name] = copies[id(master)]  # type: ignore[assignment]
+def parameters_as(where: list[Places], dtype: torch.dtype) -> Iterator[None]:
+    """Inside, layers find copies of their parameters in `dtype`; autograd carries the gradients back.
+
+    A tied parameter is one copy, so that its gradients meet in it. Compiled along: no identity is asked for in here,
+    which would be a graph for every layer.
+    """
+    masters = []
+    for places in where:
+        owner, name = places[0]
+        master = owner._parameters[name]
+        masters.append(master)
+        copy = master.to(dtype)  # type: ignore[union-attr]
+        for owner, name in places:
+            owner._parameters[name] = copy  # type: ignore[assignment]
     try:
         yield
     finally:
-        for (owner, name), master in zip(where, masters, strict=True):
-            owner._parameters[name] = master
+        for places, master in zip(where, masters, strict=True):
+            for owner, name in places:
+                owner._parameters[name] = master
 
 
-def compute_in(module: nn.Module, dtype: torch.dtype, where: Owners, *, cast_inputs: bool) -> None:
+def compute_in(module: nn.Module, dtype: torch.dtype, where: list[Places], *, cast_inputs: bool) -> None:
     """Let `module`'s forward see copies in `dtype` of the parameters that stand at `where`, and of its inputs."""
     forward = module.forward
 
@@ -179,6 +185,9 @@ class PlannedPrecision(LightningPrecision):
             self.scaler.load_state_dict(state_dict)
 
     def _clip_gradients(self, model: LightningModule | nn.Module, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        step = model.trainer.global_step + 1  # type: ignore[union-attr]
+        if self.plan.gradient_clip_val is None and not self.plan.logs(step):
+            return
         gradients = [p.grad for p in self.main_params(optimizer) if p.grad is not None]
         if self.plan.precision.parameter_dtype == "bfloat16":  # 8 bits of a norm would be clipped by
             norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]

@@ -49,7 +49,11 @@ class Saving(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         every = self.plan.checkpoint.save_every_n_steps
-        if every and (batch_idx + 1) % self.plan.accumulate_grad_batches == 0 and trainer.global_step % every == 0:
+        step = trainer.global_step
+        ends_window = (batch_idx + 1) % self.plan.accumulate_grad_batches == 0
+        if (
+            every and ends_window and step % every == 0 and 0 < step != self.saved_step
+        ):  # saved: since, all were skipped
             self._save_step(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

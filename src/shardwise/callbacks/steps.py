@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from shardwise.loggers import CsvLogger
 from shardwise.plan import Plan
 from shardwise.strategies.common import PlannedStrategy
 
+_HANDFUL = 5  # compilations after the first step that pass without a word
+
 
 class StepLog(Callback):
     """Logs `train/loss` (mean over the global batch), the gradient norm, learning rate, position and speed."""
@@ -24,11 +27,16 @@ class StepLog(Callback):
         self.seconds = 0.0  # spent in steps since this process started, validation and saving left out
         self.tokens = 0  # summed loss weights of all ranks since this process started
         self.steps = 0
+        self.graphs = 0  # compiled so far
+        self.recompiled = 0  # of these, after the first step
+        self._evaluated = False
+        self._last_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for logger in trainer.loggers:
             if isinstance(logger, CsvLogger):
                 logger.rewind(trainer.global_step)
+        self._last_step = trainer.global_step
         self._since = time.monotonic()
         self._marked = (0.0, 0, trainer.global_step)
         if trainer.is_global_zero and self.plan.progress_bar:
@@ -43,9 +51,30 @@ class StepLog(Callback):
         step = trainer.global_step
         self.steps += 1
         if self.bar is not None:
-            self.bar.update()
-        if step % self.plan.log_every_n_steps == 0 or step in (1, trainer.max_steps):
+            self.bar.n = step
+            self.bar.update(0)
+        if self.plan.compile != "none":
+            self._count_graphs(trainer)
+        if step == self._last_step:  # skipped: nothing new to say of it
+            return
+        self._last_step = step
+        if self.plan.logs(step):
             self._log(trainer, pl_module, step)
+
+    def _count_graphs(self, trainer: Trainer) -> None:
+        """Graphs that are compiled once training is under way: the first step, and what evaluation needs, are not."""
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        self.graphs, before = graphs, self.graphs
+        if self.steps > 1 and graphs > before and not self._evaluated:
+            self.recompiled += graphs - before
+            if self.recompiled > _HANDFUL >= self.recompiled - (graphs - before) and trainer.is_global_zero:
+                warnings.warn(
+                    f"compile={self.plan.compile}: {self.recompiled} graphs were compiled after the first step, each "
+                    f"in seconds: something changes from step to step (shapes, flags); TORCH_LOGS=recompiles "
+                    f"names it, compile=none avoids it",
+                    stacklevel=2,
+                )
+        self._evaluated = False
 
     def leave_out(self, seconds: float) -> None:
         """These were spent on something else than steps."""
@@ -61,6 +90,9 @@ class StepLog(Callback):
             norm = strategy.planned_precision.gradient_norm
             assert norm is not None
             metrics["train/gradient_norm"] = norm.item()
+        if strategy.planned_precision.loss_scale is not None:
+            metrics["train/loss_scale"] = strategy.planned_precision.loss_scale
+            metrics["train/skipped_steps"] = float(strategy.skipped_steps)
         metrics["train/learning_rate"] = trainer.optimizers[0].param_groups[0]["lr"]
         self.tokens = self._all_ranks(strategy, strategy.train_loader.weights)
         now = self.seconds + time.monotonic() - self._since
@@ -105,6 +137,7 @@ class StepLog(Callback):
         if trainer.state.fn != "fit":
             return
         trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
+        self._evaluated = True
         self._since = time.monotonic()
         if trainer.is_global_zero and (measured := validation_metrics(trainer)):
             line = f"step {trainer.global_step}  " + "  ".join(f"{key} {value:.4f}" for key, value in measured.items())

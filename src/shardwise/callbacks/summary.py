@@ -37,6 +37,8 @@ class Summary(Callback):
             f"{unit}_per_second": self.steps.tokens / max(self.steps.seconds, 1e-9) or None,
             # under DeepSpeed the one inside, which is not always the one that was asked for
             "optimizers": [type(getattr(o, "optimizer", o)).__name__ for o in trainer.optimizers],
+            "graphs_compiled": self.steps.graphs or None,
+            "graphs_compiled_after_the_first_step": self.steps.recompiled or None,
             "skipped_steps_this_process": trainer.strategy.skipped_steps,  # type: ignore[attr-defined]
             "peak_memory_gib": _peak_memory_gib(self.plan),
             "train/loss": _last(rows, "train/loss"),
@@ -59,6 +61,9 @@ class Summary(Callback):
             "time": f"{seconds:,.1f} s in the {summary['steps_this_process']:,} steps of this process",
             "speed": ", ".join(f"{speed:,.0f} {word}/s" for word, speed in speeds if speed) or "no step was due",
         }
+        if summary["graphs_compiled"] is not None:
+            later = f", {self.steps.recompiled} of them after the first step" * (self.steps.recompiled > 0)
+            lines["compiled"] = f"{summary['graphs_compiled']} graph{'s' * (summary['graphs_compiled'] > 1)}{later}"
         if summary["skipped_steps_this_process"]:
             lines["skipped"] = f"{summary['skipped_steps_this_process']:,} steps whose gradients were not finite"
         if summary["peak_memory_gib"] is not None:

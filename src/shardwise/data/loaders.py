@@ -93,7 +93,9 @@ class TrainLoader:
             return [None] * len(window)
         weights = [self.loss_weight(batch) for batch in window]
         self.weights += sum(weights)
-        total = torch.tensor(sum(weights), dtype=torch.float64, device=self.device)
+        total = torch.full(
+            (), sum(weights), dtype=torch.float64, device=self.device
+        )  # a tensor() would wait for the copy
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(total)
         # The strategy averages over ranks and Lightning over micro-batches: both divisors are put back.

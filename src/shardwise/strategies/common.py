@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,8 +58,6 @@ class PlannedStrategy(ParallelStrategy):
 
     def _parallelize(self, module: LightningModule, *, makes_copies: bool = False, casts_inputs: bool) -> None:
         parallelize(module, self.units, self.plan, makes_copies=makes_copies, casts_inputs=casts_inputs)
-        if self.plan.compile == "model":
-            self._training_step = torch.compile(module.training_step)
         if self.plan.precision.loss_scaling or self.plan.strategy.zero_stage:
             schedule_step = module.lr_scheduler_step
 
@@ -101,19 +99,22 @@ class PlannedStrategy(ParallelStrategy):
     def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None and self.model is not None
-        method = getattr(module, name)
-        if name == "training_step" and self._training_step is not None:
-            method = self._training_step
+        method = self._method(name)
+        if name == "training_step" and self.plan.compile == "model":
+            self._training_step = method = self._training_step or torch.compile(method)
 
         def inside(*args: Any, **kwargs: Any) -> Any:
-            with self._step_context():  # not around the call: DeepSpeed's engine switches autocast off
+            with (
+                self.planned_precision.forward_context()
+            ):  # not around the call: DeepSpeed's engine switches autocast off
                 return method(*args, **kwargs)
 
         module.__dict__["_planned_step"] = inside
         return self._forward_redirection(self.model, module, "_planned_step", *args, **kwargs)
 
-    def _step_context(self) -> AbstractContextManager[Any]:
-        return self.planned_precision.forward_context()
+    def _method(self, name: str) -> Callable[..., Any]:
+        method: Callable[..., Any] = getattr(self.lightning_module, name)
+        return method
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         loss = self._step("training_step", *args, **kwargs)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from datetime import timedelta
 from inspect import signature
 from typing import Any, cast
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardwise.initialize import Materializer, broadcast_from_rank_zero
 from shardwise.plan import Plan
-from shardwise.precision import compute_in, dtype_of, owners, parameters_as
+from shardwise.precision import Places, compute_in, dtype_of, owners, parameters_as
 from shardwise.strategies.common import PlannedStrategy
 
 # torch 2.13 renamed the argument
@@ -44,7 +43,7 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
             **cast(dict[str, Any], {_BUFFERS: False}),  # one rule everywhere: see PlannedStrategy
         )
         self._use(plan)
-        self._root_copies: Callable[[], AbstractContextManager[Any]] = nullcontext  # of parameters outside units
+        self._root_owners: list[Places] = []  # of parameters outside units
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -58,23 +57,34 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         broadcast_from_rank_zero(list(module.buffers()))
         if not module.automatic_optimization:
             self._ddp_kwargs["find_unused_parameters"] = True  # each of its losses reaches some of the networks
-        self._parallelize(module, makes_copies=self.plan.compile != "model", casts_inputs=True)
+        self._parallelize(module, makes_copies=True, casts_inputs=True)
         if self.plan.precision.is_mixed:
-            dtype = dtype_of(self.plan.precision.compute_dtype)
-            # Under compile=model all copies are made before the step, so that its graph swaps no parameters.
-            inside = [] if self.plan.compile == "model" else [unit for _, unit in units.modules]
+            inside = [unit for _, unit in units.modules]
             if module.automatic_optimization:
-                self._root_copies = lambda: parameters_as(owners(module, but=inside), dtype)
+                self._root_owners = owners(module, but=inside)
             else:
+                dtype = dtype_of(self.plan.precision.compute_dtype)
                 for child in self._roots(module):
                     if child not in inside:
                         compute_in(child, dtype, owners(child, but=inside), cast_inputs=False)
         super().setup(trainer)
 
-    @contextmanager
-    def _step_context(self) -> Iterator[None]:
-        with super()._step_context(), self._root_copies():
-            yield
+    def _method(self, name: str) -> Callable[..., Any]:
+        method = super()._method(name)
+        if not self._root_owners:
+            return method
+        dtype = dtype_of(self.plan.precision.compute_dtype)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with parameters_as(self._root_owners, dtype):
+                return method(*args, **kwargs)
+
+        return run
+
+    def configure_ddp(self) -> None:
+        if self.world_size > 1:
+            super().configure_ddp()
+        # One rank has nobody to average with: DDP would only copy its gradients.
 
     def _setup_model(self, model: Module) -> DDP:
         # Lightning wraps on a side stream, which then has to wait for the main one in every backward (torch warns).
