@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.plan import Plan
@@ -48,7 +48,8 @@ def parallelize(root: nn.Module, units: Units, plan: Plan, *, makes_copies: bool
 def recomputed(unit: nn.Module) -> Callable[..., Any]:
     """`unit.forward`, whose activations are computed again in the backward pass instead of being kept.
 
-    Buffers that it updates (running statistics) are updated once: recomputing works on copies of them.
+    Buffers that it updates (running statistics) are updated once: recomputing works on copies of all of them, since
+    BatchNorm's kernel leaves no trace (`_version`) of what it has written to.
     """
     forward = unit.forward
 
@@ -58,26 +59,16 @@ def recomputed(unit: nn.Module) -> Callable[..., Any]:
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # a graph has no side effects to repeat
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        before = [(m, name, b._version) for m in unit.modules() for name, b in m._buffers.items() if b is not None]
-        updated: list[tuple[nn.Module, str]] = []
-        result = checkpoint(
-            forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _copies(updated)), **kwargs
+        return checkpoint(
+            forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _copied_buffers(unit)), **kwargs
         )
-        updated += [(m, name) for m, name, version in before if _buffer(m, name)._version != version]
-        return result
 
     return run
 
 
-def _buffer(module: nn.Module, name: str) -> Tensor:
-    buffer = module._buffers[name]
-    assert buffer is not None
-    return buffer
-
-
 @contextmanager
-def _copies(buffers: list[tuple[nn.Module, str]]) -> Iterator[None]:
-    kept = [(module, name, _buffer(module, name)) for module, name in buffers]
+def _copied_buffers(unit: nn.Module) -> Iterator[None]:
+    kept = [(m, name, b) for m in unit.modules() for name, b in m._buffers.items() if b is not None]
     for module, name, buffer in kept:
         module._buffers[name] = buffer.clone()
     try:
