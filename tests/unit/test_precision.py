@@ -6,18 +6,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.precision import cast_parameters
-from shardwise.units import find_units
+from shardwise.precision import compute_in, keep_statistics_in_fp32, owners, parameters_as
+
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
+        self.register_buffer("shift", torch.ones(4))
         self.seen: list[torch.dtype] = []
 
-    def forward(self, x: Tensor, fail: bool = False) -> Tensor:
-        self.seen += [x.dtype, self.linear.weight.dtype]
+    def forward(self, x: Tensor, more: dict[str, Tensor], fail: bool = False) -> Tensor:
+        self.seen += [x.dtype, more["extra"].dtype, self.linear.weight.dtype]
+        assert more["indices"].dtype == torch.int64 and self.shift.dtype == FP32, "neither is to be cast"
         if fail:
             raise RuntimeError("inside")
         out: Tensor = self.linear(x)
@@ -31,25 +34,30 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(4, 7, bias=False)
         self.head.weight = self.embedding.weight
+        self.register_parameter("counts", nn.Parameter(torch.arange(3), requires_grad=False))
 
     def forward(self, x: Tensor, again: bool = False, fail: bool = False) -> Tensor:
         if again:  # a module that calls itself
             out: Tensor = self(x)
-            assert self.head.weight.dtype == torch.bfloat16
+            assert self.head.weight.dtype == BF16
             return out
         assert self.head.weight is self.embedding.weight, "a tie is one copy"
+        assert self.counts.dtype == torch.int64
         hidden = self.embedding(x)
         for block in self.blocks:
-            hidden = block(hidden.float(), fail=fail)
+            hidden = block(hidden.float(), more={"extra": hidden.float(), "indices": x}, fail=fail)
         logits: Tensor = self.head(hidden)
         return logits
 
 
 @pytest.fixture
 def model() -> Model:
+    """Units and root as ddp prepares them."""
     torch.manual_seed(0)
     made = Model()
-    cast_parameters(made, find_units(made, ["Block"]), torch.bfloat16)
+    for block in made.blocks:
+        compute_in(block, BF16, owners(block), cast_inputs=True)
+    compute_in(made, BF16, owners(made, but=made.blocks), cast_inputs=False)
     return made
 
 
@@ -57,16 +65,28 @@ def model() -> Model:
 def test_units_compute_on_copies_and_gradients_return_to_the_masters(model: Model, again: bool) -> None:
     masters = dict(model.named_parameters())
     out = model(torch.tensor([[1, 2]]), again=again)
-    assert out.dtype == torch.bfloat16
-    assert all(dtype == torch.bfloat16 for block in model.blocks for dtype in block.seen)  # type: ignore[union-attr]
+    assert out.dtype == BF16
+    assert all(set(block.seen) == {BF16} for block in model.blocks)  # type: ignore[arg-type]
     out.float().square().sum().backward()
     assert dict(model.named_parameters()).keys() == masters.keys()
     for name, parameter in model.named_parameters():
         assert parameter is masters[name]
-        assert parameter.dtype == torch.float32
-        assert parameter.grad is not None
-        assert parameter.grad.dtype == torch.float32
-        assert parameter.grad.abs().sum() > 0
+        if parameter.requires_grad:
+            assert parameter.dtype == FP32
+            assert parameter.grad is not None
+            assert parameter.grad.dtype == FP32
+            assert parameter.grad.abs().sum() > 0
+
+
+def test_gradients_accumulate_in_fp32(model: Model) -> None:
+    """Two micro-batches, the second far smaller: a 16-bit sum would lose it."""
+    weight = model.blocks[0].linear.weight  # type: ignore[union-attr]
+    gradients = []
+    for scale in (1.0, 2.0**-12):
+        (model(torch.tensor([[1, 2]])).float().sum() * scale).backward()
+        gradients.append(weight.grad.clone())
+    assert torch.equal(gradients[1], gradients[0] * (1 + 2.0**-12))
+    assert not torch.equal(gradients[1], gradients[0])
 
 
 def test_an_exception_inside_leaves_the_masters_in_place(model: Model) -> None:
@@ -76,3 +96,60 @@ def test_an_exception_inside_leaves_the_masters_in_place(model: Model) -> None:
     assert all(parameter is masters[name] for name, parameter in model.named_parameters())
     model(torch.tensor([[1, 2]])).float().sum().backward()
     assert model.head.weight.grad is not None
+
+
+def test_owners_are_floating_point_every_place_of_a_tie_and_nothing_inside_units(model: Model) -> None:
+    found = owners(model, but=model.blocks)
+    assert [(type(owner).__name__, name) for owner, name in found] == [("Embedding", "weight"), ("Linear", "weight")]
+    model.blocks[0].linear.weight = model.embedding.weight  # type: ignore[union-attr] # a unit's: the root leaves it
+    assert owners(model, but=model.blocks) == []
+
+
+def test_a_tie_is_one_copy_whose_gradients_meet(model: Model) -> None:
+    with parameters_as(owners(model, but=model.blocks), BF16):
+        assert model.head.weight is model.embedding.weight
+        assert model.head.weight.dtype == BF16
+        copy = model.head.weight
+    assert copy is not model.head.weight
+    assert model.head.weight is model.embedding.weight
+    with pytest.raises(RuntimeError, match="inside"), parameters_as(owners(model), BF16):
+        raise RuntimeError("inside")
+    assert model.head.weight.dtype == FP32
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.plain = nn.BatchNorm1d(4, track_running_stats=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.plain(self.norm(self.linear(x)))
+        return out
+
+
+def test_batch_norm_keeps_weights_and_statistics_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What BatchNorm gives for 16-bit inputs and fp32 weights; one without statistics is like any other layer."""
+    torch.manual_seed(0)
+    model, seen = Normed(), []
+    normalize = torch.nn.functional.batch_norm
+
+    def look(x: Tensor, mean: Tensor | None, var: Tensor | None, weight: Tensor, bias: Tensor, *rest: object) -> Tensor:
+        seen.append([None if t is None else t.dtype for t in (x, mean, var, weight, bias)])
+        return normalize(x, mean, var, weight, bias, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.nn.functional, "batch_norm", look)
+    keep_statistics_in_fp32(model)
+    compute_in(model, BF16, owners(model), cast_inputs=True)
+    x = torch.randn(8, 4) + 300
+    out = model(x)
+    assert out.dtype == BF16
+    assert seen == [[BF16, FP32, FP32, FP32, FP32], [BF16, None, None, BF16, BF16]]
+    hidden = nn.functional.linear(x.bfloat16(), model.linear.weight.bfloat16(), model.linear.bias.bfloat16())
+    torch.testing.assert_close(model.norm.running_mean, hidden.float().mean(0) * 0.1, rtol=1e-5, atol=1e-5)
+    assert {b.dtype for b in (model.norm.running_mean, model.norm.running_var)} == {FP32}
+    out.float().square().sum().backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {FP32}
+    assert model.norm.weight.grad is not None
+    model.eval()(x)
