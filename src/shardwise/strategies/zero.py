@@ -150,7 +150,8 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
             return
         for group in range(len(optimizer.fp16_partitioned_groups_flat)):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
-        if optimizer.persistent_parameters:
+        if optimizer.persistent_parameters:  # gathered for good: they must be given up to be gathered anew
+            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
     def full_parameters(self) -> dict[str, Tensor]:
