@@ -48,6 +48,9 @@ class StepLog(Callback):
     ) -> None:
         if (batch_idx + 1) % self.plan.accumulate_grad_batches:
             return
+        assert isinstance(trainer.strategy, PlannedStrategy)
+        if trainer.strategy.planned_precision.skipped:  # no step: the row of the one before stands
+            return
         step = trainer.global_step
         self.steps += 1
         if self.bar is not None:

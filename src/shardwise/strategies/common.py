@@ -186,13 +186,14 @@ class PlannedStrategy(ParallelStrategy):
     def _count_skipped(self, module: LightningModule) -> None:
         """A step that changed nothing is none: Lightning, which counts it in a moment, is one behind from here."""
         self.skipped_steps += 1
+        step = module.trainer.global_step + 1
         counters = module.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
         counters.total.completed -= 1
         counters.current.completed -= 1
         if self.is_global_zero:
             scale = self.planned_precision.loss_scale
             told = f"; the loss scale is {scale:g} now" if scale is not None else ""
-            print(f"step {module.trainer.global_step + 1} skipped: its gradients are not finite{told}", flush=True)
+            print(f"step {step} skipped: its gradients are not finite{told}", flush=True)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         # `self.log(..., sync_dist=True)` averages the ranks' batch sizes, and an integer mean of 7 and 6 would be 6.
