@@ -6,6 +6,7 @@ import csv
 import hashlib
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -75,15 +76,16 @@ def state_hash(parameters: dict[str, Tensor], module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def fit(plan: Plan) -> dict[str, Any]:
-    """Fit `plan` in this rank; start and final parameters, the logged losses and gradient norms, validation."""
+def fit(plan: Plan, *callbacks: Callback) -> dict[str, Any]:
+    """Fit `plan` in this rank: start and final parameters, logged losses and gradient norms, validation."""
     quiet_lightning()
     if not torch.distributed.is_initialized():
         init_process_group(plan)
     module, capture = build_module(plan), Capture()
     trainer = build_trainer(plan, module)
-    trainer.callbacks.append(capture)  # type: ignore[attr-defined]
-    trainer.fit(module, datamodule=build_data(plan))
+    trainer.callbacks.extend([capture, *callbacks])  # type: ignore[attr-defined]
+    with patch("shardwise.callbacks.summary.plot_losses", return_value=None):  # half of the time of such a run
+        trainer.fit(module, datamodule=build_data(plan), ckpt_path=plan.resume, weights_only=True)
     rows = list(csv.DictReader((Path(plan.run_dir) / "metrics.csv").open())) if trainer.is_global_zero else []
     return {
         "start": capture.start,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,11 +17,15 @@ from shardwise.compose import compose
 from shardwise.plan import Host, Plan, make_plan
 from tests.distributed.cells import cell_plan, fit
 from tests.distributed.processes import spawn
+from tests.reference import update_deviation
 
 STRATEGIES = {
     "ddp": ["strategy=ddp"],
     "fsdp": ["strategy=fsdp"],
     "fsdp_hybrid": ["strategy=fsdp_hybrid", "strategy.shard_size=2"],
+    "zero1": ["strategy=zero1"],
+    "zero2": ["strategy=zero2"],
+    "zero3": ["strategy=zero3"],
 }
 
 
@@ -70,7 +74,7 @@ def test_initial_state_depends_on_seed_and_model_alone(runs: Any, module: str) -
         for name, cell in cells.items()
         if name.startswith(module)
     }
-    assert len(hashes) == 2 * 1 + 3 * 2 + 3 * 4
+    assert len(hashes) == 5 * 1 + 6 * 2 + 6 * 4
     assert len(set(hashes.values())) == 1, hashes
 
 
@@ -104,13 +108,12 @@ def test_logged_loss_is_the_mean_over_ranks_and_micro_batches(runs: Any) -> None
             assert values == pytest.approx(first, rel=1e-5), where
 
 
-# bf16: what has which dtype, looked at while it runs
+# 16 bits: what has which dtype, looked at while it runs
 
 
 @contextmanager
 def watched(seen: dict[str, set[torch.dtype]]) -> Iterator[None]:
     """Dtypes of what passes through collectives and norms."""
-    normalize = torch.nn.functional.rms_norm
 
     def note(key: str, tensor: Tensor) -> None:
         seen.setdefault(key, set()).add(tensor.dtype)
@@ -120,27 +123,52 @@ def watched(seen: dict[str, set[torch.dtype]]) -> Iterator[None]:
         note("norm weight", weight)
         return normalize(x, shape, weight, eps)
 
+    def noting(reduce: Any) -> Any:
+        """A collective that sums; a norm or a loss, which has few elements, is no gradient."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            for tensor in (*args, *kwargs.values()):
+                if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel() > 16:
+                    note("reduced gradient", tensor)
+            return reduce(*args, **kwargs)
+
+        return run
+
+    from deepspeed.comm.torch import TorchBackend
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
-    reduce_scatter = collectives.DefaultReduceScatter.__call__
-
-    def scatter(self: Any, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        note("reduced gradient", input_tensor)
-        return reduce_scatter(self, output_tensor, input_tensor, *args, **kwargs)
-
-    with (
-        patch("torch.nn.functional.rms_norm", rms_norm),
-        patch.object(collectives.DefaultReduceScatter, "__call__", scatter),
-    ):
+    normalize = torch.nn.functional.rms_norm
+    with ExitStack() as stack:
+        stack.enter_context(patch("torch.nn.functional.rms_norm", rms_norm))
+        for owner, name in (
+            (collectives.DefaultReduceScatter, "__call__"),
+            (torch.distributed, "all_reduce"),
+            (TorchBackend, "all_reduce"),
+            (TorchBackend, "reduce"),
+            (TorchBackend, "reduce_scatter"),
+            (TorchBackend, "reduce_scatter_tensor"),
+        ):
+            stack.enter_context(patch.object(owner, name, noting(getattr(owner, name))))
         yield
 
 
-def watch_bf16(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
-    return {name: watch(folder / name, ranks, words) for name, words in STRATEGIES.items()}
+WATCHED = {
+    "bf16": list(STRATEGIES),
+    "bf16_true": list(STRATEGIES),
+    "fp16": [name for name in STRATEGIES if not name.startswith("zero")],  # DeepSpeed refuses it on the CPU
+}
+
+
+def watch_all(folder: Path, ranks: int) -> dict[tuple[str, str], dict[str, Any]]:
+    return {
+        (precision, name): watch(folder / f"{precision}-{name}", ranks, [*STRATEGIES[name], f"precision={precision}"])
+        for precision, names in WATCHED.items()
+        for name in names
+    }
 
 
 def watch(run_dir: Path, ranks: int, words: list[str]) -> dict[str, Any]:
-    """One bf16 run in this rank, and every dtype that was seen in it."""
+    """One run in this rank, and every dtype that was seen in it."""
     from lightning.pytorch import Callback
 
     from recipes.language_modeling import module as lm
@@ -150,14 +178,16 @@ def watch(run_dir: Path, ranks: int, words: list[str]) -> dict[str, Any]:
 
     class Look(Callback):
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-            seen["gradient"] = {p.grad.dtype for p in module.parameters()}
-            seen["master"] = {p.dtype for p in module.parameters()}
+            seen["gradient"] = {p.grad.dtype for p in module.parameters() if p.grad is not None}
+            seen["master"] = {p.dtype for p in trainer.strategy.master_shards().values()}
             seen["buffer"] = {b.dtype for b in module.buffers()}
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
                 assert all(p.grad is None for p in module.parameters()), "gradients outlive the step"
-                seen["optimizer state"] = {s["exp_avg"].dtype for s in trainer.optimizers[0].state.values()}
+                optimizer = trainer.optimizers[0]
+                states = getattr(optimizer, "optimizer", optimizer).state.values()  # DeepSpeed's wraps torch's
+                seen["optimizer state"] = {s[key].dtype for s in states for key in ("exp_avg", "exp_avg_sq")}
 
     def watched_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         seen["hidden"], seen["head weight"] = {hidden.dtype}, {weight.dtype}
@@ -171,11 +201,11 @@ def watch(run_dir: Path, ranks: int, words: list[str]) -> dict[str, Any]:
         made.callbacks.append(Look())
         for unit in module.model.blocks:
             unit.register_forward_pre_hook(lambda m, args: seen.setdefault("unit input", set()).add(args[0].dtype))
-            unit.register_forward_hook(look_inside, prepend=True)
+            unit.attention.register_forward_pre_hook(look_inside)
         return made
 
-    def look_inside(unit: Any, args: Any, out: Any) -> None:
-        seen.setdefault("unit weight", set()).add(unit.attention.wq.weight.dtype)
+    def look_inside(attention: Any, args: Any) -> None:
+        seen.setdefault("unit weight", set()).add(attention.wq.weight.dtype)
 
     loss = lm.cross_entropy
     with (
@@ -183,25 +213,130 @@ def watch(run_dir: Path, ranks: int, words: list[str]) -> dict[str, Any]:
         patch.object(lm, "cross_entropy", watched_loss),
         patch("tests.distributed.cells.build_trainer", build_with_look),
     ):
-        cell = fit(lm_plan(run_dir, ranks, *words, "precision=bf16"))
+        cell = fit(lm_plan(run_dir, ranks, *words))
     return {"seen": seen, "losses": cell["losses"], "norms": cell["norms"], "hash": cell["hash"]}
 
 
-def test_bf16_is_the_same_numerics_under_every_strategy(tmp_path: Path, runs: Any) -> None:
-    results = spawn(2, watch_bf16, tmp_path, 2)
-    bf16, fp32 = {torch.bfloat16}, {torch.float32}
-    for cells in results:
-        for name, cell in cells.items():
-            seen = cell["seen"]
-            for key in ("unit input", "unit weight", "norm input", "norm weight", "hidden", "head weight"):
-                assert seen[key] == bf16, (name, key, seen[key])
-            for key in ("master", "gradient", "optimizer state", "buffer", "loss"):
-                assert seen[key] == fp32, (name, key, seen[key])
-            assert seen.get("reduced gradient", fp32) == fp32, name
-            assert cell["hash"] == runs[1][0]["lm ddp"]["hash"]
-    cells = results[0]
+@pytest.fixture(scope="module")
+def watched_runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], dict[str, Any]]]:
+    return spawn(2, watch_all, tmp_path_factory.mktemp("watched"), 2)
+
+
+COMPUTED = ("unit input", "unit weight", "norm input", "norm weight", "hidden", "head weight")
+
+
+# Accumulation 1, so that two ranks add the same two gradients whoever adds them
+PLAIN = ["optimizer=sgd", "optimizer.lr=2.0", "schedule=none", "micro_batch_size=4", "global_batch_size=8",
+         "max_steps=3", "checkpoint=none", "model.n_layers=2"]  # fmt: skip
+SWITCHES = {
+    "activation_checkpointing=full": ["fp32", "bf16"],
+    "compile=layer": ["fp32"],
+}
+
+
+def switch_all(folder: Path) -> dict[tuple[str, str, str], Any]:
+    """In each rank: every strategy × switch × precision, and the number of graphs that were compiled in each."""
+    cells: dict[tuple[str, str, str], Any] = {}
+    for switch, precisions in {"neither": ["fp32", "bf16"], **SWITCHES}.items():
+        for name in ["ddp"] if switch == "neither" else STRATEGIES:
+            for precision in precisions:
+                torch._dynamo.reset()  # the cells share the code of their layers, and its limit of recompilations
+                torch._dynamo.utils.counters.clear()
+                words = [*PLAIN, *STRATEGIES[name], f"precision={precision}", *([switch] if switch in SWITCHES else [])]
+                with recomputations() as count:
+                    cell = fit(cell_plan(folder / f"{switch.split('=')[0]}-{precision}-{name}", 2, *words))
+                stats = torch._dynamo.utils.counters
+                cell["graphs"], cell["breaks"] = stats["stats"]["unique_graphs"], sum(stats["graph_break"].values())
+                cell["recomputations"] = count[0]
+                cells[switch, precision, name] = cell
+    return cells
+
+
+@contextmanager
+def recomputations() -> Iterator[list[int]]:
+    from shardwise import parallelize
+
+    count, copied = [0], parallelize._copied_buffers
+
+    def counting(unit: Any) -> Any:
+        count[0] += 1
+        return copied(unit)
+
+    with patch.object(parallelize, "_copied_buffers", counting):
+        yield count
+
+
+@pytest.fixture(scope="module")
+def switched(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return spawn(2, switch_all, tmp_path_factory.mktemp("switched"))[0]
+
+
+def deviation(cell: Any, plain: Any) -> float:
+    return max(update_deviation(plain["start"], cell["final"], plain["final"]).values())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_switches_change_no_number(switched: Any, switch: str, strategy: str) -> None:
+    """Against ddp without the switch; DeepSpeed and DDP divide by the number of ranks in another order."""
+    for precision in SWITCHES[switch]:
+        cell, plain = switched[switch, precision, strategy], switched["neither", precision, "ddp"]
+        bound = 1e-2 if precision == "bf16" else 1e-4 if switch == "compile=layer" else 1e-5
+        assert deviation(cell, plain) <= bound, precision
+        assert cell["losses"] == pytest.approx(plain["losses"], rel=bound), precision
+        if switch == "compile=layer":
+            assert cell["graphs"] > 0 and cell["breaks"] == 0, precision
+        else:
+            assert cell["recomputations"] == 2 * 3, precision  # layers × steps
+
+
+def check_dtypes(where: Any, seen: dict[str, set[torch.dtype]], compute: torch.dtype, held: torch.dtype) -> None:
+    """Layers compute in one dtype, masters and what belongs to them stand in another; the rest is fp32."""
+    expected = {key: {compute} for key in COMPUTED} | {key: {held} for key in ("master", "optimizer state")}
+    expected |= {key: {torch.float32} for key in ("buffer", "loss")}
+    if where[1] in ("zero1", "zero2", "zero3"):
+        assert seen.pop("gradient") == set(), where  # they are in the engine's buffers
+        expected["reduced gradient"] = {torch.float32}
+    else:
+        expected["gradient"] = {held}
+        # DistributedDataParallel's own reduction, of what is fp32, runs out of sight
+        if where[1] != "ddp" or held != torch.float32:
+            expected["reduced gradient"] = {torch.float32}
+    assert seen == expected, where
+
+
+def test_bf16_is_the_same_numerics_under_every_strategy(watched_runs: Any, runs: Any) -> None:
+    fp32 = runs[1][0]["lm ddp"]
+    for results in watched_runs:
+        for name in STRATEGIES:
+            check_dtypes(("bf16", name), results["bf16", name]["seen"], torch.bfloat16, torch.float32)
+            assert results["bf16", name]["hash"] == fp32["hash"], name
+    cells = {name: watched_runs[0]["bf16", name] for name in STRATEGIES}
     for name, cell in cells.items():
         # The forward passes of the first step are the same kernels on the same numbers.
         assert cell["losses"][0] == pytest.approx(cells["ddp"]["losses"][0], rel=1e-7), name
         assert cell["norms"][0] == pytest.approx(cells["ddp"]["norms"][0], rel=1e-3), name
-        assert cell["losses"] == pytest.approx(runs[1][0]["lm ddp"]["losses"], rel=1e-2), name
+        assert cell["losses"] == pytest.approx(fp32["losses"], rel=1e-2), name
+
+
+def test_bf16_true_holds_everything_in_bf16_and_reduces_in_fp32(watched_runs: Any, runs: Any) -> None:
+    for results in watched_runs:
+        for name in WATCHED["bf16_true"]:
+            check_dtypes(("bf16_true", name), results["bf16_true", name]["seen"], torch.bfloat16, torch.bfloat16)
+    for name in WATCHED["bf16_true"]:
+        cell, ddp = (watched_runs[0]["bf16_true", n] for n in (name, "ddp"))
+        assert cell["hash"] == ddp["hash"] != runs[1][0]["lm ddp"]["hash"], name  # rounded alike
+        assert cell["losses"][0] == pytest.approx(ddp["losses"][0], rel=1e-7), name
+        assert cell["norms"][0] == pytest.approx(ddp["norms"][0], rel=1e-2), name
+        assert cell["losses"] == pytest.approx(runs[1][0]["lm ddp"]["losses"], rel=2e-2), name
+
+
+def test_fp16_computes_in_fp16_on_fp32_masters(watched_runs: Any, runs: Any) -> None:
+    for results in watched_runs:
+        for name in WATCHED["fp16"]:
+            check_dtypes(("fp16", name), results["fp16", name]["seen"], torch.float16, torch.float32)
+    for name in WATCHED["fp16"]:
+        cell, fp32 = watched_runs[0]["fp16", name], runs[1][0]["lm ddp"]
+        assert cell["hash"] == fp32["hash"], name
+        assert cell["losses"] == pytest.approx(fp32["losses"], rel=2e-3), name
+        assert cell["norms"] == pytest.approx(fp32["norms"], rel=2e-2), name  # of gradients without their scale
