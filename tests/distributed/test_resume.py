@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shardwise.checkpoints import list_checkpoints, resolve_resume
 from shardwise.compose import compose
 from shardwise.data.tokens import TokenSequences, TokenShards
+from shardwise.errors import ConfigError
 from shardwise.plan import Host, make_plan
 from shardwise.trainer import _run, init_process_group, quiet_lightning
 from tests.distributed.commands import RECIPE, make_home, metrics
@@ -28,6 +29,11 @@ WORDS = [*RECIPE, "global_batch_size=4", "validate_every_n_steps=2", "checkpoint
 STRATEGIES = ["ddp", "fsdp"]
 # One micro-batch a step, and two
 WORDS_OF = {"ddp": ["strategy=ddp", "micro_batch_size=2"], "fsdp": ["strategy=fsdp", "micro_batch_size=1"]}
+# Under DeepSpeed a checkpoint is for the same number of ranks
+ZERO = {
+    "zero1": ["strategy=zero1", "precision=bf16", "micro_batch_size=1"],
+    "zero3": ["strategy=zero3", "micro_batch_size=1"],
+}
 STOPS = [4, 5]  # within an epoch, at its end
 COLUMNS = ("train/loss", "train/gradient_norm", "train/samples")
 
@@ -60,6 +66,11 @@ def on_two_ranks(home: Path) -> None:
         start(2, strategy, *words, "stage=validate", "resume=auto")
         start(2, strategy, *words, "stage=predict", "resume=auto", "module.sample_tokens=1")
         start(2, f"{strategy}-branch", *words, f"resume=runs/{strategy}/checkpoints/step-00000006.ckpt")
+    for strategy, words in ZERO.items():
+        start(2, strategy, *words)
+        start(2, f"{strategy}-4", *words, "max_steps=4")
+        start(2, f"{strategy}-4", *words, "resume=auto")
+        start(2, strategy, *words, "stage=validate", "resume=auto")
     # A run killed at step 7: rows beyond its last checkpoint, a row cut short, and a checkpoint half written
     start(2, "killed", "strategy=fsdp", "max_steps=7", "checkpoint.keep_last=3")
     if dist.get_rank() == 0:
@@ -75,6 +86,13 @@ def on_two_ranks(home: Path) -> None:
 def on_one_rank(home: Path) -> list[str]:
     os.chdir(home)
     errors = []
+    for strategy, words in ZERO.items():
+        for stage in ("fit", "validate"):
+            resume = f"resume=runs/{strategy}/checkpoints/step-00000008.ckpt"
+            try:
+                start(1, f"{strategy}-alone", *words, f"stage={stage}", resume, "max_steps=9")
+            except ConfigError as error:
+                errors.append(str(error))
     for strategy in STRATEGIES:
         shutil.copytree(f"runs/{strategy}", f"runs/{strategy}-alone")
         start(1, f"{strategy}-alone", f"strategy={strategy}", "stage=validate", "resume=auto")
@@ -114,6 +132,24 @@ def test_a_resumed_run_equals_an_uninterrupted_one(runs: Path, strategy: str, st
     check_equal(metrics(runs / f"{strategy}-{stop}", "validation/loss"), validations)
     assert (runs / f"{strategy}-{stop}" / "metrics.csv").read_text().count("train/loss") == 1
     assert json.loads((runs / f"{strategy}-{stop}" / "summary.json").read_text())["steps"] == 8
+
+
+@pytest.mark.parametrize("strategy", ZERO)
+def test_a_run_resumed_under_deepspeed_equals_an_uninterrupted_one(runs: Path, strategy: str) -> None:
+    check_equal(metrics(runs / f"{strategy}-4", *COLUMNS), metrics(runs / strategy, *COLUMNS))
+    validations = metrics(runs / strategy, "validation/loss")
+    check_equal(metrics(runs / f"{strategy}-4", "validation/loss"), validations)
+    measured = json.loads((runs / strategy / "validate.json").read_text())["validation/loss"]
+    assert measured == pytest.approx(validations[8][0], rel=1e-6)
+    losses = metrics(runs / "fsdp", "train/loss")
+    for step, values in metrics(runs / strategy, "train/loss").items():
+        assert values == pytest.approx(losses[step], rel=1e-5 if strategy == "zero3" else 1e-2)
+
+
+def test_deepspeed_says_that_it_resumes_on_as_many_ranks(runs: Path) -> None:
+    told = (runs.parent / "unsafe").read_text()
+    for strategy in ZERO:
+        assert told.count(f"written by 2 ranks, and {strategy} resumes on as many, not on 1; use devices=2") == 2
 
 
 def test_strategies_agree(runs: Path) -> None:
