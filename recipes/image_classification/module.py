@@ -117,23 +117,35 @@ class ImageClassifier(LightningModule):
         return len(batch["label"])
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Normalised floats in every stage, augmented while training, in the dtype of the weights."""
+        """Augmented and mixed while training. What needs neither stays bytes: see `_normalised`."""
+        augment = self.augment if self.trainer.training else None
+        mixes = self.trainer.training and self.mixup_table is not None
+        if augment is None and not mixes:
+            return batch
         batch = dict(batch)
-        images, augment = batch["image"].float() / 255, self.augment if self.trainer.training else None
+        images = batch["image"].float() / 255
         draw = Draw(self.seed, self.current_epoch, batch["index"])
         if augment is not None:
             images = augment.colours_and_crop(images, draw, self.mean)
         images = (images - self.mean) / self.std
         if augment is not None:
             images = augment.erased(images, draw)
-        if self.trainer.training and self.mixup_table is not None:
+        if self.mixup_table is not None and mixes:
             images, partner, batch["share"] = mixup(images, draw, self.mixup_table)
             batch["partner"] = batch["label"][partner]
-        # The weights are not converted: a convolution takes its layout from either of the two, and sharding needs
-        # weights that are contiguous.
-        layout = torch.channels_last if self.channels_last else torch.contiguous_format
-        batch["image"] = images.to(next(self.model.parameters()).dtype, memory_format=layout)
+        batch["image"] = images
         return batch
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        """Within the step, so that a compiled one reads bytes and writes what the first convolution takes.
+
+        Bytes become normalised floats; all take the dtype and the layout that the model computes in. The weights are
+        not converted: a convolution takes its layout from either of the two, and sharding needs contiguous weights.
+        """
+        if images.dtype == torch.uint8:
+            images = (images.float() / 255 - self.mean) / self.std
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        return images.to(next(self.model.parameters()).dtype, memory_format=layout)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Nats per image, averaged over the micro-batch."""
@@ -170,7 +182,7 @@ class ImageClassifier(LightningModule):
 
     def _logits(self, batch: Batch) -> Tensor:
         """In fp32 or better."""
-        logits: Tensor = self.model(batch["image"])
+        logits: Tensor = self.model(self._normalised(batch["image"]))
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _start_evaluation(self) -> None:

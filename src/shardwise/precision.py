@@ -185,7 +185,8 @@ class PlannedPrecision(LightningPrecision):
             self.scaler.load_state_dict(state_dict)
 
     def _clip_gradients(self, model: LightningModule | nn.Module, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        step = model.trainer.global_step + 1  # type: ignore[union-attr]
+        assert isinstance(model, LightningModule)
+        step = model.trainer.global_step + 1
         if self.plan.gradient_clip_val is None and not self.plan.logs(step):
             return
         gradients = [p.grad for p in self.main_params(optimizer) if p.grad is not None]
