@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import gc
+import importlib.abc
 import importlib.metadata
 import importlib.util
 import io
@@ -41,13 +42,27 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 PILLOW = importlib.util.find_spec("PIL") is not None
-if not PILLOW:  # the recipe imports it, and so does matplotlib: what does not decode or draw works without
-    for missing in ("PIL", "PIL.Image", "PIL.ImageOps", "matplotlib", "matplotlib.figure", "matplotlib.pyplot"):
-        sys.modules[missing] = MagicMock(__spec__=None, __path__=[])
-    sys.modules["PIL"].Image = sys.modules["PIL.Image"]  # type: ignore[attr-defined]
-    sys.modules["PIL.Image"].DecompressionBombError = sys.modules["PIL"].UnidentifiedImageError = OSError  # type: ignore[attr-defined]
-    sys.modules["matplotlib"].pyplot = sys.modules["matplotlib.pyplot"]  # type: ignore[attr-defined]
-    sys.modules["matplotlib.pyplot"].subplots.return_value = (MagicMock(), MagicMock())  # type: ignore[attr-defined]
+
+
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Without Pillow the recipe and matplotlib cannot be imported: what does not decode or draw works with these."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        known = name.partition(".")[0] in ("PIL", "matplotlib")
+        return importlib.util.spec_from_loader(name, self, is_package=True) if known else None
+
+    def create_module(self, spec: Any) -> Any:
+        module = MagicMock(__name__=spec.name, __path__=[])
+        module.DecompressionBombError = module.UnidentifiedImageError = OSError  # caught by name
+        module.subplots.return_value = (MagicMock(), MagicMock())
+        return module
+
+    def exec_module(self, module: Any) -> None:
+        pass
+
+
+if not PILLOW:
+    sys.meta_path.insert(0, StandIns())
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
