@@ -28,7 +28,7 @@ $(VENV)/.run: requirements.txt | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet --requirement requirements.txt
 	@touch $@
 
-$(VENV)/.dev: requirements-dev.txt requirements.txt | $(VENV)/bin/python
+$(VENV)/.dev: requirements-dev.txt requirements-deepspeed.txt requirements.txt | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet --requirement requirements-dev.txt
 	@touch $@ $(VENV)/.run
 

@@ -10,16 +10,24 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-    results = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results").glob("parity-*.json"))]
+    results, images = read("parity"), [result for result in read("images") if not result["tiny"]]
     lines = [
         "# On GPUs",
         "",
-        "Made by `python benchmarks/report.py` from `benchmarks/results/`; measured by `make gpu-test`.",
+        "Made by `python benchmarks/report.py` from `benchmarks/results/`; measured by `make gpu-test`"
+        + (" and `python benchmarks/images_gpu.py`." if images else "."),
         "",
     ]
     for result in results:
         lines += section(result)
+    for result in images:
+        lines += images_section(result)
     (ROOT / "docs" / "gpu.md").write_text("\n".join(lines).rstrip() + "\n")
+
+
+def read(kind: str) -> list[dict[str, Any]]:
+    """The results of one benchmark, a file each; none where it has not been run."""
+    return [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results").glob(f"{kind}-*.json"))]
 
 
 def section(result: dict[str, Any]) -> list[str]:
@@ -75,6 +83,63 @@ def section(result: dict[str, Any]) -> list[str]:
             for name, run in runs.items()
         ]
         lines.append("")
+    return lines
+
+
+def images_section(result: dict[str, Any]) -> list[str]:
+    """Speed on images: what each part reached, what failed, and how much of the time the device waited for JPEGs."""
+    environment, size = result["environment"], result["size"]
+    packages = environment["packages"]
+    lines = [
+        f"## Images on 1 × {(environment['gpus'] or ['CPU'])[0]}",
+        "",
+        f"torch {packages['torch']}, Lightning {packages['lightning']}, Pillow {packages['pillow'] or 'missing'}, "
+        f"Python {environment['python']}, {environment['cpus']} CPU cores, commit "
+        f"{(environment['commit'] or 'unknown')[:10]}. `{result['command']}`",
+        "",
+        f"**Speed**: {size['batch']} images of {size['image']}×{size['image']} a step, bf16, {size['timed']} steps "
+        "after the warm-up. *plain* is a loop written by hand over one normalised batch on the device: autocast, fused "
+        "optimizer, nothing distributed. *trainer* is what `python train.py` runs, from uint8 images in memory through "
+        "loader workers or from one batch on the device; the ratio is to *plain, compiled*.",
+        "",
+        "| model | what | images/s | ratio to plain loop | peak reserved GiB |",
+        "|---|---|---|---|---|",
+    ]
+    failed = []
+    for model, rows in result["sections"].items():
+        for what, row in rows.items():
+            if what == "skipped":
+                continue
+            if not row["ok"]:
+                failed.append(f"{model}, {what}: {row['error']}")
+            elif what.startswith(("plain", "trainer")):
+                said = f"{row['ratio_to_plain']:.1%}" if row.get("ratio_to_plain") else ""
+                name = "resnet50 from JPEGs" if model == "jpeg" else model
+                memory = "" if row["peak_memory_gib"] is None else row["peak_memory_gib"]
+                lines.append(f"| {name} | {what} | {row['images_per_second']:,.0f} | {said} | {memory} |")
+    lines.append("")
+    for model, rows in result["sections"].items():
+        if (row := rows.get("normalisation alone", {})).get("ok"):
+            lines += [
+                f"{model}: from uint8 to normalised floats on the device takes {row['ms_per_step']:.2f} ms a step.",
+                "",
+            ]
+    jpeg = result["sections"].get("jpeg", {})
+    if jpeg.get("skipped"):
+        lines += [f"**JPEGs**: not measured, {jpeg['skipped']}.", ""]
+    made, alone, trained = (jpeg.get(part, {}) for part in ("shards", "decoding alone", "trainer, compile=model"))
+    if made.get("ok") and alone.get("ok") and trained.get("ok"):
+        waiting = trained["waiting"]
+        lines += [
+            f"**JPEGs**: {made['images']:,} of {made['width_height'][0]}×{made['width_height'][1]}, quality "
+            f"{made['quality']}, {made['mean_bytes'] / 1e3:,.0f} kB each, in tar shards from the page cache. "
+            f"{alone['workers']} workers decode {alone['images_per_second']:,.0f} images/s alone; training takes "
+            f"{trained['images_per_second']:,.0f} images/s, and the device waits for data for {waiting['share']:.1%} "
+            f"of the time ({waiting['ms_per_step']:.1f} of {waiting['step_ms']:.1f} ms a step).",
+            "",
+        ]
+    if failed:
+        lines += ["Not measured:", "", *(f"- {line}" for line in failed), ""]
     return lines
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -97,8 +98,9 @@ def start_all(jobs: tuple[Job, ...], plans: list[Plan]) -> int:
 
 def start(job: Job, plan: Plan, single: bool) -> int:
     """Write down what will run, then run it."""
+    run_dir = Path(plan.run_dir)
+    fresh = not run_dir.exists()
     if os.environ.get("RANK", "0") == "0":
-        run_dir = Path(plan.run_dir)
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / stage_file("config.yaml", plan.stage)).write_text(job.yaml)
@@ -108,7 +110,10 @@ def start(job: Job, plan: Plan, single: bool) -> int:
                 f"cannot write the run's folder {run_dir}: {error.strerror}; give another runs_dir="
             ) from None
         print(headline(plan), flush=True)
-    return launch(plan, in_process=single)
+    code = launch(plan, in_process=single)
+    if code == 2 and fresh and os.environ.get("RANK", "0") == "0" and not (run_dir / "checkpoints").exists():
+        shutil.rmtree(run_dir, ignore_errors=True)  # a mistake that only a rank could see: the name stays free
+    return code
 
 
 def headline(plan: Plan) -> str:

@@ -69,7 +69,7 @@ def compose(argv: list[str], config_name: str = "train") -> Command:
         if arguments.help:
             return Command(print=help_text(directories))
         groups = config_groups(directories)
-        overrides = [_read_override(word, groups) for word in arguments.overrides]
+        overrides = [_read_override(word, groups) for word in _with_plus(arguments.overrides)]
         searchpath = [f"hydra.searchpath=[{Path(d).resolve().as_uri()}]" for d in directories[1:]]
         combinations = _combinations(overrides, arguments.multirun)
         for word in sorted({word for words in combinations for word in words}):
@@ -92,6 +92,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--config-dir", "-cd")
     return parser.parse_intermixed_args(argv)
+
+
+def _with_plus(words: list[str]) -> list[str]:
+    """`module.lr=3e-4` beside `module._target_=my.Module`: an argument of a class that conf/ knows nothing of, so that
+    it is no option there yet. What the class does not take is said when the class has been looked at."""
+    own = {w.partition("._target_=")[0] for w in words if "._target_=" in w and not w.startswith(("+", "~"))}
+    return ["++" + w if w.partition(".")[0] in own and "._target_=" not in w else w for w in words]
 
 
 def _read_override(word: str, groups: dict[str, list[str]]) -> Override:

@@ -49,6 +49,10 @@ def try_optimizer(plan: Plan) -> None:
             float(made["lr_scheduler"]["scheduler"].lr_lambdas[0](plan.max_steps - 1))
     except (TypeError, ValueError, ArithmeticError) as error:
         nodes = {"optimizer": plan.optimizer, "schedule": plan.schedule or {}}
+        for word, node in nodes.items():
+            for key, value in node.items():
+                if isinstance(error, TypeError) and key != "_target_" and isinstance(value, str):
+                    raise ConfigError(f"{word}.{key}={value}: must be a number") from error
         said = " ".join(f"{word}.{k}={v}" for word, node in nodes.items() for k, v in node.items() if k != "_target_")
         raise ConfigError(f"optimizer or schedule: {error}; mend one of {said}") from error
 

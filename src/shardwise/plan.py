@@ -374,6 +374,16 @@ def _strategy(config: StrategyConfig) -> Strategy:
 def _check_pairs(config: RunConfig, accelerator: str) -> None:
     """What cannot be had together; docs/numerics.md lists these with the upstream reason."""
     strategy, precision = config.strategy.name.value, config.precision.name.value
+    if config.precision.parameter_dtype.value == "float16":
+        raise ConfigError(
+            "precision.parameter_dtype=float16: gradients in float16 cannot be unscaled; use precision=fp16, whose "
+            "master weights are float32, or precision=bf16_true"
+        )
+    if config.precision.loss_scaling != (config.precision.compute_dtype.value == "float16"):
+        raise ConfigError(
+            f"precision.compute_dtype={config.precision.compute_dtype.value} precision.loss_scaling="
+            f"{say(config.precision.loss_scaling)}: float16, and nothing else, needs a loss scale; use precision=fp16"
+        )
     if strategy.startswith("zero") and precision == "fp64":
         raise ConfigError(
             f"strategy={strategy} precision=fp64: DeepSpeed keeps master weights in fp32; use precision=fp32, or "

@@ -50,7 +50,7 @@ def run_everything(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
     """In each rank: both modules under every strategy; and few validation samples, so that ranks run dry."""
     cells = {}
     for name, words in STRATEGIES.items():
-        if ranks % 2 and name == "fsdp_hybrid":
+        if (ranks % 2 and name == "fsdp_hybrid") or (ranks != 2 and name in ("zero1", "zero2")):  # minutes, for little
             continue
         cells[f"foreign {name}"] = fit(foreign_plan(folder / f"foreign-{name}", ranks, *words))
         cells[f"lm {name}"] = fit(lm_plan(folder / f"lm-{name}", ranks, *words))
@@ -74,7 +74,7 @@ def test_initial_state_depends_on_seed_and_model_alone(runs: Any, module: str) -
         for name, cell in cells.items()
         if name.startswith(module)
     }
-    assert len(hashes) == 5 * 1 + 6 * 2 + 6 * 4
+    assert len(hashes) == 3 * 1 + 6 * 2 + 4 * 4
     assert len(set(hashes.values())) == 1, hashes
 
 

@@ -331,14 +331,15 @@ def test_only_training_batches_are_augmented_and_all_are_normalised() -> None:
     module, batch = classifier(augment=EVERYTHING, mixup_alpha=0.2, channels_last=True), batch_of(32)
     plain = (batch["image"].float() / 255 - 0.5) / 0.25
     still = hooked(module, batch, training=False)
-    torch.testing.assert_close(still["image"], plain)
+    torch.testing.assert_close(module._normalised(still["image"]), plain)
     assert still.keys() == batch.keys() and batch["image"].dtype == torch.uint8
     first, same, later = (hooked(module, batch, training=True, epoch=epoch) for epoch in (0, 0, 1))
     assert (first["image"] - plain).abs().max() > 0.1 and {"partner", "share"} <= first.keys()
     assert torch.equal(first["image"], same["image"]) and not torch.equal(first["image"], later["image"])
     colour = classifier(tiny(in_channels=3), mean=[0.5] * 3, std=[0.2] * 3, channels_last=True)
-    assert hooked(colour, batch_of(2, 3), training=True)["image"].is_contiguous(memory_format=torch.channels_last)
-    assert hooked(classifier().double(), batch, training=True)["image"].dtype == torch.float64
+    seen = colour._normalised(hooked(colour, batch_of(2, 3), training=True)["image"])
+    assert seen.is_contiguous(memory_format=torch.channels_last)
+    assert classifier().double()._normalised(batch["image"]).dtype == torch.float64
 
 
 def test_the_loss_is_cross_entropy_mixed_as_the_images_are() -> None:

@@ -322,7 +322,13 @@ configs = st.builds(
     strategy=st.builds(DdpConfig, timeout_minutes=timeouts, find_unused_parameters=st.booleans())
     | st.builds(FsdpConfig, timeout_minutes=timeouts, reshard_after_forward=st.booleans())
     | st.builds(FsdpHybridConfig, timeout_minutes=timeouts, shard_size=st.just(1), defer_gradient_sync=st.booleans()),
-    precision=st.builds(PrecisionConfig, tf32=st.just(False), compute_dtype=st.sampled_from(Dtype)),
+    precision=st.builds(
+        PrecisionConfig,
+        tf32=st.just(False),
+        loss_scaling=st.just(False),
+        parameter_dtype=st.just(Dtype.float32),
+        compute_dtype=st.sampled_from([d for d in Dtype if d is not Dtype.float16]),
+    ),
     checkpoint=st.builds(CheckpointConfig, save_every_n_steps=optional, monitor=st.none() | texts),
     optimizer=st.none() | st.fixed_dictionaries({"_target_": st.just("a.Optimizer"), "lr": st.floats(0, 1)}),
     schedule=st.none(),

@@ -96,7 +96,7 @@ class StepLog(Callback):
         if strategy.planned_precision.loss_scale is not None:
             metrics["train/loss_scale"] = strategy.planned_precision.loss_scale
             metrics["train/skipped_steps"] = float(strategy.skipped_steps)
-        metrics["train/learning_rate"] = trainer.optimizers[0].param_groups[0]["lr"]
+        metrics["train/learning_rate"] = strategy.learning_rate
         self.tokens = self._all_ranks(strategy, strategy.train_loader.weights)
         now = self.seconds + time.monotonic() - self._since
         seconds, tokens, since = self._marked

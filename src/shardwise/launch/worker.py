@@ -39,8 +39,9 @@ def run_rank(plan: Plan) -> int:
 
 def report(error: Exception) -> int:
     """Say what is wrong, unless another rank of this node did: the rest are its consequences. Returns the exit code."""
-    code, text = 2, f"error: {error}\n"
-    if not isinstance(error, ConfigError):
+    code, text = 2, f"error: {' '.join(str(error).split())}\n"
+    # Lightning's own word for a user's mistake, e.g. two optimizers under automatic optimization; not imported for this
+    if not isinstance(error, ConfigError) and type(error).__name__ != "MisconfigurationException":
         rank = f"rank {os.environ['RANK']}:\n" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
         code, text = 1, rank + "".join(traceback.format_exception(error))
     if FAILURE in os.environ:  # our launcher says it, unless another rank turns out to have died before

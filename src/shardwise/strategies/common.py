@@ -45,6 +45,7 @@ class PlannedStrategy(ParallelStrategy):
         self._losses: list[Tensor] = []
         self._training_step: Callable[..., Any] | None = None  # compiled, under compile=model
         self.skipped_steps = 0  # of this process
+        self.learning_rate = float("nan")  # of the last step's first parameter group
 
     # Set-up
 
@@ -175,6 +176,7 @@ class PlannedStrategy(ParallelStrategy):
         return loss.item() / dist.get_world_size()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        self.learning_rate = float(optimizer.param_groups[0]["lr"])  # of this step: the schedule moves on after it
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         module = self.lightning_module
         if module is not None and module.automatic_optimization:
