@@ -341,7 +341,7 @@ def main() -> None:
     environment = describe_environment()
     gpu = environment["gpus"][0] if environment["gpus"] else "cpu"
     del environment["hostname"]
-    environment["commit"] = environment["commit"] or arguments.commit
+    environment["commit"] = arguments.commit or environment["commit"]
     options = {"accelerator": arguments.accelerator, "tiny": arguments.tiny, "timeout": arguments.timeout,
                "models": arguments.models.split(","), "only": arguments.only}  # fmt: skip
     for number in ranks:

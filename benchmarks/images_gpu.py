@@ -681,7 +681,7 @@ def main() -> None:
     environment = describe_environment()
     gpu = environment["gpus"][0] if arguments.accelerator == "cuda" else "cpu"
     del environment["hostname"]
-    environment["commit"] = environment["commit"] or arguments.commit
+    environment["commit"] = arguments.commit or environment["commit"]
     environment["packages"]["pillow"] = importlib.metadata.version("pillow") if PILLOW else None
     environment |= {"cpus": os.cpu_count(), "shared_memory_gib": shared_memory_gib()}
     device = torch.device("cuda", 0) if arguments.accelerator == "cuda" else torch.device("cpu")

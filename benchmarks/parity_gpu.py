@@ -126,7 +126,7 @@ def main() -> None:
     environment = describe_environment()
     gpu = environment["gpus"][0] if environment["gpus"] else "cpu"
     del environment["hostname"]
-    environment["commit"] = environment["commit"] or arguments.commit
+    environment["commit"] = arguments.commit or environment["commit"]
     for number in ranks:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
