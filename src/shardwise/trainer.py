@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -100,6 +101,8 @@ def build_module(plan: Plan) -> LightningModule:
     set_parameter_dtype(module, plan.precision)
     if plan.optimizer is not None:
         module.configure_optimizers = lambda: configure_optimizers(plan, module)  # type: ignore[method-assign]
+    elif module.automatic_optimization:
+        module.configure_optimizers = one_optimizer(module)  # type: ignore[method-assign]
     if not module.automatic_optimization and (plan.accumulate_grad_batches > 1 or plan.gradient_clip_val):
         raise ConfigError(
             f"{type(module).__name__} optimizes by hand, so accumulation and clipping are its own: "
@@ -108,6 +111,23 @@ def build_module(plan: Plan) -> LightningModule:
             f"{plan.micro_batch_size * plan.topology.data_parallel_size} gradient_clip_val=null"
         )
     return module
+
+
+def one_optimizer(module: LightningModule) -> Callable[[], Any]:
+    """The module's `configure_optimizers`; several optimizers are a mistake where Lightning does the stepping."""
+    own = module.configure_optimizers
+
+    def configure() -> Any:
+        made: Any = own()
+        optimizers = made[0] if isinstance(made, (list, tuple)) and made and isinstance(made[0], list) else made
+        if isinstance(optimizers, (list, tuple)) and len(optimizers) > 1:
+            raise ConfigError(
+                f"{type(module).__name__} has {len(optimizers)} optimizers, and automatic optimization steps one: set "
+                f"self.automatic_optimization = False and step them in training_step, or give one with several groups"
+            )
+        return made
+
+    return configure
 
 
 def build_data(plan: Plan) -> LightningDataModule:

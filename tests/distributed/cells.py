@@ -93,6 +93,7 @@ def fit(plan: Plan, *callbacks: Callback) -> dict[str, Any]:
         "final": capture.final,
         "buffers": {name: buffer.cpu() for name, buffer in module.named_buffers()},
         "losses": [float(r["train/loss"]) for r in rows if r.get("train/loss")],
+        "rates": [float(r["train/learning_rate"]) for r in rows if r.get("train/learning_rate")],
         "norms": [float(r["train/gradient_norm"]) for r in rows if r.get("train/gradient_norm")],
         "validation": {k: float(v) for k, v in trainer.callback_metrics.items()},
     }

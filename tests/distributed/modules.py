@@ -147,6 +147,14 @@ class Gan(LightningModule):
         return [torch.optim.SGD(part.parameters(), lr=self.lr) for part in (self.generator, self.discriminator)]
 
 
+class Forgetful(Gan):
+    """As the Gan, but it forgot to say that it optimizes by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = True
+
+
 def samples(kind: str, count: int, seed: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     if kind == "images":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwise.compose import compose
+from shardwise.compose import ROOT, compose
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.trainer import build_module
 from tests.distributed import modules
@@ -158,3 +160,24 @@ def test_validation_is_the_same_on_one_rank_and_two(runs: dict[int, Any], module
         for key, cell in runs[RANKS].items():
             if key[0] == module and key[2] == precision:
                 assert cell["validation"]["validation/loss"] == pytest.approx(one, rel=bound), key
+
+
+def test_the_rate_in_the_log_is_the_one_that_the_step_was_made_with(runs: dict[int, Any]) -> None:
+    for (module, strategy, _), cell in runs[RANKS].items():
+        if module == "ConvNet":
+            assert cell["rates"] == pytest.approx([0.1, 0.1, 0.05, 0.05]), strategy
+
+
+def test_a_mistake_that_only_a_rank_sees_is_one_message_and_leaves_no_folder(tmp_path: Path) -> None:
+    words = [
+        "recipe=custom", "module._target_=tests.distributed.modules.Forgetful", "accelerator=cpu", "name=run",
+        "data._target_=tests.distributed.modules.Samples", "data.kind=pairs", "data.batch_size=4",
+        "micro_batch_size=4", "global_batch_size=4", f"runs_dir={tmp_path}", "strategy=fsdp",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "train.py", *words], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert "Forgetful has 2 optimizers, and automatic optimization steps one" in done.stderr
+    assert not (tmp_path / "run").exists()
