@@ -111,8 +111,9 @@ def start(job: Job, plan: Plan, single: bool) -> int:
             ) from None
         print(headline(plan), flush=True)
     code = launch(plan, in_process=single)
-    if code == 2 and fresh and os.environ.get("RANK", "0") == "0" and not (run_dir / "checkpoints").exists():
-        shutil.rmtree(run_dir, ignore_errors=True)  # a mistake that only a rank could see: the name stays free
+    records = {stage_file(name, plan.stage) for name in ("config.yaml", "plan.json", "environment.json")}
+    if code == 2 and fresh and os.environ.get("RANK", "0") == "0" and {p.name for p in run_dir.glob("*")} <= records:
+        shutil.rmtree(run_dir, ignore_errors=True)  # a mistake seen before the first step: the name stays free
     return code
 
 

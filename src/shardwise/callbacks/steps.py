@@ -48,19 +48,16 @@ class StepLog(Callback):
     ) -> None:
         if (batch_idx + 1) % self.plan.accumulate_grad_batches:
             return
-        assert isinstance(trainer.strategy, PlannedStrategy)
-        if trainer.strategy.planned_precision.skipped:  # no step: the row of the one before stands
-            return
         step = trainer.global_step
+        if step == self._last_step:  # skipped: the row of the one before stands
+            return
+        self._last_step = step
         self.steps += 1
         if self.bar is not None:
             self.bar.n = step
             self.bar.update(0)
         if self.plan.compile != "none":
             self._count_graphs(trainer)
-        if step == self._last_step:  # skipped: nothing new to say of it
-            return
-        self._last_step = step
         if self.plan.logs(step):
             self._log(trainer, pl_module, step)
 

@@ -93,9 +93,8 @@ class TrainLoader:
             return [None] * len(window)
         weights = [self.loss_weight(batch) for batch in window]
         self.weights += sum(weights)
-        total = torch.full(
-            (), sum(weights), dtype=torch.float64, device=self.device
-        )  # a tensor() would wait for the copy
+        # torch.tensor would wait for the copy
+        total = torch.full((), sum(weights), dtype=torch.float64, device=self.device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(total)
         # The strategy averages over ranks and Lightning over micro-batches: both divisors are put back.

@@ -33,9 +33,8 @@ from shardwise.plan import Plan
 from shardwise.precision import LOSS_SCALE, PlannedPrecision, dtype_of
 from shardwise.strategies.common import PlannedStrategy
 
-_BUCKET = (
-    25_000_000  # elements reduced or gathered at a time: DDP's 25 MiB would be many small ones, the default is 2 GB
-)
+# Elements reduced or gathered at a time: DDP's 25 MiB would be many small ones, DeepSpeed's default takes 2 GB.
+_BUCKET = 25_000_000
 
 
 class ZeroStrategy(PlannedStrategy, DDPStrategy):
