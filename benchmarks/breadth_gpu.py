@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +104,6 @@ class _Tokens(Dataset[dict[str, torch.Tensor]]):
 class Timer(Callback):
     """Seconds a step, between two synchronisations; peak memory of the whole run."""
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self.peak_before_training = _peak()
-
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx + 1 == WARM_UP * ACCUMULATE:
             _synchronize()
@@ -123,9 +121,12 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _peak() -> dict[str, float]:
+def _peak(*, anew: bool = False) -> dict[str, float]:
     if not torch.cuda.is_available():
         return {}
+    if anew:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     return {
         "peak_allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
         "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
@@ -224,10 +225,10 @@ def run_cells(folder: Path, ranks: int, cells: list[tuple[str, str, str, str]], 
         set_matmul_mode(plan.precision)
         dist.barrier()
         row: dict[str, Any] = {"who": who, "model": model, "strategy": strategy, "precision": precision}
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
+        before = _peak(anew=True)
         try:
             row |= ours(plan) if who == "shardwise" else stock(plan, strategy)
+            row |= {name: row[name] - held for name, held in before.items()}  # DeepSpeed leaves memory behind
         except Exception as error:
             traceback.print_exc()
             row["error"] = f"{type(error).__name__}: {error}"[:500]
@@ -235,8 +236,6 @@ def run_cells(folder: Path, ranks: int, cells: list[tuple[str, str, str, str]], 
             with (folder / "rows.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
 
 def overflow(folder: Path, ranks: int, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -284,8 +283,8 @@ def overflow(folder: Path, ranks: int, options: dict[str, Any]) -> list[dict[str
     return rows
 
 
-def measure(ranks: int, options: dict[str, Any], folder: Path, commit: str | None) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def measure(ranks: int, options: dict[str, Any], folder: Path, commit: str | None) -> Iterator[list[dict[str, Any]]]:
+    """The rows of one model and one contender at a time."""
     for model in options["models"]:
         for who in ("shardwise", "stock Lightning"):
             cells = [
@@ -307,7 +306,7 @@ def measure(ranks: int, options: dict[str, Any], folder: Path, commit: str | Non
                 print(f"{who} {model}: {str(error)[-2000:]}", flush=True)
             file = place / "rows.jsonl"
             new = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-            done = {(r["who"], r["model"], r["strategy"], r["precision"]) for r in new}
+            done = set(map(cell_of, new))
             new += [
                 dict(zip(("who", "model", "strategy", "precision"), cell, strict=True)) | {"error": "did not end"}
                 for cell in cells
@@ -319,8 +318,7 @@ def measure(ranks: int, options: dict[str, Any], folder: Path, commit: str | Non
                     f"{k} {v:.2f}" for k, v in row.items() if k.startswith("peak")
                 )
                 print(f"{ranks} ranks  {who}  {model}  {row['strategy']}  {row['precision']}: {told}", flush=True)
-            rows += new
-    return rows
+            yield new
 
 
 def main() -> None:
@@ -364,11 +362,15 @@ def main() -> None:
                           f"finite {row['finite']}, {row['windows']}", flush=True)  # fmt: skip
             except AssertionError as error:
                 print(f"overflow: {str(error)[-2000:]}", flush=True)
-            cells = measure(number, options, Path(name), environment["commit"])
-            again = {(c["who"], c["model"], c["strategy"], c["precision"]) for c in cells}
-            kept = [c for c in before["cells"] if (c["who"], c["model"], c["strategy"], c["precision"]) not in again]
-            result["cells"] = kept + cells
-            path.write_text(json.dumps(result, indent=1) + "\n")
+            result["cells"] = before["cells"]
+            for cells in measure(number, options, Path(name), environment["commit"]):
+                again = set(map(cell_of, cells))
+                result["cells"] = [c for c in result["cells"] if cell_of(c) not in again] + cells
+                path.write_text(json.dumps(result, indent=1) + "\n")  # at once: what is cut short keeps what it has
+
+
+def cell_of(row: dict[str, Any]) -> tuple[str, ...]:
+    return row["who"], row["model"], row["strategy"], row["precision"]
 
 
 if __name__ == "__main__":

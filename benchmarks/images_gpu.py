@@ -29,7 +29,6 @@ import tarfile
 import tempfile
 import time
 import traceback
-import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -71,7 +70,6 @@ from torch import Tensor, nn  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
-from recipes.image_classification.module import ImageClassifier  # noqa: E402
 from shardwise.compose import compose  # noqa: E402
 from shardwise.data.loaders import TrainLoader  # noqa: E402
 from shardwise.environment import describe_environment  # noqa: E402
@@ -288,29 +286,6 @@ def plain_loop(
             step()
         wait_for(device)
     return result | {"profile": profile_summary(trace, size.profiled)}
-
-
-def normalisation(plan: Plan, device: torch.device, size: Size) -> dict[str, Any]:
-    """What the recipe does to a batch on the device before the model sees it, alone."""
-    batch = resident_batch(plan, device)
-    recipe = types.SimpleNamespace(
-        augment=None, trainer=types.SimpleNamespace(training=True), seed=0, current_epoch=0, mixup_table=None,
-        channels_last=plan.module["channels_last"], model=nn.Linear(1, 1),
-        mean=torch.tensor(plan.data["mean"], device=device)[:, None, None],
-        std=torch.tensor(plan.data["std"], device=device)[:, None, None],
-    )  # fmt: skip
-
-    def step() -> None:
-        ImageClassifier.on_after_batch_transfer(recipe, batch, 0)  # type: ignore[arg-type]
-
-    for _ in range(3):
-        step()
-    wait_for(device)
-    started = time.perf_counter()
-    for _ in range(size.timed):
-        step()
-    wait_for(device)
-    return {"ms_per_step": (time.perf_counter() - started) / size.timed * 1e3, "peak_memory_gib": peak_gib(device)}
 
 
 # The Trainer's path
@@ -616,8 +591,6 @@ def training_section(report: Report, name: str, size: Size, arguments: argparse.
     if "module.channels_last=true" in MODELS[name]:
         plain("compiled, weights channels_last too", compiled=True, weights_channels_last=True)
     plain("eager", compiled=False)
-    plan, _ = plan_of("none", "normalisation")
-    report.part(name, "normalisation alone", lambda: normalisation(plan, device, size))
 
     for compiled, resident in (("model", False), ("model", True), ("layer", False), ("none", False), ("none", True)):
         label = f"trainer, compile={compiled}" + (", batch on the device" if resident else "")

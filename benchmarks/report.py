@@ -183,19 +183,6 @@ def images_section(result: dict[str, Any]) -> list[str]:
                 memory = "" if row["peak_memory_gib"] is None else row["peak_memory_gib"]
                 lines.append(f"| {name} | {what} | {row['images_per_second']:,.0f} | {said} | {memory} |")
     lines.append("")
-    for model, rows in result["sections"].items():
-        if rows.get("trainer, compile=model", {}).get("ratio_to_plain", 0) > 1.5:
-            lines += [
-                f"{model}: the ratio says nothing. In the plain loop the attention ran in fp32, autocast or not (see "
-                "the profile in the data), for a reason that has not been found.",
-                "",
-            ]
-    for model, rows in result["sections"].items():
-        if (row := rows.get("normalisation alone", {})).get("ok"):
-            lines += [
-                f"{model}: from uint8 to normalised floats on the device takes {row['ms_per_step']:.2f} ms a step.",
-                "",
-            ]
     jpeg = result["sections"].get("jpeg", {})
     if jpeg.get("skipped"):
         lines += [f"**JPEGs**: not measured, {jpeg['skipped']}.", ""]

@@ -178,9 +178,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D], in the dtype of x and the weights."""
-        # Weights and input arrive in the compute dtype. Autocast would carry every norm through fp32 and back;
+        # Where weights and input arrive in 16 bits, autocast would carry every norm through fp32 and back;
         # F.layer_norm takes its statistics in fp32 in any case.
-        with no_autocast(x):
+        with no_autocast_in_16_bits(self.norm1.weight):
             x = x + self.attn(self.norm1(x))
             out: Tensor = x + self.mlp(self.norm2(x))
             return out
@@ -252,6 +252,7 @@ def shortcut(in_channels: int, channels: int, stride: int) -> nn.Module:
     return nn.Sequential(conv(in_channels, channels, 1, stride), nn.BatchNorm2d(channels))
 
 
-def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Autocast off on x's device; the meta device has none to turn off."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+def no_autocast_in_16_bits(weight: Tensor) -> AbstractContextManager[Any]:
+    """Autocast off where `weight` is in 16 bits; over fp32 weights it is what makes the layers compute in fewer."""
+    is_off = weight.itemsize == 2 and not weight.is_meta
+    return torch.autocast(weight.device.type, enabled=False) if is_off else nullcontext()

@@ -105,9 +105,9 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D], in the dtype of x and the weights."""
-        # Weights and input arrive in the compute dtype. Autocast would carry every norm through fp32 and back, and
-        # the residual stream with it; F.rms_norm takes its statistics in fp32 in any case.
-        with no_autocast(x):
+        # Where weights and input arrive in 16 bits, autocast would carry every norm through fp32 and back, and the
+        # residual stream with it; F.rms_norm takes its statistics in fp32 in any case.
+        with no_autocast_in_16_bits(self.ffn_norm.weight):
             x = x + self.attention(self.attention_norm(x))
             out: Tensor = x + self.feed_forward(self.ffn_norm(x))
             return out
@@ -165,7 +165,7 @@ class Transformer(nn.Module):
         x: Tensor = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        with no_autocast(x):  # as in the blocks
+        with no_autocast_in_16_bits(self.norm.weight):  # as in the blocks
             hidden: Tensor = self.norm(x)
             return hidden
 
@@ -196,9 +196,10 @@ class Transformer(nn.Module):
         return 6 * self._matmul_parameters + 12 * self.n_layers * self.dim * sequence_length / 2
 
 
-def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Autocast off on x's device; the meta device has none to turn off."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+def no_autocast_in_16_bits(weight: Tensor) -> AbstractContextManager[Any]:
+    """Autocast off where `weight` is in 16 bits; over fp32 weights it is what makes the layers compute in fewer."""
+    is_off = weight.itemsize == 2 and not weight.is_meta
+    return torch.autocast(weight.device.type, enabled=False) if is_off else nullcontext()
 
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: Mapping[str, float] | None) -> Tensor:

@@ -185,6 +185,15 @@ def test_autocast_does_not_reach_the_blocks() -> None:
     torch.testing.assert_close(inside, model.blocks[0](x), rtol=0, atol=0)
 
 
+def test_over_fp32_weights_autocast_reaches_the_blocks() -> None:
+    block, seen = classifier(vit()).model.blocks[0], []
+    for layer in (block.attn.qkv, block.attn.proj, block.mlp.fc2):
+        layer.register_forward_hook(lambda layer, args, out: seen.append(out.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        block(torch.randn(1, 17, 16))
+    assert seen == [torch.bfloat16] * 3
+
+
 # Augmentation
 
 

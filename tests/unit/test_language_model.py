@@ -120,6 +120,15 @@ def test_autocast_does_not_reach_the_blocks() -> None:
     torch.testing.assert_close(inside, block(x), rtol=0, atol=0)
 
 
+def test_over_fp32_weights_autocast_reaches_the_blocks() -> None:
+    block, seen = small().blocks[0], []
+    for layer in (block.attention.wq, block.attention.wo, block.feed_forward.w2):
+        layer.register_forward_hook(lambda layer, args, out: seen.append(out.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        block(torch.randn(1, 16, block.attention.wq.in_features))
+    assert seen == [torch.bfloat16] * 3
+
+
 def test_norm_is_rms_norm() -> None:
     model, caught = small(norm_eps=1e-2), {}
     nn.init.normal_(model.norm.weight)

@@ -14,9 +14,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 from torchmetrics import Metric
 
 from shardwise.data.loaders import EvaluationLoader, TrainLoader
@@ -44,6 +46,7 @@ class PlannedStrategy(ParallelStrategy):
         self._scale: Tensor | None = None
         self._losses: list[Tensor] = []
         self._training_step: Callable[..., Any] | None = None  # compiled, under compile=model
+        self._copies: torch.cuda.Stream | None = None  # where batches come to the device
         self.skipped_steps = 0  # of this process
         self.learning_rate = float("nan")  # of the last step's first parameter group
 
@@ -89,6 +92,32 @@ class PlannedStrategy(ParallelStrategy):
         loss_weight = getattr(module, "loss_weight", None) if module.automatic_optimization else None
         self.train_loader = TrainLoader(dataloader, self.plan, rank, self.root_device, loss_weight)  # type: ignore[arg-type]
         return self.train_loader
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        hosts = [module, *([data] if (data := getattr(module.trainer, "datamodule", None)) else [])]
+        own_way = any(is_overridden("transfer_batch_to_device", host) for host in hosts)
+        if self.root_device.type == "cuda" and not own_way:
+            batch = self._copied_beside(batch)  # what is on the device already stays as it is in the next line
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _copied_beside(self, batch: Any) -> Any:
+        """The tensors of a batch, copied to the device while it still works on the step before."""
+        self._copies = self._copies or torch.cuda.Stream(self.root_device)  # type: ignore[no-untyped-call]
+        computing = torch.cuda.current_stream(self.root_device)
+
+        def copy(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.is_cuda:
+                return leaf
+            leaf = leaf.to(self.root_device, non_blocking=True)
+            leaf.record_stream(computing)
+            return leaf
+
+        with torch.cuda.stream(self._copies):
+            batch = tree_map(copy, batch)
+        computing.wait_stream(self._copies)
+        return batch
 
     def teardown(self) -> None:
         module = self.lightning_module
