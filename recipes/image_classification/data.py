@@ -27,7 +27,7 @@ from shardwise.data.order import permute
 from shardwise.errors import ConfigError, DataError
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
-INDEX_VERSION = 1
+INDEX_VERSION = 2
 # What Pillow raises for a file that is not an image, is cut short or would be larger than memory.
 UNDECODABLE = (OSError, SyntaxError, ValueError, EOFError, ArithmeticError, LookupError, Image.DecompressionBombError)
 
@@ -148,7 +148,10 @@ class Digits(ImageData):
 
     def make_split(self, split: str) -> Dataset[Sample]:
         # Here, since it takes a second that other data need not spend.
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+        try:
+            from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+        except ImportError as error:
+            raise ConfigError(f"data=digits needs scikit-learn ({error}): pip install -r requirements.txt") from None
 
         digits = load_digits()
         total = len(digits.images)
@@ -465,6 +468,14 @@ def read_tar_index(shard: Path) -> TarIndex:
                 if not text.strip().isdigit():
                     raise ConfigError(f"{shard}: {member.name} holds {text[:20]!r}: must be a class's number")
                 labels[name] = int(text)
+            end = tar.offset
+        with shard.open("rb") as opened:
+            opened.seek(end)
+            if opened.read(512).strip(b"\0") or shard.stat().st_size < end + 512:
+                raise ConfigError(
+                    f"{shard} has {shard.stat().st_size} bytes, {len(images)} images and no end mark of a tar: the "
+                    f"shard is cut short; copy or pack it again"
+                )
     except (tarfile.TarError, OSError) as error:
         raise ConfigError(f"{shard} cannot be read as an uncompressed tar: {error}; copy or pack it again") from None
     if odd := sorted(images.keys() ^ labels.keys()):
@@ -472,13 +483,6 @@ def read_tar_index(shard: Path) -> TarIndex:
         raise ConfigError(f"{shard}: sample {odd[0].removeprefix('/')} has {has} and no {lacks}: it needs both")
     if not images:
         raise ConfigError(f"{shard} has 0 samples: a sample is key.jpg (or jpeg, png) and key.cls")
-    size = shard.stat().st_size
-    for member in images.values():
-        if member.offset_data + member.size > size:
-            raise ConfigError(
-                f"{shard} has {size} bytes, and {member.name} ends at {member.offset_data + member.size}: the shard is "
-                f"cut short; copy or pack it again"
-            )
     return {
         "names": np.array([os.fsencode(member.name) for member in images.values()]),
         "offsets": np.array([member.offset_data for member in images.values()], dtype=np.int64),
@@ -492,9 +496,18 @@ def decode(content: bytes, mode: str, size: int) -> Tensor:
     with warnings.catch_warnings(), Image.open(io.BytesIO(content)) as image:
         warnings.simplefilter("ignore")  # about metadata that is not used
         image.draft(mode, (size, size))  # a JPEG is decoded at the smallest scale that is large enough
-        fitted = ImageOps.fit(image.convert(mode), (size, size), Image.Resampling.BILINEAR)
+        fitted = ImageOps.fit(in_8_bits(image).convert(mode), (size, size), Image.Resampling.BILINEAR)
     pixels = torch.from_numpy(np.array(fitted))
     return pixels[None] if mode == "L" else pixels.permute(2, 0, 1).contiguous()
+
+
+def in_8_bits(image: Image.Image) -> Image.Image:
+    """Pillow would cut off what is above 255."""
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode}, whose range is not known")
+    return image
 
 
 def skips(on_undecodable: str) -> bool:

@@ -125,6 +125,12 @@ def one_optimizer(module: LightningModule) -> Callable[[], Any]:
                 f"{type(module).__name__} has {len(optimizers)} optimizers, and automatic optimization steps one: set "
                 f"self.automatic_optimization = False and step them in training_step, or give one with several groups"
             )
+        for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ConfigError(
+                    f"{type(module).__name__} uses LBFGS, which asks for the loss several times a step: set "
+                    f"self.automatic_optimization = False and step it in training_step, or use another optimizer"
+                )
         return made
 
     return configure

@@ -99,6 +99,72 @@ class Layer(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
+class Named(Layer):
+    def forward(self, *, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+class Bare(LightningModule):
+    """Layers and nothing around them: the first takes the batch, without gradient, the last their input by name."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.lr = lr
+        self.layers, self.last = nn.Sequential(Layer(6), Layer(6)), nn.ModuleList([Named(6), Named(6)])
+
+    def loss(self, real: Tensor) -> Tensor:
+        x = self.layers(real)
+        for layer in self.last:
+            x = layer(x=x)
+        return F.mse_loss(x.float(), real.flip(1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch[0])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("validation/loss", self.loss(batch[0]).double(), sync_dist=True, batch_size=len(batch[0]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+class Clips(Bare):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(*args, gradient_clip_val=0.01)
+
+
+class Watches(Bare):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            p.grad = None
+
+
+class Factored(Bare):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=self.lr)
+
+
+class Searches(Bare):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Penalized(Bare):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch[0]) + 0.1 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+class Silent(Bare):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        return None
+
+
+class Idle(Bare):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(6, 6)
+
+
 def network(inputs: int, outputs: int, width: int = 12) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, width), Layer(width), Layer(width), nn.Linear(width, outputs))
 

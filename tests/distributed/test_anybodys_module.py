@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.compose import ROOT, compose
+from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.trainer import build_module
 from tests.distributed import modules
@@ -22,7 +23,18 @@ from tests.reference import update_deviation
 
 STEPS, MICRO, RANKS = 4, 4, 2
 STRATEGIES = ["ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3"]
-KINDS = {"ConvNet": "images", "CausalLM": "tokens", "Gan": "pairs"}
+KINDS = {"ConvNet": "images", "CausalLM": "tokens", "Gan": "pairs", "Bare": "pairs"}
+# Module, strategy and what the refusal says
+REFUSED = [
+    ("Clips", "zero1", "Clips has its own configure_gradient_clipping, and under zero1 gradients are in DeepSpeed's"),
+    ("Watches", "zero2", "Watches has its own on_before_optimizer_step, and under zero2 gradients"),
+    ("Factored", "zero3", "Adafactor is not known to treat every weight by itself"),
+    ("Searches", "ddp", "Searches uses LBFGS, which asks for the loss several times a step"),
+    ("Penalized", "fsdp", "Penalized.training_step computes with weights outside the layers that own them"),
+    ("Penalized", "zero3", "Penalized.training_step computes with weights outside the layers that own them"),
+    ("Silent", "fsdp", "Silent.training_step returned None"),
+    ("Idle", "ddp", "Idle has parameters that took no part in the loss: give strategy.find_unused_parameters=true"),
+]
 
 
 def plan_for(run_dir: Path, module: str, ranks: int, *words: str) -> Plan:
@@ -30,7 +42,7 @@ def plan_for(run_dir: Path, module: str, ranks: int, *words: str) -> Plan:
     accumulate = 1 if module == "Gan" else 2
     argv = [
         "recipe=custom", f"module._target_=tests.distributed.modules.{module}",
-        "data._target_=tests.distributed.modules.Samples", f"+data.kind={KINDS[module]}",
+        "data._target_=tests.distributed.modules.Samples", f"+data.kind={KINDS.get(module, 'pairs')}",
         "+data.batch_size=${micro_batch_size}", f"runs_dir={run_dir.parent}", f"name={run_dir.name}", "accelerator=cpu",
         f"devices={ranks}", f"max_steps={STEPS}", f"micro_batch_size={MICRO * RANKS // ranks}",
         f"global_batch_size={MICRO * RANKS * accumulate}", "checkpoint=none",
@@ -51,7 +63,7 @@ def run_all(folder: Path, ranks: int) -> dict[tuple[str, str, str], dict[str, An
         for strategy in STRATEGIES if ranks > 1 else ["ddp"]:
             if module == "Gan" and strategy.startswith("zero"):
                 continue
-            for precision in ("fp32", "bf16"):
+            for precision in ("fp32", "bf16") if module != "Bare" else ("fp32",):
                 run_dir = folder / f"{module}-{strategy}-{precision}"
                 plan = plan_for(run_dir, module, ranks, *words_for(strategy), f"precision={precision}")
                 cells[module, strategy, precision] = fit(plan)
@@ -69,7 +81,7 @@ def reference(module: str, folder: Path) -> tuple[dict[str, Tensor], dict[str, T
     net: Any = build_module(plan_for(folder, module, RANKS))
     start = {name: p.detach().clone() for name, p in net.named_parameters()}
     data = modules.samples(KINDS[module], 40, 0)
-    step_of = {"ConvNet": conv_step, "CausalLM": text_step, "Gan": gan_step}[module]
+    step_of = {"ConvNet": conv_step, "CausalLM": text_step, "Gan": gan_step, "Bare": bare_step}[module]
     step_of(net, data)
     return start, {n: p.detach() for n, p in net.named_parameters()}, dict(net.named_buffers())
 
@@ -112,6 +124,16 @@ def text_step(net: Any, data: Any) -> None:
         optimizer.step()
 
 
+def bare_step(net: Any, data: Any) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=net.lr, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batches = micro_batches(data, step, 2)
+        for _, batch in batches:
+            (net.loss(batch[0]) / len(batches)).backward()
+        optimizer.step()
+
+
 def gan_step(net: Any, data: Any) -> None:
     makers, judges = (torch.optim.SGD(part.parameters(), lr=net.lr) for part in (net.generator, net.discriminator))
     for step in range(STEPS // 2):  # Lightning counts the steps of both optimizers
@@ -128,7 +150,7 @@ def gan_step(net: Any, data: Any) -> None:
 def test_every_strategy_equals_the_plain_loop(runs: dict[int, Any], tmp_path: Path, module: str) -> None:
     start, final, buffers = reference(module, tmp_path / "reference")
     cells = {key: cell for key, cell in runs[RANKS].items() if key[0] == module}
-    assert len(cells) == (6 if module == "Gan" else 12)
+    assert len(cells) == (6 if module in ("Gan", "Bare") else 12)
     for (_, strategy, precision), cell in cells.items():
         where = f"{module} under {strategy} in {precision}"
         trained = [name for name in start if not torch.equal(start[name], final[name])]
@@ -152,7 +174,7 @@ def test_every_strategy_equals_the_plain_loop(runs: dict[int, Any], tmp_path: Pa
 
 @pytest.mark.parametrize("module", KINDS)
 def test_validation_is_the_same_on_one_rank_and_two(runs: dict[int, Any], module: str) -> None:
-    for precision, bound in (("fp32", 1e-5), ("bf16", 2e-2)):
+    for precision, bound in (("fp32", 1e-5), ("bf16", 2e-2)) if module != "Bare" else (("fp32", 1e-5),):
         if module == "ConvNet":  # its running statistics are those of other micro-batches on one rank
             one = runs[RANKS][module, "ddp", "fp32"]["validation"]["validation/loss"]
         else:
@@ -166,6 +188,25 @@ def test_the_rate_in_the_log_is_the_one_that_the_step_was_made_with(runs: dict[i
     for (module, strategy, _), cell in runs[RANKS].items():
         if module == "ConvNet":
             assert cell["rates"] == pytest.approx([0.1, 0.1, 0.05, 0.05]), strategy
+
+
+def run_refused(folder: Path) -> list[str]:
+    """In each rank: what each of the refused says."""
+    said = []
+    for module, strategy, _ in REFUSED:
+        try:
+            fit(plan_for(folder / f"{module}-{strategy}", module, RANKS, *words_for(strategy)))
+        except ConfigError as error:
+            said.append(str(error))
+        else:
+            said.append("nothing")
+    return said
+
+
+def test_what_cannot_be_had_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    for said in spawn(RANKS, run_refused, tmp_path):
+        for (_, _, expected), message in zip(REFUSED, said, strict=True):
+            assert message.startswith(expected)
 
 
 def test_a_mistake_that_only_a_rank_sees_is_one_message_and_leaves_no_folder(tmp_path: Path) -> None:

@@ -137,6 +137,15 @@ def test_each_job_of_a_sweep_says_once_what_went_wrong(home: Path) -> None:
     assert total == f" 4 of 5 runs failed: {codes}\n"
 
 
+def test_a_refusal_in_mid_run_keeps_what_was_written_and_an_early_one_leaves_nothing(home: Path) -> None:
+    words = [*RECIPE, "max_steps=3", "validate_every_n_steps=2"]
+    late = check(run(home, *words, "checkpoint.monitor=nope", "name=late"), 2)
+    assert late.stderr.startswith("error: checkpoint.monitor=nope") and late.stderr.count("\n") == 1
+    assert sorted(metrics(home / "runs" / "late", "train/loss")) == [1, 2]
+    early = check(run(home, *words, "model.vocab_size=100", "name=early"), 2)
+    assert early.stderr.startswith("error: ") and not (home / "runs" / "early").exists()
+
+
 def test_torchrun_hears_of_a_mistake_once(home: Path) -> None:
     done = run(home, *OWN[:-1], "+data.rank_1=is_odd", "name=odd", command=torchrun("--standalone"))
     assert done.returncode != 0 and "exitcode  : 2" in done.stderr

@@ -502,6 +502,19 @@ def test_decoding_keeps_the_middle_of_the_longer_side() -> None:
     assert decode(jpeg((9, 9, 9), (8, 20)), "RGB", 16).shape == (3, 16, 16)  # smaller than asked for
 
 
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_sixteen_bits_a_pixel_become_eight(mode: str) -> None:
+    deep = Image.fromarray(np.full((16, 16), 84 * 256 + 17, dtype=np.uint16))
+    content = io.BytesIO()
+    deep.save(content, "PNG")
+    assert Image.open(content).mode == "I;16"
+    assert decode(content.getvalue(), mode, 16).unique().tolist() == [84]
+    content = io.BytesIO()
+    Image.fromarray(np.full((16, 16), 0.5, dtype=np.float32)).save(content, "TIFF")
+    with pytest.raises(ValueError, match="mode F, whose range is not known"):
+        decode(content.getvalue(), mode, 16)
+
+
 def test_folders_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read .*none/train: No such file.*needs train/<class>/"):
         folder(tmp_path / "none").check()
@@ -656,9 +669,10 @@ def test_shards_that_are_missing_cut_short_or_no_tar_are_refused(
         shards(tmp_path).check()
     shard = write_tar(tmp_path / "train-0.tar", {"x.cls": b"1", "x.jpg": b"1" * 9000})
     whole = shard.read_bytes()
-    shard.write_bytes(whole[:5000])
-    with pytest.raises(ConfigError, match="cut short|unexpected end of data"):
-        shards(tmp_path).check()
+    for kept in (5000, 512 + 512 + 512 + 9216, 512 + 512 + 100):  # in an image, after one, in the head of one
+        shard.write_bytes(whole[:kept])
+        with pytest.raises(ConfigError, match="cut short|unexpected end of data"):
+            shards(tmp_path).check()
     shard.write_bytes(b"not a tar" * 1000)
     with pytest.raises(ConfigError, match="train-0.tar cannot be read as an uncompressed tar: .*; copy or pack"):
         shards(tmp_path).check()

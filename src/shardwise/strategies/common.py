@@ -54,6 +54,7 @@ class PlannedStrategy(ParallelStrategy):
 
     def _find_units(self, module: LightningModule) -> Units:
         self.units = find_units(module, self.plan.units)
+        self.module_name = type(module).__name__  # FSDP2 gives it another
         if not any(p.requires_grad for p in module.parameters()) and self.plan.stage == "fit":
             raise ConfigError(f"{type(module).__name__} has no parameter that needs a gradient: nothing can be trained")
         if self.is_global_zero:
@@ -151,7 +152,7 @@ class PlannedStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         if loss is None and self.lightning_module.automatic_optimization:
             raise ConfigError(
-                f"{type(self.lightning_module).__name__}.training_step returned None: every micro-batch needs a loss, "
+                f"{self.module_name}.training_step returned None: every micro-batch needs a loss, "
                 f"since the others of its step are weighed with it; return a loss of zero that depends on the weights"
             )
         return loss
@@ -192,10 +193,19 @@ class PlannedStrategy(ParallelStrategy):
             raise ConfigError(
                 f"training_step returned a loss of shape {tuple(closure_loss.shape)}: it must be a scalar"
             )
+        if isinstance(closure_loss, DTensor):
+            raise self._weights_are_sharded()
         if self._scale is not None:
             closure_loss = closure_loss * self._scale.to(closure_loss.dtype)
         self._losses.append(closure_loss.detach())
         return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _weights_are_sharded(self) -> ConfigError:
+        return ConfigError(
+            f"{self.module_name}.training_step computes with weights outside the layers that own them, a penalty on "
+            f"them, say: under {self.plan.strategy.name} each rank holds a shard there; use weight_decay, or "
+            f"strategy=ddp, zero1 or zero2"
+        )
 
     def step_loss(self) -> float:
         """The last step's loss: the mean over its global batch, as it was differentiated. Collective; waits."""

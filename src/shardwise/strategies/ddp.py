@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from shardwise.errors import ConfigError
 from shardwise.initialize import Materializer, broadcast_from_rank_zero
 from shardwise.plan import Plan
 from shardwise.precision import Places, compute_in, dtype_of, owners, parameters_as
@@ -80,6 +81,17 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
                 return method(*args, **kwargs)
 
         return run
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().training_step(*args, **kwargs)
+        except RuntimeError as error:
+            if "find_unused_parameters" not in str(error):
+                raise
+            raise ConfigError(
+                f"{self.module_name} has parameters that took no part in the loss: give "
+                f"strategy.find_unused_parameters=true, or leave them out of the module"
+            ) from None
 
     def configure_ddp(self) -> None:
         if self.world_size > 1:

@@ -24,7 +24,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
@@ -35,6 +36,13 @@ from shardwise.strategies.common import PlannedStrategy
 
 # Elements reduced or gathered at a time: DDP's 25 MiB would be many small ones, DeepSpeed's default takes 2 GB.
 _BUCKET = 25_000_000
+
+
+# What a module may do to gradients before a step
+_GRADIENT_HOOKS = ("backward", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+
+_ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad,
+                optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD)  # fmt: skip
 
 
 class ZeroStrategy(PlannedStrategy, DDPStrategy):
@@ -72,13 +80,16 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                 f"{self.plan.strategy.name} cannot: DeepSpeed's engine owns one optimizer and its step; use "
                 f"strategy=ddp or fsdp"
             )
-        self.model, self.engine_optimizer, _, _ = deepspeed.initialize(
-            model=module,
-            model_parameters=[p for p in module.parameters() if p.requires_grad] if training else [],
-            optimizer=optimizers[0] if training else None,
-            config=config,
-            dist_init_required=False,
-        )
+        if training:
+            self._check_own_ways(module, optimizers[0])
+        with _reduced_one_by_one():
+            self.model, self.engine_optimizer, _, _ = deepspeed.initialize(
+                model=module,
+                model_parameters=[p for p in module.parameters() if p.requires_grad] if training else [],
+                optimizer=optimizers[0] if training else None,
+                config=config,
+                dist_init_required=False,
+            )
         if training:
             self.optimizers = [self.engine_optimizer]
             for name, start, part in self._parts() if self._initial else ():
@@ -86,6 +97,22 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                 part.copy_(values[start - before : start - before + part.numel()])
             self._initial = {}
         self.barrier()
+
+    def _check_own_ways(self, module: LightningModule, optimizer: Optimizer) -> None:
+        """Refuses what would run elsewhere and be passed over, or give other numbers, here."""
+        name = self.plan.strategy.name
+        if hooks := [hook for hook in _GRADIENT_HOOKS if is_overridden(hook, module)]:
+            raise ConfigError(
+                f"{self.module_name} has its own {', '.join(hooks)}, and under {name} gradients are in DeepSpeed's "
+                f"hands, out of reach: leave it out, or use strategy=ddp or fsdp"
+            )
+        elementwise = isinstance(optimizer, _ELEMENTWISE) or type(optimizer).__module__.startswith("deepspeed.")
+        if not elementwise and not getattr(optimizer, "is_elementwise", False):
+            raise ConfigError(
+                f"{type(optimizer).__name__} is not known to treat every weight by itself, and DeepSpeed gives it flat "
+                f"pieces without rows or columns: use AdamW or SGD, strategy=ddp, or, if it does, set is_elementwise = "
+                f"True on it"
+            )
 
     def _make(self, deepspeed: Any, module: LightningModule, config: dict[str, Any]) -> None:
         """The parameters, initialised as everywhere. ZeRO-3 keeps a shard of each unit before the next is made."""
@@ -280,7 +307,12 @@ class ZeroPrecision(PlannedPrecision):
 
     def backward(self, tensor: Tensor, model: LightningModule, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         self._engine = model.trainer.strategy.model
-        self._engine.backward(tensor, *args[1:], scale_wrt_gas=False, **kwargs)  # Lightning has divided already
+        try:
+            self._engine.backward(tensor, *args[1:], scale_wrt_gas=False, **kwargs)  # Lightning has divided already
+        except RuntimeError as error:
+            if "invalid gradient" in str(error) and "got [0]" in str(error):  # of a weight that is not there
+                raise model.trainer.strategy._weights_are_sharded() from None  # type: ignore[attr-defined]
+            raise
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -307,6 +339,19 @@ def _shapes_shown(module: LightningModule) -> Iterator[None]:
     yield
     for p, data in hidden:
         p.data = data
+
+
+@contextmanager
+def _reduced_one_by_one() -> Iterator[None]:
+    """ZeRO-3 would reduce a leaf's gradients together, when that of its inputs is there: too early if these need none.
+    Engines that are made inside reduce each gradient when it is there, as those of other layers."""
+    from deepspeed.runtime.zero import stage3
+
+    kept, stage3.z3_leaf_parameter = stage3.z3_leaf_parameter, lambda parameter: False
+    try:
+        yield
+    finally:
+        stage3.z3_leaf_parameter = kept
 
 
 def import_deepspeed(plan: Plan) -> Any:
