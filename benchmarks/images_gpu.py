@@ -529,8 +529,10 @@ def decoding_alone(plan: Plan, size: Size, fill: int) -> dict[str, Any]:
 class Report:
     """The result file, written after every part."""
 
-    def __init__(self, path: Path, head: dict[str, Any], limit_seconds: int, device: torch.device) -> None:
-        self.path, self.limit_seconds, self.device = path, limit_seconds, device
+    def __init__(
+        self, path: Path, head: dict[str, Any], limit_seconds: int, device: torch.device, commit: str | None
+    ) -> None:
+        self.path, self.limit_seconds, self.device, self.commit = path, limit_seconds, device, commit
         self.content = head
         with contextlib.suppress(OSError, ValueError, KeyError):
             earlier = json.loads(path.read_text())
@@ -552,6 +554,7 @@ class Report:
             text = "".join(traceback.format_exception(error))
             row = {"ok": False, **said, "error": f"{type(error).__name__}: {error}"[:500], "traceback": text[-4000:]}
             error.__traceback__ = None  # its frames hold tensors
+        row["commit"] = self.commit
         row["seconds"] = round(time.perf_counter() - started, 1)
         self.begin(section)[name] = row
         self.write()
@@ -654,7 +657,8 @@ def main() -> None:
     environment = describe_environment()
     gpu = environment["gpus"][0] if arguments.accelerator == "cuda" else "cpu"
     del environment["hostname"]
-    environment["commit"] = arguments.commit or environment["commit"]
+    commit = arguments.commit or environment.pop("commit")
+    environment.pop("commit", None)
     environment["packages"]["pillow"] = importlib.metadata.version("pillow") if PILLOW else None
     environment |= {"cpus": os.cpu_count(), "shared_memory_gib": shared_memory_gib()}
     device = torch.device("cuda", 0) if arguments.accelerator == "cuda" else torch.device("cpu")
@@ -674,7 +678,7 @@ def main() -> None:
         "sections": {},
     }
     file = re.sub(r"[^a-z0-9]+", "-", gpu.lower())
-    report = Report(arguments.out / f"images-{file}.json", head, size.limit_seconds, device)
+    report = Report(arguments.out / f"images-{file}.json", head, size.limit_seconds, device, commit)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plan = resolve([*COMMON, "data=synthetic_images", *size.overrides("vit_b16", True), "max_steps=1"],

@@ -47,8 +47,8 @@ def breadth_section(result: dict[str, Any]) -> list[str]:
         f"{', '.join(commits)}. `{result['command']}`",
         "",
         "Stock differs where it must: its FSDPStrategy refuses to clip, its 16-bit DDP refuses to clip before a fused "
-        "optimizer and got an unfused one, and its DeepSpeed reduces in 16 bits. Several cells ran in one process, and "
-        "DeepSpeed leaves memory behind: rows under zero* hold some of the cells before them, ours and stock's alike.",
+        "optimizer and got an unfused one, and its DeepSpeed reduces in 16 bits. Several cells ran in one process: what "
+        "was allocated when a cell began is taken off its peak.",
         "",
     ]
     for model in settings["models"]:
@@ -155,12 +155,14 @@ def images_section(result: dict[str, Any]) -> list[str]:
     """Speed on images: what each part reached, what failed, and how much of the time the device waited for JPEGs."""
     environment, size = result["environment"], result["size"]
     packages = environment["packages"]
+    rows_of_all = [row for rows in result["sections"].values() for row in rows.values() if isinstance(row, dict)]
+    commits = sorted({str(row["commit"])[:10] for row in rows_of_all})
     lines = [
         f"## Images on 1 × {(environment['gpus'] or ['CPU'])[0]}",
         "",
         f"torch {packages['torch']}, Lightning {packages['lightning']}, Pillow {packages['pillow'] or 'missing'}, "
-        f"Python {environment['python']}, {environment['cpus']} CPU cores, commit "
-        f"{(environment['commit'] or 'unknown')[:10]}. `{result['command']}`",
+        f"Python {environment['python']}, {environment['cpus']} CPU cores, commits {', '.join(commits)}. "
+        f"`{result['command']}`",
         "",
         f"**Speed**: {size['batch']} images of {size['image']}×{size['image']} a step, bf16, {size['timed']} steps "
         "after the warm-up. *plain* is a loop written by hand over one normalised batch on the device: autocast, fused "
