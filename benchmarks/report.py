@@ -47,7 +47,7 @@ def breadth_section(result: dict[str, Any]) -> list[str]:
         f"{', '.join(commits)}. `{result['command']}`",
         "",
         "Stock differs where it must: its FSDPStrategy refuses to clip, its 16-bit DDP refuses to clip before a fused "
-        "optimizer and got an unfused one, and its DeepSpeed reduces in 16 bits. Several cells ran in one process: what "
+        "optimizer and got an unfused one, and its DeepSpeed reduces in 16 bits. Cells shared processes: what "
         "was allocated when a cell began is taken off its peak.",
         "",
     ]

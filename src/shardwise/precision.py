@@ -184,6 +184,15 @@ class PlannedPrecision(LightningPrecision):
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict)
 
+    def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
+        """One rule for a weight that took no part in a step: its gradient is zero. Left at None, who steps it and who
+        does not would depend on the strategy: momentum and weight decay would go on under some."""
+        if model.automatic_optimization:
+            for parameter in self.main_params(optimizer):
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        super()._after_closure(model, optimizer)
+
     def _clip_gradients(self, model: LightningModule | nn.Module, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         assert isinstance(model, LightningModule)
         step = model.trainer.global_step + 1

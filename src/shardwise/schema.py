@@ -96,6 +96,7 @@ class FsdpHybridConfig(FsdpConfig):
 @dataclass
 class Zero1Config:
     name: StrategyName = StrategyName.zero1
+    find_unused_parameters: bool = False
     offload_optimizer: bool = False
     timeout_minutes: float = 30.0
 

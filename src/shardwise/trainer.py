@@ -186,6 +186,8 @@ def build_trainer(plan: Plan, module: LightningModule) -> Trainer:
     )
     # Lightning's SIGTERM handler is a collective: a signal that reaches one rank only would hang it.
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    # And its loop would ask rank 0 for one in every micro-batch, which the host waits for.
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     # It would replace the batch sampler of a predict loader, whose order EvaluationLoader makes.
     trainer._data_connector._prepare_dataloader = lambda dataloader, shuffle, mode: dataloader  # type: ignore[method-assign]
     return trainer

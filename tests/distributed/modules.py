@@ -128,6 +128,33 @@ class Bare(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
 
+class Fork(Layer):
+    """A second weight, for some samples only."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.other = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, 0].detach() > 3.5
+        out = super().forward(x)
+        if chosen.any():
+            out = torch.where(chosen[:, None], self.other(out), out)
+        return out
+
+
+class Moody(Bare):
+    """Weights that take no part in some steps: on no rank, on one, or never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.Sequential(Fork(6), Fork(6)), nn.ModuleList()
+        self.spare = nn.Linear(3, 3)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, weight_decay=0.1)
+
+
 class Clips(Bare):
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
         self.clip_gradients(*args, gradient_clip_val=0.01)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -83,6 +84,9 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                 fresh: dict[str, Any] = {} if root is module else {"reshard_after_forward": True}
                 policy = mixed_precision_policy(precision, is_root=True)
                 fully_shard(root, mesh=self.device_mesh, mp_policy=policy, **fresh)
+        for layer in module.modules():
+            if isinstance(layer, FSDPModule) and (group := layer._get_fsdp_state()._fsdp_param_group):
+                _reduce_unused_as_zero(group)
         if not module.automatic_optimization:
             # FSDP2 notes the dtypes of what needs gradients when a layer first runs: before an optimizer is toggled.
             for root in self._roots(module):
@@ -119,3 +123,19 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     def full_parameters(self) -> dict[str, Tensor]:
         self._reshard()
         return super().full_parameters()
+
+
+def _reduce_unused_as_zero(group: Any) -> None:
+    """A weight that took no part on this rank has a zero gradient: left out, the ranks' reductions differ in size."""
+    post_backward = group.post_backward
+
+    def run(*args: Any) -> None:
+        for parameter in group.fsdp_params if group.reduce_grads else ():
+            weight = getattr(parameter, "_unsharded_param", None)  # none before the layer first ran
+            if weight is None or not weight.requires_grad or parameter.unsharded_accumulated_grad is not None:
+                continue
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        post_backward(*args)
+
+    group.post_backward = run

@@ -25,8 +25,9 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from shardwise.errors import ConfigError
 from shardwise.initialize import Materializer, broadcast_from_rank_zero
@@ -90,6 +91,17 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                 config=config,
                 dist_init_required=False,
             )
+        if training and self.plan.strategy.find_unused_parameters:
+            if self.plan.strategy.zero_stage < 3:
+                _touch(module, list(module.parameters()))
+            else:  # a layer's weights are there while it runs
+                units = [unit for _, unit in self.units.modules]
+                inside = {id(layer) for unit in units for layer in unit.modules()}
+                for unit in units:
+                    _touch(unit, list(unit.parameters()))
+                for layer in module.modules():
+                    if id(layer) not in inside:
+                        _touch(layer, list(layer.parameters(recurse=False)))
         if training:
             self.optimizers = [self.engine_optimizer]
             for name, start, part in self._parts() if self._initial else ():
@@ -339,6 +351,42 @@ def _shapes_shown(module: LightningModule) -> Iterator[None]:
     yield
     for p, data in hidden:
         p.data = data
+
+
+class _Zero(torch.autograd.Function):
+    """A zero that depends on every parameter. Made first, it is differentiated last: every gradient is there then."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.shapes = [p.shape for p in parameters]
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return tuple(torch.zeros_like(gradients[0]).expand(shape) for shape in ctx.shapes)
+
+
+def _touch(layer: nn.Module, parameters: list[nn.Parameter]) -> None:
+    """Let all of `parameters` take part whenever `layer` runs, in one order: DeepSpeed reduces gradients in the order
+    in which they come, and a rank on which one of them does not would add its neighbours to the wrong ones."""
+    parameters = [p for p in parameters if p.requires_grad]
+    if not parameters:
+        return
+    made: list[Tensor] = []
+
+    def before(layer: nn.Module, args: Any) -> None:
+        made[:] = [_Zero.apply(*parameters)] if torch.is_grad_enabled() else []  # type: ignore[no-untyped-call]
+
+    def after(layer: nn.Module, args: Any, out: Any) -> Any:
+        def add(leaf: Any) -> Any:
+            if made and isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad:
+                return leaf + made.pop().to(leaf.dtype)
+            return leaf
+
+        return tree_map(add, out)
+
+    layer.register_forward_pre_hook(before)
+    layer.register_forward_hook(after)
 
 
 @contextmanager
