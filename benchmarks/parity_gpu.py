@@ -27,6 +27,8 @@ import torch  # noqa: E402
 from shardwise.environment import describe_environment  # noqa: E402
 from shardwise.loggers import read_metrics  # noqa: E402
 from tests.distributed.processes import spawn  # noqa: E402
+from tests.distributed.test_anybodys_module import BOUNDS as MODULE_BOUNDS  # noqa: E402
+from tests.distributed.test_anybodys_module import KINDS, RANKS, deviations, run_all  # noqa: E402
 from tests.distributed.test_parity import BOUNDS, STEPS, STRATEGIES, reference, run_cells  # noqa: E402
 from tests.reference import update_deviation  # noqa: E402
 
@@ -52,6 +54,21 @@ def parity(ranks: int, accelerator: str, folder: Path) -> list[dict[str, Any]]:
                 "holds": worst <= BOUNDS[precision],
             }
         )
+    return rows
+
+
+def modules(ranks: int, accelerator: str, folder: Path) -> list[dict[str, Any]]:
+    """Modules of kinds that people bring (BatchNorm, Hugging Face, a GAN, unused weights), on two ranks."""
+    if ranks != RANKS:
+        return []
+    cells = spawn(ranks, run_all, folder / "modules", ranks, accelerator, timeout_seconds=400)[0]
+    rows = []
+    for module in KINDS:
+        own = {key: cell for key, cell in cells.items() if key[0] == module}
+        for (strategy, precision), (update, buffer) in deviations(module, own, folder / "reference").items():
+            bounds = MODULE_BOUNDS[precision]
+            rows.append({"module": module, "strategy": strategy, "precision": precision, "update": update,
+                         "buffer": buffer, "holds": update <= bounds[0] and buffer <= bounds[1]})  # fmt: skip
     return rows
 
 
@@ -117,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", help="comma-separated; default: 2 and all")
     parser.add_argument("--accelerator", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--sections", default="parity,curves,speed")
+    parser.add_argument("--sections", default="parity,modules,curves,speed")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--commit", help="of this code, where it was copied without its history")
     arguments = parser.parse_args()
@@ -144,11 +161,16 @@ def main() -> None:
                         for row in result["parity"]:
                             deviation = f"{row['largest_update_deviation']:.1e}  holds: {row['holds']}"
                             print(f"{number} ranks  {row['precision']}  {row['strategy']:<28}{deviation}", flush=True)
+                    case "modules":
+                        result["modules"] = modules(number, arguments.accelerator, folder)
+                        for row in result["modules"]:
+                            told = f"{row['update']:.1e}  {row['buffer']:.1e}  holds: {row['holds']}"
+                            print(f"{number} ranks  {row['module']:<9}{row['precision']}  {row['strategy']:<12}{told}")
                     case "curves":
                         result["curves"] = curves(number, arguments.accelerator, folder)
                     case "speed":
                         result["speed"] = speed(number, folder)
-                runs = {} if section == "parity" else result[section]
+                runs = {} if section in ("parity", "modules") else result[section]
                 for run, values in runs.items():
                     if values["exit_code"]:
                         print(f"{number} ranks  {run}: exit code {values['exit_code']}\n{values['stderr']}", flush=True)

@@ -120,6 +120,19 @@ def section(result: dict[str, Any]) -> list[str]:
             for r in rows
         ]
         lines.append("")
+    if rows := result.get("modules"):
+        lines += [
+            "**Modules of kinds that people bring** (tests/distributed/modules.py): after a few steps, the largest "
+            "deviation of an update, and of a buffer, from a plain loop in fp32.",
+            "",
+            "| module | strategy | precision | update | buffer |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {r['module']} | {r['strategy']} | {r['precision']} | {r['update']:.1e} | {r['buffer']:.1e} |"
+            for r in rows
+        ]
+        lines.append("")
     if runs := finished(result.get("curves")):
         steps = [100, 200]
         lines += [
