@@ -634,7 +634,7 @@ def jpeg_section(report: Report, size: Size, arguments: argparse.Namespace, fold
         record = dataclasses.asdict(plan) | {"run_dir": "runs/jpeg", "data": plan.data | {"directory": "shards"}}
         said = {"command": f"python train.py {' '.join(words)} data.directory=shards", "plan": record}
         result = through_trainer(plan, clock)
-        rows = report.content["sections"].get("resnet50", {})
+        rows = report.content["sections"]["resnet50"] if "resnet50" in arguments.sections else {}  # of this run
         plain = rows.get("plain, compiled", {}).get("images_per_second")
         ratio = result["images_per_second"] / plain if plain else None
         return said | result | {"ratio_to_plain": ratio, "warm_up_steps": clock.start}
