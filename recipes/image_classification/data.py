@@ -58,6 +58,8 @@ class ImageData(LightningDataModule):
         for name, value in (("num_classes", num_classes), ("image_size", image_size)):
             if value < 1:
                 raise ConfigError(f"data.{name}={value}: must be at least 1")
+        if num_workers < 0:
+            raise ConfigError(f"data.num_workers={num_workers}: must be at least 0")
         if channels not in (1, 3):
             raise ConfigError(f"data.channels={channels}: must be 3 (RGB) or 1 (grey)")
         self.num_classes, self.channels, self.image_size = num_classes, channels, image_size

@@ -43,6 +43,11 @@ class TextData(LightningDataModule):
         super().__init__()
         if corpus not in (None, "python_stdlib"):
             raise ConfigError(f"{corpus=} must be python_stdlib, or null to use the shards in {directory}")
+        if not directory:
+            raise ConfigError("data.directory is empty: name the folder of the shards")
+        for name, value, least in (("sequence_length", sequence_length, 1), ("num_workers", num_workers, 0)):
+            if value < least:
+                raise ConfigError(f"data.{name}={value}: must be at least {least}")
         self.directory = Path(directory)
         self.sequence_length = sequence_length
         self.batch_size = batch_size

@@ -133,6 +133,11 @@ class Transformer(nn.Module):
         tie_embeddings: bool = False,
     ) -> None:
         super().__init__()
+        sizes = {"vocab_size": vocab_size, "dim": dim, "n_layers": n_layers, "n_heads": n_heads,
+                 "n_kv_heads": n_kv_heads, "ffn_dim": ffn_dim, "max_seq_len": max_seq_len}  # fmt: skip
+        for name, value in sizes.items():
+            if value < 1:
+                raise ConfigError(f"model.{name}={value}: must be at least 1")
         if dim % (2 * n_heads):
             raise ConfigError(f"{dim=} is not a multiple of 2 * n_heads = {2 * n_heads}; change dim or n_heads")
         if n_heads % n_kv_heads:

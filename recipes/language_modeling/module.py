@@ -1,6 +1,7 @@
 """The LightningModule: loss, exact evaluation and text samples. It knows no rank, strategy or launcher."""
 
 import math
+import re
 from pathlib import Path
 
 import torch
@@ -96,6 +97,13 @@ class LanguageModel(LightningModule):
 
     def on_test_epoch_start(self) -> None:
         self.evaluation = TokenLoss(self.device)
+
+    def on_train_start(self) -> None:
+        path = Path(self.trainer.default_root_dir) / "samples.txt"
+        if self.trainer.is_global_zero and path.exists():  # of what came after the checkpoint, nothing happened
+            first, *samples = re.split(r"^(?==== step \d+$)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            kept = [text for text in samples if int(text.split(maxsplit=3)[2]) <= self.global_step]
+            path.write_text("".join([first, *kept]), encoding="utf-8")
 
     def on_validation_epoch_end(self) -> None:
         self._log_evaluation("validation")

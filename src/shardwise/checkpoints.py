@@ -19,6 +19,16 @@ def stage_file(name: str, stage: str) -> str:
     return name if stage == "fit" else f"-{stage}.".join(name.rsplit(".", 1))
 
 
+def keep_earlier(path: Path, text: str) -> None:
+    """What a run was started with stays beside what it goes on with: `plan.json` → `plan-1.json`, the oldest first."""
+    if "-" in path.stem or not path.exists() or path.read_text() in ("", text):
+        return
+    number = 1
+    while (kept := path.with_stem(f"{path.stem}-{number}")).exists():
+        number += 1
+    path.rename(kept)
+
+
 def list_checkpoints(run_dir: str | Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first. A folder is complete once its last file, meta.pt, is there."""
     folder = Path(run_dir) / "checkpoints"
@@ -44,7 +54,7 @@ def resolve_resume(resume: str | None, run_dir: str | Path, stage: str) -> str |
         raise ConfigError(f"cannot look for checkpoints of {run_dir}: {error}; give another path") from None
     if taken and (path is None or Path(run_dir).resolve() not in path.parents):
         raise ConfigError(f"{run_dir} already holds a run: resume=auto goes on with it, another name= starts a new one")
-    if taken and path and (newer := [p.name for p in list_checkpoints(run_dir) if _step(p) > _step(path)]):
+    if taken and path and (newer := [p.name for p in list_checkpoints(run_dir) if step_of(p) > step_of(path)]):
         raise ConfigError(
             f"resume={resume}: this run went on to {newer[-1]}, and two histories would mix in {run_dir}: "
             f"another name= starts a branch"
@@ -52,9 +62,9 @@ def resolve_resume(resume: str | None, run_dir: str | Path, stage: str) -> str |
     return None if path is None else str(path)
 
 
-def _step(path: Path) -> int:
+def step_of(path: str | Path) -> int:
     """Of `step-…` and `best-…`; -1 for a checkpoint of another name."""
-    match = re.fullmatch(r"(?:step|best)-(\d{8})\.ckpt", path.name)
+    match = re.fullmatch(r"(?:step|best)-(\d{8})\.ckpt", Path(path).name)
     return int(match[1]) if match else -1
 
 

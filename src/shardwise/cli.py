@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from shardwise.checkpoints import resolve_resume, stage_file
+from shardwise.checkpoints import keep_earlier, resolve_resume, stage_file, step_of
 from shardwise.compose import Job, compose
 from shardwise.errors import ConfigError
 from shardwise.launch.host import inspect_host
@@ -101,20 +104,59 @@ def start(job: Job, plan: Plan, single: bool) -> int:
     run_dir = Path(plan.run_dir)
     fresh = not run_dir.exists()
     if os.environ.get("RANK", "0") == "0":
+        told = resumption(plan)
+        records = {"config.yaml": job.yaml, "plan.json": plan.to_json()}
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            (run_dir / stage_file("config.yaml", plan.stage)).write_text(job.yaml)
-            (run_dir / stage_file("plan.json", plan.stage)).write_text(plan.to_json())
+            if plan.stage == "fit" and job.config.resume is None:
+                (run_dir / "plan.json").touch(exist_ok=False)  # of two runs that want one name, the first has it
+            for name, text in records.items():
+                keep_earlier(run_dir / stage_file(name, plan.stage), text)
+                (run_dir / stage_file(name, plan.stage)).write_text(text)
         except OSError as error:
+            if isinstance(error, FileExistsError) and run_dir.is_dir():
+                raise ConfigError(f"{run_dir} already holds a run: give another name=") from None
             raise ConfigError(
                 f"cannot write the run's folder {run_dir}: {error.strerror}; give another runs_dir="
             ) from None
-        print(headline(plan), flush=True)
+        print("\n".join([headline(plan), *told]), flush=True)
     code = launch(plan, in_process=single)
-    records = {stage_file(name, plan.stage) for name in ("config.yaml", "plan.json", "environment.json")}
-    if code == 2 and fresh and os.environ.get("RANK", "0") == "0" and {p.name for p in run_dir.glob("*")} <= records:
+    written = {stage_file(name, plan.stage) for name in ("config.yaml", "plan.json", "environment.json")}
+    if code == 2 and fresh and os.environ.get("RANK", "0") == "0" and {p.name for p in run_dir.glob("*")} <= written:
         shutil.rmtree(run_dir, ignore_errors=True)  # a mistake seen before the first step: the name stays free
     return code
+
+
+def resumption(plan: Plan) -> list[str]:
+    """What the user may not expect of a run that goes on: other values than its checkpoint's, or nothing to do."""
+    if plan.resume is None or plan.stage != "fit":
+        return []
+    told = []
+    try:
+        before = json.loads((Path(plan.resume).parents[1] / "plan.json").read_text())
+    except (OSError, ValueError):
+        before = {}
+    now = json.loads(plan.to_json())
+    changed = list(differences({k: before[k] for k in _OF_A_RUN if k in before}, {k: now[k] for k in _OF_A_RUN}))
+    if before and changed:
+        told.append("goes on with other values than its checkpoint was trained with: " + "; ".join(changed))
+        if any(line.startswith(("optimizer", "schedule")) for line in changed):
+            told.append("the checkpoint's optimizer state, its learning rate included, is kept")
+    if plan.max_steps is not None and step_of(plan.resume) >= plan.max_steps:
+        told.append(f"nothing left to train: max_steps={plan.max_steps}, and {Path(plan.resume).name} is there already")
+    return told
+
+
+_OF_A_RUN = ("module", "data", "optimizer", "schedule", "seed", "global_batch_size", "gradient_clip_val", "ema_decay")
+
+
+def differences(before: Any, now: Any, key: str = "") -> Iterator[str]:
+    """`key before → now` of every value that is another."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in before | now:
+            yield from differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+    elif before != now:
+        yield f"{key} {json.dumps(before)} → {json.dumps(now)}"
 
 
 def headline(plan: Plan) -> str:

@@ -125,7 +125,7 @@ class Plan:
     gradient_clip_val: float | None  # global 2-norm; None: the norm is logged, not bounded
     log_every_n_steps: int
     validate_every_n_steps: int | None  # None: at the end of every epoch
-    max_validation_batches: int | None  # per rank; None: all
+    max_validation_batches: int | None  # of all ranks; None: all
     checkpoint: Checkpointing
     logger: Logging
     progress_bar: bool

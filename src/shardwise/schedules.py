@@ -7,6 +7,7 @@ import math
 
 def warmup_cosine(step: int, total_steps: int, warmup_steps: int, final_factor: float = 0.0) -> float:
     """Linear from 1/warmup_steps to 1, then half a cosine down to `final_factor` at the last step."""
+    _check(warmup_steps, final_factor)
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, total_steps - 1 - warmup_steps)
@@ -15,7 +16,13 @@ def warmup_cosine(step: int, total_steps: int, warmup_steps: int, final_factor: 
 
 def warmup_linear(step: int, total_steps: int, warmup_steps: int, final_factor: float = 0.0) -> float:
     """Linear from 1/warmup_steps to 1, then linear down to `final_factor` at the last step."""
+    _check(warmup_steps, final_factor)
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, total_steps - 1 - warmup_steps)
     return 1 - (1 - final_factor) * min(1.0, progress)
+
+
+def _check(warmup_steps: int, final_factor: float) -> None:
+    if warmup_steps < 0 or not 0 <= final_factor <= 1:
+        raise ValueError(f"warmup_steps={warmup_steps} must be at least 0, and {final_factor=} between 0 and 1")

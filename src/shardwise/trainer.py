@@ -24,7 +24,7 @@ from shardwise.callbacks.average import WeightAverage
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog, validation_metrics
 from shardwise.callbacks.summary import Summary, print_table, words
-from shardwise.checkpoints import stage_file
+from shardwise.checkpoints import keep_earlier, stage_file
 from shardwise.environment import describe_environment
 from shardwise.errors import ConfigError
 from shardwise.initialize import derived_seed, initializes_itself, parameters_on_meta
@@ -150,9 +150,10 @@ def build_trainer(plan: Plan, module: LightningModule) -> Trainer:
     record = {"plan": dataclasses.asdict(plan)}
     if os.environ["RANK"] == "0":
         record["environment"] = describe_environment()
-        (Path(plan.run_dir) / stage_file("environment.json", plan.stage)).write_text(
-            json.dumps(record["environment"], indent=2) + "\n"
-        )
+        path = Path(plan.run_dir) / stage_file("environment.json", plan.stage)
+        text = json.dumps(record["environment"], indent=2) + "\n"
+        keep_earlier(path, text)
+        path.write_text(text)
     steps = StepLog(plan)
     saving = Saving(plan, steps)
     average = [] if plan.ema_decay is None else [WeightAverage(plan)]  # first: what is saved is what it has put back
@@ -174,7 +175,6 @@ def build_trainer(plan: Plan, module: LightningModule) -> Trainer:
         # Lightning counts micro-batches here
         val_check_interval=1.0 if validate_every is None else validate_every * accumulate,
         check_val_every_n_epoch=1 if validate_every is None else None,
-        limit_val_batches=1.0 if plan.max_validation_batches is None else plan.max_validation_batches,
         log_every_n_steps=plan.log_every_n_steps,
         use_distributed_sampler=False,
         num_sanity_val_steps=0,

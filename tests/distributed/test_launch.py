@@ -101,6 +101,15 @@ def test_resume_is_one_word_as_well(home: Path, two: subprocess.CompletedProcess
     assert [measured[step] for step in (1, 2, 3)] == [pytest.approx(expected[step], rel=1e-6) for step in (1, 2, 3)]
 
 
+def test_of_two_runs_that_want_one_name_the_first_has_it(home: Path) -> None:
+    words = [*SHORT, "name=wanted", "checkpoint=none"]
+    with Running(home, "one-of-two", *words) as one:
+        two = run(home, *words)
+        codes = sorted([one.process.wait(60), two.returncode])
+    assert codes == [0, 2]
+    assert sorted(metrics(home / "runs" / "wanted", "train/loss")) == [1, 2, 3]
+
+
 def test_torchrun_standalone(home: Path) -> None:
     check(run(home, *OWN[:-1], "name=standalone", command=torchrun("--standalone")))
     assert {path.name for path in (home / "runs" / "standalone").iterdir()} == FILES

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import os
-import pickle
 import shutil
 from pathlib import Path
 from unittest.mock import patch
@@ -102,7 +101,12 @@ def on_one_rank(home: Path) -> list[str]:
         torch.save({**torch.load(file, weights_only=True), "foreign": argparse.Namespace()}, file)
         try:
             start(1, f"{strategy}-alone", f"strategy={strategy}", "resume=auto", "max_steps=9")
-        except pickle.UnpicklingError as error:
+        except ConfigError as error:
+            errors.append(str(error))
+        try:
+            step = f"runs/{strategy}/checkpoints/step-00000008.ckpt"
+            start(1, f"{strategy}-other", f"strategy={strategy}", f"resume={step}", "max_steps=9", "model.ffn_dim=96")
+        except ConfigError as error:
             errors.append(str(error))
     return errors
 
@@ -204,6 +208,12 @@ def test_a_killed_run_goes_on_from_its_last_whole_checkpoint(runs: Path) -> None
 def test_auto_starts_from_the_seed_where_there_is_nothing(runs: Path) -> None:
     expected = metrics(runs / "ddp", *COLUMNS)
     check_equal(metrics(runs / "fresh", *COLUMNS), {step: expected[step] for step in (1, 2)})
+
+
+def test_a_checkpoint_of_another_model_is_refused_in_one_message(runs: Path) -> None:
+    told = (runs.parent / "unsafe").read_text()
+    assert told.count("it is damaged, or of another model") == 2 * len(STRATEGIES)
+    assert told.count("ize mismatch") == len(STRATEGIES)
 
 
 def test_checkpoints_hold_no_code(runs: Path) -> None:

@@ -90,6 +90,16 @@ def test_every_rank_gets_equally_many_evaluation_batches() -> None:
         assert sorted(seen) == list(range(samples))
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_limit_counts_batches_of_all_ranks(ranks: int) -> None:
+    seen: list[int] = []
+    for rank in range(ranks):
+        paddings: deque[bool] = deque()
+        batches = list(EvaluationLoader(loader(9), plan(ranks=ranks, micro=2), rank, paddings, limit=3))
+        seen += [int(x) for b, padding in zip(batches, paddings, strict=True) if not padding for x in b]
+    assert sorted(seen) == list(range(6))
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(10))
@@ -115,3 +125,5 @@ def test_a_loader_that_cannot_be_ordered_is_refused(given: Any, words: list[str]
 def test_a_stream_is_read_on_one_rank() -> None:
     train = TrainLoader(DataLoader(Stream(), batch_size=2), plan(), 0, CPU, None)
     assert torch.cat(list(train)).tolist() == list(range(6)), "whole windows only"
+    limited = EvaluationLoader(DataLoader(Stream(), batch_size=2), plan(), 0, deque(), limit=2)
+    assert torch.cat(list(limited)).tolist() == list(range(4))

@@ -106,18 +106,22 @@ class EvaluationLoader:
     """A rank's share of a data set, each sample on one rank; every rank gets equally many batches.
 
     Strategies that gather parameters need all ranks in every forward. A rank without samples left runs a padding batch;
-    `paddings` holds, per batch handed over and not yet taken, whether it is one.
+    `paddings` holds, per batch handed over and not yet taken, whether it is one. `limit`: batches of all ranks.
     """
 
-    def __init__(self, loader: DataLoader[Any], plan: Plan, rank: int, paddings: deque[bool]) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], plan: Plan, rank: int, paddings: deque[bool], limit: int | None = None
+    ) -> None:
         _check_kind(loader, plan, "evaluation")
         self.paddings = paddings
         ranks = plan.topology.data_parallel_size
         self.loader = loader
+        self.limit = limit
         self.is_padding: list[bool] | None = None  # None: an iterable on one rank
         if isinstance(loader.dataset, IterableDataset):
             return
         samples, size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
+        samples = samples if limit is None else min(samples, limit * size)
         batches = [
             list(range(start, min(start + size, samples)))
             for start in range(rank * size, math.ceil(samples / (size * ranks)) * size * ranks, size * ranks)
@@ -131,6 +135,8 @@ class EvaluationLoader:
     def __iter__(self) -> Iterator[Any]:
         self.paddings.clear()
         for number, batch in enumerate(self.loader):
+            if self.is_padding is None and number == self.limit:
+                return
             self.paddings.append(self.is_padding is not None and self.is_padding[number])
             yield batch
 

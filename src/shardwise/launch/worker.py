@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ FAILURE = "SHARDWISE_FAILURE"  # the file in which the first rank to fail says w
 PARENT = "SHARDWISE_PARENT"
 
 PR_SET_PDEATHSIG = 1
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _PROCESS = os.getpid()  # of the rank: its data workers are forks
 
 
@@ -44,6 +46,9 @@ def report(error: Exception) -> int:
     if not isinstance(error, ConfigError) and type(error).__name__ != "MisconfigurationException":
         rank = f"rank {os.environ['RANK']}:\n" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
         code, text = 1, rank + "".join(traceback.format_exception(error))
+        if isinstance(error, OSError) and error.errno in _FULL:
+            place = f" {error.filename2 or error.filename}" if error.filename else ""
+            text = f"error: cannot write{place}: {error.strerror}; make room, then resume=auto\n"
     if FAILURE in os.environ:  # our launcher says it, unless another rank turns out to have died before
         _write_failure(Path(os.environ[FAILURE]), {"rank": int(os.environ["RANK"]), "code": code, "text": text})
     elif _speaks_under_torchrun():

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -28,6 +30,9 @@ from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
 from shardwise.precision import PlannedPrecision
 from shardwise.units import Units, find_units
+
+# What torch raises for a checkpoint that is cut short, holds code, or has other weights
+_UNLOADABLE = (EOFError, OSError, RuntimeError, ValueError, KeyError, UnpicklingError, CheckpointException)
 
 
 class PlannedStrategy(ParallelStrategy):
@@ -87,7 +92,9 @@ class PlannedStrategy(ParallelStrategy):
         assert module is not None
         rank = self.plan.topology.data_parallel_rank(self.global_rank)
         if module.trainer.state.stage != RunningStage.TRAINING:
-            return EvaluationLoader(dataloader, self.plan, rank, self._paddings)  # type: ignore[arg-type]
+            validating = module.trainer.state.stage == RunningStage.VALIDATING
+            limit = self.plan.max_validation_batches if validating else None
+            return EvaluationLoader(dataloader, self.plan, rank, self._paddings, limit)  # type: ignore[arg-type]
         if self.train_loader is not None:
             raise ConfigError("several training loaders: a step is one global batch of one loader; combine the data")
         loss_weight = getattr(module, "loss_weight", None) if module.automatic_optimization else None
@@ -275,9 +282,24 @@ class PlannedStrategy(ParallelStrategy):
             self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        loaded = super().load_checkpoint(checkpoint_path, weights_only=True)
+        with self._loading():
+            loaded = super().load_checkpoint(checkpoint_path, weights_only=True)
         self._load_average(Path(checkpoint_path), loaded)
         return loaded
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        with self._loading():
+            super().load_model_state_dict(checkpoint, strict)
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        try:
+            yield
+        except _UNLOADABLE as error:
+            said = " ".join(str(error).split())[:300] or type(error).__name__
+            raise ConfigError(
+                f"resume={self.plan.resume} cannot be loaded: {said}; it is damaged, or of another model"
+            ) from None
 
     def _load_average(self, path: Path, loaded: dict[str, Any]) -> None:
         if self.plan.ema_decay is None:

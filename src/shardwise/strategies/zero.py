@@ -232,7 +232,10 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        folder = Path(checkpoint_path)
+        with self._loading():
+            return self._load(Path(checkpoint_path))
+
+    def _load(self, folder: Path) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
         if not (folder / "rank-00000.pt").is_file():

@@ -1,0 +1,51 @@
+"""What is kept and said when a run goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from shardwise.checkpoints import keep_earlier
+from shardwise.cli import differences, resumption
+from shardwise.compose import compose
+from shardwise.plan import Host, make_plan
+
+
+def test_earlier_records_stay_beside_later_ones(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for text in ("first", "first", "second", "third"):
+        keep_earlier(path, text)
+        path.write_text(text)
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {
+        "plan-1.json": "first", "plan-2.json": "second", "plan.json": "third"}  # fmt: skip
+
+
+def test_differences_name_every_value_that_is_another() -> None:
+    before = {"optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}, "seed": 0, "data": None}
+    now = {"optimizer": {"lr": 0.2, "betas": [0.9, 0.95], "eps": 1.0}, "seed": 0, "data": {"size": 1}}
+    assert list(differences(before, now)) == [
+        "optimizer.lr 0.1 → 0.2",
+        "optimizer.eps null → 1.0",
+        'data null → {"size": 1}',
+    ]
+    assert not list(differences(before, before))
+
+
+def test_a_run_that_goes_on_with_other_values_says_which(tmp_path: Path) -> None:
+    checkpoint = str(tmp_path / "checkpoints" / "step-00000012.ckpt")
+
+    def plan(*words: str):  # type: ignore[no-untyped-def]
+        made = make_plan(compose(["name=run", "max_steps=20", *words]).jobs[0].config, Host(0))
+        return dataclasses.replace(made, resume=checkpoint)
+
+    assert resumption(plan()) == []  # of a checkpoint without a record nothing can be said
+    (tmp_path / "plan.json").write_text(plan().to_json())
+    assert resumption(plan()) == resumption(dataclasses.replace(plan("seed=1"), stage="validate")) == []
+    told = resumption(plan("seed=1", "optimizer.lr=0.5"))
+    assert told == [
+        f"goes on with other values than its checkpoint was trained with: optimizer.lr "
+        f"{json.dumps(plan().optimizer['lr'])} → 0.5; seed 0 → 1",
+        "the checkpoint's optimizer state, its learning rate included, is kept",
+    ]
+    assert resumption(plan("max_steps=12"))[-1].startswith("nothing left to train: max_steps=12, and step-00000012")
