@@ -48,6 +48,8 @@ class TextData(LightningDataModule):
         for name, value, least in (("sequence_length", sequence_length, 1), ("num_workers", num_workers, 0)):
             if value < least:
                 raise ConfigError(f"data.{name}={value}: must be at least {least}")
+        if max_validation_sequences is not None and max_validation_sequences < 1:
+            raise ConfigError(f"data.{max_validation_sequences=}: must be at least 1, or null for all")
         self.directory = Path(directory)
         self.sequence_length = sequence_length
         self.batch_size = batch_size

@@ -12,6 +12,7 @@ from torchmetrics import Metric
 from recipes.language_modeling.data import TextData, decode, encode
 from recipes.language_modeling.loss import IGNORE, cross_entropy
 from recipes.language_modeling.model import Transformer
+from shardwise.errors import ConfigError
 
 Batch = dict[str, Tensor]
 
@@ -48,6 +49,8 @@ class LanguageModel(LightningModule):
 
     def __init__(self, model: Transformer, sample_prompt: str = "def ", sample_tokens: int = 0) -> None:
         super().__init__()
+        if sample_tokens < 0:
+            raise ConfigError(f"module.{sample_tokens=}: must be at least 0")
         self.model = model
         self.sample_prompt = sample_prompt
         self.sample_tokens = sample_tokens

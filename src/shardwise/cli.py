@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import shutil
@@ -108,6 +109,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
         records = {"config.yaml": job.yaml, "plan.json": plan.to_json()}
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
+            hold(run_dir, plan.stage)
             if plan.stage == "fit" and job.config.resume is None:
                 (run_dir / "plan.json").touch(exist_ok=False)  # of two runs that want one name, the first has it
             for name, text in records.items():
@@ -125,6 +127,26 @@ def start(job: Job, plan: Plan, single: bool) -> int:
     if code == 2 and fresh and os.environ.get("RANK", "0") == "0" and {p.name for p in run_dir.glob("*")} <= written:
         shutil.rmtree(run_dir, ignore_errors=True)  # a mistake seen before the first step: the name stays free
     return code
+
+
+_held: list[int] = []
+
+
+def hold(run_dir: Path, stage: str) -> None:
+    """A run's folder has one writer, for as long as this process lives. Where a file system cannot tell: no lock."""
+    if stage != "fit":
+        return
+    held = os.open(run_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        raise ConfigError(
+            f"{run_dir} is being written by a run that is still alive: stop it, or give another name="
+        ) from None
+    except OSError:
+        pass
+    _held.append(held)
 
 
 def resumption(plan: Plan) -> list[str]:

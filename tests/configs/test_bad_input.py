@@ -229,6 +229,7 @@ TARGETS: list[tuple[str, list[str]]] = [
     ("data.sequence_length=0", ["data.sequence_length=0: must be at least 1"]),
     ("data.directory=", ["data.directory is empty: name the folder of the shards"]),
     ("recipe=image_classification data.num_workers=-1", ["data.num_workers=-1: must be at least 0"]),
+    ("data.max_validation_sequences=0", ["data.max_validation_sequences=0: must be at least 1, or null for all"]),
     ("data.corpus=other", ["corpus='other' must be python_stdlib, or null"]),
     ("optimizer._target_=torch.optim.AdamWW", ["torch.optim has no AdamWW (did you mean AdamW?)"]),
     ("+optimizer.foo=1", ["optimizer: torch.optim.AdamW: got an unexpected keyword argument 'foo'; it takes lr,"]),

@@ -18,7 +18,7 @@ from typing import Any
 
 def spawn(ranks: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = 240) -> list[Any]:
     """`function(*arguments)` on every rank, RANK and friends in its environment. A failed or hung rank fails all."""
-    context = multiprocessing.get_context("spawn")
+    context = _context()
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -47,6 +47,16 @@ def spawn(ranks: int, function: Callable[..., Any], *arguments: Any, timeout_sec
                 process.kill()
                 process.join()
         return [pickle.loads((Path(folder) / f"{rank}.pkl").read_bytes()) for rank in range(ranks)]
+
+
+def _context() -> Any:
+    """Ranks are forks of one process that has imported everything and done nothing: half of a short run is imports.
+    Where there are GPUs, which a fork must not share, each rank starts anew."""
+    if Path("/dev/nvidiactl").exists():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.cells", "deepspeed"])
+    return context
 
 
 def _rank(rank: int, ranks: int, port: int, folder: str, function: Callable[..., Any], arguments: Any) -> None:

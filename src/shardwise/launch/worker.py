@@ -13,7 +13,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
@@ -30,6 +30,7 @@ def run_rank(plan: Plan) -> int:
     """Run this process's rank and return its exit code. What went wrong is said once, whichever rank it was."""
     if PARENT not in os.environ:
         signal.signal(signal.SIGINT, _interrupted)
+    sys.stdout, sys.stderr = cast(Any, Console(sys.stdout)), cast(Any, Console(sys.stderr))
     try:
         from shardwise.trainer import run
 
@@ -37,6 +38,32 @@ def run_rank(plan: Plan) -> int:
     except Exception as error:
         return report(error)
     return 0
+
+
+class Console:
+    """Standard output that may go away: a closed pipe or terminal ends the lines that are shown, not the run."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return int(self.stream.write(text))
+        except OSError:
+            return self._gone(text)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except OSError:
+            self._gone("")
+
+    def _gone(self, text: str) -> int:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 def report(error: Exception) -> int:

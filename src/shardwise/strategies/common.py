@@ -32,7 +32,8 @@ from shardwise.precision import PlannedPrecision
 from shardwise.units import Units, find_units
 
 # What torch raises for a checkpoint that is cut short, holds code, or has other weights
-_UNLOADABLE = (EOFError, OSError, RuntimeError, ValueError, KeyError, UnpicklingError, CheckpointException)
+_UNLOADABLE = (EOFError, OSError, RuntimeError, ValueError, LookupError, AssertionError, UnpicklingError,
+               CheckpointException)  # fmt: skip
 
 
 class PlannedStrategy(ParallelStrategy):
@@ -298,7 +299,7 @@ class PlannedStrategy(ParallelStrategy):
         except _UNLOADABLE as error:
             said = " ".join(str(error).split())[:300] or type(error).__name__
             raise ConfigError(
-                f"resume={self.plan.resume} cannot be loaded: {said}; it is damaged, or of another model"
+                f"resume={self.plan.resume} cannot be loaded: {said}; it is damaged, or of another model or strategy"
             ) from None
 
     def _load_average(self, path: Path, loaded: dict[str, Any]) -> None:
