@@ -4,10 +4,35 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from enum import IntEnum
 
 
-class ConfigError(Exception):
-    """A configuration that cannot work. Shown as one message without a traceback; exit code 2."""
+class ExitCode(IntEnum):
+    """How a run ended. A job script may start a crashed run again; after 2, 3 and 4 it would only end the same way."""
+
+    done = 0
+    crash = 1
+    user_error = 2
+    non_finite = 3
+    out_of_memory = 4
+
+
+class RunStopped(Exception):
+    """The run cannot go on, and no line of code is to blame. Shown as one message without a traceback."""
+
+    exit_code = ExitCode.crash
+
+
+class ConfigError(RunStopped):
+    """A configuration that cannot work."""
+
+    exit_code = ExitCode.user_error
+
+
+class NonFiniteError(RunStopped):
+    """The loss or the gradients are not numbers any more, or have left every bound that was set."""
+
+    exit_code = ExitCode.non_finite
 
 
 class DataError(ConfigError):

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ExitCode, RunStopped
 from shardwise.plan import Plan
 
 FAILURE = "SHARDWISE_FAILURE"  # the file in which the first rank to fail says what is wrong
@@ -68,11 +68,13 @@ class Console:
 
 def report(error: Exception) -> int:
     """Say what is wrong, unless another rank of this node did: the rest are its consequences. Returns the exit code."""
-    code, text = 2, f"error: {' '.join(str(error).split())}\n"
+    code, text = ExitCode.user_error, f"error: {' '.join(str(error).split())}\n"
+    if isinstance(error, RunStopped):
+        code = error.exit_code
     # Lightning's own word for a user's mistake, e.g. two optimizers under automatic optimization; not imported for this
-    if not isinstance(error, ConfigError) and type(error).__name__ != "MisconfigurationException":
+    elif type(error).__name__ != "MisconfigurationException":
         rank = f"rank {os.environ['RANK']}:\n" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        code, text = 1, rank + "".join(traceback.format_exception(error))
+        code, text = ExitCode.crash, rank + "".join(traceback.format_exception(error))
         if isinstance(error, OSError) and error.errno in _FULL:
             place = f" {error.filename2 or error.filename}" if error.filename else ""
             text = f"error: cannot write{place}: {error.strerror}; make room, then resume=auto\n"
