@@ -93,6 +93,8 @@ class TrainLoader:
             return [None] * len(window)
         weights = [self.loss_weight(batch) for batch in window]
         self.weights += sum(weights)
+        if len(window) == self.plan.topology.data_parallel_size == 1 and weights[0] > 0:
+            return [None]  # the micro-batch is the whole global batch
         # torch.tensor would wait for the copy
         total = torch.full((), sum(weights), dtype=torch.float64, device=self.device)
         if dist.is_initialized() and dist.get_world_size() > 1:

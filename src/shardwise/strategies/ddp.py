@@ -7,6 +7,7 @@ from datetime import timedelta
 from inspect import signature
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -56,6 +57,10 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         units = self._find_units(module)
         Materializer(module, self.root_device, self.plan.seed).place(module)
         broadcast_from_rank_zero(list(module.buffers()))
+        if getattr(module, "channels_last", False):  # else every step would rearrange its convolutions' weights
+            for parameter in module.parameters():
+                if parameter.ndim == 4:
+                    parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         if not module.automatic_optimization:
             self._ddp_kwargs["find_unused_parameters"] = True  # each of its losses reaches some of the networks
         self._parallelize(module, makes_copies=True, casts_inputs=True)
