@@ -49,7 +49,7 @@ def train(argv: list[str]) -> int:
 
 def make_run_plan(job: Job, host: Host, number: int, jobs: int) -> Plan:
     """The job's Plan, with its checkpoint found. Each job of a sweep has a directory of its own."""
-    plan = make_plan(job.config, host)
+    plan = make_plan(job.config, host, job.clusters)
     if jobs > 1:
         run_id = f"{plan.run_id}-{number}"
         plan = dataclasses.replace(plan, run_id=run_id, run_dir=str(Path(plan.run_dir).parent / run_id))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import sys
 import warnings
@@ -27,7 +28,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from yaml import MarkedYAMLError  # type: ignore[import-untyped]
 
 from shardwise.errors import ConfigError, did_you_mean
-from shardwise.schema import MISSING, STRATEGY_CONFIGS, RunConfig, StrategyName, bind, say
+from shardwise.schema import MISSING, STRATEGY_CONFIGS, ClusterConfig, RunConfig, StrategyName, bind, say
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
@@ -38,11 +39,12 @@ _TEXT = (str, str | None)
 
 @dataclass(frozen=True)
 class Job:
-    """One run: its typed config, the same as YAML, and the words that made it."""
+    """One run: its typed config, the same as YAML, and the words that made it; and the machines that conf/ knows."""
 
     config: RunConfig
     yaml: str
     overrides: tuple[str, ...]
+    clusters: tuple[ClusterConfig, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,16 @@ def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str]
         raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, config_name, words, searchpath)) from None
-    return Job(config=_typed(plain), yaml=OmegaConf.to_yaml(OmegaConf.create(plain)), overrides=words)
+    yaml = OmegaConf.to_yaml(OmegaConf.create(plain))
+    return Job(config=_typed(plain), yaml=yaml, overrides=words, clusters=read_clusters())
+
+
+@functools.cache
+def read_clusters() -> tuple[ClusterConfig, ...]:
+    """The machines of conf/cluster/ that have a GPU of a known name."""
+    files = sorted((CONF / "cluster").glob("*.yaml"))
+    clusters = [bind(ClusterConfig, OmegaConf.to_container(OmegaConf.load(file)), "cluster") for file in files]
+    return tuple(cluster for cluster in clusters if cluster.gpu is not None)
 
 
 def _typed(plain: dict[str, Any]) -> RunConfig:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -19,6 +20,7 @@ from typing import Any, Literal
 from shardwise.errors import ConfigError
 from shardwise.schema import (
     Accelerator,
+    ClusterConfig,
     DdpConfig,
     FsdpHybridConfig,
     RunConfig,
@@ -48,6 +50,7 @@ class Host:
     devices: int | None = None  # processes a node, told by the launcher
     run_id: str | None = None  # from Slurm or torchrun, or made by the parent
     is_terminal: bool = False
+    gpu: str | None = None  # the visible GPUs' name; None: there is none, or it is not known
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ class Plan:
     launcher: Launcher
     accelerator: Literal["cpu", "cuda"]
     topology: Topology
+    peak_tflops: float | None  # dense, of one GPU in the run's precision; None: not known, or a CPU
     strategy: Strategy
     precision: Precision
     micro_batch_size: int  # samples per data-parallel rank per forward
@@ -157,8 +161,10 @@ class Plan:
         return Plan(**raw)
 
 
-def make_plan(config: RunConfig, host: Host) -> Plan:
+def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] = ()) -> Plan:
     """Resolve `config` on `host`. The file system is not looked at; `resume` is passed on as written.
+
+    `clusters`: the machines whose GPUs are known, where `config.cluster` does not say which it has.
 
     Raises:
         ConfigError: two values that cannot both be; the message says the rule, the numbers and the remedy.
@@ -215,6 +221,7 @@ def make_plan(config: RunConfig, host: Host) -> Plan:
         launcher=host.launcher,
         accelerator=accelerator,
         topology=topology,
+        peak_tflops=_peak_tflops(config, host, accelerator, clusters),
         strategy=_strategy(config.strategy),
         precision=_precision(config, accelerator),
         micro_batch_size=config.micro_batch_size,
@@ -369,6 +376,37 @@ def _strategy(config: StrategyConfig) -> Strategy:
     if isinstance(config, DdpConfig) and config.bucket_cap_mb < 1:
         raise ConfigError(f"strategy.bucket_cap_mb={config.bucket_cap_mb}: must be at least 1")
     return Strategy(name=config.name.value, **options)
+
+
+def _peak_tflops(config: RunConfig, host: Host, accelerator: str, clusters: Sequence[ClusterConfig]) -> float | None:
+    for word, value in vars(config.cluster.peak_tflops).items():
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"cluster.peak_tflops.{word}={value}: must be above 0 and finite, or null")
+    if accelerator == "cpu":
+        return None
+    cluster, gpu = config.cluster, host.gpu
+    there = [known for known in clusters if gpu is not None and _is_gpu(known.gpu, gpu)]
+    if cluster.gpu is not None and gpu is not None and not _is_gpu(cluster.gpu, gpu):
+        right = " or ".join(f"cluster={known.name}" for known in [*there, ClusterConfig()])
+        raise ConfigError(
+            f"cluster={cluster.name} has {cluster.gpu} GPUs, and this machine has {gpu}: its speed would be held "
+            f"against another's peak; use {right}"
+        )
+    kind = _ARITHMETIC[config.precision.compute_dtype.value]
+    kind = "tf32" if kind == "fp32" and config.precision.tf32 else kind
+    said = [getattr(known.peak_tflops, kind) for known in [cluster, *there]]
+    return next((peak for peak in said if peak is not None), None)
+
+
+_ARITHMETIC = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_SLOWER_BOARDS = ("PCIE", "NVL")  # the name of a faster one, with other clocks and fewer units
+
+
+def _is_gpu(word: str | None, name: str) -> bool:
+    """Whether `word` (H100) is a word of a device's name ("NVIDIA H100 80GB HBM3") and the board is no slower one."""
+    words = re.split(r"[^A-Z0-9]+", name.upper())
+    wanted = re.split(r"[^A-Z0-9]+", (word or "").upper())
+    return set(wanted) <= set(words) and not any(b in words and b not in wanted for b in _SLOWER_BOARDS)
 
 
 def _check_pairs(config: RunConfig, accelerator: str) -> None:

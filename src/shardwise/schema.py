@@ -143,11 +143,25 @@ class LoggerConfig:
 
 
 @dataclass
+class PeakTflopsConfig:
+    """Peaks of one GPU in 10^12 floating-point operations a second, by the arithmetic of matrix products: dense, not
+    with 2:4 sparsity; tensor cores where they take part, so not in fp32. None: not known."""
+
+    bf16: float | None = None
+    fp16: float | None = None
+    tf32: float | None = None
+    fp32: float | None = None
+    fp64: float | None = None
+
+
+@dataclass
 class ClusterConfig:
     """The machine that a run is meant for. `local` takes what is there."""
 
     name: str = "local"
     devices_per_node: int | None = None
+    gpu: str | None = None  # a word of the GPU's name, e.g. H200
+    peak_tflops: PeakTflopsConfig = field(default_factory=PeakTflopsConfig)
 
 
 @dataclass

@@ -33,7 +33,7 @@ WORDS: list[tuple[str, list[str]]] = [
     ("~foo", ["~foo: there is no foo"]),
     ("strategy=dpp", ["strategy=dpp: no such option; strategy is one of ddp, fsdp, fsdp_hybrid", "(did you mean"]),
     ("experiment=llama", ["experiment=llama: no such option", "llama3_8b_fsdp"]),
-    ("cluster=dgx", ["cluster is one of dgx_a100, dgx_h100, dgx_h200, local"]),
+    ("cluster=dgx", ["cluster is one of dgx_a100, dgx_b200, dgx_h100, dgx_h200, local"]),
     ("strategy=null", ["strategy=null: no such option; strategy is one of ddp, fsdp, fsdp_hybrid, zero1"]),
     ("optimizer=null", ["optimizer=null: no such option", "(did you mean none?)"]),
     ("strategy=3", ["strategy=3: no such option; strategy is one of ddp"]),
@@ -179,6 +179,10 @@ WORDS: list[tuple[str, list[str]]] = [
     ("nodes=2", ["nodes=2: a local launch is one node", "torchrun"]),
     ("cluster=dgx_h100 devices=16 global_batch_size=64",
      ["devices=16 is more than a node of cluster=dgx_h100 has, 8; use devices=8 or fewer, and more nodes"]),
+    ("cluster.peak_tflops.bf16=0", ["cluster.peak_tflops.bf16=0.0: must be above 0 and finite, or null"]),
+    ("cluster.peak_tflops.bf16=fast", ["cluster.peak_tflops.bf16=fast: must be a number, or null"]),
+    ("cluster.peak_tflops.bf8=1", ["cluster.peak_tflops has no option bf8; it has bf16, fp16, tf32, fp32, fp64"]),
+    ("cluster.gpu=[H200]", ["cluster.gpu=['H200']: must be text, or null"]),
     ("strategy=fsdp_hybrid devices=4", ["strategy=fsdp_hybrid on one node needs strategy.shard_size",
                                         "nodes * devices = 4 (one of [1, 2, 4])"]),
     ("strategy=fsdp_hybrid devices=4 strategy.shard_size=3",
@@ -271,6 +275,13 @@ TARGETS: list[tuple[str, list[str]]] = [
 GPUS = [
     ("devices=8", ["devices=8 is more than the 2 CUDA devices that this process sees; use devices=2 or fewer"]),
     ("devices=3 accelerator=cuda", ["devices=3 is more than the 2 CUDA devices", "or accelerator=cpu"]),
+    (
+        "cluster=dgx_h200",
+        [
+            "cluster=dgx_h200 has H200 GPUs, and this machine has NVIDIA H100 80GB HBM3",
+            "; use cluster=dgx_h100 or cluster=local",
+        ],
+    ),
 ]
 
 
@@ -311,8 +322,9 @@ def refuse_to_start(*args: Any, **kwargs: Any) -> NoReturn:
 def message_of(
     line: str, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpus: int = 0
 ) -> str:
+    gpu = "NVIDIA H100 80GB HBM3" if gpus else None
     monkeypatch.setattr(shardwise.cli, "launch", refuse_to_start)
-    monkeypatch.setattr(shardwise.cli, "inspect_host", lambda: Host(cuda_devices=gpus, run_id="made-up"))
+    monkeypatch.setattr(shardwise.cli, "inspect_host", lambda: Host(gpus, run_id="made-up", gpu=gpu))
     monkeypatch.delenv("RANK", raising=False)
     argv = [word.replace("TMP", str(files)) for word in shlex.split(line)]
     if "runs_dir=" not in line:
@@ -339,7 +351,7 @@ def test_one_line_says_it(
 
 
 @pytest.mark.parametrize(("line", "said"), GPUS)
-def test_more_devices_than_there_are(
+def test_what_the_gpus_of_this_machine_say_against(
     line: str, said: list[str], files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     message = message_of(line, files, capsys, monkeypatch, gpus=2)

@@ -10,13 +10,14 @@ from omegaconf import OmegaConf
 
 from shardwise.build import check
 from shardwise.cli import make_run_plan
-from shardwise.compose import CONF, compose, config_groups
+from shardwise.compose import CONF, compose, config_groups, read_clusters
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.schema import (
     STRATEGY_CONFIGS,
     CheckpointConfig,
     ClusterConfig,
     LoggerConfig,
+    PeakTflopsConfig,
     PrecisionConfig,
     RunConfig,
     StrategyName,
@@ -96,6 +97,50 @@ def test_a_file_has_the_keys_of_its_schema(group: str, kind: type[Any]) -> None:
         assert load(file).keys() == {f.name for f in dataclasses.fields(kind)}, file
         if group != "checkpoint":
             assert load(file)["name"] == file.stem
+
+
+def test_a_clusters_file_has_every_peak() -> None:
+    for file in sorted((CONF / "cluster").iterdir()):
+        peaks = load(file)["peak_tflops"]
+        assert peaks.keys() == {f.name for f in dataclasses.fields(PeakTflopsConfig)}, file
+        assert {type(peak) for peak in peaks.values()} == ({type(None)} if file.stem == "local" else {float}), file
+    assert [cluster.gpu for cluster in read_clusters()] == ["A100", "B200", "H100", "H200"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H200", "bf16_true", 989.4),
+        ("NVIDIA H200", "fp16", 989.4),
+        ("NVIDIA H200", "tf32", 494.7),
+        ("NVIDIA H200", "fp32", 66.9),
+        ("NVIDIA H200", "fp64", 66.9),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
+        ("NVIDIA A100-SXM4-40GB", "fp32", 19.5),
+        ("NVIDIA B200", "bf16", 2250.0),
+        ("NVIDIA GB200", "bf16", None),
+        ("NVIDIA GH200 480GB", "bf16", None),
+        ("NVIDIA H20", "bf16", None),
+        ("NVIDIA H100 PCIe", "bf16", None),
+        ("NVIDIA A100-PCIE-40GB", "bf16", None),
+        ("NVIDIA H200 NVL", "bf16", None),
+        ("Tesla V100-SXM2-16GB", "fp16", None),
+        (None, "bf16", None),
+    ],
+)
+def test_this_machines_peak_is_that_of_the_cluster_with_its_gpu(
+    gpu: str | None, precision: str, peak: float | None
+) -> None:
+    [job] = compose([f"precision={precision}"]).jobs
+    for devices, expected in ((8, peak), (0, None)):
+        if devices or precision != "tf32":
+            host = Host(cuda_devices=devices, run_id="made-up", gpu=gpu if devices else None)
+            assert make_run_plan(job, host, 0, 1).peak_tflops == expected
+    if peak is not None:
+        [job] = compose([f"precision={precision}", "accelerator=cuda", "cluster.peak_tflops.bf16=1"]).jobs
+        said = 1.0 if precision.startswith("bf16") else peak
+        assert make_run_plan(job, Host(cuda_devices=1, run_id="made-up", gpu=gpu), 0, 1).peak_tflops == said
 
 
 def test_a_strategys_file_has_the_keys_and_defaults_of_its_schema() -> None:

@@ -1,5 +1,6 @@
 """The rules that span fields: what a Plan says follows from the config, or one message says what would."""
 
+import ctypes
 import dataclasses
 import re
 import subprocess
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
+from shardwise.launch.host import inspect_host
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.schema import (
     Accelerator,
@@ -24,6 +26,7 @@ from shardwise.schema import (
     FsdpHybridConfig,
     LoggerConfig,
     LoggerName,
+    PeakTflopsConfig,
     PrecisionConfig,
     PrecisionName,
     RunConfig,
@@ -203,6 +206,85 @@ def test_a_cluster_bounds_the_devices_of_a_node() -> None:
     assert "devices=9 is more than a node of cluster=dgx has, 8; use devices=8 or fewer" in message
     plan(devices=8, cluster=cluster, global_batch_size=16)
     assert "devices_per_node=0: must be at least 1" in refused(cluster=ClusterConfig("x", devices_per_node=0))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "compute", "tf32", "peak"),
+    [
+        (Dtype.float32, Dtype.bfloat16, False, 4.0),
+        (Dtype.bfloat16, Dtype.bfloat16, False, 4.0),
+        (Dtype.float32, Dtype.float16, False, 3.0),
+        (Dtype.float32, Dtype.float32, True, 2.0),
+        (Dtype.float32, Dtype.bfloat16, True, 4.0),
+        (Dtype.float32, Dtype.float32, False, 1.0),
+        (Dtype.float64, Dtype.float64, False, None),
+    ],
+)
+def test_the_peak_is_that_of_what_layers_compute_in(
+    parameters: Dtype, compute: Dtype, tf32: bool, peak: float | None
+) -> None:
+    cluster = ClusterConfig("own", gpu="X1", peak_tflops=PeakTflopsConfig(bf16=4.0, fp16=3.0, tf32=2.0, fp32=1.0))
+    fp16 = compute is Dtype.float16
+    precision = PrecisionConfig(parameter_dtype=parameters, compute_dtype=compute, tf32=tf32, loss_scaling=fp16)
+    for gpu in ("Acme X1", None):
+        assert plan(Host(1, run_id="r", gpu=gpu), cluster=cluster, precision=precision).peak_tflops == peak
+    if not tf32:
+        assert plan(HOST, cluster=cluster, precision=precision).peak_tflops is None
+
+
+def test_a_cluster_is_refused_where_another_gpu_is() -> None:
+    cluster, host = ClusterConfig("own", gpu="X1"), Host(1, run_id="r", gpu="Acme X10")
+    message = refused(host, cluster=cluster)
+    assert "cluster=own has X1 GPUs, and this machine has Acme X10" in message and "use cluster=local" in message
+    plan(host, cluster=ClusterConfig())
+    plan(host, cluster=cluster, accelerator=Accelerator.cpu)
+    plan(Host(0, run_id="r"), cluster=cluster)  # a login node
+
+
+class Nvml:
+    """The library as it answers on a machine with GPUs of these names."""
+
+    def __init__(self, *names: str, mig: bool = False) -> None:
+        self.names, self.mig = names, mig
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = len(self.names)
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: Any, device: Any) -> int:
+        device._obj.value = index.value + 1
+        return 0
+
+    def nvmlDeviceGetMigMode(self, device: Any, current: Any, pending: Any) -> int:
+        current._obj.value = int(self.mig)
+        return 0 if self.mig else 3  # not supported
+
+    def nvmlDeviceGetName(self, device: Any, name: Any, length: Any) -> int:
+        name.value = self.names[device.value - 1].encode()
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("nvml", "visible", "devices", "gpu"),
+    [
+        (Nvml("NVIDIA H200", "NVIDIA H200"), None, 2, "NVIDIA H200"),
+        (Nvml("NVIDIA H200", "NVIDIA H200"), "1", 1, "NVIDIA H200"),
+        (Nvml("NVIDIA H200"), "", 0, None),
+        (Nvml("NVIDIA H200", "NVIDIA A100-SXM4-80GB"), "0", 1, None),
+        (Nvml("NVIDIA H200", mig=True), None, 1, None),
+        (Nvml("NVIDIA H200"), "MIG-1b2c", 1, None),
+        (Nvml(), None, 0, None),
+    ],
+)
+def test_the_host_names_its_gpus(
+    nvml: Nvml, visible: str | None, devices: int, gpu: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
+    host = inspect_host({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    assert (host.cuda_devices, host.gpu) == (devices, gpu)
 
 
 # --- names

@@ -26,7 +26,8 @@ def inspect_host(environ: Mapping[str, str] = os.environ) -> Host:
             raise ConfigError(f"torchrun started {world_size} ranks, {devices} on this node: nodes must be alike")
         nodes = world_size // devices
     return Host(
-        cuda_devices=count_cuda_devices(environ),
+        cuda_devices=(cuda_devices := count_cuda_devices(environ)),
+        gpu=name_gpu(environ) if cuda_devices else None,
         launcher="torchrun" if under_torchrun else "local",
         nodes=nodes,
         devices=devices,
@@ -66,11 +67,37 @@ def count_cuda_devices(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def _installed_cuda_devices() -> int:
+    if (nvml := _nvml()) is not None and (count := _nvml_count(nvml)) is not None:
+        return count
+    return len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
+
+
+def name_gpu(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The GPUs' name, e.g. "NVIDIA H200", without importing torch. None: NVML is missing, the GPUs of this machine are
+    not all alike (NVML and CUDA number them differently), or they are cut into MIG instances, slower than the name."""
+    if "MIG-" in environ.get("CUDA_VISIBLE_DEVICES", "") or (nvml := _nvml()) is None:
+        return None
+    names = {_nvml_name(nvml, index) for index in range(_nvml_count(nvml) or 0)}
+    return names.pop() if len(names) == 1 else None
+
+
+def _nvml() -> ctypes.CDLL | None:
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        count = ctypes.c_uint()
-        if nvml.nvmlInit_v2() == 0 and nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0:
-            return count.value
     except OSError:
-        pass
-    return len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
+        return None
+    return nvml if nvml.nvmlInit_v2() == 0 else None
+
+
+def _nvml_count(nvml: ctypes.CDLL) -> int | None:
+    count = ctypes.c_uint()
+    return count.value if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else None
+
+
+def _nvml_name(nvml: ctypes.CDLL, index: int) -> str | None:
+    device, name, mig, pending = ctypes.c_void_p(), ctypes.create_string_buffer(96), ctypes.c_uint(), ctypes.c_uint()
+    if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) != 0:
+        return None
+    if nvml.nvmlDeviceGetMigMode(device, ctypes.byref(mig), ctypes.byref(pending)) == 0 and mig.value:
+        return None
+    return name.value.decode() if nvml.nvmlDeviceGetName(device, name, ctypes.c_uint(len(name))) == 0 else None
