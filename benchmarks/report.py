@@ -1,12 +1,16 @@
-"""Writes docs/gpu.md from benchmarks/results/*.json. No number in it is typed."""
+"""Writes docs/gpu.md from benchmarks/results/*.json, and the tables of docs/metrics.md. No number in them is typed."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 
 def main() -> None:
@@ -25,6 +29,51 @@ def main() -> None:
     for result in images:
         lines += images_section(result)
     (ROOT / "docs" / "gpu.md").write_text("\n".join(lines).rstrip() + "\n")
+    metrics = ROOT / "docs" / "metrics.md"
+    metrics.write_text(with_tables(metrics.read_text()))
+
+
+def with_tables(text: str) -> str:
+    """The text with what stands between `<!-- table: NAME -->` and `<!-- end -->` made anew."""
+    tables = {"peaks": peaks, "attention": attention}
+    return re.sub(
+        r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
+        lambda found: found[1] + "\n".join(tables[found[2]]()) + "\n" + found[3],
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def peaks() -> list[str]:
+    """conf/cluster/: the dense peak of one GPU, by kind of arithmetic."""
+    from shardwise.compose import read_clusters
+
+    rows = [(c.gpu, f"`cluster={c.name}`", dataclasses.asdict(c.peak_tflops)) for c in read_clusters()]
+    return [
+        "| GPU | | " + " | ".join(rows[0][2]) + " |",
+        "|---|---|" + "---|" * len(rows[0][2]),
+        *(f"| {gpu} | {name} | " + " | ".join(f"{p:,g}" for p in peak.values()) + " |" for gpu, name, peak in rows),
+    ]
+
+
+def attention() -> list[str]:
+    """conf/model/: operations of one token, and how many more it would be with the whole square of attention."""
+    import torch
+    import yaml
+
+    from recipes.language_modeling.model import Transformer
+
+    lines = ["| model | tokens | GFLOPs a token | with the whole square of attention | more |", "|---|---|---|---|---|"]
+    for name in ("gpt2_124m", "llama3_1b", "llama3_8b", "llama3_70b"):
+        arguments = yaml.safe_load((ROOT / "conf" / "model" / f"{name}.yaml").read_text())
+        del arguments["_target_"]
+        with torch.device("meta"):
+            model = Transformer(**arguments)
+        length = model.max_seq_len
+        flops = model.training_flops(1, length) / length
+        whole = flops + 3 * 2 * 2 * model.n_layers * model.dim * (length - (length + 1) / 2)
+        lines.append(f"| {name} | {length:,} | {flops / 1e9:,.2f} | {whole / 1e9:,.2f} | {whole / flops - 1:.1%} |")
+    return lines
 
 
 def read(kind: str) -> list[dict[str, Any]]:

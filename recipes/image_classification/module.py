@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from lightning import LightningModule
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
@@ -89,6 +91,9 @@ class ImageClassifier(LightningModule):
         if not 0 <= label_smoothing < 1:
             raise ConfigError(f"module.label_smoothing={label_smoothing} must be at least 0 and below 1, e.g. 0.1")
         self.model = model
+        # Shapes only, to count operations on; in a list, so that no strategy sees it and shards it.
+        self._shapes: list[nn.Module] = [deepcopy(model).to("meta").eval()]
+        self._forward_flops: dict[torch.Size, int] = {}
         self.augment = augment
         self.label_smoothing = label_smoothing
         self.channels_last = channels_last
@@ -115,6 +120,18 @@ class ImageClassifier(LightningModule):
     def loss_weight(self, batch: Batch) -> int:
         """Images: what the batch weighs in its accumulation window."""
         return len(batch["label"])
+
+    def flops(self, batch: Batch) -> int:
+        """Of the batch's forward and backward, from its shape alone: docs/metrics.md has the formula.
+
+        A backward counts as two forwards, the first layer's too and a frozen layer's too.
+        """
+        size = batch["image"].shape[1:]
+        if size not in self._forward_flops:
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                self._shapes[0](torch.empty(1, *size, device="meta"))
+            self._forward_flops[size] = counter.get_total_flops()
+        return 3 * len(batch["image"]) * self._forward_flops[size]
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Augmented and mixed while training. What needs neither stays bytes: see `_normalised`."""

@@ -192,13 +192,15 @@ class Transformer(nn.Module):
         """Parameters before sharding; a tied head counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def flops_per_token(self, sequence_length: int) -> float:
-        """Training FLOPs (forward and backward) of one token: 6 * N + 12 * n_layers * dim * T / 2.
+    def training_flops(self, sequences: int, length: int) -> int:
+        """Floating-point operations that a forward and its backward need: docs/metrics.md has the formula.
 
-        N: parameters of the matrix products, the head's among them and the embedding's lookup not. The second term is
-        attention's two products, halved because a token sees on average half of the T positions. No recomputation.
+        A backward counts as two forwards, recomputing as nothing. Weights' products: the head's among them, at every
+        position, and the embedding's lookup not. Attention's two: position t looks at t + 1 positions.
         """
-        return 6 * self._matmul_parameters + 12 * self.n_layers * self.dim * sequence_length / 2
+        weights = 2 * self._matmul_parameters * length
+        attention = 2 * 2 * self.n_layers * self.dim * (length * (length + 1) // 2)
+        return 3 * sequences * (weights + attention)
 
 
 def no_autocast_in_16_bits(weight: Tensor) -> AbstractContextManager[Any]:

@@ -70,6 +70,10 @@ class LanguageModel(LightningModule):
         """Valid targets: what the batch weighs in its accumulation window."""
         return int((batch["targets"] != IGNORE).sum())
 
+    def flops(self, batch: Batch) -> int:
+        """Of the batch's forward and backward, from its shape alone; targets that do not count are computed too."""
+        return self.model.training_flops(*batch["tokens"].shape)
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Nats per valid target, averaged over the micro-batch."""
         total, tokens = self._loss(batch)

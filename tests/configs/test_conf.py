@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from omegaconf import OmegaConf
 
+from benchmarks.report import with_tables
 from shardwise.build import check
 from shardwise.cli import make_run_plan
 from shardwise.compose import CONF, compose, config_groups, read_clusters
@@ -105,6 +106,12 @@ def test_a_clusters_file_has_every_peak() -> None:
         assert peaks.keys() == {f.name for f in dataclasses.fields(PeakTflopsConfig)}, file
         assert {type(peak) for peak in peaks.values()} == ({type(None)} if file.stem == "local" else {float}), file
     assert [cluster.gpu for cluster in read_clusters()] == ["A100", "B200", "H100", "H200"]
+
+
+def test_the_tables_of_the_docs_are_made_from_conf() -> None:
+    text = (CONF.parent / "docs" / "metrics.md").read_text()
+    assert text.count("<!-- table: ") == 2 and "| H200 | `cluster=dgx_h200` | 989.4 |" in text
+    assert with_tables(text) == text, "run python benchmarks/report.py"
 
 
 @pytest.mark.parametrize(

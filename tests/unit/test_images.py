@@ -15,6 +15,8 @@ import yaml
 from lightning import Trainer
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from recipes.image_classification.augment import (
     Augment,
@@ -691,3 +693,50 @@ def test_synthetic_images_are_noise_that_is_made_once() -> None:
     assert isinstance(data, ImageData) and int(data.labels.min()) >= 0 and int(data.labels.max()) < 1000
     with pytest.raises(ConfigError, match="data.distinct=0: must be at least 1"):
         SyntheticImages(mean=[0.5] * 3, std=[0.3] * 3, batch_size=4, distinct=0)
+
+
+# Operations
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        tiny(),
+        tiny(block="bottleneck", layers=[1, 2], in_channels=3, small_images=False),
+        vit(),
+        vit(patch_size=4, n_layers=3, n_heads=4, in_channels=3),
+    ],
+    ids=["basic", "bottleneck", "vit", "larger vit"],
+)
+def test_flops_are_what_torch_counts(model: ResNet | VisionTransformer) -> None:
+    channels, size = model.in_channels, model.image_size or 32
+    module = classifier(model, mean=[0.5] * channels, std=[0.25] * channels)
+    batch = batch_of(3, channels, size)
+    # The kernel of attention whose products are counted one by one, and which recomputes nothing in backward.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        module.training_step(batch, 0).backward()
+    stem = next(layer for layer in model.modules() if isinstance(layer, nn.Conv2d))
+    gradient_of_the_images = 2 * 3 * stem.weight.numel() * (size // stem.stride[0]) ** 2  # which nobody asks for
+    flops = module.flops(batch)
+    assert isinstance(flops, int) and flops == counter.get_total_flops() + gradient_of_the_images
+    assert module.flops(batch_of(6, channels, size)) == 2 * flops
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "multiplications"),
+    [("resnet50", 224, 4.09e9), ("resnet50", 96, 0.752e9), ("vit_b16", 224, 17.6e9)],
+)
+def test_flops_are_six_for_each_multiplication_that_is_published(name: str, size: int, multiplications: float) -> None:
+    module = ImageClassifier(from_yaml(name), mean=[0.5] * 3, std=[0.25] * 3)
+    batch = {"image": torch.empty(2, 3, size, size, device="meta", dtype=torch.uint8)}
+    assert module.flops(batch) == pytest.approx(2 * 6 * multiplications, rel=0.01)
+
+
+def test_counting_is_done_once_for_each_shape_and_is_no_part_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = classifier()
+    small, large = module.flops(batch_of(2)), module.flops(batch_of(2, size=16))
+    assert small < large
+    monkeypatch.setattr(FlopCounterMode, "__enter__", lambda self: pytest.fail("counted again"))
+    assert (module.flops(batch_of(2)), module.flops(batch_of(2, size=16))) == (small, large)
+    assert len(list(module.parameters())) == len(list(module.model.parameters()))
+    assert not any(name.startswith("_") for name, _ in module.named_children())

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 import yaml
 from lightning import Trainer
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from recipes.language_modeling.data import TextData, decode, python_files
 from recipes.language_modeling.loss import cross_entropy
@@ -194,12 +197,34 @@ def test_sizes_in_conf_are_the_published_ones(name: str, parameters: float) -> N
         assert scaling == LLAMA31 | {"factor": 32.0 if name in ("llama3_1b", "llama3_3b") else 8.0}
 
 
-@pytest.mark.parametrize("tie", [True, False])
-def test_flops_are_six_per_matmul_weight_and_half_of_full_attention(tie: bool) -> None:
-    model = small(tie_embeddings=tie)
-    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-    attention_forward = 2 * (2 * 64 * 32) * 2 / 2  # two products of 2 * T * D, two layers, half of them masked
-    assert model.flops_per_token(64) == 6 * weights + 3 * attention_forward
+def attention_flops(layers: int, dim: int, pairs: int) -> int:
+    """Forward and backward of attention's two products over `pairs` of positions."""
+    return 3 * layers * 2 * 2 * dim * pairs
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"n_kv_heads": 4, "n_layers": 3, "ffn_dim": 40}])
+def test_flops_are_what_torch_counts_with_the_masked_half_of_attention_left_out(changes: dict[str, Any]) -> None:
+    model = LanguageModel(small(**changes))
+    batch = {"tokens": drawn(3, 20), "targets": drawn(3, 20)}
+    batch["targets"][1, 4:] = -100  # computed all the same
+    # The kernel that multiplies the whole square, masked, and recomputes nothing in backward.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.training_step(batch, 0).backward()
+    layers, dim = model.model.n_layers, model.model.dim
+    masked = attention_flops(layers, dim, 20 * 20) - attention_flops(layers, dim, 20 * 21 // 2)
+    flops = model.flops(batch)
+    assert isinstance(flops, int) and flops == counter.get_total_flops() - 3 * masked
+
+
+def test_flops_of_llama3_8b_are_six_per_weight_and_token_and_attention() -> None:
+    model, length = from_yaml("llama3_8b"), 8192
+    weights = model.count_parameters() - model.embedding.weight.numel()
+    assert weights == pytest.approx(7.5e9, rel=0.01)
+    half = length * (6 * weights + 6 * 32 * 4096 * length)
+    full = length * (6 * weights + 12 * 32 * 4096 * length)
+    flops = LanguageModel(model).flops({"tokens": torch.empty(2, length, device="meta")})
+    assert flops == pytest.approx(2 * half, rel=0.01)
+    assert full / half == pytest.approx(1.125, rel=0.01)  # why docs/metrics.md says which of the two is meant
 
 
 def test_loss_is_cross_entropy_on_logits() -> None:
