@@ -301,6 +301,7 @@ Run-level values:
   compile=none|layer|model  torch.compile on each repeated layer, or on the whole step
   activation_checkpointing=none|full                      recompute each repeated layer in the backward pass
   ema_decay=X               keep an exponential moving average of the weights and validate with it
+  memory_history=true       on CUDA: the snapshot of a rank that runs out of memory says what allocated each block
   units=[ClassName,…]       the repeated layers, where they are not found
   optimizer_override=true   optimizer= overrules the module's own configure_optimizers
   module._target_=my.Module data._target_=my.Data         your own classes, with recipe=custom

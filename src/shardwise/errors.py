@@ -35,6 +35,12 @@ class NonFiniteError(RunStopped):
     exit_code = ExitCode.non_finite
 
 
+class OutOfMemoryError(RunStopped):
+    """A rank asked for more memory than there is. Its message has several lines."""
+
+    exit_code = ExitCode.out_of_memory
+
+
 class DataError(ConfigError):
     """Data on disk that is missing, unreadable or not what its index says."""
 

@@ -138,6 +138,7 @@ class Plan:
     compile: CompileName
     activation_checkpointing: ActivationCheckpointingName
     ema_decay: float | None  # of the averaged weights that validation and checkpoints see as well; None: no average
+    memory_history: bool  # every allocation's stack is kept, for the snapshot of a rank that runs out of memory
     schedule: dict[str, Any] | None
     units: tuple[str, ...] | None  # class names; None: found
     module: dict[str, Any]
@@ -200,6 +201,8 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         raise ConfigError(f"logger.mode={config.logger.mode}: must be one of auto, online, offline")
     if config.ema_decay is not None and not 0 < config.ema_decay < 1:
         raise ConfigError(f"ema_decay={config.ema_decay}: must be between 0 and 1, e.g. 0.999, or null for no average")
+    if config.memory_history and accelerator == "cpu":
+        raise ConfigError("memory_history=true needs CUDA, whose allocator keeps it; leave it out on the CPU")
     _check_pairs(config, accelerator)
     if not 0 <= config.seed < 2**63:
         raise ConfigError(f"seed={config.seed}: must be in [0, 2**63)")
@@ -247,6 +250,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         compile=config.compile.value,
         activation_checkpointing=config.activation_checkpointing.value,
         ema_decay=config.ema_decay,
+        memory_history=config.memory_history,
         schedule=schedule,
         units=None if config.units is None else tuple(config.units),
         module=_target("module", config.module),

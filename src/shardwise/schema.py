@@ -192,6 +192,7 @@ class RunConfig:
     compile: Compile = Compile.none
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
     ema_decay: float | None = None
+    memory_history: bool = False
     units: list[str] | None = None
 
     model: Any = None  # what the recipe's module is built around; reaches the Plan as a part of `module`

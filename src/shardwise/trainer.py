@@ -30,6 +30,7 @@ from shardwise.errors import ConfigError
 from shardwise.initialize import derived_seed, initializes_itself, parameters_on_meta
 from shardwise.loggers import build_loggers
 from shardwise.optimizers import configure_optimizers
+from shardwise.out_of_memory import OutOfMemoryWatch
 from shardwise.plan import Plan
 from shardwise.precision import default_dtype, set_matmul_mode, set_parameter_dtype
 from shardwise.strategies import build_strategy
@@ -40,18 +41,20 @@ def run(plan: Plan) -> None:
 
     Raises:
         ConfigError: what only the user's own code or data could tell.
+        OutOfMemoryError: what was held, what was asked for and what to change.
     """
     quiet_lightning()
     set_matmul_mode(plan.precision)
-    init_process_group(plan)
-    _run(plan)
+    with OutOfMemoryWatch(plan) as watch:
+        init_process_group(plan)
+        _run(plan, watch)
     # Not after a failure: the peers would fail in turn, and NCCL might wait for them.
     dist.destroy_process_group()
 
 
-def _run(plan: Plan) -> None:
+def _run(plan: Plan, *more: Callback) -> None:
     module, data = build_module(plan), build_data(plan)
-    trainer = build_trainer(plan, module)
+    trainer = build_trainer(plan, module, *more)
     quiet = {"verbose": False} if plan.stage in ("validate", "test") else {}  # the table below says it
     trainer_function = getattr(trainer, plan.stage)
     results = trainer_function(module, datamodule=data, ckpt_path=plan.resume, weights_only=True, **quiet)
@@ -145,8 +148,8 @@ def build_data(plan: Plan) -> LightningDataModule:
     return data
 
 
-def build_trainer(plan: Plan, module: LightningModule) -> Trainer:
-    """Lightning's Trainer with every decision made: nothing is left for it to infer."""
+def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Trainer:
+    """Lightning's Trainer with every decision made: nothing is left for it to infer. `more` callbacks come first."""
     record = {"plan": dataclasses.asdict(plan)}
     if os.environ["RANK"] == "0":
         record["environment"] = describe_environment()
@@ -157,7 +160,7 @@ def build_trainer(plan: Plan, module: LightningModule) -> Trainer:
     steps = StepLog(plan)
     saving = Saving(plan, steps)
     average = [] if plan.ema_decay is None else [WeightAverage(plan)]  # first: what is saved is what it has put back
-    callbacks: list[Callback] = [*average, steps, saving, Summary(plan, steps, saving)]
+    callbacks: list[Callback] = [*more, *average, steps, saving, Summary(plan, steps, saving)]
     accumulate = plan.accumulate_grad_batches
     validate_every = plan.validate_every_n_steps
     trainer = Trainer(

@@ -175,6 +175,7 @@ WORDS: list[tuple[str, list[str]]] = [
                                      "give max_steps=N max_epochs=null, or schedule=none"]),
     # the machine
     ("accelerator=cuda", ["accelerator=cuda: this process sees 0 CUDA devices; use accelerator=cpu"]),
+    ("memory_history=true", ["memory_history=true needs CUDA", "leave it out on the CPU"]),
     ("precision=tf32", ["precision=tf32 needs CUDA", "on the CPU use precision=fp32"]),
     ("nodes=2", ["nodes=2: a local launch is one node", "torchrun"]),
     ("cluster=dgx_h100 devices=16 global_batch_size=64",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwise.compose import ROOT
+from shardwise.errors import ExitCode
 from shardwise.launch.worker import FAILURE, PARENT, run_rank
 from shardwise.plan import Plan
 
@@ -88,14 +89,22 @@ def _stopped(by: signal.Signals) -> NoReturn:
 
 
 def _say(failure: Path, failures: dict[int, Any]) -> int:
-    """Which rank died without a word, else what the first to fail reported: the others' errors are consequences."""
-    for rank, process in failures.items():
-        if not failure.with_suffix(f".{process.pid}").exists():
+    """Which rank died without a word, else what the first to fail reported: the others' errors are consequences.
+
+    A known reason is nobody's consequence. And SIGTERM is the elastic launcher's, to those who wait for the one that
+    failed: torch 2.13 counts them among the failures.
+    """
+    said = json.loads(failure.read_text()) if failure.exists() else None
+    silent = {r: p for r, p in failures.items() if not failure.with_suffix(f".{p.pid}").exists()}
+    if said is None or said["code"] == ExitCode.crash:
+        for rank, process in silent.items():
             code = int(process.exitcode)
+            if said is not None and code == -signal.SIGTERM:
+                continue
             how = f"was killed by {process.signal_name()}" if code < 0 else f"ended with exit code {code}"
             hint = " (out of memory?)" if code == -9 else ""
             sys.stderr.write(f"shardwise: rank {rank} {how}{hint}; the other ranks are stopped\n")
             return code if code > 0 else 128 - code
-    said = json.loads(failure.read_text())
+    assert said is not None
     sys.stderr.write(said["text"])
     return int(said["code"])

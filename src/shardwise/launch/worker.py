@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
-from shardwise.errors import ExitCode, RunStopped
+from shardwise.errors import ExitCode, OutOfMemoryError, RunStopped
 from shardwise.plan import Plan
 
 FAILURE = "SHARDWISE_FAILURE"  # the file in which the first rank to fail says what is wrong
@@ -71,6 +71,7 @@ def report(error: Exception) -> int:
     code, text = ExitCode.user_error, f"error: {' '.join(str(error).split())}\n"
     if isinstance(error, RunStopped):
         code = error.exit_code
+        text = f"error: {error}\n" if isinstance(error, OutOfMemoryError) else text
     # Lightning's own word for a user's mistake, e.g. two optimizers under automatic optimization; not imported for this
     elif type(error).__name__ != "MisconfigurationException":
         rank = f"rank {os.environ['RANK']}:\n" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
