@@ -301,6 +301,8 @@ Run-level values:
   compile=none|layer|model  torch.compile on each repeated layer, or on the whole step
   activation_checkpointing=none|full                      recompute each repeated layer in the backward pass
   ema_decay=X               keep an exponential moving average of the weights and validate with it
+  guard.on_nonfinite=stop|skip                            a loss or gradient that is not finite: docs/guard.md
+  guard.on_spike=warn|ignore|skip|rollback                a loss that leaps
   memory_history=true       on CUDA: the snapshot of a rank that runs out of memory says what allocated each block
   units=[ClassName,…]       the repeated layers, where they are not found
   optimizer_override=true   optimizer= overrules the module's own configure_optimizers

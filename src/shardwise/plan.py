@@ -100,6 +100,15 @@ class Checkpointing:
 
 
 @dataclass(frozen=True)
+class Guarding:
+    on_nonfinite: Literal["stop", "skip"]
+    on_spike: Literal["ignore", "warn", "skip", "rollback"]
+    max_in_a_row: int
+    spike_z: float
+    pass_over: tuple[int, ...] = ()  # the training clock at windows whose gradients are thrown away
+
+
+@dataclass(frozen=True)
 class Logging:
     name: Literal["csv", "wandb", "tensorboard"]
     project: str
@@ -131,6 +140,7 @@ class Plan:
     validate_every_n_steps: int | None  # None: at the end of every epoch
     max_validation_batches: int | None  # of all ranks; None: all
     checkpoint: Checkpointing
+    guard: Guarding
     logger: Logging
     progress_bar: bool
     optimizer: dict[str, Any] | None
@@ -155,9 +165,10 @@ class Plan:
     def from_json(text: str) -> Plan:
         raw = json.loads(text)
         for key, kind in (("topology", Topology), ("strategy", Strategy), ("precision", Precision),
-                          ("checkpoint", Checkpointing), ("logger", Logging)):  # fmt: skip
+                          ("checkpoint", Checkpointing), ("guard", Guarding), ("logger", Logging)):  # fmt: skip
             raw[key] = kind(**raw[key])
         raw["logger"] = dataclasses.replace(raw["logger"], tags=tuple(raw["logger"].tags))
+        raw["guard"] = dataclasses.replace(raw["guard"], pass_over=tuple(raw["guard"].pass_over))
         raw["units"] = None if raw["units"] is None else tuple(raw["units"])
         return Plan(**raw)
 
@@ -197,6 +208,10 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         raise ConfigError(f"checkpoint.keep_last={config.checkpoint.keep_last}: must be at least 1")
     if config.checkpoint.mode not in ("min", "max"):
         raise ConfigError(f"checkpoint.mode={config.checkpoint.mode}: must be min or max")
+    if config.guard.max_in_a_row < 0:
+        raise ConfigError(f"guard.max_in_a_row={config.guard.max_in_a_row}: must be at least 0")
+    if not config.guard.spike_z > 0:
+        raise ConfigError(f"guard.spike_z={config.guard.spike_z}: must be above 0; guard.on_spike=ignore looks at none")
     if config.logger.mode not in ("auto", "online", "offline"):
         raise ConfigError(f"logger.mode={config.logger.mode}: must be one of auto, online, offline")
     if config.ema_decay is not None and not 0 < config.ema_decay < 1:
@@ -237,6 +252,12 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         validate_every_n_steps=config.validate_every_n_steps,
         max_validation_batches=config.max_validation_batches,
         checkpoint=Checkpointing(**vars(config.checkpoint)),
+        guard=Guarding(
+            on_nonfinite=config.guard.on_nonfinite.value,
+            on_spike=config.guard.on_spike.value,
+            max_in_a_row=config.guard.max_in_a_row,
+            spike_z=config.guard.spike_z,
+        ),
         logger=Logging(
             name=config.logger.name.value,
             project=config.logger.project,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
@@ -134,7 +134,11 @@ class PlannedPrecision(LightningPrecision):
         super().__init__()
         self.plan = plan
         self.gradient_norm: Tensor | None = None  # of the last step, before clipping; a scalar on the device
-        self.skipped = False  # the last step: its gradients were not finite
+        self.gradients: list[tuple[nn.Parameter, Tensor]] = []  # of the last step, each with its gradient's norm
+        self.skipped = False  # the last step: its gradients overflowed at this loss scale
+        self.passed_over: bool | Tensor = False  # the last step: the optimizer changed nothing; a tensor: it may tell
+        self.unwanted: Tensor | None = None  # true: this step's gradients were made non-finite, to pass over its window
+        self._not_finite: Tensor | None = None
         self.scaler: torch.amp.GradScaler | None = None
         if plan.precision.loss_scaling and not plan.strategy.zero_stage:  # DeepSpeed has its own
             self.scaler = torch.amp.GradScaler(plan.accelerator, **LOSS_SCALE)
@@ -164,18 +168,49 @@ class PlannedPrecision(LightningPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        if self.scaler is None:
+        if not model.automatic_optimization:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
-        # As GradScaler.step, but the verdict is known here: counter, schedule and log follow it.
         result = closure()
-        self.scaler.unscale_(optimizer)
-        found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-        self.skipped = any(bool(flag.item()) for flag in found)
-        self._after_closure(model, optimizer)
-        if not self.skipped:
+        if self.scaler is None:
+            self._after_closure(model, optimizer)
+            self.passed_over = self._judge(optimizer)
+        else:  # as GradScaler.step, but the verdict is known here: counter, schedule and log follow it
+            self.scaler.unscale_(optimizer)
+            found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+            self.passed_over = any(bool(flag.item()) for flag in found)
+            self._after_closure(model, optimizer)
+        if self.passed_over is True:
+            optimizer._opt_called = True  # type: ignore[attr-defined] # else the schedule would warn, at the first step
+        else:
             optimizer.step(**kwargs)
-        self.scaler.update()
+        if self.scaler is not None:
+            self.scaler.update()
         return result
+
+    def _judge(self, optimizer: Optimizer) -> bool | Tensor:
+        """Whether the optimizer must leave everything as it is, since the gradients are not finite.
+
+        Optimizers with a fused kernel read that on the device. For the others the host waits, and knows. Under
+        on_nonfinite=stop it holds for every step from there on: until the host has noticed, nothing changes.
+        """
+        assert self.gradient_norm is not None
+        guard = self.plan.guard
+        may_go_on = guard.on_nonfinite == "skip" or guard.on_spike == "skip" or bool(guard.pass_over)
+        if self._not_finite is None:
+            self._not_finite = torch.zeros((), device=self.gradient_norm.device)
+            self._one, self._stopped = torch.ones_like(self._not_finite), torch.zeros_like(self._not_finite)
+        elif may_go_on:
+            self._not_finite.copy_(self._stopped)
+        # One kernel: sets the flag, and never clears it.
+        torch._amp_foreach_non_finite_check_and_unscale_([self.gradient_norm.float()], self._not_finite, self._one)
+        if may_go_on and guard.on_nonfinite == "stop":
+            wanted = self._not_finite if self.unwanted is None else self._not_finite * ~self.unwanted
+            self._stopped = torch.maximum(self._stopped, wanted)
+        # Without state yet, a fused SGD would take what lies in memory for its momentum.
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and optimizer.state:
+            optimizer.found_inf = self._not_finite  # type: ignore[attr-defined]
+            return self._not_finite
+        return bool(self._not_finite.item())
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.scaler is None else self.scaler.state_dict()
@@ -195,17 +230,19 @@ class PlannedPrecision(LightningPrecision):
 
     def _clip_gradients(self, model: LightningModule | nn.Module, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         assert isinstance(model, LightningModule)
-        step = model.trainer.global_step + 1
-        if self.plan.gradient_clip_val is None and not self.plan.logs(step):
+        if not model.automatic_optimization:
             return
-        gradients = [p.grad for p in self.main_params(optimizer) if p.grad is not None]
+        parameters = [p for p in self.main_params(optimizer) if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         if self.plan.precision.parameter_dtype == "bfloat16":  # 8 bits of a norm would be clipped by
             norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
             norm = torch.linalg.vector_norm(
                 torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms])
             )
         else:
-            norm = get_total_norm(gradients)
+            norms = list(torch._foreach_norm(gradients))
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+        self.gradients = list(zip(parameters, norms, strict=True))
         # A DTensor's norm is per shard until it is asked for whole: then it is the norm over every axis.
         self.gradient_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         super()._clip_gradients(model, optimizer, *args, **kwargs)

@@ -65,6 +65,18 @@ class ActivationCheckpointing(Enum):
     full = "full"
 
 
+class OnNonfinite(Enum):
+    stop = "stop"
+    skip = "skip"
+
+
+class OnSpike(Enum):
+    ignore = "ignore"
+    warn = "warn"
+    skip = "skip"
+    rollback = "rollback"
+
+
 class LoggerName(Enum):
     csv = "csv"
     wandb = "wandb"
@@ -131,6 +143,16 @@ class CheckpointConfig:
     monitor: str | None = None  # a validation metric; its best checkpoint is kept as well
     mode: str = "min"
     save_at_end: bool = True
+
+
+@dataclass
+class GuardConfig:
+    """What to do about a step whose loss or gradients are not finite, and about a loss that leaps."""
+
+    on_nonfinite: OnNonfinite = OnNonfinite.stop
+    on_spike: OnSpike = OnSpike.warn
+    max_in_a_row: int = 3  # steps passed over, or windows rolled back; one more stops the run
+    spike_z: float = 8.0  # robust z-score of the loss against the 128 before it
 
 
 @dataclass
@@ -201,6 +223,7 @@ class RunConfig:
     strategy: Any = MISSING
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     optimizer: Any = None
     schedule: Any = None
     logger: LoggerConfig = field(default_factory=LoggerConfig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -21,10 +22,11 @@ from torch._C._distributed_c10d import HashStore
 
 from shardwise.build import build, locate
 from shardwise.callbacks.average import WeightAverage
+from shardwise.callbacks.guard import Guard, RollBack
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog, validation_metrics
 from shardwise.callbacks.summary import Summary, print_table, words
-from shardwise.checkpoints import keep_earlier, stage_file
+from shardwise.checkpoints import keep_earlier, list_checkpoints, stage_file
 from shardwise.environment import describe_environment
 from shardwise.errors import ConfigError
 from shardwise.initialize import derived_seed, initializes_itself, parameters_on_meta
@@ -47,9 +49,28 @@ def run(plan: Plan) -> None:
     set_matmul_mode(plan.precision)
     with OutOfMemoryWatch(plan) as watch:
         init_process_group(plan)
-        _run(plan, watch)
+        goes_on: Plan | None = plan
+        while goes_on is not None:
+            goes_on = _run_until_rolled_back(goes_on, watch)
     # Not after a failure: the peers would fail in turn, and NCCL might wait for them.
     dist.destroy_process_group()
+
+
+def _run_until_rolled_back(plan: Plan, *more: Callback) -> Plan | None:
+    """Run `plan`. If the guard rolls it back, the Plan to go on with: from the last checkpoint, in these processes."""
+    try:
+        _run(plan, *more)
+        return None
+    except RollBack as back:
+        start = back.start
+    gc.collect()  # the module and its optimizer
+    if plan.accelerator == "cuda":
+        torch.cuda.empty_cache()
+    newest: list[str | None] = [str(path) for path in list_checkpoints(plan.run_dir)[-1:]] or [None]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(newest, src=0)
+    guard = dataclasses.replace(plan.guard, pass_over=(*plan.guard.pass_over, start))
+    return dataclasses.replace(plan, resume=newest[0], guard=guard)
 
 
 def _run(plan: Plan, *more: Callback) -> None:
@@ -157,10 +178,11 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
         text = json.dumps(record["environment"], indent=2) + "\n"
         keep_earlier(path, text)
         path.write_text(text)
-    steps = StepLog(plan)
-    saving = Saving(plan, steps)
+    steps, saving = StepLog(plan), Saving(plan)
     average = [] if plan.ema_decay is None else [WeightAverage(plan)]  # first: what is saved is what it has put back
-    callbacks: list[Callback] = [*more, *average, steps, saving, Summary(plan, steps, saving)]
+    # The guard before the log and the saving: they see no step that it has not passed.
+    guard = Guard(plan, steps, saving)
+    callbacks: list[Callback] = [*more, *average, guard, steps, saving, Summary(plan, steps, saving)]
     accumulate = plan.accumulate_grad_batches
     validate_every = plan.validate_every_n_steps
     trainer = Trainer(

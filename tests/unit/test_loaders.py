@@ -70,7 +70,7 @@ def test_scales_weigh_each_micro_batch_of_a_window() -> None:
         assert scale is not None
         scales.append(float(scale))
     assert scales == pytest.approx([3 * 1 / 6, 3 * 5 / 6, 0])
-    assert train.weights == 6
+    assert train.window_weight == 6
     nothing = TrainLoader(loader(6), plan(), 0, CPU, lambda batch: 0)
     assert [float(nothing.scales.popleft()) for _ in nothing] == [0, 0, 0]  # type: ignore[arg-type]
 

@@ -6,13 +6,12 @@ import json
 import math
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from shardwise.callbacks.steps import StepLog, validation_metrics
+from shardwise.callbacks.steps import validation_metrics
 from shardwise.checkpoints import checkpoint_path, list_checkpoints
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
@@ -26,8 +25,8 @@ class Saving(Callback):
     written before validation has found it, and another run that goes on from one has a best of its own.
     """
 
-    def __init__(self, plan: Plan, steps: StepLog) -> None:
-        self.plan, self.steps = plan, steps
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
         self.folder = Path(plan.run_dir) / "checkpoints"
         self.best_score: float | None = None
         self.best_path: str | None = None
@@ -54,7 +53,7 @@ class Saving(Callback):
         if (
             every and ends_window and step % every == 0 and 0 < step != self.saved_step
         ):  # saved: since, all were skipped
-            self._save_step(trainer)
+            self.save_step(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         monitor = self.plan.checkpoint.monitor
@@ -83,9 +82,10 @@ class Saving(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.plan.checkpoint.save_at_end and 0 < trainer.global_step != self.saved_step:
-            self._save_step(trainer)
+            self.save_step(trainer)
 
-    def _save_step(self, trainer: Trainer) -> None:
+    def save_step(self, trainer: Trainer) -> None:
+        """Save the step that the counters show. Collective."""
         self.saved_step = trainer.global_step
         self._save(trainer, checkpoint_path(self.plan.run_dir, trainer.global_step))
         if trainer.is_global_zero:
@@ -95,14 +95,13 @@ class Saving(Callback):
     def _save(self, trainer: Trainer, path: Path) -> None:
         """Under another name until it is whole: what a kill leaves behind is never taken for a checkpoint."""
         assert isinstance(trainer.strategy, PlannedStrategy)
-        started = time.monotonic()
         trainer.strategy.synchronize_buffers()
         partial = path.with_name(path.name + ".partial")
         trainer.save_checkpoint(partial)  # all ranks have written theirs when it returns
         if trainer.is_global_zero:
             _remove(path)
             os.replace(partial, path)
-        self.steps.leave_out(time.monotonic() - started)
+        trainer.strategy.restart_clock()
 
     def _read_best(self) -> tuple[float | None, str | None]:
         try:

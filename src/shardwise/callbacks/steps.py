@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import warnings
+from collections import deque
 from typing import Any
 
 import torch
@@ -11,24 +11,29 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from tqdm import tqdm
 
+from shardwise.callbacks.meter import SPENT, Meter, Sums, memory_gib
 from shardwise.loggers import CsvLogger
 from shardwise.plan import Plan
+from shardwise.records import LAG, Readback, Step
 from shardwise.strategies.common import PlannedStrategy
 
 _HANDFUL = 5  # compilations after the first step that pass without a word
 
 
 class StepLog(Callback):
-    """Logs `train/loss` (mean over the global batch), the gradient norm, learning rate, position and speed."""
+    """Logs `train/loss` (mean over the global batch), the gradient norm, learning rate, position and speed.
+
+    The guard hands it each step once its numbers have come from the device; `flush` ends what is still on its way.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.meter = Meter(plan)
         self.bar: tqdm[Any] | None = None
-        self.seconds = 0.0  # spent in steps since this process started, validation and saving left out
-        self.tokens = 0  # summed loss weights of all ranks since this process started
-        self.steps = 0
+        self.steps = 0  # of this process
         self.graphs = 0  # compiled so far
         self.recompiled = 0  # of these, after the first step
+        self._rows: deque[tuple[int, dict[str, float], Readback]] = deque()
         self._evaluated = False
         self._last_step = 0
 
@@ -36,9 +41,9 @@ class StepLog(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, CsvLogger):
                 logger.rewind(trainer.global_step)
+        if trainer.is_global_zero:
+            self.meter.on_start()
         self._last_step = trainer.global_step
-        self._since = time.monotonic()
-        self._marked = (0.0, 0, trainer.global_step)
         if trainer.is_global_zero and self.plan.progress_bar:
             total = None if trainer.max_steps < 0 else trainer.max_steps
             self.bar = tqdm(total=total, initial=trainer.global_step, unit="step", dynamic_ncols=True)
@@ -46,10 +51,8 @@ class StepLog(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if (batch_idx + 1) % self.plan.accumulate_grad_batches:
-            return
         step = trainer.global_step
-        if step == self._last_step:  # skipped: the row of the one before stands
+        if (batch_idx + 1) % self.plan.accumulate_grad_batches or step == self._last_step:
             return
         self._last_step = step
         self.steps += 1
@@ -58,8 +61,6 @@ class StepLog(Callback):
             self.bar.update(0)
         if self.plan.compile != "none":
             self._count_graphs(trainer)
-        if self.plan.logs(step):
-            self._log(trainer, pl_module, step)
 
     def _count_graphs(self, trainer: Trainer) -> None:
         """Graphs that are compiled once training is under way: the first step, and what evaluation needs, are not."""
@@ -76,41 +77,61 @@ class StepLog(Callback):
                 )
         self._evaluated = False
 
-    def leave_out(self, seconds: float) -> None:
-        """These were spent on something else than steps."""
-        self._since += seconds
-
-    def _log(self, trainer: Trainer, module: LightningModule, step: int) -> None:
+    def take(self, trainer: Trainer, step: Step, loss: float, norm: float, of_ranks: list[float]) -> None:
+        """The next step's numbers; with several ranks, the loss weight and FLOPs of all. Collective."""
+        self.meter.add(step, of_ranks)
+        while self._rows and self._rows[0][0] <= step.number - LAG:
+            self._write_row(trainer)
+        if not self.plan.logs(step.number):
+            return
         strategy = trainer.strategy
-        assert isinstance(strategy, PlannedStrategy)
-        assert strategy.train_loader is not None
-        metrics = {"train/samples": float(strategy.train_loader.consumed)}
-        if module.automatic_optimization:
-            metrics["train/loss"] = strategy.step_loss()
-            norm = strategy.planned_precision.gradient_norm
-            assert norm is not None
-            metrics["train/gradient_norm"] = norm.item()
-        if strategy.planned_precision.loss_scale is not None:
-            metrics["train/loss_scale"] = strategy.planned_precision.loss_scale
-            metrics["train/skipped_steps"] = float(strategy.skipped_steps)
-        metrics["train/learning_rate"] = strategy.learning_rate
-        self.tokens = self._all_ranks(strategy, strategy.train_loader.weights)
-        now = self.seconds + time.monotonic() - self._since
-        seconds, tokens, since = self._marked
-        rate = (step - since) / max(now - seconds, 1e-9)
-        metrics["train/samples_per_second"] = rate * self.plan.global_batch_size
-        if self.tokens:
-            metrics[f"train/{weight_unit(module)}_per_second"] = (self.tokens - tokens) / max(now - seconds, 1e-9)
-        self._marked = (now, self.tokens, step)
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step)
-        self._show(trainer, step, metrics)
-
-    def _all_ranks(self, strategy: PlannedStrategy, value: int) -> int:
-        total = torch.tensor(value, dtype=torch.int64, device=strategy.root_device)
+        assert isinstance(strategy, PlannedStrategy) and strategy.lightning_module is not None
+        row = {"train/samples": float(step.start + self.plan.global_batch_size)}
+        if strategy.lightning_module.automatic_optimization:
+            row |= {"train/loss": loss, "train/gradient_norm": norm}
+        if step.loss_scale is not None:
+            row |= {"train/loss_scale": step.loss_scale, "train/skipped_steps": float(strategy.skipped_steps)}
+        row["train/learning_rate"] = step.learning_rate
+        sums = self.meter.take_interval()
+        row |= self._speeds(strategy.lightning_module, sums)
+        # Of the rank that is worst off
+        worst = torch.tensor([sums.waiting_seconds / max(sums.seconds, 1e-9), *memory_gib(self.plan)])
         if dist.get_world_size() > 1:
-            dist.all_reduce(total)
-        return int(total.item())
+            worst = (worst.pin_memory() if strategy.root_device.type == "cuda" else worst).to(
+                strategy.root_device, non_blocking=True
+            )
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        self._rows.append((step.number, row, Readback(worst)))
+        if dist.get_world_size() == 1:
+            self.flush(trainer)
+
+    def flush(self, trainer: Trainer) -> None:
+        """Write every row, also those whose numbers have yet to come."""
+        while self._rows:
+            self._write_row(trainer)
+
+    def _speeds(self, module: LightningModule, sums: Sums) -> dict[str, float]:
+        seconds = max(sums.seconds, 1e-9)
+        speeds = {
+            "train/step_seconds": seconds / max(sums.steps, 1),
+            "train/samples_per_second": sums.steps * self.plan.global_batch_size / seconds,
+        }
+        if sums.weight:
+            speeds[f"train/{weight_unit(module)}_per_second"] = sums.weight / seconds
+        if (mfu := self.meter.mfu(sums)) is not None:
+            speeds["train/mfu"] = mfu
+        return speeds
+
+    def _write_row(self, trainer: Trainer) -> None:
+        step, row, worst = self._rows.popleft()
+        waiting, allocated, reserved = worst.read()
+        row["train/data_wait"] = waiting
+        if self.plan.accelerator == "cuda":
+            row |= {"train/memory_allocated_gib": allocated, "train/memory_reserved_gib": reserved}
+        row |= {SPENT: self.meter.training_seconds, "train/goodput": self.meter.goodput}
+        for logger in trainer.loggers:
+            logger.log_metrics(row, step)
+        self._show(trainer, step, row)
 
     def _show(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         if not trainer.is_global_zero:
@@ -120,17 +141,24 @@ class StepLog(Callback):
         speeds = {key.removeprefix("train/"): value for key, value in metrics.items() if key.endswith("_per_second")}
         name, speed = list(speeds.items())[-1]
         words[name.replace("_per_second", "/s")] = f"{speed:,.0f}"
+        if "train/mfu" in metrics:
+            words["MFU"] = f"{metrics['train/mfu']:.1%}"
+        if metrics["train/data_wait"] >= 0.01:
+            words["waiting for data"] = f"{metrics['train/data_wait']:.0%}"
         if self.bar is not None:
             self.bar.set_postfix(words)
         else:
             of = "" if trainer.max_steps < 0 else f"/{trainer.max_steps}"
             print(f"step {step}{of}  " + "  ".join(f"{k} {v}" for k, v in words.items()), flush=True)
 
+    def write(self, text: str) -> None:
+        """A line, past the progress bar."""
+        tqdm.write(text) if self.bar is not None else print(text, flush=True)
+
     # Validation is logged under the step that it follows: Lightning counts the step only afterwards
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":
-            self.seconds += time.monotonic() - self._since
             trainer.fit_loop.epoch_loop._batches_that_stepped += 1
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -138,13 +166,11 @@ class StepLog(Callback):
             return
         trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
         self._evaluated = True
-        self._since = time.monotonic()
+        trainer.strategy.restart_clock()  # type: ignore[attr-defined]
         if trainer.is_global_zero and (measured := validation_metrics(trainer)):
-            line = f"step {trainer.global_step}  " + "  ".join(f"{key} {value:.4f}" for key, value in measured.items())
-            tqdm.write(line) if self.bar is not None else print(line, flush=True)
+            self.write(f"step {trainer.global_step}  " + "  ".join(f"{k} {v:.4f}" for k, v in measured.items()))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.seconds += time.monotonic() - self._since
         if self.bar is not None:
             self.bar.close()
 

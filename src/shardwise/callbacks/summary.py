@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from shardwise.callbacks.meter import memory_gib
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog, validation_metrics, weight_unit
 from shardwise.loggers import read_metrics
@@ -27,20 +27,31 @@ class Summary(Callback):
         monitor = self.plan.checkpoint.monitor
         baselines: dict[str, float] = getattr(trainer.datamodule, "baselines", dict)()  # type: ignore[attr-defined]
         unit = weight_unit(pl_module)
+        meter = self.steps.meter
+        steady = meter.steady
+        seconds = max(steady.seconds, 1e-9)
+        allocated, reserved = memory_gib(self.plan)
         summary: dict[str, Any] = {
             "steps": trainer.global_step,
             "samples": trainer.strategy.train_loader.consumed,  # type: ignore[attr-defined]
             "steps_this_process": self.steps.steps,
-            f"{unit}_this_process": self.steps.tokens or None,
-            "training_seconds": round(self.steps.seconds, 2),
-            "samples_per_second": self.steps.steps * self.plan.global_batch_size / max(self.steps.seconds, 1e-9),
-            f"{unit}_per_second": self.steps.tokens / max(self.steps.seconds, 1e-9) or None,
+            f"{unit}_this_process": round(meter.first.weight + meter.rest.weight) or None,
+            "training_seconds": round(meter.first.seconds + meter.rest.seconds, 2),
+            "first_step_seconds": round(meter.first.seconds, 3),
+            # of the other steps, where there are any
+            "step_seconds": steady.seconds / max(steady.steps, 1),
+            "samples_per_second": steady.steps * self.plan.global_batch_size / seconds,
+            f"{unit}_per_second": steady.weight / seconds or None,
+            "mfu": meter.mfu(steady),
+            "data_wait": steady.waiting_seconds / seconds,
+            "goodput": meter.goodput,
             # under DeepSpeed the one inside, which is not always the one that was asked for
             "optimizers": [type(getattr(o, "optimizer", o)).__name__ for o in trainer.optimizers],
             "graphs_compiled": self.steps.graphs or None,
             "graphs_compiled_after_the_first_step": self.steps.recompiled or None,
             "skipped_steps_this_process": trainer.strategy.skipped_steps,  # type: ignore[attr-defined]
-            "peak_memory_gib": _peak_memory_gib(self.plan),
+            "memory_allocated_gib": round(allocated, 2) or None,  # rank 0's peaks
+            "peak_memory_gib": round(reserved, 2) or None,
             "train/loss": _last(rows, "train/loss"),
             **validation_metrics(trainer),
             "baselines": baselines,
@@ -55,19 +66,27 @@ class Summary(Callback):
     ) -> dict[str, str]:
         """The summary for a reader: names as words, numbers with their units."""
         speeds = [(unit, summary[f"{unit}_per_second"]), ("samples", summary["samples_per_second"])]
-        seconds = summary["training_seconds"]
+        seconds, first = summary["training_seconds"], summary["first_step_seconds"]
         lines = {
             "trained": f"{summary['steps']:,} steps, {summary['samples']:,} samples",
-            "time": f"{seconds:,.1f} s in the {summary['steps_this_process']:,} steps of this process",
+            "time": f"{seconds:,.1f} s in the {summary['steps_this_process']:,} steps of this process, the first "
+            f"{first:,.1f} s",
             "speed": ", ".join(f"{speed:,.0f} {word}/s" for word, speed in speeds if speed) or "no step was due",
         }
+        if summary["mfu"] is not None:
+            lines["MFU"] = f"{summary['mfu']:.1%} of {self.plan.peak_tflops:,.0f} TFLOP/s a GPU"
+        lines["waiting for data"] = f"{summary['data_wait']:.1%} of the time"
+        lines["goodput"] = f"{summary['goodput']:.1%} of the time since the run was first started became steps"
         if summary["graphs_compiled"] is not None:
             later = f", {self.steps.recompiled} of them after the first step" * (self.steps.recompiled > 0)
             lines["compiled"] = f"{summary['graphs_compiled']} graph{'s' * (summary['graphs_compiled'] > 1)}{later}"
         if summary["skipped_steps_this_process"]:
             lines["skipped"] = f"{summary['skipped_steps_this_process']:,} steps whose gradients were not finite"
         if summary["peak_memory_gib"] is not None:
-            lines["peak memory"] = f"{summary['peak_memory_gib']:.1f} GiB on rank 0"
+            lines["peak memory"] = (
+                f"{summary['memory_allocated_gib']:.1f} GiB allocated, {summary['peak_memory_gib']:.1f} reserved, "
+                f"on rank 0"
+            )
         if summary["train/loss"] is not None:
             lines["training loss"] = f"{summary['train/loss']:.4f}"
         lines |= {words(key): f"{value:.4f}" for key, value in measured.items()}
@@ -79,11 +98,6 @@ class Summary(Callback):
             )
         lines["loss curve"] = _short(picture) if picture else "no losses were logged"
         return lines | {"run folder": _short(self.plan.run_dir)}
-
-
-def _peak_memory_gib(plan: Plan) -> float | None:
-    """Reserved by rank 0's allocator at its peak."""
-    return round(torch.cuda.max_memory_reserved() / 2**30, 2) if plan.accelerator == "cuda" else None
 
 
 def words(key: str) -> str:

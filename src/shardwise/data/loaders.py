@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -35,6 +36,7 @@ class TrainLoader:
         rank: int,
         device: torch.device,
         loss_weight: Callable[[Any], int] | None,
+        flops: Callable[[Any], int] | None = None,
     ) -> None:
         _check_kind(loader, plan, "train")
         if loader.batch_size != plan.micro_batch_size:
@@ -42,11 +44,16 @@ class TrainLoader:
                 f"the training loader's batch_size is {loader.batch_size}, and micro_batch_size="
                 f"{plan.micro_batch_size}: make them equal, e.g. data.batch_size=${{micro_batch_size}}"
             )
-        self.plan, self.rank, self.device, self.loss_weight = plan, rank, device, loss_weight
+        self.plan, self.rank, self.device, self.loss_weight, self.flops = plan, rank, device, loss_weight, flops
         self.iterable = loader if isinstance(loader.dataset, IterableDataset) else None
         self.consumed = 0  # samples of all ranks whose micro-batches were handed over: the training clock
         self.scales: deque[Tensor | None] = deque()
-        self.weights = 0  # summed loss weights of this rank: tokens or samples
+        self.window_start = 0  # the clock at the window that is being handed over
+        self.window_begins = False  # until its first micro-batch was taken note of
+        self.window_weight = self.window_flops = (
+            0  # of this rank's micro-batches: loss weights (tokens, samples), FLOPs
+        )
+        self.fetching_seconds = 0.0  # that the host waited for them
         if self.iterable is None:
             self.order = GlobalOrder(
                 samples=len(loader.dataset),  # type: ignore[arg-type]
@@ -65,7 +72,14 @@ class TrainLoader:
         self.scales.clear()
         batches = iter(self.loader if self.iterable is None else self.iterable)
         micro_batches = self.plan.accumulate_grad_batches
-        while len(window := list(islice(batches, micro_batches))) == micro_batches:
+        while True:
+            asked = time.perf_counter()
+            window = list(islice(batches, micro_batches))
+            if len(window) < micro_batches:
+                return
+            self.fetching_seconds = time.perf_counter() - asked
+            self.window_start, self.window_begins = self.consumed, True
+            self.window_flops = sum(map(self.flops, window)) if self.flops else 0
             for batch, scale in zip(window, self._window_scales(window), strict=True):
                 self.consumed += self.plan.micro_batch_size * self.plan.topology.data_parallel_size
                 self.scales.append(scale)
@@ -76,6 +90,14 @@ class TrainLoader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.consumed = state["samples_consumed"]
+
+    def samples_of(self, start: int) -> list[list[int]] | None:
+        """Per micro-batch of this rank's window at clock `start`: its places in the data set. None: it is iterable."""
+        if self.iterable is not None:
+            return None
+        plan, ranks = self.plan, self.plan.topology.data_parallel_size
+        parts = range(plan.accumulate_grad_batches)
+        return [self.order.micro_batch(start, n, self.rank, ranks, plan.micro_batch_size).tolist() for n in parts]
 
     def _batches(self) -> _Batches:
         return _Batches(self._rest_of_epoch, len(self))
@@ -92,7 +114,7 @@ class TrainLoader:
         if self.loss_weight is None:
             return [None] * len(window)
         weights = [self.loss_weight(batch) for batch in window]
-        self.weights += sum(weights)
+        self.window_weight = sum(weights)
         if len(window) == self.plan.topology.data_parallel_size == 1 and weights[0] > 0:
             return [None]  # the micro-batch is the whole global batch
         # torch.tensor would wait for the copy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from shardwise.initialize import broadcast_from_rank_zero, derived_seed
 from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
 from shardwise.precision import PlannedPrecision
+from shardwise.records import SPIKE_MINIMUM, SPIKE_WINDOW, Readback, Step, Tick, robust_z
 from shardwise.units import Units, find_units
 
 # What torch raises for a checkpoint that is cut short, holds code, or has other weights
@@ -53,6 +55,10 @@ class PlannedStrategy(ParallelStrategy):
         self._losses: list[Tensor] = []
         self._training_step: Callable[..., Any] | None = None  # compiled, under compile=model
         self._copies: torch.cuda.Stream | None = None  # where batches come to the device
+        self._spikes: list[Tensor] = []  # the losses before, on the device, where a spike is skipped
+        self._zero: Tensor | None = None
+        self._begin: Tick | None = None  # of the step that is under way
+        self._arrived: Tick | None = None
         self.skipped_steps = 0  # of this process
         self.learning_rate = float("nan")  # of the last step's first parameter group
 
@@ -99,7 +105,8 @@ class PlannedStrategy(ParallelStrategy):
         if self.train_loader is not None:
             raise ConfigError("several training loaders: a step is one global batch of one loader; combine the data")
         loss_weight = getattr(module, "loss_weight", None) if module.automatic_optimization else None
-        self.train_loader = TrainLoader(dataloader, self.plan, rank, self.root_device, loss_weight)  # type: ignore[arg-type]
+        flops = getattr(module, "flops", None)
+        self.train_loader = TrainLoader(dataloader, self.plan, rank, self.root_device, loss_weight, flops)  # type: ignore[arg-type]
         return self.train_loader
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -109,7 +116,10 @@ class PlannedStrategy(ParallelStrategy):
         own_way = any(is_overridden("transfer_batch_to_device", host) for host in hosts)
         if self.root_device.type == "cuda" and not own_way:
             batch = self._copied_beside(batch)  # what is on the device already stays as it is in the next line
-        return super().batch_to_device(batch, device, dataloader_idx)
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        if self.train_loader is not None and self.train_loader.window_begins:
+            self.train_loader.window_begins, self._arrived = False, Tick(self.root_device)
+        return batch
 
     def _copied_beside(self, batch: Any) -> Any:
         """The tensors of a batch, copied to the device while it still works on the step before."""
@@ -203,10 +213,38 @@ class PlannedStrategy(ParallelStrategy):
             )
         if isinstance(closure_loss, DTensor):
             raise self._weights_are_sharded()
-        if self._scale is not None:
-            closure_loss = closure_loss * self._scale.to(closure_loss.dtype)
-        self._losses.append(closure_loss.detach())
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
+        scaled = closure_loss if self._scale is None else closure_loss * self._scale.to(closure_loss.dtype)
+        self._losses.append(scaled.detach())
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization and len(self._losses) == self.plan.accumulate_grad_batches:
+            scaled = scaled * self._one_or_nan().to(scaled.dtype)
+        return super().backward(scaled, optimizer, *args, **kwargs)
+
+    def _one_or_nan(self) -> Tensor:
+        """Not a number if the window's loss is none, or if the window is to be passed over: so are its gradients then,
+        of every parameter on every rank, and one look at their norm tells all."""
+        assert self.train_loader is not None
+        loss = torch.stack(self._losses).sum() if len(self._losses) > 1 else self._losses[0]
+        one = torch.add(torch.ones_like(loss), loss, alpha=0)
+        precision = self.planned_precision
+        if self.plan.guard.on_spike == "skip":
+            precision.unwanted = self._is_spike(loss)
+            one = torch.where(precision.unwanted, torch.nan, one)
+        if self.train_loader.window_start in self.plan.guard.pass_over:
+            precision.unwanted = torch.ones((), dtype=torch.bool, device=one.device)
+            one = one * torch.nan
+        return one
+
+    def _is_spike(self, loss: Tensor) -> Tensor:
+        """As the guard judges on the host, here before it is too late. Collective."""
+        loss = loss.double()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(loss)
+            loss = loss / dist.get_world_size()
+        before, self._spikes = self._spikes, [*self._spikes[1 - SPIKE_WINDOW :], loss]
+        if len(before) < SPIKE_MINIMUM:
+            return torch.zeros_like(loss, dtype=torch.bool)
+        return robust_z(loss, torch.stack(before)) > self.plan.guard.spike_z
 
     def _weights_are_sharded(self) -> ConfigError:
         return ConfigError(
@@ -215,22 +253,28 @@ class PlannedStrategy(ParallelStrategy):
             f"strategy=ddp, zero1 or zero2"
         )
 
-    def step_loss(self) -> float:
-        """The last step's loss: the mean over its global batch, as it was differentiated. Collective; waits."""
-        loss = torch.stack(self._losses).double().sum()
-        if dist.get_world_size() > 1:
-            dist.all_reduce(loss)
-        return loss.item() / dist.get_world_size()
-
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         self.learning_rate = float(optimizer.param_groups[0]["lr"])  # of this step: the schedule moves on after it
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         module = self.lightning_module
         if module is not None and module.automatic_optimization:
             optimizer.zero_grad(set_to_none=True)  # Lightning would keep them until after the next forward
-            if self.planned_precision.skipped:
+            precision = self.planned_precision
+            # Gradients that are not finite, of a loss that is: the loss scale was too large.
+            precision.skipped = (
+                precision.passed_over is True and self.plan.precision.loss_scaling and math.isfinite(self._step_loss())
+            )
+            if precision.skipped:
+                precision.passed_over = False
                 self._count_skipped(module)
         return result
+
+    def _step_loss(self) -> float:
+        """The last step's loss: the mean over its global batch, as it was differentiated. Collective; waits."""
+        loss = torch.stack(self._losses).double().sum()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(loss)
+        return loss.item() / dist.get_world_size()
 
     def _count_skipped(self, module: LightningModule) -> None:
         """A step that changed nothing is none: Lightning, which counts it in a moment, is one behind from here."""
@@ -240,9 +284,66 @@ class PlannedStrategy(ParallelStrategy):
         counters.total.completed -= 1
         counters.current.completed -= 1
         if self.is_global_zero:
-            scale = self.planned_precision.loss_scale
-            told = f"; the loss scale is {scale:g} now" if scale is not None else ""
-            print(f"step {step} skipped: its gradients are not finite{told}", flush=True)
+            print(f"step {step} skipped: its gradients are not finite; the loss scale is "
+                  f"{self.planned_precision.loss_scale:g} now", flush=True)  # fmt: skip
+
+    # What a step came to: see records.py
+
+    def restart_clock(self) -> None:
+        """What comes now is the next step's; what came since the last one was not."""
+        self._begin = Tick(self.root_device)
+
+    def finish_step(self, number: int) -> Step:
+        """The window that has just ended, as step `number`; its numbers are on their way. Collective; does not wait."""
+        loader, precision = self.train_loader, self.planned_precision
+        module = self.lightning_module
+        assert loader is not None and module is not None and self._begin is not None and self._arrived is not None
+        if self._zero is None:
+            self._zero = torch.zeros((), dtype=torch.float64, device=self.root_device)
+        loss, norm, passed_over, zero = self._zero, precision.gradient_norm, precision.passed_over, self._zero
+        if module.automatic_optimization:
+            loss = torch.stack(self._losses).sum(dtype=torch.float64)
+        if norm is None:
+            norm = zero
+        elif norm.device != zero.device:  # DeepSpeed's
+            norm = torch.full_like(zero, norm.item())
+        values = [loss, norm, passed_over if isinstance(passed_over, Tensor) else zero, precision.unwanted]
+        if dist.get_world_size() > 1:
+            own = (loader.window_weight, loader.window_flops)
+            of_ranks = torch.stack([loss, *(torch.full_like(zero, number) for number in own)])
+            dist.all_reduce(of_ranks)
+            values = [of_ranks[0] / dist.get_world_size(), *values[1:], of_ranks[1], of_ranks[2]]
+        step = Step(
+            number=number,
+            start=loader.window_start,
+            learning_rate=self.learning_rate,
+            loss_scale=precision.loss_scale,
+            passed_over=None if isinstance(passed_over, Tensor) else passed_over,
+            values=Readback(torch.stack([zero if value is None else value for value in values])),
+            own_weight=loader.window_weight,
+            own_flops=loader.window_flops,
+            losses=self._losses,
+            gradients=precision.gradients,
+            begin=self._begin,
+            arrived=self._arrived,
+            end=Tick(self.root_device),
+            fetching_seconds=loader.fetching_seconds,
+        )
+        self._begin, precision.unwanted = step.end, None
+        return step
+
+    def rewind(self, steps: int) -> None:
+        """Take the last `steps` back, in which no weight has changed: counters and training clock."""
+        assert self.lightning_module is not None and self.train_loader is not None
+        loop = self.lightning_module.trainer.fit_loop.epoch_loop
+        optimizer = loop.automatic_optimization.optim_progress.optimizer
+        batches = steps * self.plan.accumulate_grad_batches
+        for progress, count in ((loop.batch_progress, batches), (optimizer.step, steps), (optimizer.zero_grad, steps)):
+            for counter in (progress.total, progress.current):
+                for name in vars(counter):
+                    setattr(counter, name, getattr(counter, name) - count)
+        loop._batches_that_stepped -= steps
+        self.train_loader.consumed -= steps * self.plan.global_batch_size
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         # `self.log(..., sync_dist=True)` averages the ranks' batch sizes, and an integer mean of 7 and 6 would be 6.

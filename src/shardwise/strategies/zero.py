@@ -104,11 +104,34 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                         _touch(layer, list(layer.parameters(recurse=False)))
         if training:
             self.optimizers = [self.engine_optimizer]
+            self._watch_gradients()
             for name, start, part in self._parts() if self._initial else ():
                 before, values = self._initial[name]
                 part.copy_(values[start - before : start - before + part.numel()])
             self._initial = {}
         self.barrier()
+
+    def _watch_gradients(self) -> None:
+        """DeepSpeed throws gradients away when their norm is not finite: note whose it was, while they are there. And
+        let a step in bf16 be thrown away by its norm, too, without `check_grad_overflow`'s second look at each."""
+        optimizer, precision = self.engine_optimizer, self.planned_precision
+        throws_away = "clear_hp_grads" if hasattr(optimizer, "clear_hp_grads") else "zero_grad"
+        throw_away = getattr(optimizer, throws_away)
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            if optimizer.overflow and not precision.gradients:
+                precision.gradients = list(_gradient_norms(optimizer))
+            return throw_away(*args, **kwargs)
+
+        setattr(optimizer, throws_away, noting)
+        if self.plan.precision.compute_dtype == "bfloat16" and hasattr(optimizer, "check_grad_overflow"):
+            take_norm = optimizer.scaled_global_norm
+
+            def judged(*args: Any, **kwargs: Any) -> Any:
+                optimizer.check_grad_overflow = True  # it is asked once before the norm is taken, and once after
+                return take_norm(*args, **kwargs)
+
+            optimizer.scaled_global_norm = judged
 
     def _check_own_ways(self, module: LightningModule, optimizer: Optimizer) -> None:
         """Refuses what would run elsewhere and be passed over, or give other numbers, here."""
@@ -335,14 +358,33 @@ class ZeroPrecision(PlannedPrecision):
         result = closure()
         self._after_closure(model, optimizer)
         before = self._engine.skipped_steps
+        self.gradients = []
+        if not self.plan.precision.loss_scaling:
+            self._engine.optimizer.check_grad_overflow = False  # see ZeroStrategy._watch_gradients
         self._engine.step()
-        self.skipped = self._engine.skipped_steps > before
+        self.passed_over = self._engine.skipped_steps > before
         norm = self._engine.get_global_grad_norm()
         self.gradient_norm = torch.as_tensor(float("inf") if norm is None else norm)
         return result
 
     def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
         """The engine's step does."""
+
+
+def _gradient_norms(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Parameters of which this rank holds gradients in a DeepSpeed optimizer that is about to step, and their norms."""
+    if hasattr(optimizer, "fp32_groups_gradients"):
+        groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
+    elif getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
+        for number, norm in optimizer.norm_for_param_grads.items():
+            yield optimizer.param_dict[number], torch.as_tensor(float(norm))
+        return
+    else:
+        parts = getattr(optimizer, "params_in_partition", None) or optimizer.fp16_groups
+        groups = zip(parts, (optimizer.averaged_gradients.get(i) or [] for i in range(len(parts))), strict=True)
+    for parameters, gradients in groups:
+        for parameter, gradient in zip(parameters, gradients, strict=False):  # the last may be padding
+            yield parameter, torch.linalg.vector_norm(gradient.float())
 
 
 @contextmanager
@@ -446,7 +488,7 @@ def engine_config(plan: Plan, training: bool) -> dict[str, Any]:
         true = not precision.is_mixed
         config["bf16"] = {
             "enabled": True,
-            "check_grad_overflow": False,  # bf16 steps are not skipped elsewhere either
+            "check_grad_overflow": False,  # ZeroStrategy._watch_gradients sees to it
             "immediate_grad_update": True,  # into the fp32 sum, so that 16-bit gradients do not wait for each other
             "bf16_master_weights_and_grads": true,
             "bf16_optimizer_states": true,

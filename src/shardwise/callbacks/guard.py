@@ -1,0 +1,226 @@
+"""Watches every step: a loss or gradient that is not finite, and a loss that leaps. See docs/guard.md.
+
+The device has the verdict in time and leaves the weights as they are (`PlannedPrecision._judge`); the host reads it
+`LAG` steps later, at the same step on every rank, and acts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.tensor import DTensor
+
+from shardwise.callbacks.saving import Saving
+from shardwise.callbacks.steps import StepLog
+from shardwise.errors import NonFiniteError
+from shardwise.plan import Plan
+from shardwise.records import LAG, SPIKE_MINIMUM, SPIKE_WINDOW, Step, robust_z
+from shardwise.strategies.common import PlannedStrategy
+
+_SCALER_SKIPS = 32  # in a row: the loss scale has been halved from 65536 to 2**-16, and is not what is wrong
+
+
+class RollBack(Exception):
+    """Go on from the last checkpoint, and pass over the window at training clock `start`."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+
+class Guard(Callback):
+    """Reads every step, hands it on to the log, and stops, skips or rolls back where the Plan says so."""
+
+    def __init__(self, plan: Plan, rows: StepLog, saving: Saving) -> None:
+        self.plan, self.rows, self.saving = plan, rows, saving
+        self.unread: deque[Step] = deque()
+        self.before: deque[float] = deque(maxlen=SPIKE_WINDOW)  # losses
+        self.in_a_row = 0
+        self.scaler_skips = 0  # in a row
+        # What the schedules stood at after each of the last steps: see `_stop`
+        self.schedules: deque[tuple[int, Any]] = deque(maxlen=plan.guard.max_in_a_row + LAG + 2)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.schedules.append((trainer.global_step, _schedules(trainer)))
+        _strategy(trainer).restart_clock()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch_idx + 1) % self.plan.accumulate_grad_batches:
+            return
+        strategy = _strategy(trainer)
+        if strategy.planned_precision.skipped:  # no step
+            self._count_scaler_skip(strategy)
+            return
+        self.scaler_skips = 0
+        step = strategy.finish_step(trainer.global_step)
+        self.unread.append(step)
+        self.schedules.append((step.number, _schedules(trainer)))
+        known = step.passed_over or self._must_know(trainer, step.number, batch_idx)
+        while len(self.unread) > (0 if known else LAG):
+            self._read(trainer, self.unread.popleft())
+        if known:
+            self.rows.flush(trainer)
+
+    def _must_know(self, trainer: Trainer, step: int, batch_idx: int) -> bool:
+        """Whether a checkpoint, validation or the end comes before the next step."""
+        plan = self.plan
+        every = (plan.checkpoint.save_every_n_steps, plan.validate_every_n_steps)
+        ends = step == plan.max_steps or batch_idx + 1 == trainer.num_training_batches
+        return ends or any(n is not None and step % n == 0 for n in every)
+
+    def _count_scaler_skip(self, strategy: PlannedStrategy) -> None:
+        self.scaler_skips += 1
+        if self.scaler_skips > _SCALER_SKIPS:
+            raise NonFiniteError(
+                f"{self.scaler_skips} steps in a row had gradients that are not finite, and the loss scale is down to "
+                f"{strategy.planned_precision.loss_scale:g}: it is not the scale; use precision=bf16, or a smaller "
+                f"optimizer.lr"
+            )
+
+    def _read(self, trainer: Trainer, step: Step) -> None:
+        loss, norm, passed_over, spiked, *of_ranks = step.values.read()
+        if step.passed_over is not None:
+            passed_over = step.passed_over
+        guard = self.plan.guard
+        if passed_over and step.start in guard.pass_over:
+            self._say(trainer, f"step {step.number}: its window is passed over")
+        elif passed_over:
+            self.in_a_row += 1
+            kind = "spike" if spiked else "non-finite loss" if not math.isfinite(loss) else "non-finite gradient"
+            stops = (guard.on_nonfinite == "stop" and not spiked) or self.in_a_row > guard.max_in_a_row
+            self._pass_over(trainer, step, kind, {"loss": loss, "gradient_norm": norm}, stops=stops)
+        else:
+            self.in_a_row = 0
+            self._look_for_spike(trainer, step, loss)
+        self.before.append(loss)
+        self.rows.take(trainer, step, loss, norm, of_ranks)
+
+    def _look_for_spike(self, trainer: Trainer, step: Step, loss: float) -> None:
+        guard = self.plan.guard
+        if guard.on_spike in ("ignore", "skip") or len(self.before) < SPIKE_MINIMUM:
+            return
+        z = float(robust_z(torch.tensor(loss), torch.tensor(list(self.before))))
+        if z <= guard.spike_z:
+            return
+        said = f"step {step.number}: the loss leapt to {loss:.4g}, {z:.1f} robust standard deviations above the last"
+        ranks = self._diagnose(trainer, step)
+        self._note(trainer, step, "spike", guard.on_spike, {"loss": loss, "z": z, "ranks": ranks})
+        if guard.on_spike == "warn":
+            self._say(trainer, f"{said} {len(self.before)} (guard.jsonl names its samples)")
+        elif len(guard.pass_over) >= max(1, guard.max_in_a_row):
+            raise NonFiniteError(
+                f"{said} {len(self.before)}, after {len(guard.pass_over)} windows were passed over: guard.max_in_a_row="
+                f"{guard.max_in_a_row}; use a smaller optimizer.lr, or look at the data (guard.jsonl names its samples)"
+            )
+        else:
+            self._say(trainer, f"{said} {len(self.before)}: back to the last checkpoint, without its window")
+            raise RollBack(step.start)
+
+    def _pass_over(self, trainer: Trainer, step: Step, kind: str, numbers: dict[str, float], *, stops: bool) -> None:
+        ranks = self._diagnose(trainer, step)
+        self._note(trainer, step, kind, "stop" if stops else "skip", {**numbers, "ranks": ranks})
+        said = f"step {step.number}: {_in_words(kind, ranks, numbers['loss'])}"
+        if not stops:
+            self._say(trainer, f"{said}; passed over, the weights are as they were")
+            return
+        saved = self._stop(trainer, step.number - self.in_a_row)
+        row = f"; {self.in_a_row} in a row" if self.in_a_row > 1 else ""
+        raise NonFiniteError(
+            f"{said}{row}. {saved} Every sample is named in {Path(self.plan.run_dir) / 'guard.jsonl'}. "
+            f"guard.on_nonfinite=skip passes over such steps; a smaller optimizer.lr, gradient_clip_val= or "
+            f"precision=bf16 may avoid them"
+        )
+
+    def _stop(self, trainer: Trainer, good: int) -> str:
+        """Everything as it was after step `good`, the last that changed a weight, and a checkpoint of that."""
+        self.rows.flush(trainer)
+        _strategy(trainer).rewind(trainer.global_step - good)
+        for number, schedules in self.schedules:
+            if number == good:
+                _restore(trainer, schedules)
+        checkpoint = self.plan.checkpoint
+        if good == 0:
+            return "No step had been made before."
+        if not checkpoint.save_at_end and checkpoint.save_every_n_steps is None:
+            return "No checkpoint was asked for."
+        if good != self.saving.saved_step:
+            self.saving.save_step(trainer)
+        return f"The state before it is checkpoints/step-{good:08d}.ckpt."
+
+    def _diagnose(self, trainer: Trainer, step: Step) -> list[dict[str, Any]]:
+        """Per rank: each micro-batch's share of the loss and its samples, and the parameters whose gradient is not
+        finite. On rank 0; collective."""
+        strategy = _strategy(trainer)
+        assert strategy.train_loader is not None and strategy.lightning_module is not None
+        samples: Any = strategy.train_loader.samples_of(step.start) or [None] * len(step.losses)
+        names = {id(p): name for name, p in strategy.lightning_module.named_parameters()}
+        norms = {names.get(id(p), "?"): float(n.to_local() if isinstance(n, DTensor) else n) for p, n in step.gradients}
+        own = {
+            "rank": strategy.global_rank,
+            "micro_batches": [{"loss": float(x), "samples": s} for x, s in zip(step.losses, samples, strict=True)],
+            "parameters": [name for name, norm in norms.items() if not math.isfinite(norm)],
+        }
+        ranks: list[Any] = [own] * dist.get_world_size()
+        if dist.get_world_size() > 1:
+            dist.all_gather_object(ranks, own)
+        return ranks
+
+    def _note(self, trainer: Trainer, step: Step, kind: str, action: str, found: dict[str, Any]) -> None:
+        if trainer.is_global_zero:
+            with (Path(self.plan.run_dir) / "guard.jsonl").open("a") as file:
+                file.write(json.dumps({"time": time.time(), "step": step.number, "what": kind, "action": action,
+                                       "samples_consumed_before": step.start, **found}) + "\n")  # fmt: skip
+
+    def _say(self, trainer: Trainer, text: str) -> None:
+        if trainer.is_global_zero:
+            self.rows.write(f"guard: {text}")
+
+
+def _in_words(kind: str, ranks: list[dict[str, Any]], loss: float) -> str:
+    if kind == "spike":
+        return f"the loss leapt to {loss:.4g}"
+    if kind == "non-finite loss":
+        found = [
+            f"micro-batch {number} of rank {rank['rank']}"
+            + (f", samples {_few(micro['samples'], 8, ', ')}" if micro["samples"] else "")
+            for rank in ranks
+            for number, micro in enumerate(rank["micro_batches"])
+            if not math.isfinite(micro["loss"])
+        ]
+        return f"the loss is not finite ({_few(found, 3, '; ')})"
+    names = sorted({name for rank in ranks for name in rank["parameters"]})
+    return f"the gradients are not finite ({_few(names, 3, ', ') or 'of no parameter by itself'})"
+
+
+def _few(values: list[Any], many: int, between: str) -> str:
+    more = f" and {len(values) - many} more" if len(values) > many else ""
+    return between.join(map(str, values[:many])) + more
+
+
+def _schedules(trainer: Trainer) -> Any:
+    """Learning rates, and what the schedules stand at."""
+    states = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+    return states, [[group["lr"] for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+
+
+def _restore(trainer: Trainer, schedules: Any) -> None:
+    states, rates = schedules
+    for config, state in zip(trainer.lr_scheduler_configs, states, strict=True):
+        config.scheduler.load_state_dict(state)
+    for optimizer, of_groups in zip(trainer.optimizers, rates, strict=True):
+        for group, rate in zip(optimizer.param_groups, of_groups, strict=True):
+            group["lr"] = rate
+
+
+def _strategy(trainer: Trainer) -> PlannedStrategy:
+    assert isinstance(trainer.strategy, PlannedStrategy)
+    return trainer.strategy

@@ -1,0 +1,97 @@
+"""How fast a run is: speed, waiting for data, MFU, memory, goodput. docs/metrics.md has the formulas."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardwise.loggers import read_metrics
+from shardwise.plan import Plan
+from shardwise.records import Step
+
+SPENT = "train/training_seconds"
+
+
+@dataclass
+class Sums:
+    """Over some steps; loss weights and FLOPs are those of all ranks."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    waiting_seconds: float = 0.0  # of this rank's device, for data
+    weight: float = 0.0
+    flops: float = 0.0
+
+    def add(self, other: Sums) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+class Meter:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.first = Sums()  # this process's first step, which compiles, allocates and connects
+        self.rest = Sums()
+        self.interval = Sums()  # since the last row
+        self.spent_before = 0.0  # in steps of earlier processes that count: those up to their checkpoint
+        self.started = time.time()  # the run's first process
+
+    def on_start(self) -> None:
+        """Find what this run has been through; on rank 0, note that it starts."""
+        folder = Path(self.plan.run_dir)
+        rows = [row for row in read_metrics(folder / "metrics.csv") if row.get(SPENT)]
+        self.spent_before = float(rows[-1][SPENT]) if rows else 0.0
+        starts = folder / "starts.json"
+        times = json.loads(starts.read_text()) if starts.exists() else []
+        starts.write_text(json.dumps([*times, self.started]) + "\n")
+        self.started = min([*times, self.started])
+
+    def add(self, step: Step, of_ranks: list[float]) -> None:
+        """`of_ranks`: loss weight and FLOPs of all ranks; empty: this one is all."""
+        weight, flops = of_ranks or (step.own_weight, step.own_flops)
+        # The device waits from the end of the step before until its batch is there, but for data only as long as the
+        # host did: the rest is the host being behind.
+        waiting = min(step.begin.until(step.arrived), step.fetching_seconds)
+        sums = Sums(1, step.begin.until(step.end), waiting, weight, flops)
+        (self.rest if self.first.steps else self.first).add(sums)
+        self.interval.add(sums)
+
+    def take_interval(self) -> Sums:
+        """What was added since this was last asked."""
+        interval, self.interval = self.interval, Sums()
+        return interval
+
+    @property
+    def steady(self) -> Sums:
+        """Of this process; without its first step, where there are others."""
+        return self.rest if self.rest.steps else self.first
+
+    def mfu(self, sums: Sums) -> float | None:
+        """Model FLOPs utilisation: the FLOPs that the model needs, over what the GPUs could have done in that time."""
+        peak = self.plan.peak_tflops
+        if not sums.flops or peak is None:
+            return None
+        return sums.flops / (sums.seconds * self.plan.topology.world_size * peak * 1e12)
+
+    @property
+    def training_seconds(self) -> float:
+        """In steps whose work the run still has; a process's first counts as its others, at most."""
+        steady = self.steady
+        first = steady.seconds / steady.steps if steady.steps else 0.0
+        return self.spent_before + self.rest.seconds + min(first, self.first.seconds)
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time since the run's first start that became training steps."""
+        return self.training_seconds / max(time.time() - self.started, 1e-9)
+
+
+def memory_gib(plan: Plan) -> tuple[float, float]:
+    """This rank's peaks: allocated by tensors, reserved by the allocator. Zero on the CPU."""
+    if plan.accelerator != "cuda":
+        return 0.0, 0.0
+    return torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30

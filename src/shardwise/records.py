@@ -1,0 +1,79 @@
+"""What a step came to: written on the device, read by the host some steps later. Nothing on the step path waits."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+LAG = 2  # steps between a step's end and the reading of its numbers: the device has work while the host reads
+
+SPIKE_WINDOW, SPIKE_MINIMUM = 128, 32  # losses that the next one is compared with; fewer than that tell nothing
+
+
+class Tick:
+    """A moment of the device's work: on CUDA an event in its stream, elsewhere the time itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self.event.record()
+        else:
+            self.seconds = time.perf_counter()
+
+    def until(self, later: Tick) -> float:
+        """Seconds. On CUDA both must have been reached."""
+        if self.event is not None and later.event is not None:
+            return float(self.event.elapsed_time(later.event)) / 1e3
+        return later.seconds - self.seconds
+
+
+class Readback:
+    """Numbers on their way from the device."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values.to("cpu", non_blocking=True)  # pinned
+        self.event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.event.record()
+
+    def read(self) -> list[float]:
+        """Waits only where the device is not there yet."""
+        if self.event is not None:
+            self.event.synchronize()
+        return [float(value) for value in self.values.tolist()]
+
+
+@dataclass
+class Step:
+    """One optimizer step, still on its way."""
+
+    number: int  # the step counter after it
+    start: int  # the training clock before it, in samples
+    learning_rate: float
+    loss_scale: float | None
+    passed_over: bool | None  # the optimizer left everything as it was; None: `values` will tell
+    # Loss, gradient norm, passed over, passed over on purpose (1, or not); of several ranks: loss weight, FLOPs
+    values: Readback
+    own_weight: int  # of this rank's micro-batches
+    own_flops: int
+    losses: list[Tensor]  # what each of this rank's micro-batches added to the loss
+    gradients: list[tuple[nn.Parameter, Tensor]]  # with the norm of what this rank holds of its gradient
+    begin: Tick
+    arrived: Tick  # of its first batch on the device
+    end: Tick
+    fetching_seconds: float  # of the host, in the data loader
+
+
+def robust_z(loss: Tensor, before: Tensor) -> Tensor:
+    """How far `loss` lies above the losses `before` it: in standard deviations, estimated from their median absolute
+    deviation, which outliers do not move. Losses that are not finite count as above every other."""
+    before = before.nan_to_num(nan=torch.inf)
+    median = before.median()
+    deviation = (before - median).abs().nan_to_num(nan=torch.inf).median()
+    # Below a thousandth of the loss nothing is a spike.
+    return (loss - median) / (1.4826 * deviation).clamp(min=1e-3 * median.abs())
