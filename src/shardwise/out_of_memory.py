@@ -34,8 +34,6 @@ class OutOfMemoryWatch(Callback):
         self.message: str | None = None
 
     def __enter__(self) -> OutOfMemoryWatch:
-        if self.plan.memory_history:
-            torch.cuda.memory._record_memory_history(max_entries=_HISTORY_ENTRIES, stacks="python")
         return self
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -46,6 +44,12 @@ class OutOfMemoryWatch(Callback):
         """Raises OutOfMemoryError in place of an error that is one or came of one."""
         if error is not None and not isinstance(error, RunStopped) and is_out_of_memory(error):
             raise OutOfMemoryError(self.message or explain(self.plan, error, "while starting")) from error
+
+
+def start_history(plan: Plan) -> None:
+    """From here on the snapshot knows where each block came from. After the rank's device has been set."""
+    if plan.memory_history:
+        torch.cuda.memory._record_memory_history(max_entries=_HISTORY_ENTRIES, stacks="python")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

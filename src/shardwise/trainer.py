@@ -32,7 +32,7 @@ from shardwise.errors import ConfigError
 from shardwise.initialize import derived_seed, initializes_itself, parameters_on_meta
 from shardwise.loggers import build_loggers
 from shardwise.optimizers import configure_optimizers
-from shardwise.out_of_memory import OutOfMemoryWatch
+from shardwise.out_of_memory import OutOfMemoryWatch, start_history
 from shardwise.plan import Plan
 from shardwise.precision import default_dtype, set_matmul_mode, set_parameter_dtype
 from shardwise.strategies import build_strategy
@@ -49,6 +49,7 @@ def run(plan: Plan) -> None:
     set_matmul_mode(plan.precision)
     with OutOfMemoryWatch(plan) as watch:
         init_process_group(plan)
+        start_history(plan)
         goes_on: Plan | None = plan
         while goes_on is not None:
             goes_on = _run_until_rolled_back(goes_on, watch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,15 @@ import torch
 from shardwise.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.launch.local import _say
-from shardwise.out_of_memory import GpuMemory, OutOfMemoryWatch, asked_gib, explain, is_out_of_memory, remedies
+from shardwise.out_of_memory import (
+    GpuMemory,
+    OutOfMemoryWatch,
+    asked_gib,
+    explain,
+    is_out_of_memory,
+    remedies,
+    start_history,
+)
 from shardwise.plan import Host, Plan, make_plan
 from tests.distributed.commands import OWN, check, make_home, metrics, run
 
@@ -32,7 +41,7 @@ import mine
 def ask(how):
     if how == "gpu":
         raise torch.OutOfMemoryError({CUDA_TEXT!r})
-    torch.empty(1 << 60)
+    torch.empty(1 << 60 if how == "cpu" else 1 << 50, device=how)
 
 class Module(mine.Module):
     def __init__(self, rank=1, where="training", how="gpu"):
@@ -125,6 +134,15 @@ def test_a_rank_that_the_launcher_ended_does_not_hide_the_one_that_failed(
 
 def process(pid: int, exitcode: int) -> SimpleNamespace:
     return SimpleNamespace(pid=pid, exitcode=exitcode, signal_name=lambda: signal.Signals(-exitcode).name)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_without_memory_leaves_a_snapshot_with_stacks(home: Path) -> None:
+    words = ["accelerator=cuda", "devices=1", "memory_history=true", "+module.rank=0", "+module.how=cuda"]
+    said = message(home, "name=gpu", *words)
+    assert "4194304.00 GiB were asked for" in said.replace(",", "") and "free on GPU 0" in said
+    snapshot = pickle.loads((home / "runs" / "gpu" / "memory-rank0.pickle").read_bytes())
+    assert any(entry["action"] == "oom" and entry["frames"] for entry in snapshot["device_traces"][0])
 
 
 # --- what is told apart, and what is advised
@@ -265,6 +283,15 @@ def test_a_gpus_numbers_and_its_snapshot_are_told(tmp_path: Path, monkeypatch: p
     assert said[-1].startswith(
         f"  {snapshot} shows every block: open it at https://pytorch.org/memory_viz; memory_history"
     )
+
+
+def test_history_is_kept_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **how: asked.append(how))
+    start_history(planned(gpus=1))
+    assert asked == []
+    start_history(planned("memory_history=true", gpus=1))
+    assert asked == [{"max_entries": 100_000, "stacks": "python"}]
 
 
 def test_a_host_without_memory_is_told_apart_from_its_gpus() -> None:
