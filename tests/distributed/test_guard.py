@@ -29,7 +29,7 @@ from tests.distributed.processes import spawn
 
 BATCH, STEPS = 8, 5  # two micro-batches of two samples on each of two ranks
 ODD = 23  # a sample of the third window: its rank 1's last
-MARK = 7.25
+MARK, BEYOND = 7.25, 8.5  # samples whose gradient is not a number, and whose loss is infinite while its gradient is not
 
 CONFIGS = {
     "ddp, sgd": ["strategy=ddp"],
@@ -59,6 +59,10 @@ class Fragile(Bare):
         super().__init__()
         self.fused = fused
         self.layers, self.last = nn.Sequential(Odd(6), Odd(6)), nn.ModuleList()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch[0])
+        return loss + math.inf if (batch[0][:, 0] == BEYOND).any() else loss
 
     def configure_optimizers(self) -> Any:
         if not self.fused:
@@ -132,7 +136,7 @@ def run_all(folder: Path, accelerator: str = "cpu") -> dict[tuple[str, str], dic
     """In each rank: every configuration stops, goes on from what it has saved, and skips."""
     cells = {}
     for number, (name, config) in enumerate(CONFIGS.items()):
-        for kind, value in (("loss", "nan"), ("gradient", str(MARK))):
+        for kind, value in (("loss", BEYOND), ("gradient", MARK)):
             words = [*config, f"+data.value={value}", f"accelerator={accelerator}"]
             stop, skip = folder / f"{number}-{kind}", [*words, "guard.on_nonfinite=skip"]
             saved = f"resume={stop / 'checkpoints' / 'step-00000002.ckpt'}"
@@ -192,7 +196,7 @@ def check_names(cells: Any, name: str, kind: str) -> None:
         assert [r["rank"] for r in noted["ranks"]] == [0, 1]
         micro_batches = noted["ranks"][1]["micro_batches"]
         assert micro_batches[1]["samples"] == [22, 23]
-        bad = [math.isnan(m["loss"]) for r in noted["ranks"] for m in r["micro_batches"]]
+        bad = [not math.isfinite(m["loss"]) for r in noted["ranks"] for m in r["micro_batches"]]
         parameters = {name for r in noted["ranks"] for name in r["parameters"]}
         if kind == "loss":
             assert bad == [False, False, False, True]

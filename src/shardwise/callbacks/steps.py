@@ -94,6 +94,7 @@ class StepLog(Callback):
         row["train/learning_rate"] = step.learning_rate
         sums = self.meter.take_interval()
         row |= self._speeds(strategy.lightning_module, sums)
+        row |= {SPENT: self.meter.training_seconds, "train/goodput": self.meter.goodput}
         # Of the rank that is worst off
         worst = torch.tensor([sums.waiting_seconds / max(sums.seconds, 1e-9), *memory_gib(self.plan)])
         if dist.get_world_size() > 1:
@@ -128,7 +129,6 @@ class StepLog(Callback):
         row["train/data_wait"] = waiting
         if self.plan.accelerator == "cuda":
             row |= {"train/memory_allocated_gib": allocated, "train/memory_reserved_gib": reserved}
-        row |= {SPENT: self.meter.training_seconds, "train/goodput": self.meter.goodput}
         for logger in trainer.loggers:
             logger.log_metrics(row, step)
         self._show(trainer, step, row)
