@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.12 >/dev/null 2>&1 && python3.12 -c '' 2>/d
 VENV ?= .venv
 ARGS ?=
 
-.PHONY: train test check fix gpu-test clean
+.PHONY: train test check fix gpu-test overhead clean
 
 train: $(VENV)/.run
 	$(VENV)/bin/python train.py $(ARGS)
@@ -23,6 +23,10 @@ fix: $(VENV)/.dev
 # On a machine with GPUs; writes benchmarks/results/.
 gpu-test: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/parity_gpu.py $(ARGS)
+
+# What the Trainer costs; without GPUs: make overhead ARGS="--accelerator cpu".
+overhead: $(VENV)/.run
+	$(VENV)/bin/python benchmarks/overhead.py $(ARGS)
 
 $(VENV)/.run: requirements.txt | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet --requirement requirements.txt
