@@ -104,7 +104,7 @@ class Size:
 
 
 SIZES = {
-    "host": Size(warm_up=50, timed=500, rounds=7, layers=3),
+    "host": Size(warm_up=50, timed=500, rounds=5, layers=3, limit_seconds=150),
     "gpu2ms": Size(warm_up=50, timed=500, rounds=4, width=2048, rows=4096),  # `rows` is where calibrating starts
     "llm": Size(warm_up=10, timed=30, rounds=2, limit_seconds=150),
 }
