@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +69,17 @@ class Step:
     arrived: Tick  # of its first batch on the device
     end: Tick
     fetching_seconds: float  # of the host, in the data loader
+
+
+def robust_z_of(loss: float, before: Collection[float]) -> float:
+    """`robust_z` on the host, where tensors would cost more than the arithmetic."""
+    losses = sorted(value if math.isfinite(value) else math.inf for value in before)
+    middle = (len(losses) - 1) // 2
+    median = losses[middle]
+    if math.isinf(median):
+        return math.nan
+    deviation = sorted(abs(value - median) for value in losses)[middle]
+    return (loss - median) / max(1.4826 * deviation, 1e-3 * abs(median), 1e-30)
 
 
 def robust_z(loss: Tensor, before: Tensor) -> Tensor:

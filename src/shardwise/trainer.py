@@ -35,6 +35,7 @@ from shardwise.optimizers import configure_optimizers
 from shardwise.out_of_memory import OutOfMemoryWatch, start_history
 from shardwise.plan import Plan
 from shardwise.precision import default_dtype, set_matmul_mode, set_parameter_dtype
+from shardwise.shortcuts import Unprofiled, take_shortcuts
 from shardwise.strategies import build_strategy
 
 
@@ -209,7 +210,9 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=plan.run_dir,
+        profiler=Unprofiled(),
     )
+    take_shortcuts(trainer, module)
     # Lightning's SIGTERM handler is a collective: a signal that reaches one rank only would hang it.
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     # And its loop would ask rank 0 for one in every micro-batch, which the host waits for.

@@ -20,7 +20,7 @@ from shardwise.callbacks.guard import RollBack
 from shardwise.compose import compose
 from shardwise.errors import NonFiniteError
 from shardwise.plan import Host, Plan, make_plan
-from shardwise.records import robust_z
+from shardwise.records import robust_z, robust_z_of
 from shardwise.trainer import _run_until_rolled_back
 from tests.distributed.cells import Capture, fit
 from tests.distributed.commands import check, make_home, run
@@ -286,13 +286,17 @@ def test_a_leap_rolls_back_to_the_last_checkpoint(spikes: Any) -> None:
     assert same(spikes["straight"]["steps"][39]["weights"], spikes["skip"]["steps"][39]["weights"])
 
 
-def test_robust_z() -> None:
-    before = torch.tensor([1.0, 1.1, 0.9, 1.05, 0.95, 50.0])
-    assert float(robust_z(torch.tensor(1.2), before)) < 4 < 8 < float(robust_z(torch.tensor(3.0), before))
-    assert float(robust_z(torch.tensor(0.1), before)) < 0  # below is no spike
-    assert float(robust_z(torch.tensor(1.0005), torch.ones(5))) < 1  # nor is what cannot be told from the others
-    with_none = torch.tensor([1.0, 1.1, math.nan, 0.9, 1.0])
-    assert math.isfinite(float(robust_z(torch.tensor(1.2), with_none)))
+BEFORE = [1.0, 1.1, 0.9, 1.05, 0.95, 50.0]
+
+
+@pytest.mark.parametrize("z", [robust_z_of, lambda loss, b: float(robust_z(torch.tensor(loss), torch.tensor(b)))])
+def test_robust_z(z: Any) -> None:
+    assert z(1.2, BEFORE) < 4 < 8 < z(3.0, BEFORE)
+    assert z(0.1, BEFORE) < 0  # below is no spike
+    assert z(1.0005, [1.0] * 5) < 1  # nor is what cannot be told from the others
+    assert math.isfinite(z(1.2, [1.0, 1.1, math.nan, 0.9, 1.0]))
+    assert z(1.7, BEFORE) == pytest.approx((1.7 - 1.0) / (1.4826 * 0.05), rel=1e-4)
+    assert not z(3.0, [math.inf, math.nan, 1.0]) > 8
 
 
 def test_roll_back_is_no_error_of_the_users() -> None:

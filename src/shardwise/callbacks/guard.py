@@ -13,7 +13,6 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.tensor import DTensor
@@ -22,7 +21,7 @@ from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog
 from shardwise.errors import NonFiniteError
 from shardwise.plan import Plan
-from shardwise.records import LAG, SPIKE_MINIMUM, SPIKE_WINDOW, Step, robust_z
+from shardwise.records import LAG, SPIKE_MINIMUM, SPIKE_WINDOW, Step, robust_z_of
 from shardwise.strategies.common import PlannedStrategy
 
 _SCALER_SKIPS = 32  # in a row: the loss scale has been halved from 65536 to 2**-16, and is not what is wrong
@@ -108,7 +107,7 @@ class Guard(Callback):
         guard = self.plan.guard
         if guard.on_spike in ("ignore", "skip") or len(self.before) < SPIKE_MINIMUM:
             return
-        z = float(robust_z(torch.tensor(loss), torch.tensor(list(self.before))))
+        z = robust_z_of(loss, self.before)
         if z <= guard.spike_z:
             return
         said = f"step {step.number}: the loss leapt to {loss:.4g}, {z:.1f} robust standard deviations above the last"

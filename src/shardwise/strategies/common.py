@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
 from shardwise.data.loaders import EvaluationLoader, TrainLoader
@@ -37,6 +37,9 @@ from shardwise.units import Units, find_units
 _UNLOADABLE = (EOFError, OSError, RuntimeError, ValueError, LookupError, AssertionError, UnpicklingError,
                CheckpointException)  # fmt: skip
 
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_PLAIN = (Tensor, int, float, str, bytes, type(None))  # what a batch may hold besides objects that move themselves
+
 
 class PlannedStrategy(ParallelStrategy):
     """Mixed into one of Lightning's strategies: everything that is the same whatever is sharded."""
@@ -45,6 +48,7 @@ class PlannedStrategy(ParallelStrategy):
     units: Units
     train_loader: TrainLoader | None = None
     average: dict[str, Tensor] | None = None  # of the shards that `master_shards` gives, where `ema_decay` asks for it
+    shows_parameters = True  # to the root, in the forward of `model`
     shards_checkpoints = True  # each rank writes its part into a folder
 
     def _use(self, plan: Plan, precision: PlannedPrecision | None = None) -> None:
@@ -55,8 +59,10 @@ class PlannedStrategy(ParallelStrategy):
         self._losses: list[Tensor] = []
         self._training_step: Callable[..., Any] | None = None  # compiled, under compile=model
         self._copies: torch.cuda.Stream | None = None  # where batches come to the device
+        self._transfer_hooks: set[str] | None = None  # that the module or its data has of its own
         self._spikes: list[Tensor] = []  # the losses before, on the device, where a spike is skipped
         self._zero: Tensor | None = None
+        self._one: Tensor | None = None
         self._begin: Tick | None = None  # of the step that is under way
         self._arrived: Tick | None = None
         self.skipped_steps = 0  # of this process
@@ -110,24 +116,33 @@ class PlannedStrategy(ParallelStrategy):
         return self.train_loader
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        module = self.lightning_module
-        assert module is not None
-        hosts = [module, *([data] if (data := getattr(module.trainer, "datamodule", None)) else [])]
-        own_way = any(is_overridden("transfer_batch_to_device", host) for host in hosts)
-        if self.root_device.type == "cuda" and not own_way:
-            batch = self._copied_beside(batch)  # what is on the device already stays as it is in the next line
-        batch = super().batch_to_device(batch, device, dataloader_idx)
+        if self._transfer_hooks is None:
+            module = self.lightning_module
+            assert module is not None
+            hosts = [module, *([data] if (data := getattr(module.trainer, "datamodule", None)) else [])]
+            self._transfer_hooks = {name for name in _TRANSFERS for host in hosts if is_overridden(name, host)}
+        plain = True
+        if "transfer_batch_to_device" not in self._transfer_hooks:
+            batch, plain = self._copied_beside(batch)
+        if self._transfer_hooks or not plain:  # what is on the device already stays as it is
+            batch = super().batch_to_device(batch, device, dataloader_idx)
         if self.train_loader is not None and self.train_loader.window_begins:
             self.train_loader.window_begins, self._arrived = False, Tick(self.root_device)
         return batch
 
-    def _copied_beside(self, batch: Any) -> Any:
-        """The tensors of a batch, copied to the device while it still works on the step before."""
+    def _copied_beside(self, batch: Any) -> tuple[Any, bool]:
+        """A batch with its tensors copied to the device while that still works on the step before; whether they are all
+        that it holds."""
+        plain = True
+        if self.root_device.type != "cuda":
+            return batch, all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(batch))
         self._copies = self._copies or torch.cuda.Stream(self.root_device)  # type: ignore[no-untyped-call]
         computing = torch.cuda.current_stream(self.root_device)
 
         def copy(leaf: Any) -> Any:
+            nonlocal plain
             if not isinstance(leaf, Tensor) or leaf.is_cuda:
+                plain = plain and isinstance(leaf, _PLAIN)
                 return leaf
             leaf = leaf.to(self.root_device, non_blocking=True)
             leaf.record_stream(computing)
@@ -136,7 +151,7 @@ class PlannedStrategy(ParallelStrategy):
         with torch.cuda.stream(self._copies):
             batch = tree_map(copy, batch)
         computing.wait_stream(self._copies)
-        return batch
+        return batch, plain
 
     def teardown(self) -> None:
         module = self.lightning_module
@@ -158,6 +173,8 @@ class PlannedStrategy(ParallelStrategy):
             ):  # not around the call: DeepSpeed's engine switches autocast off
                 return method(*args, **kwargs)
 
+        if not self.shows_parameters:
+            return inside(*args, **kwargs)
         module.__dict__["_planned_step"] = inside
         return self._forward_redirection(self.model, module, "_planned_step", *args, **kwargs)
 
@@ -225,7 +242,9 @@ class PlannedStrategy(ParallelStrategy):
         of every parameter on every rank, and one look at their norm tells all."""
         assert self.train_loader is not None
         loss = torch.stack(self._losses).sum() if len(self._losses) > 1 else self._losses[0]
-        one = torch.add(torch.ones_like(loss), loss, alpha=0)
+        if self._one is None:
+            self._one = torch.ones_like(loss)
+        one = torch.add(self._one, loss, alpha=0)
         precision = self.planned_precision
         if self.plan.guard.on_spike == "skip":
             precision.unwanted = self._is_spike(loss)
@@ -302,7 +321,7 @@ class PlannedStrategy(ParallelStrategy):
             self._zero = torch.zeros((), dtype=torch.float64, device=self.root_device)
         loss, norm, passed_over, zero = self._zero, precision.gradient_norm, precision.passed_over, self._zero
         if module.automatic_optimization:
-            loss = torch.stack(self._losses).sum(dtype=torch.float64)
+            loss = torch.stack(self._losses).sum() if len(self._losses) > 1 else self._losses[0]
         if norm is None:
             norm = zero
         elif norm.device != zero.device:  # DeepSpeed's
@@ -310,7 +329,7 @@ class PlannedStrategy(ParallelStrategy):
         values = [loss, norm, passed_over if isinstance(passed_over, Tensor) else zero, precision.unwanted]
         if dist.get_world_size() > 1:
             own = (loader.window_weight, loader.window_flops)
-            of_ranks = torch.stack([loss, *(torch.full_like(zero, number) for number in own)])
+            of_ranks = torch.stack([loss.double(), *(torch.full_like(zero, number) for number in own)])
             dist.all_reduce(of_ranks)
             values = [of_ranks[0] / dist.get_world_size(), *values[1:], of_ranks[1], of_ranks[2]]
         step = Step(

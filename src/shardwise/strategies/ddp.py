@@ -99,6 +99,7 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
             ) from None
 
     def configure_ddp(self) -> None:
+        self.shows_parameters = self.world_size > 1
         if self.world_size > 1:
             super().configure_ddp()
         # One rank has nobody to average with: DDP would only copy its gradients.
