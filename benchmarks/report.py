@@ -1,4 +1,7 @@
-"""Writes docs/gpu.md from benchmarks/results/*.json, and the tables of docs/metrics.md. No number in them is typed."""
+"""Writes docs/gpu.md and docs/overhead.md from benchmarks/results/*.json, and the tables of docs/metrics.md.
+
+No number in them is typed.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,8 @@ def main() -> None:
     for result in images:
         lines += images_section(result)
     (ROOT / "docs" / "gpu.md").write_text("\n".join(lines).rstrip() + "\n")
+    if costs := [result for result in read("overhead") if not result["tiny"]]:
+        (ROOT / "docs" / "overhead.md").write_text("\n".join(overhead(costs)).rstrip() + "\n")
     metrics = ROOT / "docs" / "metrics.md"
     metrics.write_text(with_tables(metrics.read_text()))
 
@@ -264,6 +269,115 @@ def images_section(result: dict[str, Any]) -> list[str]:
     if failed:
         lines += ["Not measured:", "", *(f"- {line}" for line in failed), ""]
     return lines
+
+
+def overhead(results: list[dict[str, Any]]) -> list[str]:
+    """docs/overhead.md: what the Trainer costs, on every machine where it was measured."""
+    lines = [
+        "# What the Trainer costs",
+        "",
+        "Made by `python benchmarks/report.py` from `benchmarks/results/overhead-*.json`; measured by `make overhead`. "
+        "The same module on the same batch in a plain PyTorch loop (its own loader, clipping, DDP where there are "
+        "several ranks, nothing logged), under stock Lightning, and here with everything that a run does: guard, "
+        "meter, metrics.csv. The contenders take turns, round after round; a step's time is the median of the rounds.",
+        "",
+    ]
+    for result in results:
+        environment, parts = result["environment"], result["parts"]
+        packages = environment["packages"]
+        commits = sorted({str(part["commit"])[:10] for part in parts.values()})
+        device = environment["gpus"][0] if environment["gpus"] and "cpu" not in result["command"] else "CPU"
+        lines += [
+            f"## {result['ranks']} × {device}",
+            "",
+            f"torch {packages['torch']}, Lightning {packages['lightning']}, Python {environment['python']}, "
+            f"{environment['cpus']} CPU cores, commits {', '.join(commits)}. `{result['command']}`",
+            "",
+        ]
+        for name, part in parts.items():
+            if not name.startswith("llm"):
+                lines += small_steps(name, part)
+        lines += language_models({name: part for name, part in parts.items() if name.startswith("llm")})
+    return lines
+
+
+def small_steps(name: str, part: dict[str, Any]) -> list[str]:
+    """Steps that are all overhead, or short ones."""
+    size, plain = part["size"], part["contenders"]["plain loop"]
+    said = (
+        f"**A step bound by the host**: {size['layers'] + 1} layers of {size['width']}, fp32"
+        if name == "host"
+        else f"**A step bound by the GPU**: {size['layers'] + 1} layers of {size['width']}, bf16, "
+        f"{part.get('rows', 0):,} rows, of which the host of the plain loop issues one in "
+        f"{part.get('plain_host_ms', float('nan')):.2f} ms. Stock Lightning's optimizer is not fused: it refuses to "
+        f"clip before one in bf16"
+    )
+    quiet = name == "host"
+    lines = [
+        f"{said}; {size['timed']} steps after {size['warm_up']}, {rounds_of(part)} rounds."
+        + " *Quiet*: the fastest tenth of stretches of ten steps, of the best round: what the steps take while nobody "
+        "else uses the machine. *CPU*: time of one rank's process." * quiet,
+        "",
+        "| | µs per step | lowest to highest round | beyond plain |"
+        + " quiet, µs | quiet, beyond plain | CPU, µs |" * quiet,
+        "|---|---|---|---|" + "---|---|---|" * quiet,
+    ]
+    for who, row in part["contenders"].items():
+        if "seconds_per_step" not in row:
+            continue
+        mine, lowest, highest = (row[key] * 1e6 for key in ("seconds_per_step", "lowest", "highest"))
+        cells = [who, f"{mine:,.0f}", f"{lowest:,.0f} to {highest:,.0f}", beyond(row, plain, "seconds_per_step")]
+        if quiet:
+            key = "quiet_seconds_per_step"
+            cells += [f"{row[key] * 1e6:,.0f}", beyond(row, plain, key), f"{row['cpu_seconds_per_step'] * 1e6:,.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", *unmeasured({name: part})]
+
+
+def beyond(row: dict[str, Any], plain: dict[str, Any], key: str) -> str:
+    if key not in plain or row is plain:
+        return ""
+    return f"{(row[key] - plain[key]) * 1e6:+,.0f} ({row[key] / plain[key] - 1:+.1%})"
+
+
+def rounds_of(part: dict[str, Any]) -> int:
+    return max(len(row.get("rounds", [])) for row in part["contenders"].values())
+
+
+def language_models(parts: dict[str, dict[str, Any]]) -> list[str]:
+    if not parts:
+        return []
+    size = next(iter(parts.values()))["size"]
+    lines = [
+        "**A step of a language model**: eager bf16, sequence 2,048, fused AdamW, accumulation 1, random tokens in "
+        f"memory; {size['timed']} steps after {size['warm_up']}, {size['rounds']} rounds. The plain loop has the same "
+        "model class, bf16 copies of fp32 masters per layer (`fsdp`: `fully_shard` under the same policies).",
+        "",
+        "| | plain loop, ms | without clipping, ms | shardwise, ms | over plain | spread of the rounds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, part in parts.items():
+        plain, bare, mine = (
+            part["contenders"][who] for who in ("plain loop", "plain loop, no clipping", "shardwise, logging every 10")
+        )
+        ms = [f"{r['seconds_per_step'] * 1e3:,.2f}" if "seconds_per_step" in r else "" for r in (plain, bare, mine)]
+        over = spread = ""
+        if ms[0] and ms[2]:
+            over = f"{mine['seconds_per_step'] / plain['seconds_per_step'] - 1:+.2%}"
+            spread = ", ".join(f"{(r['highest'] - r['lowest']) / r['lowest']:.2%}" for r in (plain, mine))
+        lines.append(f"| {name.removeprefix('llm ')} | {' | '.join(ms)} | {over} | {spread} |")
+    return [*lines, "", *unmeasured(parts)]
+
+
+def unmeasured(parts: dict[str, dict[str, Any]]) -> list[str]:
+    """What went wrong, a line each."""
+    lines = [
+        f"- {name}, {who}: {' '.join(str(row['error']).split())[:300]}"
+        for name, part in parts.items()
+        for who, row in [*part["contenders"].items(), ("the whole", part)]
+        if "error" in row
+    ]
+    return ["Not measured, or not in every round:", "", *lines, ""] if lines else []
 
 
 def finished(runs: dict[str, Any] | None) -> dict[str, Any]:
