@@ -279,7 +279,8 @@ def overhead(results: list[dict[str, Any]]) -> list[str]:
         "Made by `python benchmarks/report.py` from `benchmarks/results/overhead-*.json`; measured by `make overhead`. "
         "The same module on the same batch in a plain PyTorch loop (its own loader, clipping, DDP where there are "
         "several ranks, nothing logged), under stock Lightning, and here with everything that a run does: guard, "
-        "meter, metrics.csv. The contenders take turns, round after round; a step's time is the median of the rounds.",
+        "meter, metrics.csv. The contenders take turns, round after round; a step's time is the median of the rounds. "
+        "Where rounds lie far apart, others were using the machine: then *quiet* is what can be compared.",
         "",
     ]
     for result in results:
