@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
 from shardwise.data.loaders import EvaluationLoader, TrainLoader
@@ -29,7 +28,7 @@ from shardwise.errors import ConfigError
 from shardwise.initialize import broadcast_from_rank_zero, derived_seed
 from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
-from shardwise.precision import PlannedPrecision
+from shardwise.precision import PlannedPrecision, map_tensors
 from shardwise.records import SPIKE_MINIMUM, SPIKE_WINDOW, Readback, Step, Tick, robust_z
 from shardwise.units import Units, find_units
 
@@ -38,7 +37,6 @@ _UNLOADABLE = (EOFError, OSError, RuntimeError, ValueError, LookupError, Asserti
                CheckpointException)  # fmt: skip
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-_PLAIN = (Tensor, int, float, str, bytes, type(None))  # what a batch may hold besides objects that move themselves
 
 
 class PlannedStrategy(ParallelStrategy):
@@ -121,37 +119,32 @@ class PlannedStrategy(ParallelStrategy):
             assert module is not None
             hosts = [module, *([data] if (data := getattr(module.trainer, "datamodule", None)) else [])]
             self._transfer_hooks = {name for name in _TRANSFERS for host in hosts if is_overridden(name, host)}
-        plain = True
         if "transfer_batch_to_device" not in self._transfer_hooks:
-            batch, plain = self._copied_beside(batch)
-        if self._transfer_hooks or not plain:  # what is on the device already stays as it is
+            batch = self._copied_beside(batch)
+        if self._transfer_hooks or not _is_plain(batch):  # what is on the device already stays as it is
             batch = super().batch_to_device(batch, device, dataloader_idx)
         if self.train_loader is not None and self.train_loader.window_begins:
             self.train_loader.window_begins, self._arrived = False, Tick(self.root_device)
         return batch
 
-    def _copied_beside(self, batch: Any) -> tuple[Any, bool]:
-        """A batch with its tensors copied to the device while that still works on the step before; whether they are all
-        that it holds."""
-        plain = True
+    def _copied_beside(self, batch: Any) -> Any:
+        """A batch of tensors, copied to the device while that still works on the step before."""
         if self.root_device.type != "cuda":
-            return batch, all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(batch))
+            return batch
         self._copies = self._copies or torch.cuda.Stream(self.root_device)  # type: ignore[no-untyped-call]
         computing = torch.cuda.current_stream(self.root_device)
 
-        def copy(leaf: Any) -> Any:
-            nonlocal plain
-            if not isinstance(leaf, Tensor) or leaf.is_cuda:
-                plain = plain and isinstance(leaf, _PLAIN)
-                return leaf
-            leaf = leaf.to(self.root_device, non_blocking=True)
-            leaf.record_stream(computing)
-            return leaf
+        def copy(tensor: Tensor) -> Tensor:
+            if tensor.is_cuda:
+                return tensor
+            tensor = tensor.to(self.root_device, non_blocking=True)
+            tensor.record_stream(computing)
+            return tensor
 
         with torch.cuda.stream(self._copies):
-            batch = tree_map(copy, batch)
+            batch = map_tensors(copy, batch)
         computing.wait_stream(self._copies)
-        return batch, plain
+        return batch
 
     def teardown(self) -> None:
         module = self.lightning_module
@@ -444,6 +437,13 @@ class PlannedStrategy(ParallelStrategy):
         """Whole master weights on the CPU, on every rank: for tests and small models. Collective."""
         assert self.lightning_module is not None
         return {n: _whole(p.detach()).cpu().clone() for n, p in self.lightning_module.named_parameters()}
+
+
+def _is_plain(batch: Any) -> bool:
+    """A tensor, or a list, tuple or mapping of them: nothing that Lightning would have to move in a way of its own."""
+    if isinstance(batch, (list, tuple)):
+        return all(isinstance(item, Tensor) for item in batch)
+    return isinstance(batch, Tensor) or (type(batch) is dict and all(isinstance(v, Tensor) for v in batch.values()))
 
 
 def _local(tensor: Tensor) -> Tensor:
