@@ -32,11 +32,7 @@ def plain_loop(
     """
     module = copy.deepcopy(module)
     trainable = [p for p in module.parameters() if p.requires_grad]
-    embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
-    decays = [p for p in trainable if p.ndim > 1 and id(p) not in embeddings]
-    rest = [p for p in trainable if p.ndim < 2 or id(p) in embeddings]
-    groups = [{"params": decays, "weight_decay": WEIGHT_DECAY}, {"params": rest, "weight_decay": 0.0}]
-    opt = OPTIMIZERS[optimizer](groups)
+    opt = OPTIMIZERS[optimizer](groups_of(module))
     losses, norms = [], []
     batches = len(dataset) // global_batch_size
     for step in range(steps):
@@ -53,6 +49,15 @@ def plain_loop(
         losses.append(loss.item())
         norms.append(norm.item())
     return {name: p.detach().clone() for name, p in module.named_parameters()}, losses, norms
+
+
+def groups_of(module: nn.Module) -> list[dict[str, Any]]:
+    """Matrices that decay; norms, biases and embeddings that do not. A head tied to an embedding is one."""
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+    decays = [p for p in trainable if p.ndim > 1 and id(p) not in embeddings]
+    rest = [p for p in trainable if p.ndim < 2 or id(p) in embeddings]
+    return [{"params": decays, "weight_decay": WEIGHT_DECAY}, {"params": rest, "weight_decay": 0.0}]
 
 
 def update_deviation(start: dict[str, Tensor], ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:

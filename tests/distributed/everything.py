@@ -56,7 +56,7 @@ class Network(nn.Module):
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                drawn = torch.randn(parameter.shape, generator=generator)  # the same numbers in every dtype
+                drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)  # the same in fp64
                 parameter.copy_(drawn * 0.3 + (1.0 if name.endswith("norm.weight") else 0.0))
 
     def loss_sum(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

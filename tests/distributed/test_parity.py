@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.parity import BOUNDS, CLIP, OPTIMIZERS, STRATEGIES, Cell, deviations, reference, run_cells, some_cells
+from tests.distributed.parity import (
+    BOUNDS,
+    CLIP,
+    OPTIMIZERS,
+    STRATEGIES,
+    Cell,
+    deviations,
+    reference,
+    run_cells,
+    some_cells,
+)
 from tests.distributed.processes import spawn
 
 RANKS = (1, 2, 4)
@@ -48,3 +58,27 @@ def test_every_rank_ends_with_the_same_weights(runs: Results, ranks: int) -> Non
         for cell, result in results.items():
             for name, tensor in runs[ranks][0][cell]["final"].items():
                 assert torch.equal(result["final"][name], tensor), f"rank {rank} disagrees on {name} under {cell}"
+
+
+def reductions(runs: Results, strategy: str, accumulate: int) -> dict[str, int]:
+    """How often gradients are reduced in a step, by kind; sums of scalars (losses, norms) are counted elsewhere."""
+    [counts] = [r["collectives"] for cell, r in runs[2][0].items()
+                if (cell.strategy, cell.accumulate, cell.occasional) == (strategy, accumulate, False)]  # fmt: skip
+    return {kind: counts[kind] for kind in ("all_reduce", "reduce_scatter", "reduce") if kind in counts}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp, sync deferred", "fsdp_hybrid, replicas only", "zero1",
+                                      "zero1, optimizer offloaded"])  # fmt: skip
+def test_gradients_are_reduced_once_a_step(runs: Results, strategy: str) -> None:
+    once = reductions(runs, strategy, 1)
+    assert once
+    # Of one rank's shard there is nothing to scatter, and FSDP2 says so in every micro-batch.
+    four, alone = reductions(runs, strategy, 4), "reduce_scatter" if "replicas" in strategy else ""
+    assert {k: n for k, n in four.items() if k != alone} == {k: n for k, n in once.items() if k != alone}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp, parameters kept", "fsdp_hybrid", "zero2", "zero3"])
+def test_gradients_are_reduced_in_every_micro_batch(runs: Results, strategy: str) -> None:
+    once = reductions(runs, strategy, 1)
+    assert once
+    assert reductions(runs, strategy, 4) == {kind: 4 * count for kind, count in once.items()}
