@@ -302,7 +302,7 @@ def traffic_lines(result: dict[str, Any]) -> list[str]:
         and "peak_allocated_gib" in c
     } if "--accelerator cuda" in result["command"] else {}  # fmt: skip
     lines = [
-        "**What a step does**, accumulation 4, AdamW, clipping: collectives of rank 0 by kind (*scalars*: sums of at "
+        "**What a step does**, accumulation 4, AdamW: collectives of rank 0 by kind (*scalars*: sums of at "
         "most four elements: losses, weights, norms), the share that rank 0 holds between steps (padding included), "
         "dtypes of parameters, computing and reduction in fp32"
         + (", and peak allocated GiB of gpt2_124m in bf16 (docs/gpu.md)." if memory else "."),

@@ -67,8 +67,9 @@ class Cell:
 
 
 def all_cells(ranks: int) -> list[Cell]:
-    """Everything that can be had on `ranks` ranks; the usual path with accumulation and clipping alone."""
-    kinds = [*itertools.product((1, 4), (None, CLIP), (True,)), (1, None, False), (4, CLIP, False)]
+    """Every strategy, precision and optimizer that can be had on `ranks` ranks."""
+    more = [(1, None, True), (4, None, False), (1, CLIP, False)]  # with it, all four of accumulation and clipping
+    kinds = [(4, CLIP, True), *(more if ranks == 2 else [])]
     return [
         Cell(strategy, precision, optimizer, *kind)
         for strategy, precision, optimizer, kind in itertools.product(STRATEGIES, BOUNDS, OPTIMIZERS, kinds)
