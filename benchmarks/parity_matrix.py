@@ -69,10 +69,7 @@ class Stock(LightningModule):
                 fully_shard(layer, mesh=mesh["data_parallel"])
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self(batch)
-
-    def forward(self, batch: Any) -> Any:
-        total, count = self.network.loss_sum(batch)
+        total, count = self.network(batch)
         return total / count
 
     def configure_optimizers(self) -> Any:
@@ -106,7 +103,9 @@ def stock_strategy(name: str, accelerator: str) -> Any:
     if kind == "DDPStrategy":
         return lightning_strategies.DDPStrategy()
     return (OnCpu if accelerator == "cpu" else lightning_strategies.DeepSpeedStrategy)(
-        stage=int(stage), **({"process_group_backend": "gloo"} if accelerator == "cpu" else {})
+        stage=int(stage),
+        logging_batch_size_per_gpu=1,
+        **({"process_group_backend": "gloo"} if accelerator == "cpu" else {}),
     )
 
 
@@ -114,10 +113,11 @@ class OnCpu(lightning_strategies.DeepSpeedStrategy):
     """DeepSpeed's strategy without what asks for a GPU; what it computes is its own."""
 
     def setup_environment(self) -> None:
-        self._accelerator_checked = True
-        from lightning.pytorch.strategies import DDPStrategy
+        lightning_strategies.DDPStrategy.setup_environment(self)  # type: ignore[arg-type]
 
-        DDPStrategy.setup_environment(self)
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
 
     @property
     def root_device(self) -> torch.device:
