@@ -310,7 +310,8 @@ def traffic_lines(result: dict[str, Any]) -> list[str]:
     } if "--accelerator cuda" in result["command"] else {}  # fmt: skip
     lines = [
         "**What a step does**, accumulation 4, AdamW: collectives of rank 0 by kind (*scalars*: sums of at "
-        "most four elements: losses, weights, norms), the share that rank 0 holds between steps (padding included), "
+        "most four elements: losses, weights, norms; the all-reduce beside reduce-scatters is of "
+        "the tensors' norms), the share that rank 0 holds between steps (padding included), "
         "dtypes of parameters, computing and reduction in fp32"
         + (", and peak allocated GiB of gpt2_124m in bf16 (docs/gpu.md)." if memory else "."),
         "",
