@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.12 >/dev/null 2>&1 && python3.12 -c '' 2>/d
 VENV ?= .venv
 ARGS ?=
 
-.PHONY: train test check fix gpu-test overhead clean
+.PHONY: train test check fix parity parity-gpu gpu-test overhead clean
 
 train: $(VENV)/.run
 	$(VENV)/bin/python train.py $(ARGS)
@@ -19,6 +19,15 @@ check: $(VENV)/.dev
 fix: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+# Every strategy against a plain loop; writes benchmarks/results/ and docs/parity.md.
+parity: $(VENV)/.dev
+	$(VENV)/bin/python benchmarks/parity_matrix.py $(ARGS)
+	$(VENV)/bin/python benchmarks/report.py
+
+parity-gpu: $(VENV)/.dev
+	$(VENV)/bin/python benchmarks/parity_matrix.py --accelerator cuda $(ARGS)
+	$(VENV)/bin/python benchmarks/report.py
 
 # On a machine with GPUs; writes benchmarks/results/.
 gpu-test: $(VENV)/.run

@@ -1,9 +1,10 @@
-"""What only GPUs can show, in one command: parity over NCCL, bf16 beside fp32, samples under fsdp, a first speed.
+"""What only GPUs can show, in one command: foreign modules over NCCL, bf16 beside fp32, samples, a first speed.
 
     make gpu-test                              all GPUs of this machine, and 2 of them
     python benchmarks/parity_gpu.py --ranks 2  two
 
 Writes benchmarks/results/parity-<gpu>-x<ranks>.json. Runs on CPU too (--accelerator cpu), for trying it out.
+Parity: parity_matrix.py.
 """
 
 from __future__ import annotations
@@ -29,32 +30,6 @@ from shardwise.loggers import read_metrics  # noqa: E402
 from tests.distributed.processes import spawn  # noqa: E402
 from tests.distributed.test_anybodys_module import BOUNDS as MODULE_BOUNDS  # noqa: E402
 from tests.distributed.test_anybodys_module import KINDS, RANKS, deviations, run_all  # noqa: E402
-from tests.distributed.test_parity import BOUNDS, STEPS, STRATEGIES, reference, run_cells  # noqa: E402
-from tests.reference import update_deviation  # noqa: E402
-
-
-def parity(ranks: int, accelerator: str, folder: Path) -> list[dict[str, Any]]:
-    """Each strategy against the plain loop, SGD with momentum, accumulation 4, clipping that bites."""
-    cells = spawn(ranks, run_cells, folder, ranks, ["fp64", "fp32"], accelerator, timeout_seconds=400)[0]
-    rows = []
-    for (strategy, precision), cell in cells.items():
-        start, final, losses, norms = reference(precision, accelerator)
-        worst = max(update_deviation(start, cell["final"], final).values())
-        rows.append(
-            {
-                "strategy": strategy,
-                "overrides": STRATEGIES[strategy],
-                "precision": precision,
-                "steps": STEPS,
-                "start_equal": all(torch.equal(cell["start"][name], start[name]) for name in start),
-                "largest_update_deviation": worst,
-                "largest_loss_deviation": max(abs(a / b - 1) for a, b in zip(cell["losses"], losses, strict=True)),
-                "largest_norm_deviation": max(abs(a / b - 1) for a, b in zip(cell["norms"], norms, strict=True)),
-                "bound": BOUNDS[precision],
-                "holds": worst <= BOUNDS[precision],
-            }
-        )
-    return rows
 
 
 def modules(ranks: int, accelerator: str, folder: Path) -> list[dict[str, Any]]:
@@ -134,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", help="comma-separated; default: 2 and all")
     parser.add_argument("--accelerator", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--sections", default="parity,modules,curves,speed")
+    parser.add_argument("--sections", default="modules,curves,speed")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--commit", help="of this code, where it was copied without its history")
     arguments = parser.parse_args()
@@ -156,11 +131,6 @@ def main() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             for section in arguments.sections.split(","):
                 match section:
-                    case "parity":
-                        result["parity"] = parity(number, arguments.accelerator, folder)
-                        for row in result["parity"]:
-                            deviation = f"{row['largest_update_deviation']:.1e}  holds: {row['holds']}"
-                            print(f"{number} ranks  {row['precision']}  {row['strategy']:<28}{deviation}", flush=True)
                     case "modules":
                         result["modules"] = modules(number, arguments.accelerator, folder)
                         for row in result["modules"]:
@@ -170,7 +140,7 @@ def main() -> None:
                         result["curves"] = curves(number, arguments.accelerator, folder)
                     case "speed":
                         result["speed"] = speed(number, folder)
-                runs = {} if section in ("parity", "modules") else result[section]
+                runs = {} if section == "modules" else result[section]
                 for run, values in runs.items():
                     if values["exit_code"]:
                         print(f"{number} ranks  {run}: exit code {values['exit_code']}\n{values['stderr']}", flush=True)

@@ -1,4 +1,5 @@
-"""Writes docs/gpu.md and docs/overhead.md from benchmarks/results/*.json, and the tables of docs/metrics.md.
+"""Writes docs/gpu.md, docs/parity.md and docs/overhead.md from benchmarks/results/*.json, and the tables of
+docs/metrics.md.
 
 No number in them is typed.
 """
@@ -34,6 +35,8 @@ def main() -> None:
     (ROOT / "docs" / "gpu.md").write_text("\n".join(lines).rstrip() + "\n")
     if costs := [result for result in read("overhead") if not result["tiny"]]:
         (ROOT / "docs" / "overhead.md").write_text("\n".join(overhead(costs)).rstrip() + "\n")
+    if matrices := read("matrix"):
+        (ROOT / "docs" / "parity.md").write_text("\n".join(parity_lines(matrices)).rstrip() + "\n")
     metrics = ROOT / "docs" / "metrics.md"
     metrics.write_text(with_tables(metrics.read_text()))
 
@@ -216,6 +219,116 @@ def section(result: dict[str, Any]) -> list[str]:
         ]
         lines.append("")
     return lines
+
+
+def parity_lines(results: list[dict[str, Any]]) -> list[str]:
+    """docs/parity.md: how far each strategy is from the plain loop, beside stock Lightning, and what that takes."""
+    settings = results[0]["settings"]
+    lines = [
+        "# Parity",
+        "",
+        "Made by `python benchmarks/report.py`; measured by `make parity` and `make parity-gpu`. "
+        f"{settings['steps']} steps of a small model (tests/distributed/everything.py) with a tied weight, a frozen "
+        "part, sizes that no number of ranks divides, padded sequences with different numbers of valid tokens, and, in "
+        "most cells, weights that no rank or one rank alone needs in a step; SGD with momentum and AdamW, accumulation "
+        f"1 and 4, without clipping and clipped to {settings['clip']}, which bites in every step. The reference is one "
+        "process, the whole global batch, no Lightning (tests/reference.py). *update*: per tensor, norm of the "
+        "difference of the update over the norm of the reference's; each number is the largest over tensors, steps and "
+        "cells.",
+        "",
+    ]
+    for result in results:
+        lines += matrix_section(result)
+    return lines
+
+
+def matrix_section(result: dict[str, Any]) -> list[str]:
+    environment = result["environment"]
+    packages, cells = environment["packages"], result["cells"]
+    # The device that was used stands in the command
+    device = environment["gpus"][0] if "--accelerator cuda" in result["command"] else "CPU processes, gloo"
+    lines = [
+        f"## {result['ranks']} × {device}",
+        "",
+        f"torch {packages['torch']}, Lightning {packages['lightning']}, Python {environment['python']}, commit "
+        f"{(environment['commit'] or 'unknown')[:10]}. `{result['command']}`",
+        "",
+        "| strategy | precision | cells | update | loss | gradient norm | bound |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for strategy, precision in dict.fromkeys((c["strategy"], c["precision"]) for c in cells):
+        own = [c for c in cells if (c["strategy"], c["precision"]) == (strategy, precision)]
+        ran = [c for c in own if "error" not in c]
+        said = f"{len(ran)}" + ("" if len(ran) == len(own) else f" of {len(own)} ended")
+        worst = " | ".join(
+            f"{max(c[key] for c in ran):.1e}" if ran else "" for key in ("update", "loss", "gradient_norm")
+        )
+        broken = "" if all(c["holds"] for c in ran) else " **exceeded**"
+        bound = f"{ran[0]['bound']:.0e}" if ran else ""
+        lines.append(f"| {strategy} | {precision} | {said} | {worst} | {bound}{broken} |")
+    lines += ["", *stock_lines(result), *traffic_lines(result)]
+    return lines
+
+
+def stock_lines(result: dict[str, Any]) -> list[str]:
+    """Stock Lightning's update, beside the largest of ours with the same optimizer, accumulation and clipping."""
+    if not (rows := result["stock"]):
+        return []
+
+    def kind_of(row: dict[str, Any]) -> tuple[str, int, float | None]:
+        return row["optimizer"], row["accumulate"], row["clip"]
+
+    kinds = list(dict.fromkeys(map(kind_of, rows)))
+    lines = [
+        "**Stock Lightning**: the same network and rows under a plain Trainer, mean loss of each micro-batch, fp32; "
+        "update. Its DeepSpeedStrategy refuses CPUs: a subclass leaves the refusal out.",
+        "",
+        "| strategy | " + " | ".join(f"{o}, accumulation {a}{', clipped' if c else ''}" for o, a, c in kinds) + " |",
+        "|---|" + "---|" * len(kinds),
+    ]
+    for strategy in dict.fromkeys(r["strategy"] for r in rows):
+        own = {kind_of(r): r for r in rows if r["strategy"] == strategy}
+        told = [f"{own[k]['update']:.1e}" if "update" in own[k] else own[k]["error"] for k in kinds if k in own]
+        lines.append(f"| {strategy} | " + " | ".join(told) + " |")
+    largest = [
+        max(
+            (c["update"] for c in result["cells"] if kind_of(c) == k and c["precision"] == "fp32" and "update" in c),
+            default=None,
+        )
+        for k in kinds
+    ]
+    ours = ["not run" if value is None else f"{value:.1e}" for value in largest]
+    return [*lines, "| ours, the largest of any strategy | " + " | ".join(ours) + " |", ""]
+
+
+def traffic_lines(result: dict[str, Any]) -> list[str]:
+    """Collectives of a step, shares held and dtypes, one row a strategy."""
+    rows = [c for c in result["cells"] if c.get("collectives") and c["accumulate"] == 4 and c["precision"] == "fp32"
+            and c["optimizer"] == "adamw"]  # fmt: skip
+    if not rows:
+        return []
+    memory = {
+        c["strategy"]: c["peak_allocated_gib"]
+        for run in read("breadth") if run["ranks"] == result["ranks"]
+        for c in run["cells"] if (c["who"], c["model"], c["precision"]) == ("shardwise", "gpt2_124m", "bf16")
+        and "peak_allocated_gib" in c
+    } if "--accelerator cuda" in result["command"] else {}  # fmt: skip
+    lines = [
+        "**What a step does**, accumulation 4, AdamW: collectives of rank 0 by kind (*scalars*: sums of at "
+        "most four elements: losses, weights, norms; the all-reduce beside reduce-scatters is of "
+        "the tensors' norms), the share that rank 0 holds between steps (padding included), "
+        "dtypes of parameters, computing and reduction in fp32"
+        + (", and peak allocated GiB of gpt2_124m in bf16 (docs/gpu.md)." if memory else "."),
+        "",
+        "| strategy | collectives | parameters | optimizer state | dtypes |" + (" GiB |" if memory else ""),
+        "|---|---|---|---|---|" + ("---|" if memory else ""),
+    ]
+    for row in rows:
+        counts = ", ".join(f"{count} {kind.replace('_', '-')}" for kind, count in row["collectives"].items())
+        held = " | ".join(f"{row['held'][key]:.2f}" for key in ("parameters", "optimizer_state"))
+        gib = f" {memory[row['strategy']]:.2f} |" if row["strategy"] in memory else " |" if memory else ""
+        lines.append(f"| {row['strategy']} | {counts} | {held} | {', '.join(row['dtypes'])} |{gib}")
+    return [*lines, ""]
 
 
 def images_section(result: dict[str, Any]) -> list[str]:

@@ -2,118 +2,83 @@
 
 from __future__ import annotations
 
-import functools
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from shardwise.optimizers import parameter_groups
-from shardwise.trainer import build_module
-from tests.distributed.cells import cell_plan, fit, masked_tokens
+from tests.distributed.parity import (
+    BOUNDS,
+    CLIP,
+    OPTIMIZERS,
+    STRATEGIES,
+    Cell,
+    deviations,
+    reference,
+    run_cells,
+    some_cells,
+)
 from tests.distributed.processes import spawn
-from tests.reference import plain_loop, update_deviation
 
-STEPS = 8
-CLIP = 0.1  # far below every gradient norm of these runs
-SGD = ["optimizer=sgd", "optimizer.lr=2.0", "optimizer.weight_decay=0.01", "schedule=none", f"max_steps={STEPS}"]
-BOUNDS = {"fp64": 1e-9, "fp32": 1e-4}
-
-# Accumulation 4 in every cell: 4 micro-batches × ranks × micro_batch_size = 16
-STRATEGIES = {
-    "ddp": ["strategy=ddp"],
-    "fsdp": ["strategy=fsdp"],
-    "fsdp, parameters kept": ["strategy=fsdp", "strategy.reshard_after_forward=false"],
-    "fsdp, sync deferred": ["strategy=fsdp", "strategy.defer_gradient_sync=true"],
-    "fsdp_hybrid": ["strategy=fsdp_hybrid", "strategy.shard_size=2"],
-    "fsdp_hybrid, replicas only": ["strategy=fsdp_hybrid", "strategy.shard_size=1"],
-    "zero1": ["strategy=zero1"],
-    "zero2": ["strategy=zero2"],
-    "zero3": ["strategy=zero3"],
-}
+RANKS = (1, 2, 4)
+Results = dict[int, list[dict[Cell, dict[str, Any]]]]
 
 
-def batch_words(ranks: int) -> list[str]:
-    return [f"micro_batch_size={4 // ranks}", "global_batch_size=16", f"gradient_clip_val={CLIP}"]
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Ranks -> per rank, the results of every cell: one group of processes for each number of ranks."""
+    return {n: spawn(n, run_cells, tmp_path_factory.mktemp(f"r{n}"), n, some_cells(n)) for n in RANKS}
 
 
-def run_cells(folder: Path, ranks: int, precisions: list[str], accelerator: str = "cpu") -> dict[Any, Any]:
-    """In each rank: every strategy × precision, one after the other."""
-    return {
-        (strategy, precision): fit(
-            cell_plan(
-                folder / f"{precision}-{number}",
-                ranks,
-                *words,
-                *SGD,
-                *batch_words(ranks),
-                f"precision={precision}",
-                accelerator=accelerator,
-            )
-        )
-        for precision in precisions
-        for number, (strategy, words) in enumerate(STRATEGIES.items())
-        if not ("shard_size=2" in words[-1] and ranks == 1)
-        if not (strategy.startswith("zero") and precision == "fp64")  # its masters are fp32
-        if accelerator == "cuda" or strategy.startswith("zero") or precision == "fp64" or ranks == 2  # minutes on CPU
-    }
+def test_the_cells_hold_what_is_promised() -> None:
+    cells = some_cells(2)
+    assert {cell.strategy for cell in cells} == set(STRATEGIES)
+    for strategy in STRATEGIES:
+        own = [cell for cell in cells if cell.strategy == strategy]
+        assert {c.optimizer for c in own} == set(OPTIMIZERS) and {c.occasional for c in own} == {True, False}
+        assert {(c.accumulate, c.clip) for c in own} == {(1, None), (4, CLIP)}
+    for cell in cells:
+        assert min(reference(cell.precision, cell.optimizer, cell.clip, cell.occasional)[3]) > 2 * CLIP, "must bite"
 
 
-Reference = tuple[dict[str, Tensor], dict[str, Tensor], list[float], list[float]]
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_strategy_equals_the_plain_loop(runs: Results, ranks: int) -> None:
+    """Each tensor's update, and every step's loss and gradient norm."""
+    off = {}
+    for cell, result in runs[ranks][0].items():
+        found = deviations(cell, result)
+        if max(found["update"], found["loss"], found["gradient_norm"]) > BOUNDS[cell.precision]:
+            off[cell] = found
+    assert not off
 
 
-@functools.cache
-def reference(
-    precision: str, accelerator: str = "cpu"
-) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float], list[float]]:
-    """Start and final parameters, losses and gradient norms of the plain loop."""
-    folder = Path(tempfile.mkdtemp())
-    module = build_module(
-        cell_plan(folder, 1, *SGD, *batch_words(1), f"precision={precision}", accelerator=accelerator)
-    )
-    module.configure_optimizers = None  # type: ignore[assignment,method-assign]
-    from shardwise.initialize import Materializer
-
-    Materializer(module, torch.device(accelerator), seed=0).place(module)
-    start = {name: p.detach().clone() for name, p in module.named_parameters()}
-
-    def loss_sum(m: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        logits = m.model(batch["tokens"]) @ m.model.head.weight.T
-        targets = batch["targets"].flatten()
-        per_token = nn.functional.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-100, reduction="sum")
-        return per_token, (targets != -100).sum()
-
-    def optimizer(m: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameter_groups(m, 0.01), lr=2.0, momentum=0.9)
-
-    rows = [{key: value.to(accelerator) for key, value in row.items()} for row in masked_tokens(50)]
-    final, losses, norms = plain_loop(module, rows, loss_sum, optimizer, STEPS, 16, CLIP)
-    start, final = ({name: p.cpu() for name, p in state.items()} for state in (start, final))
-    assert min(norms) > 2 * CLIP, "clipping must bite"
-    return start, final, losses, norms
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_rank_ends_with_the_same_weights(runs: Results, ranks: int) -> None:
+    for rank, results in enumerate(runs[ranks]):
+        for cell, result in results.items():
+            for name, tensor in runs[ranks][0][cell]["final"].items():
+                assert torch.equal(result["final"][name], tensor), f"rank {rank} disagrees on {name} under {cell}"
 
 
-def check_cells(cells: dict[Any, Any]) -> None:
-    for (strategy, precision), cell in cells.items():
-        start, final, losses, norms = reference(precision)
-        where = f"{strategy} in {precision}"
-        for name, tensor in start.items():
-            assert torch.equal(cell["start"][name], tensor), f"{where}: {name} starts elsewhere"
-        worst = update_deviation(start, cell["final"], final)
-        assert max(worst.values()) <= BOUNDS[precision], (where, worst)
-        assert cell["losses"] == pytest.approx(losses, rel=BOUNDS[precision]), where
-        assert cell["norms"] == pytest.approx(norms, rel=BOUNDS[precision]), where
+def reductions(runs: Results, strategy: str, accumulate: int) -> dict[str, int]:
+    """How often gradients are reduced in a step, by kind; sums of scalars (losses, norms) are counted elsewhere."""
+    [counts] = [r["collectives"] for cell, r in runs[2][0].items()
+                if (cell.strategy, cell.accumulate, cell.occasional) == (strategy, accumulate, False)]  # fmt: skip
+    kinds = {"all_reduce", "reduce_scatter", "reduce"} & counts.keys()
+    # Where gradients are scattered, what is all-reduced is the norms of their shards
+    return {kind: counts[kind] for kind in kinds if kind != "all_reduce" or "reduce_scatter" not in kinds}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_strategy_equals_the_plain_loop(tmp_path: Path, ranks: int) -> None:
-    precisions = ["fp64", "fp32"]
-    results = spawn(ranks, run_cells, tmp_path, ranks, precisions)
-    check_cells(results[0])
-    for rank, cells in enumerate(results):
-        for key, cell in cells.items():
-            for name, tensor in results[0][key]["final"].items():
-                assert torch.equal(cell["final"][name], tensor), f"rank {rank} disagrees on {name} under {key}"
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp, sync deferred", "fsdp_hybrid, replicas only", "zero1",
+                                      "zero1, optimizer offloaded"])  # fmt: skip
+def test_gradients_are_reduced_once_a_step(runs: Results, strategy: str) -> None:
+    once = reductions(runs, strategy, 1)
+    assert once
+    assert reductions(runs, strategy, 4) == once
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp, parameters kept", "fsdp_hybrid", "zero2", "zero3"])
+def test_gradients_are_reduced_in_every_micro_batch(runs: Results, strategy: str) -> None:
+    once = reductions(runs, strategy, 1)
+    assert once
+    assert reductions(runs, strategy, 4) == {kind: 4 * count for kind, count in once.items()}

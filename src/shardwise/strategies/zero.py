@@ -95,13 +95,12 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
             if self.plan.strategy.zero_stage < 3:
                 _touch(module, list(module.parameters()))
             else:  # a layer's weights are there while it runs
-                units = [unit for _, unit in self.units.modules]
-                inside = {id(layer) for unit in units for layer in unit.modules()}
-                for unit in units:
-                    _touch(unit, list(unit.parameters()))
-                for layer in module.modules():
-                    if id(layer) not in inside:
-                        _touch(layer, list(layer.parameters(recurse=False)))
+                wholes = list(_gathered_as_one(module, {unit for _, unit in self.units.modules}))
+                inside = {layer for whole in wholes for layer in whole.modules()}
+                for whole in wholes:
+                    _touch(whole, list(whole.parameters()))
+                for layer in set(module.modules()) - inside:
+                    _touch(layer, list(layer.parameters(recurse=False)))
         if training:
             self.optimizers = [self.engine_optimizer]
             self._watch_gradients()
@@ -168,6 +167,9 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
             if three:
                 if unit is not module:
                     deepspeed.utils.set_z3_leaf_module(unit, True)  # gathered as a whole, as FSDP does
+                elif self.plan.strategy.find_unused_parameters:
+                    for layer in _gathered_as_one(module, {unit for _, unit in self.units.modules}):
+                        deepspeed.utils.set_z3_leaf_module(layer, True)
                 deepspeed.zero.Init(module=unit, config_dict_or_path=config, dtype=dtype_of(precision.compute_dtype))
         broadcast_from_rank_zero(list(module.buffers()))
 
@@ -409,6 +411,17 @@ class _Zero(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return tuple(torch.zeros_like(gradients[0]).expand(shape) for shape in ctx.shapes)
+
+
+def _gathered_as_one(layer: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
+    """The units, and the outermost layers beside them: ZeRO-3 gathers each whole when it runs, so that within one a
+    rank may pass weights over. Of a layer that a rank does not run at all the other ranks' gathering would not end."""
+    for child in layer.children():
+        if child in units or not units.intersection(child.modules()):
+            if any(True for _ in child.parameters()):
+                yield child
+        else:
+            yield from _gathered_as_one(child, units)
 
 
 def _touch(layer: nn.Module, parameters: list[nn.Parameter]) -> None:
