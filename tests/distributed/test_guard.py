@@ -150,7 +150,7 @@ def run_all(folder: Path, accelerator: str = "cpu") -> dict[tuple[str, str], dic
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], dict[str, Any]]]:
-    return spawn(2, run_all, tmp_path_factory.mktemp("guard"))
+    return spawn(2, run_all, tmp_path_factory.mktemp("guard"), timeout_seconds=400)
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

@@ -27,7 +27,9 @@ Results = dict[int, list[dict[Cell, dict[str, Any]]]]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Ranks -> per rank, the results of every cell: one group of processes for each number of ranks."""
-    return {n: spawn(n, run_cells, tmp_path_factory.mktemp(f"r{n}"), n, some_cells(n)) for n in RANKS}
+    return {
+        n: spawn(n, run_cells, tmp_path_factory.mktemp(f"r{n}"), n, some_cells(n), timeout_seconds=400) for n in RANKS
+    }
 
 
 def test_the_cells_hold_what_is_promised() -> None:
