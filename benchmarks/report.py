@@ -239,6 +239,10 @@ def parity_lines(results: list[dict[str, Any]]) -> list[str]:
     ]
     for result in results:
         lines += matrix_section(result)
+        alike = [r for r in results if r["ranks"] == result["ranks"]]
+        every = dict.fromkeys(cell["strategy"] for r in alike for cell in r["cells"])
+        if missing := [name for name in every if name not in {cell["strategy"] for cell in result["cells"]}]:
+            lines += [f"Not measured here: {'; '.join(missing)}.", ""]
     return lines
 
 

@@ -19,7 +19,8 @@ import pytest
 
 from tests.distributed.commands import OWN, RECIPE, TRAIN, Running, check, environment, make_home, metrics, run
 
-FILES = {"config.yaml", "plan.json", "environment.json", "metrics.csv", "summary.json", "loss.png", "checkpoints"}
+FILES = {"config.yaml", "plan.json", "environment.json", "starts.json", "metrics.csv", "summary.json", "loss.png",
+         "checkpoints"}  # fmt: skip
 SHORT = [*RECIPE, "max_steps=3", "validate_every_n_steps=3"]
 
 
