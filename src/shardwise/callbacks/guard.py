@@ -64,10 +64,22 @@ class Guard(Callback):
         self.unread.append(step)
         self.schedules.append((step.number, _schedules(trainer)))
         known = step.passed_over or self._must_know(trainer, step.number, batch_idx)
-        while len(self.unread) > (0 if known else LAG):
+        while len(self.unread) > LAG:
             self._read(trainer, self.unread.popleft())
         if known:
-            self.rows.flush(trainer)
+            self._read_all(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            self._read_all(trainer)  # fp16 skips steps, and validation comes between those that were looked for
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._read_all(trainer)  # data of unknown length end without a word
+
+    def _read_all(self, trainer: Trainer) -> None:
+        while self.unread:
+            self._read(trainer, self.unread.popleft())
+        self.rows.flush(trainer)
 
     def _must_know(self, trainer: Trainer, step: int, batch_idx: int) -> bool:
         """Whether a checkpoint, validation or the end comes before the next step."""
