@@ -201,21 +201,27 @@ class PlannedPrecision(LightningPrecision):
         """Whether the optimizer must leave everything as it is, since the gradients are not finite.
 
         Optimizers with a fused kernel read that on the device. For the others the host waits, and knows. Under
-        on_nonfinite=stop it holds for every step from there on: until the host has noticed, nothing changes.
+        on_nonfinite=stop, or after too many in a row, it holds for every step from there on: until the host has
+        noticed, nothing changes.
         """
         assert self.gradient_norm is not None
         guard = self.plan.guard
         may_go_on = guard.on_nonfinite == "skip" or guard.on_spike == "skip" or bool(guard.pass_over)
         if self._not_finite is None:
             self._not_finite = torch.zeros((), device=self.gradient_norm.device)
-            self._one, self._stopped = torch.ones_like(self._not_finite), torch.zeros_like(self._not_finite)
+            self._one = torch.ones_like(self._not_finite)
+            self._stopped, self._in_a_row = torch.zeros_like(self._not_finite), torch.zeros_like(self._not_finite)
         elif may_go_on:
             self._not_finite.copy_(self._stopped)
         # One kernel: sets the flag, and never clears it.
         torch._amp_foreach_non_finite_check_and_unscale_([self.gradient_norm.float()], self._not_finite, self._one)
-        if may_go_on and guard.on_nonfinite == "stop":
-            wanted = self._not_finite if self.unwanted is None else self._not_finite * ~self.unwanted
-            self._stopped = torch.maximum(self._stopped, wanted)
+        if may_go_on:  # but not for ever
+            self._in_a_row = (self._in_a_row + 1) * self._not_finite
+            stopped = self._in_a_row > guard.max_in_a_row
+            if guard.on_nonfinite == "stop":
+                wanted = self._not_finite > 0
+                stopped |= wanted if self.unwanted is None else wanted & ~self.unwanted
+            self._stopped = torch.maximum(self._stopped, stopped.float())
         # Without state yet, a fused SGD would take what lies in memory for its momentum.
         if getattr(optimizer, "_step_supports_amp_scaling", False) and optimizer.state:
             optimizer.found_inf = self._not_finite  # type: ignore[attr-defined]

@@ -34,15 +34,15 @@ class Unprofiled(PassThroughProfiler):
 def take_shortcuts(trainer: Trainer, module: LightningModule) -> None:
     """For the rest of this Trainer's life. Callbacks may be added until it starts."""
     trainer._callbacks_with = {}  # type: ignore[attr-defined] # (hook, number of callbacks) → those that have it
-    trainer._idle_hooks = {  # type: ignore[attr-defined]
-        name for name in _EMPTY if not is_overridden(name, module) and name not in vars(module)
-    }
+    trainer._idle_hooks = set()  # type: ignore[attr-defined] # of the module; found when training starts
     call._call_callback_hooks, call._call_lightning_module_hook = _callback_hooks, _module_hook
-    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    takes_index: list[bool] = []  # looked up once, at the first batch
 
     def build_kwargs(kwargs: dict[str, Any], batch: Any, batch_idx: int) -> dict[str, Any]:
+        if not takes_index:
+            takes_index.append(is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2))
         kwargs["batch"] = batch
-        if takes_index:
+        if takes_index[0]:
             kwargs["batch_idx"] = batch_idx
         return kwargs
 
@@ -54,6 +54,10 @@ def _callback_hooks(trainer: Any, hook_name: str, *args: Any, monitoring_callbac
     if known is None or monitoring_callbacks is not None:
         _original_callback_hooks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
         return
+    if hook_name == "on_train_start":  # set-up is over: what hooks there are is known
+        known.clear()
+        module = trainer.lightning_module
+        trainer._idle_hooks = {n for n in _EMPTY if not is_overridden(n, module) and n not in vars(module)}
     key = hook_name, len(trainer.callbacks)
     if key not in known:
         known[key] = [c for c in trainer.callbacks if is_overridden(hook_name, c, Callback) or hook_name in vars(c)]

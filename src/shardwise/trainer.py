@@ -68,7 +68,7 @@ def _run_until_rolled_back(plan: Plan, *more: Callback) -> Plan | None:
     gc.collect()  # the module and its optimizer
     if plan.accelerator == "cuda":
         torch.cuda.empty_cache()
-    newest: list[str | None] = [str(path) for path in list_checkpoints(plan.run_dir)[-1:]] or [None]
+    newest: list[str | None] = [str(path) for path in list_checkpoints(plan.run_dir)[-1:]] or [plan.resume]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(newest, src=0)
     guard = dataclasses.replace(plan.guard, pass_over=(*plan.guard.pass_over, start))

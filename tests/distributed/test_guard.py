@@ -97,6 +97,7 @@ class Look(Callback):
             "weights": trainer.strategy.full_parameters(),
             "samples": trainer.strategy.train_loader.consumed,
             "rate": trainer.strategy.learning_rate,
+            "average": {name: part.clone() for name, part in (trainer.strategy.average or {}).items()},
         }
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -216,7 +217,13 @@ def run_too_many(folder: Path) -> dict[str, Any]:
     """The third to fifth windows are bad, of which two may be."""
     words = ["+data.value=nan", "guard.on_nonfinite=skip", "guard.max_in_a_row=2", "module.fused=true", "max_steps=9"]
     bad = {"data._target_": "tests.distributed.test_guard.Worse"}
-    return watched(plan_for(folder / "many", *words, *(f"{k}={v}" for k, v in bad.items())))
+    cells = {}
+    for name, every in (("at the end", "null"), ("every step", "1")):
+        plan = plan_for(folder / name.replace(" ", "-"), *words, *(f"{k}={v}" for k, v in bad.items()),
+                        f"checkpoint.save_every_n_steps={every}", "ema_decay=0.5")  # fmt: skip
+        saved = Path(plan.run_dir) / "checkpoints"
+        cells[name] = {**watched(plan), "saved": sorted(path.name for path in saved.glob("step-*"))}
+    return cells
 
 
 class Worse(Marked):
@@ -227,9 +234,13 @@ class Worse(Marked):
 
 
 def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
-    cell = spawn(2, run_too_many, tmp_path)[0]
-    assert "3 in a row" in cell["error"] and "step-00000002.ckpt" in cell["error"]
-    assert [(n["step"], n["action"]) for n in cell["noted"]] == [(3, "skip"), (4, "skip"), (5, "stop")]
+    for cell in spawn(2, run_too_many, tmp_path)[0].values():
+        assert "3 in a row" in cell["error"] and "step-00000002.ckpt" in cell["error"]
+        assert [(n["step"], n["action"]) for n in cell["noted"]] == [(3, "skip"), (4, "skip"), (5, "stop")]
+        # Later ones, of steps that were passed over, would be taken by resume=auto
+        assert cell["saved"] == ["step-00000002.ckpt"]
+        averages = [step["average"] for number, step in sorted(cell["steps"].items()) if number >= 2]
+        assert len(averages) > 2 and all(same(average, averages[0]) for average in averages[1:])
 
 
 # A loss that leaps

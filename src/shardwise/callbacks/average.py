@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from shardwise.plan import Plan
 from shardwise.strategies.common import PlannedStrategy
@@ -40,7 +41,13 @@ class WeightAverage(Callback):
         assert strategy.average is not None
         if masters:  # a rank may hold nothing of a small model
             averages = [strategy.average[name] for name in masters]
-            torch._foreach_lerp_(averages, list(masters.values()), 1 - self.decay)
+            passed_over = strategy.planned_precision.passed_over
+            if isinstance(passed_over, Tensor):  # only the device knows yet
+                moves = torch._foreach_sub(list(masters.values()), averages)
+                torch._foreach_mul_(moves, (1 - self.decay) * (1 - passed_over))
+                torch._foreach_add_(averages, moves)
+            elif not passed_over:
+                torch._foreach_lerp_(averages, list(masters.values()), 1 - self.decay)
 
     def _swap(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Exchange weights and average, in place."""

@@ -57,7 +57,7 @@ class Guard(Callback):
             return
         strategy = _strategy(trainer)
         if strategy.planned_precision.skipped:  # no step
-            self._count_scaler_skip(strategy)
+            self._count_scaler_skip(trainer, strategy)
             return
         self.scaler_skips = 0
         step = strategy.finish_step(trainer.global_step)
@@ -85,12 +85,14 @@ class Guard(Callback):
         """Whether a checkpoint, validation or the end comes before the next step."""
         plan = self.plan
         every = (plan.checkpoint.save_every_n_steps, plan.validate_every_n_steps)
-        ends = step == plan.max_steps or batch_idx + 1 == trainer.num_training_batches
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch  # known where the length is not
+        ends = step == plan.max_steps or is_last or batch_idx + 1 == trainer.num_training_batches
         return ends or any(n is not None and step % n == 0 for n in every)
 
-    def _count_scaler_skip(self, strategy: PlannedStrategy) -> None:
+    def _count_scaler_skip(self, trainer: Trainer, strategy: PlannedStrategy) -> None:
         self.scaler_skips += 1
         if self.scaler_skips > _SCALER_SKIPS:
+            self._read_all(trainer)
             raise NonFiniteError(
                 f"{self.scaler_skips} steps in a row had gradients that are not finite, and the loss scale is down to "
                 f"{strategy.planned_precision.loss_scale:g}: it is not the scale; use precision=bf16, or a smaller "
@@ -103,6 +105,7 @@ class Guard(Callback):
             passed_over = step.passed_over
         guard = self.plan.guard
         if passed_over and step.start in guard.pass_over:
+            self.in_a_row += 1  # as the device counts
             self._say(trainer, f"step {step.number}: its window is passed over")
         elif passed_over:
             self.in_a_row += 1
@@ -127,14 +130,15 @@ class Guard(Callback):
         self._note(trainer, step, "spike", guard.on_spike, {"loss": loss, "z": z, "ranks": ranks})
         if guard.on_spike == "warn":
             self._say(trainer, f"{said} {len(self.before)} (guard.jsonl names its samples)")
-        elif len(guard.pass_over) >= max(1, guard.max_in_a_row):
+            return
+        self.rows.flush(trainer)
+        if len(guard.pass_over) >= guard.max_in_a_row:
             raise NonFiniteError(
                 f"{said} {len(self.before)}, after {len(guard.pass_over)} windows were passed over: guard.max_in_a_row="
                 f"{guard.max_in_a_row}; use a smaller optimizer.lr, or look at the data (guard.jsonl names its samples)"
             )
-        else:
-            self._say(trainer, f"{said} {len(self.before)}: back to the last checkpoint, without its window")
-            raise RollBack(step.start)
+        self._say(trainer, f"{said} {len(self.before)}: back to the last checkpoint, without its window")
+        raise RollBack(step.start)
 
     def _pass_over(self, trainer: Trainer, step: Step, kind: str, numbers: dict[str, float], *, stops: bool) -> None:
         ranks = self._diagnose(trainer, step)
@@ -164,6 +168,7 @@ class Guard(Callback):
         if not checkpoint.save_at_end and checkpoint.save_every_n_steps is None:
             return "No checkpoint was asked for."
         if good != self.saving.saved_step:
+            self.saving.forget_after(trainer, good)
             self.saving.save_step(trainer)
         return f"The state before it is checkpoints/step-{good:08d}.ckpt."
 

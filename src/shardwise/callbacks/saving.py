@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.callbacks.steps import validation_metrics
-from shardwise.checkpoints import checkpoint_path, list_checkpoints
+from shardwise.checkpoints import checkpoint_path, list_checkpoints, step_of
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 from shardwise.strategies.common import PlannedStrategy
@@ -91,6 +91,14 @@ class Saving(Callback):
         if trainer.is_global_zero:
             for old in list_checkpoints(self.plan.run_dir)[: -self.plan.checkpoint.keep_last]:
                 _remove(old)
+
+    def forget_after(self, trainer: Trainer, step: int) -> None:
+        """Remove what was saved later: `resume=auto` would take it. Collective."""
+        if trainer.is_global_zero:
+            for path in list_checkpoints(self.plan.run_dir):
+                if step_of(path) > step:
+                    _remove(path)
+        trainer.strategy.barrier()
 
     def _save(self, trainer: Trainer, path: Path) -> None:
         """Under another name until it is whole: what a kill leaves behind is never taken for a checkpoint."""

@@ -56,6 +56,11 @@ class TrainLoader:
             0  # of this rank's micro-batches: loss weights (tokens, samples), FLOPs
         )
         self.fetching_seconds = 0.0  # that the host waited for them
+        if self.iterable is not None and plan.guard.on_spike == "rollback":
+            raise ConfigError(
+                "guard.on_spike=rollback: an iterable data set starts anew when a run goes back, and its windows are "
+                "not found again; use guard.on_spike=skip"
+            )
         if self.iterable is None:
             self.order = GlobalOrder(
                 samples=len(loader.dataset),  # type: ignore[arg-type]

@@ -239,6 +239,7 @@ class PlannedStrategy(ParallelStrategy):
             self._one = torch.ones_like(loss)
         one = torch.add(self._one, loss, alpha=0)
         precision = self.planned_precision
+        precision.unwanted = None
         if self.plan.guard.on_spike == "skip":
             precision.unwanted = self._is_spike(loss)
             one = torch.where(precision.unwanted, torch.nan, one)
@@ -256,7 +257,7 @@ class PlannedStrategy(ParallelStrategy):
         before, self._spikes = self._spikes, [*self._spikes[1 - SPIKE_WINDOW :], loss]
         if len(before) < SPIKE_MINIMUM:
             return torch.zeros_like(loss, dtype=torch.bool)
-        return robust_z(loss, torch.stack(before)) > self.plan.guard.spike_z
+        return loss.isfinite() & (robust_z(loss, torch.stack(before)) > self.plan.guard.spike_z)
 
     def _weights_are_sharded(self) -> ConfigError:
         return ConfigError(
@@ -274,7 +275,10 @@ class PlannedStrategy(ParallelStrategy):
             precision = self.planned_precision
             # Gradients that are not finite, of a loss that is: the loss scale was too large.
             precision.skipped = (
-                precision.passed_over is True and self.plan.precision.loss_scaling and math.isfinite(self._step_loss())
+                precision.passed_over is True
+                and self.plan.precision.loss_scaling
+                and math.isfinite(self._step_loss())
+                and not (precision.unwanted is not None and bool(precision.unwanted.item()))
             )
             if precision.skipped:
                 precision.passed_over = False
@@ -295,6 +299,7 @@ class PlannedStrategy(ParallelStrategy):
         counters = module.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
         counters.total.completed -= 1
         counters.current.completed -= 1
+        module.trainer.fit_loop.epoch_loop._batches_that_stepped -= 1  # under which validation is logged
         if self.is_global_zero:
             print(f"step {step} skipped: its gradients are not finite; the loss scale is "
                   f"{self.planned_precision.loss_scale:g} now", flush=True)  # fmt: skip
@@ -325,6 +330,7 @@ class PlannedStrategy(ParallelStrategy):
             of_ranks = torch.stack([loss.double(), *(torch.full_like(zero, number) for number in own)])
             dist.all_reduce(of_ranks)
             values = [of_ranks[0] / dist.get_world_size(), *values[1:], of_ranks[1], of_ranks[2]]
+        end = Tick(self.root_device)  # before the event that is waited for
         step = Step(
             number=number,
             start=loader.window_start,
@@ -338,7 +344,7 @@ class PlannedStrategy(ParallelStrategy):
             gradients=precision.gradients,
             begin=self._begin,
             arrived=self._arrived,
-            end=Tick(self.root_device),
+            end=end,
             fetching_seconds=loader.fetching_seconds,
         )
         self._begin, precision.unwanted = step.end, None

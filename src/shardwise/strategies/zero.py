@@ -123,6 +123,8 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
             return throw_away(*args, **kwargs)
 
         setattr(optimizer, throws_away, noting)
+        if self.plan.precision.loss_scaling:  # the guard says when it has been halved too often
+            optimizer.loss_scaler.min_scale, optimizer.loss_scaler.raise_error_at_min_scale = 2.0**-24, False
         if self.plan.precision.compute_dtype == "bfloat16" and hasattr(optimizer, "check_grad_overflow"):
             take_norm = optimizer.scaled_global_norm
 
