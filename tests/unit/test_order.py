@@ -90,7 +90,7 @@ def test_every_factorisation_sees_the_same_global_batches(
     for ranks in _divisors(batch):
         for micro in _divisors(batch // ranks):
             parts = [
-                order.micro_batch(consumed, part, rank, ranks, micro)
+                order.micro_batches(consumed, batch, rank, ranks, micro)[part]
                 for part in range(batch // ranks // micro)
                 for rank in range(ranks)
             ]

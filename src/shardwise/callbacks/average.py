@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from shardwise.plan import Plan
-from shardwise.strategies.common import PlannedStrategy
+from shardwise.strategies.common import strategy_of
 
 
 class WeightAverage(Callback):
@@ -25,7 +25,7 @@ class WeightAverage(Callback):
         self._step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy = _strategy(trainer)
+        strategy = strategy_of(trainer)
         if strategy.average is None:
             strategy.average = {name: shard.clone() for name, shard in strategy.master_shards().items()}
         self._step = trainer.global_step
@@ -36,7 +36,7 @@ class WeightAverage(Callback):
         if trainer.global_step == self._step:  # within a window, or a step that was skipped
             return
         self._step = trainer.global_step
-        strategy = _strategy(trainer)
+        strategy = strategy_of(trainer)
         masters = strategy.master_shards()
         assert strategy.average is not None
         if masters:  # a rank may hold nothing of a small model
@@ -51,7 +51,7 @@ class WeightAverage(Callback):
 
     def _swap(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Exchange weights and average, in place."""
-        strategy = _strategy(trainer)
+        strategy = strategy_of(trainer)
         if strategy.average is None:
             return
         for name, shard in strategy.master_shards().items():
@@ -62,8 +62,3 @@ class WeightAverage(Callback):
 
     on_validation_start = on_test_start = on_predict_start = _swap
     on_validation_end = on_test_end = on_predict_end = _swap
-
-
-def _strategy(trainer: Trainer) -> PlannedStrategy:
-    assert isinstance(trainer.strategy, PlannedStrategy)
-    return trainer.strategy

@@ -22,7 +22,7 @@ from shardwise.callbacks.steps import StepLog
 from shardwise.errors import NonFiniteError
 from shardwise.plan import Plan
 from shardwise.records import LAG, SPIKE_MINIMUM, SPIKE_WINDOW, Step, robust_z_of
-from shardwise.strategies.common import PlannedStrategy
+from shardwise.strategies.common import PlannedStrategy, strategy_of
 
 _SCALER_SKIPS = 32  # in a row: the loss scale has been halved from 65536 to 2**-16, and is not what is wrong
 
@@ -48,14 +48,14 @@ class Guard(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.schedules.append((trainer.global_step, _schedules(trainer)))
-        _strategy(trainer).restart_clock()
+        strategy_of(trainer).restart_clock()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if (batch_idx + 1) % self.plan.accumulate_grad_batches:
             return
-        strategy = _strategy(trainer)
+        strategy = strategy_of(trainer)
         if strategy.planned_precision.skipped:  # no step
             self._count_scaler_skip(trainer, strategy)
             return
@@ -63,7 +63,7 @@ class Guard(Callback):
         step = strategy.finish_step(trainer.global_step)
         self.unread.append(step)
         self.schedules.append((step.number, _schedules(trainer)))
-        known = step.passed_over or self._must_know(trainer, step.number, batch_idx)
+        known = step.passed_over or self._must_know(trainer, step.number)
         while len(self.unread) > LAG:
             self._read(trainer, self.unread.popleft())
         if known:
@@ -81,12 +81,11 @@ class Guard(Callback):
             self._read(trainer, self.unread.popleft())
         self.rows.flush(trainer)
 
-    def _must_know(self, trainer: Trainer, step: int, batch_idx: int) -> bool:
+    def _must_know(self, trainer: Trainer, step: int) -> bool:
         """Whether a checkpoint, validation or the end comes before the next step."""
         plan = self.plan
         every = (plan.checkpoint.save_every_n_steps, plan.validate_every_n_steps)
-        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch  # known where the length is not
-        ends = step == plan.max_steps or is_last or batch_idx + 1 == trainer.num_training_batches
+        ends = step == plan.max_steps or trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         return ends or any(n is not None and step % n == 0 for n in every)
 
     def _count_scaler_skip(self, trainer: Trainer, strategy: PlannedStrategy) -> None:
@@ -158,7 +157,7 @@ class Guard(Callback):
     def _stop(self, trainer: Trainer, good: int) -> str:
         """Everything as it was after step `good`, the last that changed a weight, and a checkpoint of that."""
         self.rows.flush(trainer)
-        _strategy(trainer).rewind(trainer.global_step - good)
+        strategy_of(trainer).rewind(trainer.global_step - good)
         for number, schedules in self.schedules:
             if number == good:
                 _restore(trainer, schedules)
@@ -175,7 +174,7 @@ class Guard(Callback):
     def _diagnose(self, trainer: Trainer, step: Step) -> list[dict[str, Any]]:
         """Per rank: each micro-batch's share of the loss and its samples, and the parameters whose gradient is not
         finite. On rank 0; collective."""
-        strategy = _strategy(trainer)
+        strategy = strategy_of(trainer)
         assert strategy.train_loader is not None and strategy.lightning_module is not None
         samples: Any = strategy.train_loader.samples_of(step.start) or [None] * len(step.losses)
         names = {id(p): name for name, p in strategy.lightning_module.named_parameters()}
@@ -235,8 +234,3 @@ def _restore(trainer: Trainer, schedules: Any) -> None:
     for optimizer, of_groups in zip(trainer.optimizers, rates, strict=True):
         for group, rate in zip(optimizer.param_groups, of_groups, strict=True):
             group["lr"] = rate
-
-
-def _strategy(trainer: Trainer) -> PlannedStrategy:
-    assert isinstance(trainer.strategy, PlannedStrategy)
-    return trainer.strategy

@@ -15,7 +15,7 @@ from shardwise.callbacks.steps import validation_metrics
 from shardwise.checkpoints import checkpoint_path, list_checkpoints, step_of
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
-from shardwise.strategies.common import PlannedStrategy
+from shardwise.strategies.common import strategy_of
 
 
 class Saving(Callback):
@@ -102,14 +102,14 @@ class Saving(Callback):
 
     def _save(self, trainer: Trainer, path: Path) -> None:
         """Under another name until it is whole: what a kill leaves behind is never taken for a checkpoint."""
-        assert isinstance(trainer.strategy, PlannedStrategy)
-        trainer.strategy.synchronize_buffers()
+        strategy = strategy_of(trainer)
+        strategy.synchronize_buffers()
         partial = path.with_name(path.name + ".partial")
         trainer.save_checkpoint(partial)  # all ranks have written theirs when it returns
         if trainer.is_global_zero:
             _remove(path)
             os.replace(partial, path)
-        trainer.strategy.restart_clock()
+        strategy.restart_clock()
 
     def _read_best(self) -> tuple[float | None, str | None]:
         try:

@@ -15,7 +15,7 @@ from shardwise.callbacks.meter import SPENT, Meter, Sums, memory_gib
 from shardwise.loggers import CsvLogger
 from shardwise.plan import Plan
 from shardwise.records import LAG, Readback, Step
-from shardwise.strategies.common import PlannedStrategy
+from shardwise.strategies.common import strategy_of
 
 _HANDFUL = 5  # compilations after the first step that pass without a word
 
@@ -84,8 +84,8 @@ class StepLog(Callback):
             self._write_row(trainer)
         if not self.plan.logs(step.number):
             return
-        strategy = trainer.strategy
-        assert isinstance(strategy, PlannedStrategy) and strategy.lightning_module is not None
+        strategy = strategy_of(trainer)
+        assert strategy.lightning_module is not None
         row = {"train/samples": float(step.start + self.plan.global_batch_size)}
         if strategy.lightning_module.automatic_optimization:
             row |= {"train/loss": loss, "train/gradient_norm": norm}
@@ -166,7 +166,7 @@ class StepLog(Callback):
             return
         trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
         self._evaluated = True
-        trainer.strategy.restart_clock()  # type: ignore[attr-defined]
+        strategy_of(trainer).restart_clock()
         if trainer.is_global_zero and (measured := validation_metrics(trainer)):
             self.write(f"step {trainer.global_step}  " + "  ".join(f"{k} {v:.4f}" for k, v in measured.items()))
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -52,9 +52,8 @@ class TrainLoader:
         self.scales: deque[Tensor | None] = deque()
         self.window_start = 0  # the clock at the window that is being handed over
         self.window_begins = False  # until its first micro-batch was taken note of
-        self.window_weight = self.window_flops = (
-            0  # of this rank's micro-batches: loss weights (tokens, samples), FLOPs
-        )
+        self.window_weight = 0  # of this rank's micro-batches: summed loss weights (tokens, samples)
+        self.window_flops = 0  # and FLOPs
         self.fetching_seconds = 0.0  # that the host waited for them
         if self.iterable is not None and plan.guard.on_spike == "rollback":
             raise ConfigError(
@@ -102,23 +101,23 @@ class TrainLoader:
         """Per micro-batch of this rank's window at clock `start`: its places in the data set. None: it is iterable."""
         if self.iterable is not None:
             return None
-        plan, ranks = self.plan, self.plan.topology.data_parallel_size
-        parts = range(plan.accumulate_grad_batches)
-        return [self.order.micro_batch(start, n, self.rank, ranks, plan.micro_batch_size).tolist() for n in parts]
+        return self._own_micro_batches(start, self.plan.global_batch_size)
+
+    def _own_micro_batches(self, start: int, count: int) -> list[list[int]]:
+        plan = self.plan
+        ranks, size = plan.topology.data_parallel_size, plan.micro_batch_size
+        return cast(list[list[int]], self.order.micro_batches(start, count, self.rank, ranks, size).tolist())
 
     def _batches(self) -> _Batches:
         return _Batches(self._rest_of_epoch, len(self))
 
     def _rest_of_epoch(self) -> Iterator[list[int]]:
-        plan, ranks = self.plan, self.plan.topology.data_parallel_size
+        plan = self.plan
         start = self.consumed // plan.global_batch_size * plan.global_batch_size
         end = (start // self.order.samples_per_epoch + 1) * self.order.samples_per_epoch
         chunk = _STEPS_AT_A_TIME * plan.global_batch_size
         for first in range(start, end, chunk):
-            order = self.order.indices(first, min(chunk, end - first))
-            # Of every micro-batch of every step, this rank's part
-            parts = order.reshape(-1, ranks, plan.micro_batch_size)[:, self.rank]
-            yield from parts.tolist()
+            yield from self._own_micro_batches(first, min(chunk, end - first))
 
     def _window_scales(self, window: list[Any]) -> list[Tensor | None]:
         if self.loss_weight is None:

@@ -72,6 +72,6 @@ class GlobalOrder:
         key = int(_mix(np.array([self.seed, epoch], dtype=np.uint64) + np.uint64(1)) @ np.array([1, 3], np.uint64))
         return permute(places, self.samples, key)
 
-    def micro_batch(self, consumed: int, part: int, rank: int, ranks: int, size: int) -> npt.NDArray[np.int64]:
-        """Rank `rank`'s `part`-th micro-batch of the global batch that starts at `consumed` samples."""
-        return self.indices(consumed + (part * ranks + rank) * size, size)
+    def micro_batches(self, start: int, count: int, rank: int, ranks: int, size: int) -> npt.NDArray[np.int64]:
+        """int64 [count / (ranks * size), size]: rank `rank`'s micro-batches of the `count` samples from `start` on."""
+        return self.indices(start, count).reshape(-1, ranks, size)[:, rank]

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.trainer.states import RunningStage
@@ -234,7 +234,7 @@ class PlannedStrategy(ParallelStrategy):
         """Not a number if the window's loss is none, or if the window is to be passed over: so are its gradients then,
         of every parameter on every rank, and one look at their norm tells all."""
         assert self.train_loader is not None
-        loss = torch.stack(self._losses).sum() if len(self._losses) > 1 else self._losses[0]
+        loss = self._window_loss()
         if self._one is None:
             self._one = torch.ones_like(loss)
         one = torch.add(self._one, loss, alpha=0)
@@ -250,10 +250,7 @@ class PlannedStrategy(ParallelStrategy):
 
     def _is_spike(self, loss: Tensor) -> Tensor:
         """As the guard judges on the host, here before it is too late. Collective."""
-        loss = loss.double()
-        if dist.get_world_size() > 1:
-            dist.all_reduce(loss)
-            loss = loss / dist.get_world_size()
+        loss = self._mean_of_ranks(loss)
         before, self._spikes = self._spikes, [*self._spikes[1 - SPIKE_WINDOW :], loss]
         if len(before) < SPIKE_MINIMUM:
             return torch.zeros_like(loss, dtype=torch.bool)
@@ -277,7 +274,7 @@ class PlannedStrategy(ParallelStrategy):
             precision.skipped = (
                 precision.passed_over is True
                 and self.plan.precision.loss_scaling
-                and math.isfinite(self._step_loss())
+                and math.isfinite(self._mean_of_ranks(self._window_loss()).item())
                 and not (precision.unwanted is not None and bool(precision.unwanted.item()))
             )
             if precision.skipped:
@@ -285,12 +282,16 @@ class PlannedStrategy(ParallelStrategy):
                 self._count_skipped(module)
         return result
 
-    def _step_loss(self) -> float:
-        """The last step's loss: the mean over its global batch, as it was differentiated. Collective; waits."""
-        loss = torch.stack(self._losses).double().sum()
+    def _window_loss(self) -> Tensor:
+        """What this rank's micro-batches add up to, as they were differentiated."""
+        return torch.stack(self._losses).sum() if len(self._losses) > 1 else self._losses[0]
+
+    def _mean_of_ranks(self, loss: Tensor) -> Tensor:
+        """Collective; does not wait."""
+        loss = loss.to(torch.float64, copy=True)  # the reduction writes into it
         if dist.get_world_size() > 1:
             dist.all_reduce(loss)
-        return loss.item() / dist.get_world_size()
+        return loss / dist.get_world_size()
 
     def _count_skipped(self, module: LightningModule) -> None:
         """A step that changed nothing is none: Lightning, which counts it in a moment, is one behind from here."""
@@ -319,7 +320,7 @@ class PlannedStrategy(ParallelStrategy):
             self._zero = torch.zeros((), dtype=torch.float64, device=self.root_device)
         loss, norm, passed_over, zero = self._zero, precision.gradient_norm, precision.passed_over, self._zero
         if module.automatic_optimization:
-            loss = torch.stack(self._losses).sum() if len(self._losses) > 1 else self._losses[0]
+            loss = self._window_loss()
         if norm is None:
             norm = zero
         elif norm.device != zero.device:  # DeepSpeed's
@@ -443,6 +444,12 @@ class PlannedStrategy(ParallelStrategy):
         """Whole master weights on the CPU, on every rank: for tests and small models. Collective."""
         assert self.lightning_module is not None
         return {n: _whole(p.detach()).cpu().clone() for n, p in self.lightning_module.named_parameters()}
+
+
+def strategy_of(trainer: Trainer) -> PlannedStrategy:
+    """Every Trainer made here has one."""
+    assert isinstance(trainer.strategy, PlannedStrategy)
+    return trainer.strategy
 
 
 def _is_plain(batch: Any) -> bool:
