@@ -32,7 +32,9 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -111,6 +113,7 @@ class Size:
     warm_up: int = 15
     plain_warm_up: int = 10
     timed: int = 40
+    rounds: int = 8
     waiting: int = 12
     profiled: int = 3
     workers: int = 8
@@ -127,7 +130,7 @@ class Size:
 
 
 TINY_SIZE = Size(
-    batch=8, image=32, classes=10, warm_up=2, plain_warm_up=1, timed=3, waiting=2, profiled=1, workers=1,
+    batch=8, image=32, classes=10, warm_up=2, plain_warm_up=1, timed=3, rounds=2, waiting=2, profiled=1, workers=1,
     jpeg_workers=2, jpegs=32, jpeg_size=(60, 45), limit_seconds=240,
 )  # fmt: skip
 
@@ -227,12 +230,12 @@ def resident_batch(plan: Plan, device: torch.device) -> dict[str, Tensor]:
     }
 
 
-def plain_loop(
-    plan: Plan, device: torch.device, size: Size, *, compiled: bool, weights_channels_last: bool = False
-) -> dict[str, Any]:
+def plain_step(
+    plan: Plan, device: torch.device, *, compiled: bool, weights_channels_last: bool = False
+) -> tuple[Callable[[], Tensor], torch.optim.Optimizer]:
     """What one would write by hand: the same model, a fixed normalised batch on the device, autocast, fused optimizer.
 
-    The loop has no input, no norm of the gradients and nothing distributed.
+    A step has no input, no norm of the gradients and nothing distributed.
     """
     set_matmul_mode(plan.precision)
     model = materialised(plan, device)
@@ -249,7 +252,6 @@ def plain_loop(
         memory_format=torch.channels_last if channels_last else torch.contiguous_format
     )
     labels = batch["label"]
-    del batch
     forward: Callable[[Tensor], Tensor] = torch.compile(model) if compiled else model
 
     def step() -> Tensor:
@@ -260,6 +262,11 @@ def plain_loop(
         optimizer.zero_grad(set_to_none=True)
         return loss
 
+    return step, optimizer
+
+
+def plain_loop(plan: Plan, device: torch.device, size: Size, **options: bool) -> dict[str, Any]:
+    step, optimizer = plain_step(plan, device, **options)
     started = time.perf_counter()
     first = float(step().detach())
     compile_seconds = time.perf_counter() - started
@@ -278,7 +285,7 @@ def plain_loop(
         "first_step_seconds": compile_seconds,
         "first_loss": first,
         "last_loss": float(loss.detach()),
-        "optimizer": f"{optimizer_class.__name__}, fused",
+        "optimizer": f"{type(optimizer).__name__}, fused",
         **compiled_graphs(),
     }
     with profiler(device) as trace:
@@ -426,6 +433,59 @@ class Clock(Callback):
             TrainLoader.__iter__ = original  # type: ignore[method-assign]
 
 
+class Beside(Callback):
+    """In one process and in turn, round after round: a stretch of the Trainer's steps, one of each plain loop's.
+
+    A GPU's clock moves by more than the contenders differ by; what is measured a minute apart cannot be compared so
+    closely. Each stretch settles for a few steps and ends in a synchronisation.
+    """
+
+    SETTLE = 5
+
+    def __init__(self, device: torch.device, size: Size, plain: dict[str, Callable[[], Tensor]]) -> None:
+        self.device, self.size, self.plain = device, size, plain
+        self.steps = size.warm_up + size.rounds * (self.SETTLE + size.timed)
+        self.seconds: dict[str, list[float]] = {name: [] for name in ("trainer", *plain)}
+
+    def on_train_start(self, *_: Any) -> None:
+        for step in self.plain.values():
+            for _ in range(self.size.plain_warm_up):
+                step()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        done = batch_idx + 1 - self.size.warm_up
+        if done < 0:
+            return
+        position = done % (self.SETTLE + self.size.timed)
+        if position == 0 and done:
+            wait_for(self.device)
+            self.seconds["trainer"].append(time.perf_counter() - self.mark)
+        if position == 0:
+            for name, step in self.plain.items():
+                for _ in range(self.SETTLE):
+                    step()
+                wait_for(self.device)
+                mark = time.perf_counter()
+                for _ in range(self.size.timed):
+                    step()
+                wait_for(self.device)
+                self.seconds[name].append(time.perf_counter() - mark)
+        if position == self.SETTLE:
+            wait_for(self.device)
+            self.mark = time.perf_counter()
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """A round's ratio is that of the trainer's stretch to the mean of the plain ones before and after it."""
+        images = self.size.timed * self.size.batch
+        rates = {name: [images / s for s in seconds] for name, seconds in self.seconds.items()}
+        found: dict[str, Any] = {"images_per_second": median(rates["trainer"]), "rounds": rates, "ratios": {}}
+        for name in self.plain:
+            around = zip(rates["trainer"], pairwise(rates[name]), strict=True)
+            found["ratios"][name] = [ours / ((before + after) / 2) for ours, (before, after) in around]
+        return found
+
+
 def short(path: str) -> str:
     """Without the machine's own folders."""
     return str(path).split("site-packages/")[-1].removeprefix(f"{ROOT}/")
@@ -443,13 +503,14 @@ def resolve(words: list[str], accelerator: str, folder: Path, name: str) -> Plan
     return plan
 
 
-def through_trainer(plan: Plan, clock: Clock, *, resident: bool = False) -> dict[str, Any]:
+def through_trainer(plan: Plan, clock: Clock | Beside, *, resident: bool = False) -> dict[str, Any]:
     """`python train.py …` from its Plan on, in this process; `resident` replaces its data."""
     quiet_lightning()
     set_matmul_mode(plan.precision)
     said = io.StringIO()
     try:
-        with clock.watching(), contextlib.redirect_stdout(said):
+        watching = clock.watching() if isinstance(clock, Clock) else contextlib.nullcontext()
+        with watching, contextlib.redirect_stdout(said):
             module = build_module(plan)
             data = ResidentImages(plan, clock.device) if resident else build_data(plan)
             trainer = build_trainer(plan, module)
@@ -578,10 +639,10 @@ class Report:
 def training_section(report: Report, name: str, size: Size, arguments: argparse.Namespace, folder: Path) -> None:
     device = report.device
     base = [*COMMON, "data=synthetic_images", *size.overrides(name, arguments.tiny), f"data.num_workers={size.workers}"]
-    base.append(f"max_steps={Clock(device, size, size.warm_up).steps}")
+    enough = Clock(device, size, size.warm_up).steps
 
-    def plan_of(compiled: str, run: str) -> tuple[Plan, dict[str, Any]]:
-        words = [*base, f"compile={compiled}"]
+    def plan_of(compiled: str, run: str, steps: int = enough) -> tuple[Plan, dict[str, Any]]:
+        words = [*base, f"compile={compiled}", f"max_steps={steps}"]
         plan = resolve(words, arguments.accelerator, folder, run)
         record = dataclasses.asdict(plan) | {"run_dir": f"runs/{run}"}
         return plan, {"command": f"python train.py {' '.join(words)}", "plan": record}
@@ -594,6 +655,21 @@ def training_section(report: Report, name: str, size: Size, arguments: argparse.
     if "module.channels_last=true" in MODELS[name]:
         plain("compiled, weights channels_last too", compiled=True, weights_channels_last=True)
     plain("eager", compiled=False)
+    variants: dict[str, dict[str, bool]] = {"plain, compiled": {}}
+    if "module.channels_last=true" in MODELS[name]:
+        variants["plain, compiled, weights channels_last too"] = {"weights_channels_last": True}
+
+    def beside() -> dict[str, Any]:
+        hand_made, _ = plan_of("none", "plain")
+        steps = {who: plain_step(hand_made, device, compiled=True, **said)[0] for who, said in variants.items()}
+        clock = Beside(device, size, steps)
+        plan, record = plan_of("model", f"{name}-beside", clock.steps)
+        result = through_trainer(plan, clock)
+        ratios = {who: median(ratios) for who, ratios in result["ratios"].items()}
+        return record | result | {"ratio_to_plain": ratios["plain, compiled"], "median_ratios": ratios}
+
+    report.part(name, "in turn with plain loops, compile=model", beside,
+                input=f"uint8 from memory, {size.workers} workers, pinned")  # fmt: skip
 
     for compiled, resident in (("model", False), ("model", True), ("layer", False), ("none", False), ("none", True)):
         label = f"trainer, compile={compiled}" + (", batch on the device" if resident else "")

@@ -4,7 +4,8 @@
     python benchmarks/overhead.py --accelerator cpu           1 and 2 processes
     python benchmarks/overhead.py --ranks 2 --sections llm    the other sections stay in the file
 
-`host`: a step with hardly any arithmetic. `gpu2ms`: a step of which the GPU needs 2 ms. `llm`: language models, against
+`host`: a step with hardly any arithmetic. `gpu2ms`: steps of which the GPU needs 2 ms, of few kernels (the host's step,
+wider) and of many (one layer more, bf16 under autocast). `llm`: language models, against
 a plain loop alone. Writes benchmarks/results/overhead-<device>-x<ranks>.json after every part; each part has processes
 of its own and a time limit, and one that fails is recorded with its error. `--tiny` is for trying it out on a CPU.
 """
@@ -65,6 +66,9 @@ FEATURES = 64  # of a row: little to copy to the device
 SAMPLES = 1 << 17  # no epoch ends within a run
 NEVER = 10**6
 CLIP = 1.0
+FEW, MANY = "gpu2ms few kernels", "gpu2ms many kernels"
+SECTIONS = {"host": ["host"], "gpu2ms": [FEW, MANY], "llm": ["llm"]}
+PRECISION = {"host": "fp32", FEW: "tf32", MANY: "bf16"}
 WANTED_MS = 2.0  # gpu2ms
 NOTHING_ELSE = ["checkpoint=none", f"validate_every_n_steps={NEVER}", f"gradient_clip_val={CLIP}"]
 
@@ -105,12 +109,15 @@ class Size:
 
 SIZES = {
     "host": Size(warm_up=50, timed=500, rounds=5, layers=3, limit_seconds=180),
-    "gpu2ms": Size(warm_up=50, timed=500, rounds=4, width=2048, rows=4096),  # `rows` is where calibrating starts
+    # `rows` is where calibrating starts
+    FEW: Size(warm_up=50, timed=500, rounds=4, layers=3, width=4096, rows=2048),
+    MANY: Size(warm_up=50, timed=500, rounds=4, width=2048, rows=4096),
     "llm": Size(warm_up=10, timed=30, rounds=2, limit_seconds=180),
 }
 TINY_SIZES = {
     "host": Size(warm_up=5, timed=20, rounds=2, layers=3),
-    "gpu2ms": Size(warm_up=3, timed=10, rounds=2, width=64, rows=256),
+    FEW: Size(warm_up=3, timed=10, rounds=2, layers=3, width=64, rows=256),
+    MANY: Size(warm_up=3, timed=10, rounds=2, width=64, rows=256),
     "llm": Size(warm_up=2, timed=4, rounds=2),
 }
 
@@ -391,7 +398,7 @@ class Part:
         return ["recipe=custom", "module._target_=benchmarks.overhead.Mlp", "data._target_=benchmarks.overhead.Held",
                 f"+module.layers={self.size.layers}", f"+module.width={self.size.width}", f"+module.fused={fused}",
                 "micro_batch_size=8", "strategy=ddp",
-                f"precision={'bf16' if self.section == 'gpu2ms' else 'fp32'}"]  # fmt: skip
+                f"precision={PRECISION[self.section]}"]  # fmt: skip
 
     def plan(self, folder: Path) -> Plan:
         words = [*self.overrides(), *NOTHING_ELSE]
@@ -444,7 +451,8 @@ def calibrated(part: Part, plan: Plan) -> int:
 def issue_ms(part: Part, plan: Plan, rows: int) -> float:
     """What the host of the plain loop needs to issue a step: the device is far from through with what it was given."""
     module: Any = build(plan.module, "module").to(part.device)
-    loss_of, batch = LossOf(module, module.loss, torch.bfloat16, part.device.type), part.batch(plan, rows)
+    low = torch.bfloat16 if plan.precision.is_low else None
+    loss_of, batch = LossOf(module, module.loss, low, part.device.type), part.batch(plan, rows)
     optimizer, parameters = module.configure_optimizers(), list(module.parameters())
     times = []
     for _ in range(10):
@@ -468,7 +476,7 @@ def measure(part: Part, folder: Path) -> None:
     set_matmul_mode(plan.precision)
     rows = part.size.rows
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        if part.section == "gpu2ms":
+        if part.section in (FEW, MANY):
             rows = calibrated(part, plan)
             note(folder, {"rows": rows, "plain_host_ms": issue_ms(part, plan, rows)})
         began = time.perf_counter()
@@ -586,7 +594,7 @@ def main() -> None:
             "settings": {"gradient_clip_val": CLIP, "learning": "AdamW"},
             "parts": earlier["parts"],
         }
-        for section in arguments.sections.split(","):
+        for section in [part for name in arguments.sections.split(",") for part in SECTIONS[name]]:
             if section != "host" and not (cuda or arguments.tiny):
                 print(f"{ranks} ranks  {section}: needs a GPU", flush=True)
                 continue

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -356,19 +357,21 @@ def images_section(result: dict[str, Any]) -> list[str]:
         "| model | what | images/s | ratio to plain loop | peak reserved GiB |",
         "|---|---|---|---|---|",
     ]
-    failed = []
+    failed, beside = [], []
     for model, rows in result["sections"].items():
         for what, row in rows.items():
             if what == "skipped":
                 continue
             if not row["ok"]:
                 failed.append(f"{model}, {what}: {row['error']}")
+            elif what.startswith("in turn"):
+                beside += beside_lines(model, row)
             elif what.startswith(("plain", "trainer")):
                 said = f"{row['ratio_to_plain']:.1%}" if row.get("ratio_to_plain") else ""
                 name = "resnet50 from JPEGs" if model == "jpeg" else model
                 memory = "" if row["peak_memory_gib"] is None else row["peak_memory_gib"]
                 lines.append(f"| {name} | {what} | {row['images_per_second']:,.0f} | {said} | {memory} |")
-    lines.append("")
+    lines += ["", *beside]
     jpeg = result["sections"].get("jpeg", {})
     if jpeg.get("skipped"):
         lines += [f"**JPEGs**: not measured, {jpeg['skipped']}.", ""]
@@ -386,6 +389,20 @@ def images_section(result: dict[str, Any]) -> list[str]:
     if failed:
         lines += ["Not measured:", "", *(f"- {line}" for line in failed), ""]
     return lines
+
+
+def beside_lines(model: str, row: dict[str, Any]) -> list[str]:
+    """What was measured in turn, in one process."""
+    said = [
+        f"{median(ratios):.2%} of *{who}* ({min(ratios):.2%} to {max(ratios):.2%})"
+        for who, ratios in row["ratios"].items()
+    ]
+    return [
+        f"**{model}, in turn**: in one process, round after round, a stretch of the Trainer's steps (compile=model, "
+        f"images from workers) between stretches of the plain loops: a GPU's clock moves by more than they differ by. "
+        f"The Trainer reaches {', '.join(said)}: median and range of {len(row['rounds']['trainer'])} rounds.",
+        "",
+    ]
 
 
 def overhead(results: list[dict[str, Any]]) -> list[str]:
@@ -422,13 +439,15 @@ def overhead(results: list[dict[str, Any]]) -> list[str]:
 def small_steps(name: str, part: dict[str, Any]) -> list[str]:
     """Steps that are all overhead, or short ones."""
     size, plain = part["size"], part["contenders"]["plain loop"]
+    precision = next(w.split("=")[1] for w in part["overrides"] if w.startswith("precision="))
     said = (
         f"**A step bound by the host**: {size['layers'] + 1} layers of {size['width']}, fp32"
         if name == "host"
-        else f"**A step bound by the GPU**: {size['layers'] + 1} layers of {size['width']}, bf16, "
-        f"{part.get('rows', 0):,} rows, of which the host of the plain loop issues one in "
-        f"{part.get('plain_host_ms', float('nan')):.2f} ms. Stock Lightning's optimizer is not fused: it refuses to "
-        f"clip before one in bf16"
+        else f"**A step of which the GPU needs 2 ms**, {name.removeprefix('gpu2ms ')}: {size['layers'] + 1} layers of "
+        f"{size['width']}, {precision}, {part.get('rows', 0):,} rows, of which the host of the plain loop issues one "
+        f"in {part.get('plain_host_ms', float('nan')):.2f} ms."
+        + " Stock Lightning's optimizer is not fused: it refuses to clip before one in bf16"
+        * (precision == "bf16")
     )
     quiet = name == "host"
     lines = [
