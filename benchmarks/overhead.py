@@ -398,7 +398,7 @@ class Part:
         return ["recipe=custom", "module._target_=benchmarks.overhead.Mlp", "data._target_=benchmarks.overhead.Held",
                 f"+module.layers={self.size.layers}", f"+module.width={self.size.width}", f"+module.fused={fused}",
                 "micro_batch_size=8", "strategy=ddp",
-                f"precision={PRECISION[self.section]}"]  # fmt: skip
+                f"precision={PRECISION[self.section] if self.accelerator == 'cuda' else 'fp32'}"]  # fmt: skip
 
     def plan(self, folder: Path) -> Plan:
         words = [*self.overrides(), *NOTHING_ELSE]
