@@ -591,9 +591,9 @@ class Report:
     """The result file, written after every part."""
 
     def __init__(
-        self, path: Path, head: dict[str, Any], limit_seconds: int, device: torch.device, commit: str | None
+        self, path: Path, head: dict[str, Any], limit_seconds: int, device: torch.device, commit: str | None, only: str
     ) -> None:
-        self.path, self.limit_seconds, self.device, self.commit = path, limit_seconds, device, commit
+        self.path, self.limit_seconds, self.device, self.commit, self.only = path, limit_seconds, device, commit, only
         self.content = head
         with contextlib.suppress(OSError, ValueError, KeyError):
             earlier = json.loads(path.read_text())
@@ -605,6 +605,8 @@ class Report:
 
     def part(self, section: str, name: str, measure: Callable[[], dict[str, Any]], **said: Any) -> dict[str, Any]:
         """Measures `name`, come what may."""
+        if not re.search(self.only, name):
+            return self.begin(section).get(name, {})  # type: ignore[no-any-return]
         start_afresh(self.device)
         started = time.perf_counter()
         try:
@@ -641,8 +643,8 @@ def training_section(report: Report, name: str, size: Size, arguments: argparse.
     base = [*COMMON, "data=synthetic_images", *size.overrides(name, arguments.tiny), f"data.num_workers={size.workers}"]
     enough = Clock(device, size, size.warm_up).steps
 
-    def plan_of(compiled: str, run: str, steps: int = enough) -> tuple[Plan, dict[str, Any]]:
-        words = [*base, f"compile={compiled}", f"max_steps={steps}"]
+    def plan_of(compiled: str, run: str, steps: int = enough, *more: str) -> tuple[Plan, dict[str, Any]]:
+        words = [*base, f"compile={compiled}", f"max_steps={steps}", *more]
         plan = resolve(words, arguments.accelerator, folder, run)
         record = dataclasses.asdict(plan) | {"run_dir": f"runs/{run}"}
         return plan, {"command": f"python train.py {' '.join(words)}", "plan": record}
@@ -663,7 +665,7 @@ def training_section(report: Report, name: str, size: Size, arguments: argparse.
         hand_made, _ = plan_of("none", "plain")
         steps = {who: plain_step(hand_made, device, compiled=True, **said)[0] for who, said in variants.items()}
         clock = Beside(device, size, steps)
-        plan, record = plan_of("model", f"{name}-beside", clock.steps)
+        plan, record = plan_of("model", f"{name}-beside", clock.steps, f"data.samples={clock.steps * size.batch}")
         result = through_trainer(plan, clock)
         ratios = {who: median(ratios) for who, ratios in result["ratios"].items()}
         return record | result | {"ratio_to_plain": ratios["plain, compiled"], "median_ratios": ratios}
@@ -724,6 +726,9 @@ def main() -> None:
     parser.add_argument("--accelerator", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes for trying it out on a CPU")
     parser.add_argument("--sections", default="resnet50,vit_b16,jpeg")
+    parser.add_argument(
+        "--only", default="", help="a regular expression: parts to measure; the others stay in the file"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--commit", help="of this code, where it was copied without its history")
     arguments = parser.parse_args()
@@ -754,7 +759,7 @@ def main() -> None:
         "sections": {},
     }
     file = re.sub(r"[^a-z0-9]+", "-", gpu.lower())
-    report = Report(arguments.out / f"images-{file}.json", head, size.limit_seconds, device, commit)
+    report = Report(arguments.out / f"images-{file}.json", head, size.limit_seconds, device, commit, arguments.only)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plan = resolve([*COMMON, "data=synthetic_images", *size.overrides("vit_b16", True), "max_steps=1"],
@@ -762,7 +767,8 @@ def main() -> None:
         init_process_group(plan)
         try:
             for section in arguments.sections.split(","):
-                report.content["sections"][section] = {}
+                if not arguments.only:
+                    report.content["sections"][section] = {}
                 if section == "jpeg":
                     jpeg_section(report, size, arguments, folder)
                 else:

@@ -4,8 +4,8 @@
     python benchmarks/overhead.py --accelerator cpu           1 and 2 processes
     python benchmarks/overhead.py --ranks 2 --sections llm    the other sections stay in the file
 
-`host`: a step with hardly any arithmetic. `gpu2ms`: steps of which the GPU needs 2 ms, of few kernels (the host's step,
-wider) and of many (one layer more, bf16 under autocast). `llm`: language models, against
+`host`: a step with hardly any arithmetic. `gpu2ms`: steps of which the GPU needs 2 ms, of few kernels (three wide
+layers) and of many (five, bf16 under autocast). `llm`: language models, against
 a plain loop alone. Writes benchmarks/results/overhead-<device>-x<ranks>.json after every part; each part has processes
 of its own and a time limit, and one that fails is recorded with its error. `--tiny` is for trying it out on a CPU.
 """
@@ -110,13 +110,13 @@ class Size:
 SIZES = {
     "host": Size(warm_up=50, timed=500, rounds=5, layers=3, limit_seconds=180),
     # `rows` is where calibrating starts
-    FEW: Size(warm_up=50, timed=500, rounds=4, layers=3, width=4096, rows=2048),
+    FEW: Size(warm_up=50, timed=500, rounds=4, layers=2, width=8192, rows=1024),
     MANY: Size(warm_up=50, timed=500, rounds=4, width=2048, rows=4096),
     "llm": Size(warm_up=10, timed=30, rounds=2, limit_seconds=180),
 }
 TINY_SIZES = {
     "host": Size(warm_up=5, timed=20, rounds=2, layers=3),
-    FEW: Size(warm_up=3, timed=10, rounds=2, layers=3, width=64, rows=256),
+    FEW: Size(warm_up=3, timed=10, rounds=2, layers=2, width=64, rows=256),
     MANY: Size(warm_up=3, timed=10, rounds=2, width=64, rows=256),
     "llm": Size(warm_up=2, timed=4, rounds=2),
 }
