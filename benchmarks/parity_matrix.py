@@ -211,7 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--accelerator", choices=["cuda", "cpu"], default="cpu")
     parser.add_argument("--ranks", help="comma-separated; default: 1, 2, 4 on the CPU, of 2, 4, 8 what there is")
-    parser.add_argument("--only", default="", help="a regular expression: cells to measure")
+    parser.add_argument("--only", default="", help="a regular expression: cells to measure, and no stock")
     parser.add_argument("--timeout", type=float, default=300, help=f"seconds for {PART} cells")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--stock-only", action="store_true", help="the recorded cells stay")
@@ -244,7 +244,7 @@ def main() -> None:
             print(
                 f"{ranks} ranks: {len(result['cells'])} cells, {time.monotonic() - began:.0f} s; not: {bad}", flush=True
             )
-        if ranks == 2:
+        if ranks == 2 and not arguments.only:
             rows_of_stock = stock(ranks, arguments.accelerator, arguments.timeout)
             result["stock"] = [{**row, "commit": environment["commit"]} for row in rows_of_stock]
             path.write_text(json.dumps(result, indent=1) + "\n")
