@@ -5,9 +5,10 @@
     python benchmarks/overhead.py --ranks 2 --sections llm    the other sections stay in the file
 
 `host`: a step with hardly any arithmetic. `gpu2ms`: steps of which the GPU needs 2 ms, of few kernels (three wide
-layers) and of many (five, bf16 under autocast). `llm`: language models, against
-a plain loop alone. Writes benchmarks/results/overhead-<device>-x<ranks>.json after every part; each part has processes
-of its own and a time limit, and one that fails is recorded with its error. `--tiny` is for trying it out on a CPU.
+layers) and of many (five, bf16 under autocast). `llm`: language models, against a plain loop alone. `sync`: fsdp with
+its reductions in every micro-batch and deferred to the window's end. Writes
+benchmarks/results/overhead-<device>-x<ranks>.json after every part; each part has processes of its own and a time
+limit, and one that fails is recorded with its error. `--tiny` is for trying it out on a CPU.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ SAMPLES = 1 << 17  # no epoch ends within a run
 NEVER = 10**6
 CLIP = 1.0
 FEW, MANY = "gpu2ms few kernels", "gpu2ms many kernels"
-SECTIONS = {"host": ["host"], "gpu2ms": [FEW, MANY], "llm": ["llm"]}
+SECTIONS = {"host": ["host"], "gpu2ms": [FEW, MANY], "llm": ["llm"], "sync": ["sync"]}
+ACCUMULATE = 4  # sync
 PRECISION = {"host": "fp32", FEW: "tf32", MANY: "bf16"}
 WANTED_MS = 2.0  # gpu2ms
 NOTHING_ELSE = ["checkpoint=none", f"validate_every_n_steps={NEVER}", f"gradient_clip_val={CLIP}"]
@@ -76,6 +78,7 @@ PLAIN, STOCK, STOCK_LOGGING = "plain loop", "stock Lightning", "stock Lightning,
 OURS_LOGGING, OURS = "shardwise, logging every 10", "shardwise, never logging"
 SMALL_CONTENDERS = (PLAIN, STOCK, STOCK_LOGGING, OURS_LOGGING, OURS)
 UNCLIPPED = "plain loop, no clipping"
+EVERY, DEFERRED = "every micro-batch", "deferred"
 LLM_CONTENDERS = (PLAIN, OURS_LOGGING, UNCLIPPED)  # two rounds in which the two that are compared stand close together
 
 LLM = [
@@ -113,12 +116,14 @@ SIZES = {
     FEW: Size(warm_up=50, timed=500, rounds=4, layers=2, width=8192, rows=1024),
     MANY: Size(warm_up=50, timed=500, rounds=4, width=2048, rows=4096),
     "llm": Size(warm_up=10, timed=30, rounds=2, limit_seconds=180),
+    "sync": Size(warm_up=2 * ACCUMULATE, timed=10 * ACCUMULATE, rounds=2, limit_seconds=180),  # micro-batches
 }
 TINY_SIZES = {
     "host": Size(warm_up=5, timed=20, rounds=2, layers=3),
     FEW: Size(warm_up=3, timed=10, rounds=2, layers=2, width=64, rows=256),
     MANY: Size(warm_up=3, timed=10, rounds=2, width=64, rows=256),
     "llm": Size(warm_up=2, timed=4, rounds=2),
+    "sync": Size(warm_up=ACCUMULATE, timed=2 * ACCUMULATE, rounds=2),
 }
 
 
@@ -389,10 +394,14 @@ class Part:
 
     @property
     def contenders(self) -> tuple[str, ...]:
-        return LLM_CONTENDERS if self.section == "llm" else SMALL_CONTENDERS
+        return {"llm": LLM_CONTENDERS, "sync": (EVERY, DEFERRED)}.get(self.section, SMALL_CONTENDERS)
+
+    @property
+    def accumulate(self) -> int:
+        return ACCUMULATE if self.section == "sync" else 1
 
     def overrides(self) -> list[str]:
-        if self.section == "llm":
+        if self.section in ("llm", "sync"):
             return [*LLM, *MODELS[self.model], *(TINY if self.tiny else []), f"strategy={self.strategy}"]
         fused = str(self.accelerator == "cuda").lower()
         return ["recipe=custom", "module._target_=benchmarks.overhead.Mlp", "data._target_=benchmarks.overhead.Held",
@@ -403,14 +412,14 @@ class Part:
     def plan(self, folder: Path) -> Plan:
         words = [*self.overrides(), *NOTHING_ELSE]
         [micro] = [w.split("=")[1] for w in words if w.startswith("micro_batch_size=")][-1:]
-        words += [f"devices={self.ranks}", f"global_batch_size={int(micro) * self.ranks}",
+        words += [f"devices={self.ranks}", f"global_batch_size={int(micro) * self.ranks * self.accumulate}",
                   f"accelerator={self.accelerator}", f"max_steps={self.size.steps}", f"runs_dir={folder}",
                   "name=base"]  # fmt: skip
         return make_plan(compose(words).jobs[0].config, Host(cuda_devices=torch.cuda.device_count()))
 
     def batch(self, plan: Plan, rows: int) -> Any:
         generator = torch.Generator().manual_seed(0)
-        if self.section != "llm":
+        if self.section not in ("llm", "sync"):
             return pinned(torch.randn(rows, FEATURES, generator=generator), self.device)
         length, vocabulary = plan.data["sequence_length"], plan.module["model"]["vocab_size"]
         tokens = torch.randint(0, vocabulary, (plan.micro_batch_size, length + 1), generator=generator)
@@ -425,8 +434,9 @@ def run_contender(part: Part, plan: Plan, contender: str, rows: int) -> dict[str
     Path(plan.run_dir).mkdir(parents=True, exist_ok=True)
     clock = Clock(part.device, part.size)
     data = Held(part.batch(plan, rows), clock, plan.micro_batch_size)
-    if contender in (OURS, OURS_LOGGING):
-        ours(plan, data, clock)
+    if contender in (OURS, OURS_LOGGING, EVERY, DEFERRED):
+        strategy = replace(plan.strategy, defer_gradient_sync=contender == DEFERRED)
+        ours(replace(plan, strategy=strategy), data, clock)
     elif contender in (STOCK, STOCK_LOGGING):
         stock(plan, data, clock, logging=contender == STOCK_LOGGING)
     elif part.section == "llm":
@@ -494,11 +504,14 @@ def measured(part: Part, plan: Plan, contender: str, rows: int) -> dict[str, Any
     gc.collect()
     if part.accelerator == "cuda":
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     dist.barrier()
     row: dict[str, Any] = {"contender": contender}
     environment = dict(os.environ)
     try:
         row |= run_contender(part, plan, contender, rows)
+        if part.accelerator == "cuda":
+            row["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
     except Exception as error:  # the others are measured all the same
         traceback.print_exc()
         row["error"] = f"{type(error).__name__}: {error}"[:500]
@@ -519,9 +532,9 @@ def note(folder: Path, row: dict[str, Any]) -> None:
 
 def parts_of(section: str, ranks: int, accelerator: str, tiny: bool) -> list[Part]:
     size = (TINY_SIZES if tiny else SIZES)[section]
-    if section != "llm":
+    if section not in ("llm", "sync"):
         return [Part(section, ranks, accelerator, size, tiny=tiny)]
-    strategies = ("ddp", "fsdp") if ranks > 1 else ("ddp",)
+    strategies = ("fsdp",) if section == "sync" else ("ddp", "fsdp") if ranks > 1 else ("ddp",)
     return [Part(section, ranks, accelerator, size, m, s, tiny) for m in MODELS for s in strategies]
 
 
@@ -550,6 +563,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     told: dict[str, Any] = {"error": errors[0]} if errors else {} if times else {"error": "did not come to it"}
     if times:
         told |= {"seconds_per_step": median(times), "lowest": min(times), "highest": max(times), "rounds": times}
+        if peaks := [row["peak_allocated_gib"] for row in rows if "peak_allocated_gib" in row]:
+            told["peak_allocated_gib"] = max(peaks)
         told["cpu_seconds_per_step"] = median(row["cpu_seconds_per_step"] for row in rows if "error" not in row)
         if quiet := [row["quiet_seconds_per_step"] for row in rows if "quiet_seconds_per_step" in row]:
             told["quiet_seconds_per_step"] = min(quiet)

@@ -430,9 +430,10 @@ def overhead(results: list[dict[str, Any]]) -> list[str]:
             "",
         ]
         for name, part in parts.items():
-            if not name.startswith("llm"):
+            if not name.startswith(("llm", "sync")):
                 lines += small_steps(name, part)
         lines += language_models({name: part for name, part in parts.items() if name.startswith("llm")})
+        lines += deferred_sync({name: part for name, part in parts.items() if name.startswith("sync")})
     return lines
 
 
@@ -503,6 +504,30 @@ def language_models(parts: dict[str, dict[str, Any]]) -> list[str]:
             over = f"{mine['seconds_per_step'] / plain['seconds_per_step'] - 1:+.2%}"
             spread = ", ".join(f"{(r['highest'] - r['lowest']) / r['lowest']:.2%}" for r in (plain, mine))
         lines.append(f"| {name.removeprefix('llm ')} | {' | '.join(ms)} | {over} | {spread} |")
+    return [*lines, "", *unmeasured(parts)]
+
+
+def deferred_sync(parts: dict[str, dict[str, Any]]) -> list[str]:
+    """Both settings of `strategy.defer_gradient_sync`: time and memory."""
+    if not parts:
+        return []
+    size = next(iter(parts.values()))["size"]
+    lines = [
+        "**`strategy.defer_gradient_sync`**: the same models under `fsdp`, accumulation 4, reduced in every micro-batch "
+        f"(`false`) or at the window's end (`true`, which keeps unsharded gradients); {size['timed'] // 4} steps after "
+        f"{size['warm_up'] // 4}, {size['rounds']} rounds.",
+        "",
+        "| | every micro-batch, ms a step | deferred, ms | deferred over it | peak allocated GiB | deferred |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, part in parts.items():
+        rows = [part["contenders"][who] for who in ("every micro-batch", "deferred")]
+        if any("seconds_per_step" not in row for row in rows):
+            continue
+        ms = [row["seconds_per_step"] * 4e3 for row in rows]
+        peaks = [f"{row['peak_allocated_gib']:.2f}" if "peak_allocated_gib" in row else "" for row in rows]
+        cells = [name.split()[1], *(f"{x:,.1f}" for x in ms), f"{ms[1] / ms[0] - 1:+.1%}", *peaks]
+        lines.append(f"| {' | '.join(cells)} |")
     return [*lines, "", *unmeasured(parts)]
 
 
