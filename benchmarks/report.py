@@ -513,7 +513,7 @@ def deferred_sync(parts: dict[str, dict[str, Any]]) -> list[str]:
         return []
     size = next(iter(parts.values()))["size"]
     lines = [
-        "**`strategy.defer_gradient_sync`**: the same models under `fsdp`, accumulation 4, reduced in every micro-batch "
+        "**`strategy.defer_gradient_sync`**: these models under `fsdp`, accumulation 4, reduced in every micro-batch "
         f"(`false`) or at the window's end (`true`, which keeps unsharded gradients); {size['timed'] // 4} steps after "
         f"{size['warm_up'] // 4}, {size['rounds']} rounds.",
         "",
