@@ -17,12 +17,13 @@ from shardwise.compose import Job, compose
 from shardwise.errors import ConfigError
 from shardwise.launch.host import inspect_host
 from shardwise.launch.local import launch
-from shardwise.launch.worker import die_with_parent, report
+from shardwise.launch.worker import die_with_parent, outlive_console, report
 from shardwise.plan import Host, Plan, make_plan
 
 
 def train(argv: list[str]) -> int:
     """`python train.py …`. Exit code: 0 done, 2 a user's mistake (one message on stderr), else the run's own."""
+    outlive_console()
     try:
         command = compose(argv)
         if command.print is not None:

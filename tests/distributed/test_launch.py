@@ -111,18 +111,20 @@ def test_of_two_runs_that_want_one_name_the_first_has_it(home: Path) -> None:
     assert sorted(metrics(home / "runs" / "wanted", "train/loss")) == [1, 2, 3]
 
 
-def test_a_run_outlives_its_terminal(home: Path) -> None:
-    words = [*SHORT, "name=piped", "checkpoint=none", "devices=2"]
-    command = [sys.executable, str(TRAIN), *words]
-    with subprocess.Popen(
-        command, cwd=home, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as shell:
-        assert shell.stdout is not None and shell.stderr is not None
-        assert shell.stdout.readline().startswith(b"run piped")
-        shell.stdout.close()
-        said = shell.stderr.read()
-        assert (shell.wait(60), said) == (0, b"")
-    assert sorted(metrics(home / "runs" / "piped", "train/loss")) == [1, 2, 3]
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_run_outlives_its_terminal(home: Path, unbuffered: str) -> None:
+    """Whose other end is closed, like that of `| head`."""
+    name = f"piped{unbuffered}"
+    words = [*SHORT, f"name={name}", "checkpoint=none", "devices=2"]
+    listens, speaks = os.pipe()
+    os.close(listens)
+    env = environment(PYTHONUNBUFFERED=unbuffered)
+    done = subprocess.run(
+        [sys.executable, str(TRAIN), *words], cwd=home, env=env, stdout=speaks, stderr=subprocess.PIPE, timeout=120
+    )
+    os.close(speaks)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert sorted(metrics(home / "runs" / name, "train/loss")) == [1, 2, 3]
 
 
 def test_torchrun_standalone(home: Path) -> None:

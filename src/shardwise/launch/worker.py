@@ -30,7 +30,7 @@ def run_rank(plan: Plan) -> int:
     """Run this process's rank and return its exit code. What went wrong is said once, whichever rank it was."""
     if PARENT not in os.environ:
         signal.signal(signal.SIGINT, _interrupted)
-    sys.stdout, sys.stderr = cast(Any, Console(sys.stdout)), cast(Any, Console(sys.stderr))
+    outlive_console()
     try:
         from shardwise.trainer import run
 
@@ -38,6 +38,12 @@ def run_rank(plan: Plan) -> int:
     except Exception as error:
         return report(error)
     return 0
+
+
+def outlive_console() -> None:
+    """From here on this process may lose its standard output and error, and goes on."""
+    if not isinstance(sys.stdout, Console):
+        sys.stdout, sys.stderr = cast(Any, Console(sys.stdout)), cast(Any, Console(sys.stderr))
 
 
 class Console:
