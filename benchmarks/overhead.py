@@ -585,6 +585,7 @@ def main() -> None:
     parser.add_argument("--accelerator", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--ranks", help="comma-separated; default: 1 and all GPUs, on the CPU 1 and 2")
     parser.add_argument("--sections", default="host,gpu2ms,llm")
+    parser.add_argument("--only", default="", help="a regular expression: parts to measure; the others stay")
     parser.add_argument("--tiny", action="store_true", help="sizes for trying it out, on a CPU too")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--commit", help="of this code, where it was copied without its history")
@@ -613,7 +614,8 @@ def main() -> None:
             if section != "host" and not (cuda or arguments.tiny):
                 print(f"{ranks} ranks  {section}: needs a GPU", flush=True)
                 continue
-            for part in parts_of(section, ranks, arguments.accelerator, arguments.tiny):
+            parts = parts_of(section, ranks, arguments.accelerator, arguments.tiny)
+            for part in (part for part in parts if re.search(arguments.only, part.name)):
                 content["parts"][part.name] = result_of(part, commit)
                 path.write_text(json.dumps(content, indent=1) + "\n")  # at once: what is cut short keeps what it has
                 show(part, content["parts"][part.name])

@@ -12,16 +12,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
@@ -149,6 +149,7 @@ class PlannedPrecision(LightningPrecision):
         self.passed_over: bool | Tensor = False  # the last step: the optimizer changed nothing; a tensor: it may tell
         self.unwanted: Tensor | None = None  # true: this step's gradients were made non-finite, to pass over its window
         self._not_finite: Tensor | None = None
+        self._shard_groups: dict[int, tuple[dist.ProcessGroup, ...]] = {}  # by a parameter's id
         self.scaler: torch.amp.GradScaler | None = None
         if plan.precision.loss_scaling and not plan.strategy.zero_stage:  # DeepSpeed has its own
             self.scaler = torch.amp.GradScaler(plan.accelerator, **LOSS_SCALE)
@@ -244,28 +245,59 @@ class PlannedPrecision(LightningPrecision):
                     parameter.grad = torch.zeros_like(parameter)
         super()._after_closure(model, optimizer)
 
+    @torch.no_grad()  # with it, a DTensor's part comes through autograd
     def _clip_gradients(self, model: LightningModule | nn.Module, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         assert isinstance(model, LightningModule)
         if not model.automatic_optimization:
             return
         parameters = [p for p in self.main_params(optimizer) if p.grad is not None]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if self.plan.precision.parameter_dtype == "bfloat16":  # 8 bits of a norm would be clipped by
-            norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
-            norm = torch.linalg.vector_norm(
-                torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms])
-            )
-        else:
-            norms = list(torch._foreach_norm(gradients))
-            norm = torch.linalg.vector_norm(torch.stack(norms))
+        # On what this rank holds: the arithmetic of DTensors takes the host longer than the device needs for it.
+        gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+        # 8 bits of a norm would be clipped by
+        dtype = torch.float32 if self.plan.precision.parameter_dtype == "bfloat16" else None
+        norms = list(torch._foreach_norm(gradients, dtype=dtype))
         self.gradients = list(zip(parameters, norms, strict=True))
-        # A DTensor's norm is per shard until it is asked for whole: then it is the norm over every axis.
-        self.gradient_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.gradient_norm = self._whole_norm(parameters, norms)
         super()._clip_gradients(model, optimizer, *args, **kwargs)
 
+    def _whole_norm(self, parameters: list[nn.Parameter], norms: list[Tensor]) -> Tensor:
+        """Of all gradients, over every axis that they are sharded on. Collective."""
+        by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+        for parameter, norm in zip(parameters, norms, strict=True):
+            groups = self._shard_groups.get(id(parameter))
+            if groups is None:
+                groups = self._shard_groups[id(parameter)] = shard_groups(parameter)
+            by_groups.setdefault(groups, []).append(norm)
+        wholes = []
+        for groups, held in by_groups.items():
+            whole = torch.linalg.vector_norm(torch.stack(held))
+            if groups:
+                square = whole.square_()
+                for group in groups:
+                    dist.all_reduce(square, group=group)
+                whole = square.sqrt_()
+            wholes.append(whole)
+        whole = wholes[0] if len(wholes) == 1 else torch.linalg.vector_norm(torch.stack(wholes))
+        return cast(Tensor, whole)
+
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """As `torch.nn.utils.clip_grads_with_norm_`, on what this rank holds."""
         assert self.gradient_norm is not None
-        clip_grads_with_norm_(list(self.main_params(optimizer)), float(clip_val), self.gradient_norm)
+        factor = (clip_val / (self.gradient_norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([local_part(p.grad) for p in self.main_params(optimizer) if p.grad is not None], factor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups whose ranks hold different parts of it; one of a single rank is left out."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    return tuple(mesh.get_group(i) for i, p in enumerate(tensor.placements) if p.is_shard() and mesh.size(i) > 1)
 
 
 @contextmanager

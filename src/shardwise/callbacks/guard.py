@@ -15,7 +15,6 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.distributed.tensor import DTensor
 
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog
@@ -178,7 +177,7 @@ class Guard(Callback):
         assert strategy.train_loader is not None and strategy.lightning_module is not None
         samples: Any = strategy.train_loader.samples_of(step.start) or [None] * len(step.losses)
         names = {id(p): name for name, p in strategy.lightning_module.named_parameters()}
-        norms = {names.get(id(p), "?"): float(n.to_local() if isinstance(n, DTensor) else n) for p, n in step.gradients}
+        norms = {names.get(id(p), "?"): float(n) for p, n in step.gradients}
         own = {
             "rank": strategy.global_rank,
             "micro_batches": [{"loss": float(x), "samples": s} for x, s in zip(step.losses, samples, strict=True)],

@@ -28,7 +28,7 @@ from shardwise.errors import ConfigError
 from shardwise.initialize import broadcast_from_rank_zero, derived_seed
 from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
-from shardwise.precision import PlannedPrecision, map_tensors
+from shardwise.precision import PlannedPrecision, local_part, map_tensors
 from shardwise.records import SPIKE_MINIMUM, SPIKE_WINDOW, Readback, Step, Tick, robust_z
 from shardwise.units import Units, find_units
 
@@ -389,7 +389,7 @@ class PlannedStrategy(ParallelStrategy):
         Parts have any shape. Parameters of which this rank holds nothing are left out.
         """
         assert self.lightning_module is not None
-        return {n: _local(p.detach()) for n, p in self.lightning_module.named_parameters() if p.requires_grad}
+        return {n: local_part(p.detach()) for n, p in self.lightning_module.named_parameters() if p.requires_grad}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.average is not None and not self.shards_checkpoints:
@@ -457,10 +457,6 @@ def _is_plain(batch: Any) -> bool:
     if isinstance(batch, (list, tuple)):
         return all(isinstance(item, Tensor) for item in batch)
     return isinstance(batch, Tensor) or (type(batch) is dict and all(isinstance(v, Tensor) for v in batch.values()))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _whole(tensor: Tensor) -> Tensor:
