@@ -446,7 +446,7 @@ def small_steps(name: str, part: dict[str, Any]) -> list[str]:
         if name == "host"
         else f"**A step of which the GPU needs 2 ms**, {name.removeprefix('gpu2ms ')}: {size['layers'] + 1} layers of "
         f"{size['width']}, {precision}, {part.get('rows', 0):,} rows, of which the host of the plain loop issues one "
-        f"in {part.get('plain_host_ms', float('nan')):.2f} ms"
+        f"in {part.get('plain_host_ms', float('nan')):.2f} ms."
         + " Stock Lightning's optimizer is not fused: it refuses to clip before one in bf16"
         * (precision == "bf16")
     )
