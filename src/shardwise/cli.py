@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoints import keep_earlier, resolve_resume, stage_file, step_of
+from shardwise.checkpoint.find import damage, keep_earlier, list_checkpoints, resolve_resume, stage_file, step_of
 from shardwise.compose import Job, compose
 from shardwise.errors import ConfigError
 from shardwise.launch.host import inspect_host
@@ -151,18 +151,35 @@ def hold(run_dir: Path, stage: str) -> None:
 
 
 def resumption(plan: Plan) -> list[str]:
-    """What the user may not expect of a run that goes on: other values than its checkpoint's, or nothing to do."""
+    """What the user may not expect of a run that goes on: other values than its checkpoint's, or nothing to do.
+
+    Raises:
+        ConfigError: another run's samples would come, in another order, and nobody has said that they may.
+    """
     if plan.resume is None or plan.stage != "fit":
         return []
     told = []
+    if plan.may_fall_back:
+        passed = [p for p in list_checkpoints(plan.run_dir) if step_of(p) > step_of(plan.resume)]
+        told += [f"{path} is damaged: {damage(path)}; going on from {Path(plan.resume).name}" for path in passed]
     try:
         before = json.loads((Path(plan.resume).parents[1] / "plan.json").read_text())
     except (OSError, ValueError):
         before = {}
     now = json.loads(plan.to_json())
+    for of_both in (before, now):
+        data = of_both.get("data") or {}
+        of_both["data"] = {key: value for key, value in data.items() if key not in _HOW_DATA_COMES}
     changed = list(differences({k: before[k] for k in _OF_A_RUN if k in before}, {k: now[k] for k in _OF_A_RUN}))
-    if before and changed:
+    if before.get("module") and changed:
         told.append("goes on with other values than its checkpoint was trained with: " + "; ".join(changed))
+        for word in ("data", "global_batch_size", "seed"):
+            lines = [line for line in changed if line.startswith((f"{word} ", f"{word}."))]
+            if lines and word not in plan.resume_allow:
+                raise ConfigError(
+                    f"resume={plan.resume}: {'; '.join(lines)}: the run would not see the samples that it was to see; "
+                    f"give the same {word}, or resume_allow=[{word}]"
+                )
         if any(line.startswith(("optimizer", "schedule")) for line in changed):
             told.append("the checkpoint's optimizer state, its learning rate included, is kept")
     if plan.max_steps is not None and step_of(plan.resume) >= plan.max_steps:
@@ -171,6 +188,7 @@ def resumption(plan: Plan) -> list[str]:
 
 
 _OF_A_RUN = ("module", "data", "optimizer", "schedule", "seed", "global_batch_size", "gradient_clip_val", "ema_decay")
+_HOW_DATA_COMES = ("batch_size", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 
 
 def differences(before: Any, now: Any, key: str = "") -> Iterator[str]:

@@ -41,6 +41,10 @@ class OutOfMemoryError(RunStopped):
     exit_code = ExitCode.out_of_memory
 
 
+class CheckpointError(RunStopped):
+    """Checkpoints cannot be written any more: a full disk, a folder that cannot be written to."""
+
+
 class DataError(ConfigError):
     """Data on disk that is missing, unreadable or not what its index says."""
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from shardwise.errors import ConfigError
 from shardwise.schema import (
     Accelerator,
+    CheckpointConfig,
     ClusterConfig,
     DdpConfig,
     FsdpHybridConfig,
@@ -33,6 +34,8 @@ from shardwise.topology import Topology, make_topology
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 _YEAR_MINUTES = 365 * 24 * 60
+
+RESUME_ALLOW = ("data", "global_batch_size", "optimizer", "seed")
 
 Launcher = Literal["local", "torchrun", "slurm"]
 StageName = Literal["fit", "validate", "test", "predict"]
@@ -97,6 +100,10 @@ class Checkpointing:
     monitor: str | None
     mode: str
     save_at_end: bool
+    keep_every_n_steps: int | None  # of those that are saved; None: none is kept for good
+    asynchronous: bool
+    when_busy: Literal["wait", "skip"]
+    max_failures: int
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,8 @@ class Plan:
     run_dir: str
     stage: StageName
     resume: str | None  # a checkpoint's path, or None: start from the seed
+    may_fall_back: bool  # from a checkpoint that turns out to be damaged, to the one before
+    resume_allow: tuple[str, ...]
     seed: int
     launcher: Launcher
     accelerator: Literal["cpu", "cuda"]
@@ -169,6 +178,7 @@ class Plan:
             raw[key] = kind(**raw[key])
         raw["logger"] = dataclasses.replace(raw["logger"], tags=tuple(raw["logger"].tags))
         raw["guard"] = dataclasses.replace(raw["guard"], pass_over=tuple(raw["guard"].pass_over))
+        raw["resume_allow"] = tuple(raw["resume_allow"])
         raw["units"] = None if raw["units"] is None else tuple(raw["units"])
         return Plan(**raw)
 
@@ -199,15 +209,8 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         raise ConfigError(
             f"gradient_clip_val={config.gradient_clip_val}: must be above 0 and finite, or null for no clipping"
         )
-    if config.checkpoint.save_every_n_steps is not None and config.checkpoint.save_every_n_steps < 1:
-        raise ConfigError(
-            f"checkpoint.save_every_n_steps={config.checkpoint.save_every_n_steps}: must be at least 1, "
-            f"or null to save at the end only"
-        )
-    if config.checkpoint.keep_last < 1:
-        raise ConfigError(f"checkpoint.keep_last={config.checkpoint.keep_last}: must be at least 1")
-    if config.checkpoint.mode not in ("min", "max"):
-        raise ConfigError(f"checkpoint.mode={config.checkpoint.mode}: must be min or max")
+    if unknown := sorted(set(config.resume_allow) - set(RESUME_ALLOW)):
+        raise ConfigError(f"resume_allow={say(unknown)}: known are {', '.join(RESUME_ALLOW)}")
     if config.guard.max_in_a_row < 0:
         raise ConfigError(f"guard.max_in_a_row={config.guard.max_in_a_row}: must be at least 0")
     if not config.guard.spike_z > 0:
@@ -235,6 +238,8 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         run_dir=str(_runs_dir(config) / run_id),
         stage=stage,
         resume=config.resume,
+        may_fall_back=config.resume == "auto",
+        resume_allow=tuple(config.resume_allow),
         seed=config.seed,
         launcher=host.launcher,
         accelerator=accelerator,
@@ -251,7 +256,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         log_every_n_steps=config.log_every_n_steps,
         validate_every_n_steps=config.validate_every_n_steps,
         max_validation_batches=config.max_validation_batches,
-        checkpoint=Checkpointing(**vars(config.checkpoint)),
+        checkpoint=_checkpointing(config.checkpoint, accelerator),
         guard=Guarding(
             on_nonfinite=config.guard.on_nonfinite.value,
             on_spike=config.guard.on_spike.value,
@@ -276,6 +281,34 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         units=None if config.units is None else tuple(config.units),
         module=_target("module", config.module),
         data=_target("data", config.data),
+    )
+
+
+def _checkpointing(config: CheckpointConfig, accelerator: str) -> Checkpointing:
+    every, kept = config.save_every_n_steps, config.keep_every_n_steps
+    if every is not None and every < 1:
+        raise ConfigError(f"checkpoint.save_every_n_steps={every}: must be at least 1, or null to save at the end only")
+    if config.keep_last < 1:
+        raise ConfigError(f"checkpoint.keep_last={config.keep_last}: must be at least 1")
+    if config.mode not in ("min", "max"):
+        raise ConfigError(f"checkpoint.mode={config.mode}: must be min or max")
+    if kept is not None and (kept < 1 or every is None or kept % every):
+        raise ConfigError(
+            f"checkpoint.keep_every_n_steps={kept}: must be a multiple of checkpoint.save_every_n_steps={say(every)}: "
+            f"what is kept was saved"
+        )
+    if config.max_failures < 0:
+        raise ConfigError(f"checkpoint.max_failures={config.max_failures}: must be at least 0")
+    return Checkpointing(
+        save_every_n_steps=every,
+        keep_last=config.keep_last,
+        monitor=config.monitor,
+        mode=config.mode,
+        save_at_end=config.save_at_end,
+        keep_every_n_steps=kept,
+        asynchronous=accelerator == "cuda" if config.asynchronous is None else config.asynchronous,
+        when_busy=config.when_busy.value,
+        max_failures=config.max_failures,
     )
 
 

@@ -148,6 +148,7 @@ class PlannedPrecision(LightningPrecision):
         self.skipped = False  # the last step: its gradients overflowed at this loss scale
         self.passed_over: bool | Tensor = False  # the last step: the optimizer changed nothing; a tensor: it may tell
         self.unwanted: Tensor | None = None  # true: this step's gradients were made non-finite, to pass over its window
+        self.copied: torch.cuda.Event | None = None  # when a checkpoint has what the next step would change
         self._not_finite: Tensor | None = None
         self._shard_groups: dict[int, tuple[dist.ProcessGroup, ...]] = {}  # by a parameter's id
         self.scaler: torch.amp.GradScaler | None = None
@@ -180,8 +181,10 @@ class PlannedPrecision(LightningPrecision):
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         if not model.automatic_optimization:
+            self.let_copies_end()
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
+        self.let_copies_end()
         if self.scaler is None:
             self._after_closure(model, optimizer)
             self.passed_over = self._judge(optimizer)
@@ -197,6 +200,12 @@ class PlannedPrecision(LightningPrecision):
         if self.scaler is not None:
             self.scaler.update()
         return result
+
+    def let_copies_end(self) -> None:
+        """The device goes on when a checkpoint that is being written has its copies of weights and state."""
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+            self.copied = None
 
     def _judge(self, optimizer: Optimizer) -> bool | Tensor:
         """Whether the optimizer must leave everything as it is, since the gradients are not finite.
@@ -228,13 +237,6 @@ class PlannedPrecision(LightningPrecision):
             optimizer.found_inf = self._not_finite  # type: ignore[attr-defined]
             return self._not_finite
         return bool(self._not_finite.item())
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self.scaler is None else self.scaler.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state_dict)
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         """One rule for a weight that took no part in a step: its gradient is zero. Left at None, who steps it and who

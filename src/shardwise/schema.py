@@ -136,6 +136,13 @@ class PrecisionConfig:
     tf32: bool = False  # matrix products of float32 tensors on tensor cores, 10-bit mantissa
 
 
+class WhenBusy(Enum):
+    """What a save does that comes while the one before is still being written."""
+
+    wait = "wait"
+    skip = "skip"
+
+
 @dataclass
 class CheckpointConfig:
     save_every_n_steps: int | None = 100
@@ -143,6 +150,10 @@ class CheckpointConfig:
     monitor: str | None = None  # a validation metric; its best checkpoint is kept as well
     mode: str = "min"
     save_at_end: bool = True
+    keep_every_n_steps: int | None = None  # of those that are saved, these are kept for good
+    asynchronous: bool | None = None  # written beside the training; null: on GPUs
+    when_busy: WhenBusy = WhenBusy.wait
+    max_failures: int = 3  # saves in a row that may fail; one more stops the run
 
 
 @dataclass
@@ -194,6 +205,7 @@ class RunConfig:
     name: str | None = None
     runs_dir: str = "runs"
     resume: str | None = None
+    resume_allow: list[str] = field(default_factory=list)  # what may be another than in the run that is resumed
     dry_run: bool = False
     seed: int = 0
 

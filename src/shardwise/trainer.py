@@ -26,7 +26,8 @@ from shardwise.callbacks.guard import Guard, RollBack
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog, validation_metrics
 from shardwise.callbacks.summary import Summary, print_table, words
-from shardwise.checkpoints import keep_earlier, list_checkpoints, stage_file
+from shardwise.checkpoint.find import keep_earlier, list_checkpoints, stage_file
+from shardwise.checkpoint.load import settle_resume
 from shardwise.environment import describe_environment
 from shardwise.errors import ConfigError
 from shardwise.initialize import derived_seed, initializes_itself, parameters_on_meta
@@ -51,7 +52,7 @@ def run(plan: Plan) -> None:
     with OutOfMemoryWatch(plan) as watch:
         init_process_group(plan)
         start_history(plan)
-        goes_on: Plan | None = plan
+        goes_on: Plan | None = settle_resume(plan)
         while goes_on is not None:
             goes_on = _run_until_rolled_back(goes_on, watch)
     # Not after a failure: the peers would fail in turn, and NCCL might wait for them.

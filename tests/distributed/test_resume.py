@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoints import list_checkpoints, resolve_resume
+from shardwise.checkpoint.find import list_checkpoints, resolve_resume
+from shardwise.checkpoint.save import describe
 from shardwise.compose import compose
 from shardwise.data.tokens import TokenSequences, TokenShards
 from shardwise.errors import ConfigError
@@ -28,7 +29,6 @@ WORDS = [*RECIPE, "global_batch_size=4", "validate_every_n_steps=2", "checkpoint
 STRATEGIES = ["ddp", "fsdp"]
 # One micro-batch a step, and two
 WORDS_OF = {"ddp": ["strategy=ddp", "micro_batch_size=2"], "fsdp": ["strategy=fsdp", "micro_batch_size=1"]}
-# Under DeepSpeed a checkpoint is for the same number of ranks
 ZERO = {
     "zero1": ["strategy=zero1", "precision=bf16", "micro_batch_size=1"],
     "zero3": ["strategy=zero3", "micro_batch_size=1"],
@@ -74,7 +74,7 @@ def on_two_ranks(home: Path) -> None:
     start(2, "killed", "strategy=fsdp", "max_steps=7", "checkpoint.keep_last=3")
     if dist.get_rank() == 0:
         checkpoints = home / "runs" / "killed" / "checkpoints"
-        (checkpoints / "step-00000007.ckpt" / "meta.pt").unlink()
+        (checkpoints / "step-00000007.ckpt" / "manifest.json").unlink()
         shutil.copytree(checkpoints / "step-00000006.ckpt", checkpoints / "step-00000008.ckpt.partial")
         with (home / "runs" / "killed" / "metrics.csv").open("a") as file:
             file.write("8,64.0,5.1")
@@ -86,19 +86,18 @@ def on_one_rank(home: Path) -> list[str]:
     os.chdir(home)
     errors = []
     for strategy, words in ZERO.items():
-        for stage in ("fit", "validate"):
-            resume = f"resume=runs/{strategy}/checkpoints/step-00000008.ckpt"
-            try:
-                start(1, f"{strategy}-alone", *words, f"stage={stage}", resume, "max_steps=9")
-            except ConfigError as error:
-                errors.append(str(error))
+        shutil.copytree(f"runs/{strategy}", f"runs/{strategy}-alone")
+        start(1, f"{strategy}-alone", *words, "stage=validate", "resume=auto")
     for strategy in STRATEGIES:
         shutil.copytree(f"runs/{strategy}", f"runs/{strategy}-alone")
         start(1, f"{strategy}-alone", f"strategy={strategy}", "stage=validate", "resume=auto")
         start(1, f"{strategy}-alone", f"strategy={strategy}", "stage=predict", "resume=auto", "module.sample_tokens=1")
         newest = list_checkpoints(f"runs/{strategy}-alone")[-1]
-        file = newest / "meta.pt" if newest.is_dir() else newest
+        file, manifest = newest / "trainer.pt", newest / "manifest.json"
         torch.save({**torch.load(file, weights_only=True), "foreign": argparse.Namespace()}, file)
+        about = json.loads(manifest.read_text())
+        about["files"][file.name] = describe(file)
+        manifest.write_text(json.dumps(about))
         try:
             start(1, f"{strategy}-alone", f"strategy={strategy}", "resume=auto", "max_steps=9")
         except ConfigError as error:
@@ -150,12 +149,6 @@ def test_a_run_resumed_under_deepspeed_equals_an_uninterrupted_one(runs: Path, s
         assert values == pytest.approx(losses[step], rel=1e-5 if strategy == "zero3" else 1e-2)
 
 
-def test_deepspeed_says_that_it_resumes_on_as_many_ranks(runs: Path) -> None:
-    told = (runs.parent / "unsafe").read_text()
-    for strategy in ZERO:
-        assert told.count(f"written by 2 ranks, and {strategy} resumes on as many, not on 1; use devices=2") == 2
-
-
 def test_strategies_agree(runs: Path) -> None:
     check_equal_to = metrics(runs / "fsdp", "train/loss")
     for step, values in metrics(runs / "ddp", "train/loss").items():
@@ -182,7 +175,7 @@ def test_a_branch_leaves_the_run_it_came_from_alone(runs: Path, strategy: str) -
     assert list((runs / strategy / "checkpoints").glob("best-*.ckpt"))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *ZERO])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_validation_measures_what_fit_logged(runs: Path, strategy: str, ranks: int) -> None:
     folder = runs / (strategy if ranks == 2 else f"{strategy}-alone")
@@ -212,8 +205,7 @@ def test_auto_starts_from_the_seed_where_there_is_nothing(runs: Path) -> None:
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_message(runs: Path) -> None:
     told = (runs.parent / "unsafe").read_text()
-    assert told.count("it is damaged, or of another model") == 2 * len(STRATEGIES)
-    assert told.count("ize mismatch") == len(STRATEGIES)
+    assert told.count("is of another model") == told.count("size mismatch") // 6 == len(STRATEGIES)
 
 
 def test_checkpoints_hold_no_code(runs: Path) -> None:

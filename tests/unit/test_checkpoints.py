@@ -6,7 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from shardwise.checkpoints import keep_earlier
+from shardwise.checkpoint.find import keep_earlier
 from shardwise.cli import differences, resumption
 from shardwise.compose import compose
 from shardwise.plan import Host, make_plan

@@ -54,6 +54,7 @@ class WeightAverage(Callback):
         strategy = strategy_of(trainer)
         if strategy.average is None:
             return
+        strategy.planned_precision.let_copies_end()
         for name, shard in strategy.master_shards().items():
             held = shard.clone()
             shard.copy_(strategy.average[name])

@@ -135,6 +135,7 @@ class Guard(Callback):
                 f"{said} {len(self.before)}, after {len(guard.pass_over)} windows were passed over: guard.max_in_a_row="
                 f"{guard.max_in_a_row}; use a smaller optimizer.lr, or look at the data (guard.jsonl names its samples)"
             )
+        self.saving.settle(trainer)
         self._say(trainer, f"{said} {len(self.before)}: back to the last checkpoint, without its window")
         raise RollBack(step.start)
 
@@ -168,6 +169,7 @@ class Guard(Callback):
         if good != self.saving.saved_step:
             self.saving.forget_after(trainer, good)
             self.saving.save_step(trainer)
+        self.saving.settle(trainer, last=True)
         return f"The state before it is checkpoints/step-{good:08d}.ckpt."
 
     def _diagnose(self, trainer: Trainer, step: Step) -> list[dict[str, Any]]:

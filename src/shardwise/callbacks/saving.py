@@ -1,25 +1,26 @@
-"""Checkpoints every N steps, the last K kept, the best by a metric kept as well."""
+"""Checkpoints every N steps: the last K kept, the best by a metric, and every so many for good."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.callbacks.steps import validation_metrics
-from shardwise.checkpoints import checkpoint_path, list_checkpoints, step_of
-from shardwise.errors import ConfigError
+from shardwise.checkpoint.find import checkpoint_path, list_checkpoints, step_of
+from shardwise.checkpoint.save import Outcome, Writer
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.plan import Plan
 from shardwise.strategies.common import strategy_of
 
 
 class Saving(Callback):
-    """Rank 0 decides and removes; saving itself is collective.
+    """Rank 0 decides and removes, once the new one is published; saving itself is collective.
 
     The best score stands in `best.json` beside its checkpoint, not in the checkpoints: those of the same step are
     written before validation has found it, and another run that goes on from one has a best of its own.
@@ -31,6 +32,9 @@ class Saving(Callback):
         self.best_score: float | None = None
         self.best_path: str | None = None
         self.saved_step = -1
+        self.writer: Writer | None = None
+        self.failures = 0  # in a row
+        self._reported: Outcome | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.plan.resume == str(checkpoint_path(self.plan.run_dir, trainer.global_step)):
@@ -73,43 +77,85 @@ class Saving(Callback):
         previous, self.best_score = self.best_path, score
         path = self.folder / f"best-{trainer.global_step:08d}.ckpt"
         self.best_path = str(path)
-        self._save(trainer, path)
-        if trainer.is_global_zero:
+
+        def published() -> None:
             best = {"checkpoint": path.name, "monitor": monitor, "score": score}
             (self.folder / "best.json").write_text(json.dumps(best) + "\n")
-            if previous is not None and previous != self.best_path:
+            if previous is not None and previous != str(path):
                 _remove(Path(previous))
+
+        self._save(trainer, path, published)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.plan.checkpoint.save_at_end and 0 < trainer.global_step != self.saved_step:
             self.save_step(trainer)
+        if self.writer is not None:
+            self.settle(trainer, last=True)
+            self.writer.close()
 
     def save_step(self, trainer: Trainer) -> None:
         """Save the step that the counters show. Collective."""
-        self.saved_step = trainer.global_step
-        self._save(trainer, checkpoint_path(self.plan.run_dir, trainer.global_step))
-        if trainer.is_global_zero:
-            for old in list_checkpoints(self.plan.run_dir)[: -self.plan.checkpoint.keep_last]:
-                _remove(old)
+        checkpoint = self.plan.checkpoint
+
+        def published() -> None:
+            kept = checkpoint.keep_every_n_steps
+            for old in list_checkpoints(self.plan.run_dir)[: -checkpoint.keep_last]:
+                if kept is None or step_of(old) % kept:
+                    _remove(old)
+
+        before, self.saved_step = self.saved_step, trainer.global_step
+        if not self._save(trainer, checkpoint_path(self.plan.run_dir, trainer.global_step), published):
+            self.saved_step = before
 
     def forget_after(self, trainer: Trainer, step: int) -> None:
         """Remove what was saved later: `resume=auto` would take it. Collective."""
+        if self.writer is not None:
+            self.writer.wait()
         if trainer.is_global_zero:
             for path in list_checkpoints(self.plan.run_dir):
                 if step_of(path) > step:
                     _remove(path)
         trainer.strategy.barrier()
 
-    def _save(self, trainer: Trainer, path: Path) -> None:
-        """Under another name until it is whole: what a kill leaves behind is never taken for a checkpoint."""
+    def _save(self, trainer: Trainer, path: Path, published: Callable[[], None]) -> bool:
+        """Whether it was begun. Collective."""
         strategy = strategy_of(trainer)
-        strategy.synchronize_buffers()
-        partial = path.with_name(path.name + ".partial")
-        trainer.save_checkpoint(partial)  # all ranks have written theirs when it returns
-        if trainer.is_global_zero:
-            _remove(path)
-            os.replace(partial, path)
+        if self.writer is None:
+            self.writer = Writer(self.plan.checkpoint.asynchronous, strategy.root_device)
+        ends = trainer.global_step == self.plan.max_steps
+        if self.plan.checkpoint.when_busy == "skip" and not ends and strategy.broadcast(self.writer.busy):
+            if trainer.is_global_zero:
+                print(f"checkpoint {path.name} is left out: the one before is still being written", flush=True)
+            return False
+        self.settle(trainer)
+        snapshot = strategy.snapshot(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+        strategy.planned_precision.copied = self.writer.save(path, snapshot, published)
+        if not self.plan.checkpoint.asynchronous:
+            self.settle(trainer)
         strategy.restart_clock()
+        return True
+
+    def settle(self, trainer: Trainer, *, last: bool = False) -> None:
+        """Wait for the save before, and say whether it failed: the same on all ranks, where they all are."""
+        outcome = None if self.writer is None else self.writer.wait()
+        if outcome is None or outcome is self._reported:
+            return
+        self._reported = outcome
+        self.failures = self.failures + 1 if outcome.error else 0
+        if outcome.error is None:
+            return
+        self.saved_step = -1
+        said = f"{outcome.path} could not be written: {outcome.error}"
+        for logger in trainer.loggers:
+            logger.log_metrics({"checkpoint/failures": float(self.failures)}, trainer.global_step)
+        if self.failures > self.plan.checkpoint.max_failures or last:
+            row = f", {self.failures} in a row" if self.failures > 1 else ""
+            raise CheckpointError(
+                f"{said}{row}; make room or give another runs_dir=, then resume=auto goes on from the last that is "
+                f"whole; checkpoint.max_failures={self.plan.checkpoint.max_failures} may fail"
+            )
+        if trainer.is_global_zero:
+            print(f"checkpoint {said}; the run goes on, and tries again at the next save", flush=True)
 
     def _read_best(self) -> tuple[float | None, str | None]:
         try:

@@ -67,7 +67,7 @@ class TrainLoader:
                 shuffle=_shuffles(loader),
                 seed=plan.seed,
             )
-            self.loader = _with_batches(loader, self._batches())
+            self.loader = _with_batches(loader, self._batches(), plan.seed)
 
     def __len__(self) -> int:
         if self.iterable is not None:
@@ -160,7 +160,7 @@ class EvaluationLoader:
             for start in range(rank * size, math.ceil(samples / (size * ranks)) * size * ranks, size * ranks)
         ]
         self.is_padding = [not batch for batch in batches]
-        self.loader = _with_batches(loader, [batch or [0] for batch in batches])
+        self.loader = _with_batches(loader, [batch or [0] for batch in batches], plan.seed)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -187,7 +187,7 @@ class _Batches:
         return self.length
 
 
-def _with_batches(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
+def _with_batches(loader: DataLoader[Any], batches: Any, seed: int) -> DataLoader[Any]:
     """The same loader with another order."""
     return DataLoader(
         loader.dataset,
@@ -200,6 +200,8 @@ def _with_batches(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
         multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
+        # Of its own: else each pass would draw from the stream that dropout draws from, and so would a resumed one.
+        generator=loader.generator or torch.Generator().manual_seed(seed),
     )
 
 

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, cast
@@ -15,17 +16,31 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from shardwise.checkpoint.load import load_own, load_rest
+from shardwise.checkpoint.save import SaveError, Snapshot, publish
+from shardwise.checkpoint.state import (
+    Held,
+    apply_options,
+    describe_optimizers,
+    gather,
+    kind_of,
+    make_like,
+    persistent_buffers,
+    restore,
+)
+from shardwise.checkpoint.tensors import read_metadata, slice_of
 from shardwise.data.loaders import EvaluationLoader, TrainLoader
 from shardwise.errors import ConfigError
-from shardwise.initialize import broadcast_from_rank_zero, derived_seed
+from shardwise.initialize import broadcast_from_rank_zero, derived_seed, random_state, set_random_state
 from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
 from shardwise.precision import PlannedPrecision, local_part, map_tensors
@@ -47,7 +62,6 @@ class PlannedStrategy(ParallelStrategy):
     train_loader: TrainLoader | None = None
     average: dict[str, Tensor] | None = None  # of the shards that `master_shards` gives, where `ema_decay` asks for it
     shows_parameters = True  # to the root, in the forward of `model`
-    shards_checkpoints = True  # each rank writes its part into a folder
 
     def _use(self, plan: Plan, precision: PlannedPrecision | None = None) -> None:
         self.plan = plan
@@ -61,6 +75,9 @@ class PlannedStrategy(ParallelStrategy):
         self._spikes: list[Tensor] = []  # the losses before, on the device, where a spike is skipped
         self._zero: Tensor | None = None
         self._one: Tensor | None = None
+        self._places: dict[str, tuple[nn.Parameter, int]] | None = None  # parameters, and which optimizer has them
+        self._files: dist.ProcessGroup | None = None
+        self._random: dict[str, Any] | None = None  # this rank's random state, to go on with
         self._begin: Tick | None = None  # of the step that is under way
         self._arrived: Tick | None = None
         self.skipped_steps = 0  # of this process
@@ -204,7 +221,10 @@ class PlannedStrategy(ParallelStrategy):
 
     def on_train_start(self) -> None:
         # Building and initialising drew from the same stream on every rank; dropout must not.
-        torch.manual_seed(derived_seed(self.plan.seed, "training", self.global_rank))
+        consumed = 0 if self.train_loader is None else self.train_loader.consumed
+        torch.manual_seed(derived_seed(self.plan.seed, "training", self.global_rank, *([consumed] if consumed else [])))
+        if self._random is not None:
+            set_random_state(self._random, self.root_device)
         super().on_train_start()
 
     # The window contract: one scale per micro-batch, before backward
@@ -392,50 +412,194 @@ class PlannedStrategy(ParallelStrategy):
         return {n: local_part(p.detach()) for n, p in self.lightning_module.named_parameters() if p.requires_grad}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self.average is not None and not self.shards_checkpoints:
-            checkpoint["average"] = self.average
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        self._save_average(Path(filepath))
+        """Lightning's `trainer.save_checkpoint`. Collective; waits until it is written."""
+        try:
+            publish(Path(filepath), self.snapshot(checkpoint), self._file_group())
+        except SaveError as error:
+            raise OSError(f"{filepath} could not be written: {error}") from None
 
-    def _save_average(self, folder: Path) -> None:
-        if self.average is not None and self.shards_checkpoints:
-            torch.save({n: t.cpu() for n, t in self.average.items()}, folder / f"average-{self.global_rank:05d}.pt")
-            self.barrier()
+    def snapshot(self, checkpoint: dict[str, Any]) -> Snapshot:
+        """Everything that a checkpoint holds, as it is: what changes later must be copied first. Collective."""
+        module, loader = self.lightning_module, self.train_loader
+        assert module is not None
+        self.synchronize_buffers()
+        training = self._is_training
+        rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+        rest |= {
+            "accumulate_grad_batches": self.plan.accumulate_grad_batches,
+            "optimizers": describe_optimizers(self._own_optimizers(), self._group_names()) if training else [],
+            "loss_scale": self._loss_scale_state(),
+            "layers": {name: m.get_extra_state() for name, m in _with_extra_state(module)},
+            "gradient_order": self._gradient_order(),
+        }
+        about = {
+            "step": checkpoint["global_step"],
+            "samples": 0 if loader is None else loader.consumed,
+            "strategy": self.plan.strategy.name,
+            "precision": self.plan.precision.name,
+        }
+        volatile = frozenset(f"model.{name}" for name, _ in persistent_buffers(module))
+        return Snapshot(gather(self, module, training), rest, random_state(self.root_device), about, volatile)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Tensors into their places; Lightning's own words are returned for it to take up. Collective."""
+        folder, module = Path(checkpoint_path), self.lightning_module
+        assert module is not None
         with self._loading():
-            loaded = super().load_checkpoint(checkpoint_path, weights_only=True)
-        self._load_average(Path(checkpoint_path), loaded)
-        return loaded
+            rest = load_rest(folder)
+            training = self._is_training
+            mine = self._own_optimizers() if training else []
+            optimizers = training and self._takes_up(rest["optimizers"], mine)
+            averages = any(name.startswith("average.") for name in read_metadata(folder).state_dict_metadata)
+            if self.plan.ema_decay is not None and not averages:
+                raise ConfigError(
+                    f"ema_decay={self.plan.ema_decay}: {folder} holds no average; give ema_decay=null, or a checkpoint "
+                    f"that was written with one"
+                )
+            self._load_tensors(folder, optimizers)
+            for name, layer in _with_extra_state(module):
+                if name in rest["layers"]:
+                    layer.set_extra_state(rest["layers"][name])
+            if optimizers:
+                apply_options(mine, self._group_names(), rest["optimizers"])
+                self._load_loss_scale(rest["loss_scale"])
+            if training:
+                _in_micro_batches(rest["loops"], rest["accumulate_grad_batches"], self.plan.accumulate_grad_batches)
+                self._take_gradient_order(rest["gradient_order"])
+                self._random = load_own(folder)
+        return {**rest, "state_dict": {}, "optimizer_states": []}
+
+    def _load_tensors(self, folder: Path, optimizers: bool) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if self.plan.ema_decay is not None:
+            self.average = {name: torch.empty_like(shard) for name, shard in self.master_shards().items()}
+        with torch.no_grad():
+            restore(self, module, folder, self._file_group(), optimizers=optimizers)
+        self.masters_changed()
+
+    def _takes_up(self, saved: list[dict[str, Any]], mine: list[Optimizer]) -> bool:
+        """Whether the optimizers' state is of use here.
+
+        Raises:
+            ConfigError: it is another optimizer's, and nobody has said that it may be left behind.
+        """
+        there, here = [one["kind"] for one in saved], [kind_of(optimizer) for optimizer in mine]
+        if there == here:
+            return True
+        if "optimizer" not in self.plan.resume_allow:
+            raise ConfigError(
+                f"resume={self.plan.resume}: its optimizer state is of {', '.join(there) or 'none'}, and this run has "
+                f"{', '.join(here)}; resume_allow=[optimizer] leaves it behind"
+            )
+        return False
+
+    # Where what a checkpoint holds is: see checkpoint/state.py
+
+    def held(self) -> Iterator[Held]:
+        assert self.lightning_module is not None
+        for name, p in self.lightning_module.named_parameters():
+            yield Held(name, tuple(p.shape), local_part(p.detach()), partial(slice_of, p), p.requires_grad)
+
+    def state_of(self, held: Held) -> tuple[int, dict[str, Tensor]]:
+        parameter, number = self._trained_by(held.name)
+        state = self.optimizers[number].state.get(parameter, {})
+        return number, {key: local_part(value) for key, value in state.items() if isinstance(value, Tensor)}
+
+    def make_state(self, held: Held, number: int, known: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+        parameter, number = self._trained_by(held.name)
+        optimizer = self.optimizers[number]
+        group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        scalars_on = parameter.device if on_device else torch.device("cpu")
+        state = optimizer.state[parameter]
+        for key, metadata in known.items():
+            if key not in state or not isinstance(state[key], Tensor):
+                state[key] = make_like(parameter.detach(), metadata, scalars_on)
+        return {key: local_part(state[key]) for key in known}
+
+    def _trained_by(self, name: str) -> tuple[nn.Parameter, int]:
+        if self._places is None:
+            assert self.lightning_module is not None
+            numbers = {id(p): i for i, o in enumerate(self.optimizers) for g in o.param_groups for p in g["params"]}
+            parameters = self.lightning_module.named_parameters()
+            # What no optimizer has been given keeps nothing in any.
+            self._places = {name: (p, numbers.get(id(p), 0)) for name, p in parameters}
+        return self._places[name]
+
+    def _own_optimizers(self) -> list[Optimizer]:
+        """As the module made them."""
+        return list(self.optimizers)
+
+    def _group_names(self) -> list[list[list[str]]]:
+        """Per optimizer and group: its parameters."""
+        assert self.lightning_module is not None
+        names = {id(p): name for name, p in self.lightning_module.named_parameters()}
+        return [[[names[id(p)] for p in g["params"] if id(p) in names] for g in o.param_groups]
+                for o in self._own_optimizers()]  # fmt: skip
+
+    def _loss_scale_state(self) -> dict[str, float]:
+        scaler = self.planned_precision.scaler
+        if scaler is None:
+            return {}
+        state = scaler.state_dict()
+        return {"scale": float(state["scale"]), "good_steps": int(state["_growth_tracker"])}
+
+    def _load_loss_scale(self, saved: dict[str, float]) -> None:
+        scaler = self.planned_precision.scaler
+        if scaler is not None and saved:
+            state = scaler.state_dict() | {"scale": saved["scale"], "_growth_tracker": int(saved["good_steps"])}
+            scaler.load_state_dict(state)
+
+    def _gradient_order(self) -> list[int]:
+        """In which gradients come, where that decides what is summed with what."""
+        return []
+
+    def _take_gradient_order(self, order: list[int]) -> None:
+        """As it was before."""
+
+    def _file_group(self) -> dist.ProcessGroup | None:
+        """For the coordination of files, which is the hosts'."""
+        if self.world_size > 1 and self._files is None:
+            self._files = dist.new_group(backend="gloo")
+        return self._files
+
+    @property
+    def _is_training(self) -> bool:
+        assert self.lightning_module is not None
+        return bool(self.lightning_module.trainer.state.fn == TrainerFn.FITTING)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # setup makes the parameters: what was loaded before would be initialised over
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return False  # load_checkpoint does
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {}  # `snapshot` knows where everything is
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return {}
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        with self._loading():
-            super().load_model_state_dict(checkpoint, strict)
+        """load_checkpoint has."""
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
         try:
             yield
+        except CheckpointException as error:
+            raise self._unloadable(next(iter(error.failures.values()))[0]) from None
         except _UNLOADABLE as error:
-            said = " ".join(str(error).split())[:300] or type(error).__name__
-            raise ConfigError(
-                f"resume={self.plan.resume} cannot be loaded: {said}; it is damaged, or of another model or strategy"
-            ) from None
+            raise self._unloadable(error) from None
 
-    def _load_average(self, path: Path, loaded: dict[str, Any]) -> None:
-        if self.plan.ema_decay is None:
-            return
-        state = loaded.get("average")
-        if self.shards_checkpoints:
-            file = path / f"average-{self.global_rank:05d}.pt"
-            state = torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else None
-        shards = self.master_shards()
-        if state is None or {n: t.numel() for n, t in state.items()} != {n: t.numel() for n, t in shards.items()}:
-            raise ConfigError(
-                f"ema_decay={self.plan.ema_decay}: {path} holds no average for {self.world_size} ranks "
-                f"of {self.plan.strategy.name}; give ema_decay=null, or a checkpoint that was written with one"
-            )
-        self.average = {name: state[name].to(shard.device).view_as(shard) for name, shard in shards.items()}
+    def _unloadable(self, error: BaseException) -> ConfigError:
+        said = " ".join(str(error).split())[:300] or type(error).__name__
+        return ConfigError(
+            f"resume={self.plan.resume} cannot be loaded: {said}; it is damaged, or of another model or strategy"
+        )
 
     def masters_changed(self) -> None:
         """Tell the strategy that `master_shards` were written to."""
@@ -450,6 +614,21 @@ def strategy_of(trainer: Trainer) -> PlannedStrategy:
     """Every Trainer made here has one."""
     assert isinstance(trainer.strategy, PlannedStrategy)
     return trainer.strategy
+
+
+def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Layers that keep something besides parameters and buffers."""
+    for name, layer in module.named_modules():
+        if type(layer).get_extra_state is not nn.Module.get_extra_state:
+            yield name, layer
+
+
+def _in_micro_batches(loops: dict[str, Any], before: int, now: int) -> None:
+    """Lightning's counters count micro-batches, and a step may have another number of them now."""
+    progress = loops["fit_loop"]["epoch_loop.batch_progress"]
+    for counters in (progress["total"], progress["current"]):
+        for key, count in counters.items():
+            counters[key] = count // before * now
 
 
 def _is_plain(batch: Any) -> bool:

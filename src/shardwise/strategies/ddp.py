@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from shardwise.checkpoint.load import load_rest
 from shardwise.errors import ConfigError
 from shardwise.initialize import Materializer, broadcast_from_rank_zero
 from shardwise.plan import Plan
@@ -34,8 +40,6 @@ def mean_in_fp32(_, bucket):  # type: ignore[no-untyped-def] # torch reads annot
 class DdpStrategy(PlannedStrategy, DDPStrategy):
     """Lightning's DDPStrategy; in mixed precision each unit computes on copies of its parameters, as under FSDP."""
 
-    shards_checkpoints = False
-
     def __init__(self, plan: Plan) -> None:
         super().__init__(
             timeout=timedelta(minutes=plan.strategy.timeout_minutes),
@@ -45,11 +49,8 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
             **cast(dict[str, Any], {_BUFFERS: False}),  # one rule everywhere: see PlannedStrategy
         )
         self._use(plan)
+        self._order: list[int] = []  # in which gradients came, in the first step
         self._root_owners: list[Places] = []  # of parameters outside units
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True  # setup makes the parameters: what was loaded before would be initialised over
 
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
@@ -106,7 +107,53 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
 
     def _setup_model(self, model: Module) -> DDP:
         # Lightning wraps on a side stream, which then has to wait for the main one in every backward (torch warns).
-        ddp = DDP(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+        with _buckets_as_before(self._order_before(), self._ddp_kwargs["bucket_cap_mb"]):
+            ddp = DDP(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
         if self.plan.precision.parameter_dtype == "bfloat16":
             ddp.register_comm_hook(None, mean_in_fp32)
+        self._note_order(ddp)
         return ddp
+
+    # After its first step DDP sorts gradients into buckets by the order in which they came. What is summed together
+    # decides the last bit, so a run that goes on has to have them from the start.
+
+    def _note_order(self, ddp: DDP) -> None:
+        if self._ddp_kwargs["find_unused_parameters"]:
+            return  # they are never sorted anew
+        trained = [p for p in ddp.module.parameters() if p.requires_grad]
+        handles: list[Any] = []
+
+        def note(number: int, _: Tensor) -> None:
+            self._order.append(number)
+            if len(self._order) == len(trained):
+                for handle in handles:
+                    handle.remove()
+
+        handles += [p.register_post_accumulate_grad_hook(partial(note, i)) for i, p in enumerate(trained)]
+
+    def _gradient_order(self) -> list[int]:
+        return self._order
+
+    def _order_before(self) -> list[int]:
+        if self.plan.resume is None or not self._is_training:
+            return []
+        with self._loading():
+            order: list[int] = load_rest(Path(self.plan.resume))["gradient_order"]
+        assert self.lightning_module is not None
+        trained = sum(p.requires_grad for p in self.lightning_module.parameters())
+        return order if sorted(order) == list(range(trained)) else []
+
+
+@contextmanager
+def _buckets_as_before(order: list[int], cap_mb: int) -> Iterator[None]:
+    """A DDP that is made inside starts with the buckets that it would come to."""
+    torch_dist: Any = dist
+    assign = torch_dist._compute_bucket_assignment_by_size
+
+    def in_order(parameters: list[Tensor], _: Any, sparse: list[bool]) -> Any:
+        limits = [torch_dist._DEFAULT_FIRST_BUCKET_BYTES, cap_mb * 2**20]
+        buckets, sizes = assign([parameters[i] for i in order], limits, [sparse[i] for i in order], order)
+        return buckets[::-1], sizes[::-1]  # DDP turns them round: its own are in the order of the parameters
+
+    with patch.object(dist, "_compute_bucket_assignment_by_size", in_order) if order else nullcontext():
+        yield

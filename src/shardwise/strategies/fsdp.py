@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from shardwise.checkpoint.state import Held
 from shardwise.errors import ConfigError
 from shardwise.initialize import Materializer, broadcast_from_rank_zero
 from shardwise.plan import Plan
@@ -119,6 +120,10 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     def master_shards(self) -> dict[str, Tensor]:
         self._reshard()
         return super().master_shards()
+
+    def held(self) -> Iterator[Held]:
+        self._reshard()
+        return super().held()
 
     def full_parameters(self) -> dict[str, Tensor]:
         self._reshard()

@@ -12,9 +12,10 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from shardwise.checkpoint.state import Held, make_like, restore
+from shardwise.checkpoint.tensors import range_of, slice_of
 from shardwise.errors import ConfigError
 from shardwise.initialize import Materializer, broadcast_from_rank_zero
 from shardwise.plan import Plan
@@ -54,14 +58,6 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         self._use(plan, ZeroPrecision(plan))
         self._initial: dict[str, tuple[int, Tensor]] = {}  # fp32 weights until the masters have them: (start, values)
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return False  # load_checkpoint does
-
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None and self.accelerator is not None
@@ -83,6 +79,8 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
             )
         if training:
             self._check_own_ways(module, optimizers[0])
+            names = {id(p): name for name, p in module.named_parameters()}
+            self._names = [[names[id(p)] for p in group["params"]] for group in optimizers[0].param_groups]
         with _reduced_one_by_one():
             self.model, self.engine_optimizer, _, _ = deepspeed.initialize(
                 model=module,
@@ -209,6 +207,8 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         return {name: part for name, _, part in self._parts()}
 
     def masters_changed(self) -> None:
+        if not self._is_training:
+            return
         optimizer = self.engine_optimizer
         if self.plan.strategy.zero_stage < 3:
             optimizer.update_lp_params()
@@ -235,85 +235,71 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                     whole[name] = p.detach().cpu().clone()
         return whole
 
-    # Checkpoints: every rank its ranges, for the same number of ranks
+    # Where what a checkpoint holds is: flat ranges of every parameter and of its state
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        folder = Path(filepath)
-        if self.is_global_zero:
-            folder.mkdir(parents=True, exist_ok=True)
-        self.barrier()
-        rank_state = {
-            "masters": {name: (start, part.cpu()) for name, start, part in self._parts()},
-            "optimizer": [self._base.state.get(flat, {}) for flat in self._flats],
-            "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in self._base.param_groups],
-            "loss_scale": self._loss_scale_state(),
-        }
-        torch.save(rank_state, folder / f"rank-{self.global_rank:05d}.pt")
-        self._save_average(folder)
-        self.barrier()
-        if self.is_global_zero:
-            assert self.lightning_module is not None
-            rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
-            buffers = {n: b.cpu() for n, b in self.lightning_module.named_buffers()}
-            torch.save({**rest, "buffers": buffers, "ranks": self.world_size}, folder / "meta.pt")
-        self.barrier()
+    def held(self) -> Iterator[Held]:
+        assert self.lightning_module is not None
+        masters = {name: (start, part) for name, start, part in self._parts()} if self._is_training else {}
+        for name, p in self.lightning_module.named_parameters():
+            shape = tuple(getattr(p, "ds_shape", p.shape))
+            if p.requires_grad and self._is_training:
+                if name in masters:
+                    start, part = masters[name]
+                    yield Held(name, shape, part, partial(range_of, shape, start), True)
+            elif hasattr(p, "ds_tensor"):
+                flat = p.ds_tensor.data.view(-1)
+                start = flat.numel() * dist.get_rank()
+                if (inside := min(flat.numel(), p.ds_numel - start)) > 0:  # type: ignore[attr-defined]
+                    yield Held(name, shape, flat[:inside], partial(range_of, shape, start), False)
+            else:
+                yield Held(name, shape, p.detach(), partial(slice_of, p), False)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        with self._loading():
-            return self._load(Path(checkpoint_path))
+    def state_of(self, held: Held) -> tuple[int, dict[str, Tensor]]:
+        flat, start = self._flat_of(held.values)
+        found = {}
+        for key, value in self._base.state.get(flat, {}).items():
+            if isinstance(value, Tensor) and value.numel() == flat.numel() and value.ndim:
+                found[key] = value.view(-1)[start : start + held.values.numel()]
+            elif isinstance(value, (Tensor, int, float)):  # DeepSpeed's Adam counts in Python
+                found[key] = torch.as_tensor(value, dtype=torch.float32)
+        return 0, found
 
-    def _load(self, folder: Path) -> dict[str, Any]:
-        module = self.lightning_module
-        assert module is not None
-        if not (folder / "rank-00000.pt").is_file():
-            raise ConfigError(f"resume={folder}: was not written under zero1, zero2 or zero3, and cannot be read there")
-        meta: dict[str, Any] = torch.load(folder / "meta.pt", map_location="cpu", weights_only=True)
-        if meta["ranks"] != self.world_size:
-            raise ConfigError(
-                f"resume={folder}: was written by {meta['ranks']} ranks, and {self.plan.strategy.name} resumes on as "
-                f"many, not on {self.world_size}; use devices={meta['ranks']}"
-            )
-        for name, buffer in module.named_buffers():
-            buffer.copy_(meta["buffers"][name])
-        training = module.trainer.state.fn == TrainerFn.FITTING
-        own = folder / f"rank-{self.global_rank:05d}.pt"
-        state = torch.load(own, map_location="cpu", weights_only=True)
-        if training:
-            for name, start, part in self._parts():
-                if name not in state["masters"] or state["masters"][name][0] != start:
-                    raise ConfigError(
-                        f"resume={folder}: holds no such range of {name}; the model or strategy is another"
-                    )
-                part.copy_(state["masters"][name][1])
-            self.masters_changed()
-            for flat, values in zip(self._flats, state["optimizer"], strict=True):
-                self._base.state[flat] = {
-                    k: v.to(flat.device if v.ndim else v.device) if isinstance(v, Tensor) else v
-                    for k, v in values.items()
-                }
-            for group, saved in zip(self._base.param_groups, state["param_groups"], strict=True):
-                group.update(saved)
-            for key, value in state["loss_scale"].items():
-                setattr(self.engine_optimizer.loss_scaler, key, value)
-            self._load_average(folder, meta)
-        else:  # no masters without an optimizer: the 16-bit parameters take the values, or their average's
-            parameters = dict(module.named_parameters())
-            for file in [own] if self.plan.strategy.zero_stage == 3 else sorted(folder.glob("rank-*.pt")):
-                values = torch.load(file, map_location="cpu", weights_only=True)["masters"]
-                average = folder / file.name.replace("rank", "average")
-                averaged = torch.load(average, map_location="cpu", weights_only=True) if average.is_file() else {}
-                if self.plan.ema_decay is not None and not averaged:
-                    raise ConfigError(
-                        f"ema_decay={self.plan.ema_decay}: {folder} holds no average; give ema_decay=null"
-                    )
-                for name, (start, part) in values.items():
-                    p = parameters[name]
-                    flat = p.ds_tensor.data if hasattr(p, "ds_tensor") else p.data.view(-1)[start:]
-                    flat[: part.numel()].copy_(averaged[name] if self.plan.ema_decay is not None else part)
-        return meta
+    def make_state(self, held: Held, number: int, known: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+        flat, start = self._flat_of(held.values)
+        state = self._base.state[flat]
+        fused = bool(self._base.defaults.get("fused") or self._base.defaults.get("capturable"))
+        for key, metadata in known.items():
+            if not isinstance(state.get(key), Tensor):
+                state[key] = make_like(flat, metadata, flat.device if fused else torch.device("cpu"))
+        end = start + held.values.numel()
+        return {key: state[key].view(-1)[start:end] if state[key].ndim else state[key] for key in known}
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """load_checkpoint has."""
+    def _flat_of(self, part: Tensor) -> tuple[Tensor, int]:
+        """The flat master that `part` lies in, and where it begins there."""
+        for flat in self._flats:
+            start = (part.data_ptr() - flat.data_ptr()) // flat.element_size()
+            if 0 <= start < flat.numel() and part.device == flat.device:
+                return flat, start
+        raise AssertionError("a part of a master that is in none of them")
+
+    def _load_tensors(self, folder: Path, optimizers: bool) -> None:
+        if self._is_training:
+            super()._load_tensors(folder, optimizers)
+            if type(self._base).__name__ == "DeepSpeedCPUAdam":
+                for state in self._base.state.values():
+                    state["step"] = int(state["step"])
+            return
+        assert self.lightning_module is not None
+        # No masters without an optimizer: the 16-bit parameters take the values, or their averages.
+        weights = "model" if self.plan.ema_decay is None else "average"
+        with torch.no_grad():
+            restore(self, self.lightning_module, folder, self._file_group(), optimizers=False, weights=weights)
+
+    def _own_optimizers(self) -> list[Optimizer]:
+        return [self._base]
+
+    def _group_names(self) -> list[list[list[str]]]:
+        return [self._names]
 
     @property
     def _base(self) -> Optimizer:
@@ -329,12 +315,16 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                 return list(getattr(optimizer, name))
         return list(optimizer.single_partition_of_fp32_groups)
 
-    def _loss_scale_state(self) -> dict[str, Any]:
-        words = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+    def _loss_scale_state(self) -> dict[str, float]:
         if not self.plan.precision.loss_scaling:
             return {}
         scaler = self.engine_optimizer.loss_scaler
-        return {w: getattr(scaler, w) for w in words if hasattr(scaler, w)}
+        return {"scale": float(scaler.cur_scale), "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}
+
+    def _load_loss_scale(self, saved: dict[str, float]) -> None:
+        if self.plan.precision.loss_scaling and saved:
+            scaler = self.engine_optimizer.loss_scaler
+            scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = saved["scale"], int(saved["good_steps"]), -1
 
 
 class ZeroPrecision(PlannedPrecision):
@@ -360,6 +350,7 @@ class ZeroPrecision(PlannedPrecision):
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         result = closure()
+        self.let_copies_end()
         self._after_closure(model, optimizer)
         before = self._engine.skipped_steps
         self.gradients = []

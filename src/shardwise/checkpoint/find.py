@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 from shardwise.errors import ConfigError
+
+FORMAT = 1
+MANIFEST = "manifest.json"  # the last file to be written: a folder without it is no checkpoint
 
 _STEP = re.compile(r"step-\d{8}\.ckpt")
 
@@ -30,10 +34,32 @@ def keep_earlier(path: Path, text: str) -> None:
 
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first. A folder is complete once its last file, meta.pt, is there."""
+    """Complete checkpoints of a run, oldest first."""
     folder = Path(run_dir) / "checkpoints"
     found = [p for p in folder.iterdir() if _STEP.fullmatch(p.name)] if folder.is_dir() else []
-    return sorted(p for p in found if p.is_file() or (p / "meta.pt").is_file())
+    return sorted(p for p in found if (p / MANIFEST).is_file())
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What a look at names and sizes finds wrong. Checksums take longer: see load.py."""
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        for name, file in manifest["files"].items():
+            path = checkpoint / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != file["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes of {file['bytes']}"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read ({type(error).__name__})"
+    if manifest.get("format") != FORMAT:
+        return f"{MANIFEST} is of format {manifest.get('format')}, and this version reads {FORMAT}"
+    return None
+
+
+def newest_whole(run_dir: str | Path) -> Path | None:
+    """As far as names and sizes tell."""
+    return next((path for path in reversed(list_checkpoints(run_dir)) if damage(path) is None), None)
 
 
 def resolve_resume(resume: str | None, run_dir: str | Path, stage: str) -> str | None:
@@ -45,10 +71,16 @@ def resolve_resume(resume: str | None, run_dir: str | Path, stage: str) -> str |
     try:
         taken = stage == "fit" and (Path(run_dir) / "plan.json").exists()
         if resume == "auto":
-            found = list_checkpoints(run_dir)
-            if not found and stage != "fit":
+            found = newest_whole(run_dir)
+            if found is None and list_checkpoints(run_dir):
+                last = list_checkpoints(run_dir)[-1]
+                raise ConfigError(
+                    f"resume=auto: no checkpoint of {run_dir} is whole ({last.name}: {damage(last)}); another name= "
+                    f"starts anew"
+                )
+            if found is None and stage != "fit":
                 raise ConfigError(f"resume=auto: {run_dir} holds no checkpoint to {stage}; name= a run that has one")
-            return str(found[-1]) if found else None
+            return str(found) if found else None
         path = None if resume is None else _checkpoint(resume)
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"cannot look for checkpoints of {run_dir}: {error}; give another path") from None
@@ -72,8 +104,10 @@ def _checkpoint(resume: str) -> Path:
     path = Path(resume).expanduser().resolve()
     if not path.exists():
         raise ConfigError(f"resume={resume}: no such checkpoint; resume=auto takes the newest of this name")
-    if path.is_dir() and not (path / "meta.pt").is_file():
+    if not (path / MANIFEST).is_file():
         raise ConfigError(
-            f"resume={resume}: a folder without meta.pt is no complete checkpoint; give another, or resume=auto"
+            f"resume={resume}: without a {MANIFEST} it is no complete checkpoint; give another, or resume=auto"
         )
+    if found := damage(path):
+        raise ConfigError(f"resume={resume} is damaged: {found}; resume=auto takes the newest that is whole")
     return path

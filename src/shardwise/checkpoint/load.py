@@ -1,0 +1,78 @@
+"""Whether a checkpoint is what was written."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.checkpoint.find import MANIFEST, damage, list_checkpoints
+from shardwise.errors import ConfigError
+from shardwise.plan import Plan
+
+
+def settle_resume(plan: Plan) -> Plan:
+    """The checkpoint to resume from, every byte of it looked at. Under resume=auto, else the newest whole one before.
+
+    Collective: each rank reads its share of the files.
+
+    Raises:
+        ConfigError: the one that was named is damaged, or all are; says which file.
+    """
+    told = []
+    while plan.resume is not None and (found := _damage(Path(plan.resume))):
+        said = f"{plan.resume} is damaged: {found}"
+        if not plan.may_fall_back:
+            raise ConfigError(f"resume={said}; resume=auto takes the newest that is whole")
+        before = [path for path in list_checkpoints(plan.run_dir) if path.name < Path(plan.resume).name]
+        if not before:
+            raise ConfigError(f"resume=auto: {said}, and there is none before it; another name= starts anew")
+        told.append(f"{said}; going on from {before[-1].name}")
+        plan = dataclasses.replace(plan, resume=str(before[-1]))
+    if dist.get_rank() == 0:
+        for line in told:
+            print(line, flush=True)
+    return plan
+
+
+def _damage(folder: Path) -> str | None:
+    found = damage(folder) or _changed(folder)
+    if dist.get_world_size() == 1:
+        return found
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, found)
+    return next((one for one in everywhere if one), None)
+
+
+def _changed(folder: Path) -> str | None:
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]:
+        try:
+            with (folder / name).open("rb") as content:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if digest != files[name]["sha256"]:
+            return f"{name} is not what was written (another checksum)"
+    return None
+
+
+def load_rest(folder: Path) -> dict[str, Any]:
+    """Everything but tensors by name."""
+    loaded: dict[str, Any] = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+    return loaded
+
+
+def load_own(folder: Path) -> dict[str, Any] | None:
+    """What this rank has written, if as many did."""
+    about = json.loads((folder / MANIFEST).read_text())
+    if about["ranks"] != dist.get_world_size():
+        return None
+    path = folder / f"rank-{dist.get_rank():05d}.pt"
+    loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return loaded

@@ -1,0 +1,242 @@
+"""Writing a checkpoint so that it is there whole or not at all, beside the training or in its way.
+
+Every rank writes into `<name>.partial`, its boxes through DCP and a file of its own; sizes and checksums of all files
+go into manifest.json, the last to be written; then the folder gets its name. What has no manifest is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.checkpoint.find import FORMAT, MANIFEST
+from shardwise.checkpoint.tensors import Box, Spread, write_tensors
+
+_T = TypeVar("_T")
+
+
+class SaveError(Exception):
+    """A checkpoint that could not be written; said by every rank."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A moment of a run."""
+
+    tensors: dict[str, Spread]
+    rest: dict[str, Any]  # the same on all ranks: rank 0 writes it
+    own: dict[str, Any]  # this rank's
+    about: dict[str, Any]  # what the manifest says, for people and for tools that have no torch
+    volatile: frozenset[str]  # tensors that change before the next step of an optimizer: buffers
+
+
+@dataclass
+class Outcome:
+    path: Path
+    seconds: float = 0.0  # of writing
+    bytes: int = 0  # of all ranks
+    error: str | None = None
+
+
+@dataclass
+class Writer:
+    """Saves, one at a time. Its group is its own: a save in a thread does not meet the training's collectives."""
+
+    asynchronous: bool
+    device: torch.device
+    outcome: Outcome | None = None  # of the last save that has ended
+    _pending: Future[Outcome] | None = None
+    _staged: dict[tuple[str, tuple[int, ...]], Tensor] = field(default_factory=dict)  # memory of the host, reused
+
+    def __post_init__(self) -> None:
+        self.group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if self.asynchronous else None
+        self._copies: torch.cuda.Stream | None = None
+        if self.asynchronous and self.device.type == "cuda":
+            self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    @property
+    def busy(self) -> bool:
+        return self._pending is not None and not self._pending.done()
+
+    def save(self, path: Path, snapshot: Snapshot, then: Callable[[], None]) -> torch.cuda.Event | None:
+        """Write `snapshot`; on rank 0, `then` when it is published. Collective; waits for the save before.
+
+        Returns:
+            What the next change of weights or optimizer state has to wait for. Everything else is copied already.
+        """
+        self.wait()
+        if self._thread is None:
+            self.outcome = _write(path, snapshot, self.group, then, None)
+            return None
+        snapshot, copied = self._stage(snapshot)
+        self._pending = self._thread.submit(_write, path, snapshot, self.group, then, copied)
+        return copied
+
+    def wait(self) -> Outcome | None:
+        """Until nothing is being written. The last outcome, the same on all ranks."""
+        if self._pending is not None:
+            self.outcome, self._pending = self._pending.result(), None
+        return self.outcome
+
+    def close(self) -> None:
+        self.wait()
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _stage(self, snapshot: Snapshot) -> tuple[Snapshot, torch.cuda.Event | None]:
+        """Copies in the host's memory. On CUDA they are under way when this returns, beside the computation."""
+        copied = None
+        if self._copies is None:
+            tensors = {name: self._stage_one(name, spread) for name, spread in snapshot.tensors.items()}
+        else:
+            computing = torch.cuda.current_stream(self.device)
+            self._copies.wait_stream(computing)
+            tensors = {}
+            with torch.cuda.stream(self._copies):
+                for name in sorted(snapshot.tensors, key=lambda name: name not in snapshot.volatile):
+                    if name not in snapshot.volatile and copied is None:
+                        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                        computing.wait_stream(self._copies)
+                    tensors[name] = self._stage_one(name, snapshot.tensors[name])
+                copied = copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
+                copied.record(self._copies)
+        return replace(snapshot, tensors=tensors), copied
+
+    def _stage_one(self, name: str, spread: Spread) -> Spread:
+        boxes = []
+        for box in spread.boxes:
+            key = (name, box.offsets)
+            held = self._staged.get(key)
+            if held is None or held.shape != box.values.shape or held.dtype != box.values.dtype:
+                pinned = self._copies is not None
+                held = torch.empty(box.values.shape, dtype=box.values.dtype, pin_memory=pinned)
+                self._staged[key] = held
+            held.copy_(box.values, non_blocking=True)
+            boxes.append(Box(box.offsets, held))
+        return Spread(spread.shape, boxes)
+
+
+def _write(
+    path: Path,
+    snapshot: Snapshot,
+    group: dist.ProcessGroup | None,
+    then: Callable[[], None],
+    copied: torch.cuda.Event | None,
+) -> Outcome:
+    began = time.monotonic()
+    outcome = Outcome(path)
+    try:
+        if copied is not None:
+            copied.synchronize()
+        outcome.bytes = publish(path, snapshot, group)
+        if dist.get_rank() == 0:
+            then()
+    except SaveError as error:
+        outcome.error = str(error)
+    outcome.seconds = time.monotonic() - began
+    return outcome
+
+
+def publish(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None) -> int:
+    """Write `snapshot` to `path`, which is there when this returns, whole. Its size in bytes. Collective.
+
+    Raises:
+        SaveError: on every rank, what went wrong on any; what was there before is there still.
+    """
+    rank, partial = dist.get_rank(), path.with_name(path.name + ".partial")
+    files: dict[str, Any] = {}
+
+    def prepare() -> None:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+    def write_own() -> dict[str, Any]:
+        own = [_save(partial / f"rank-{rank:05d}.pt", snapshot.own)]
+        if rank == 0:
+            own += [_save(partial / "trainer.pt", snapshot.rest), partial / ".metadata"]
+        return {file.name: describe(file) for file in [*own, *partial.glob(f"__{rank}_*")]}
+
+    def seal() -> None:
+        if rank == 0:
+            manifest = {"format": FORMAT, **snapshot.about, "ranks": dist.get_world_size(), "files": files}
+            _write_through(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
+            _sync(partial)
+            if path.exists():
+                shutil.rmtree(path)
+            os.rename(partial, path)
+            _sync(path.parent)
+
+    try:
+        _together(prepare, group)
+        _together(lambda: write_tensors(partial, snapshot.tensors, group), group)
+        for own in _together(write_own, group):
+            files |= own
+        _together(seal, group)
+    except SaveError:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return sum(int(file["bytes"]) for file in files.values())
+
+
+def _together(work: Callable[[], _T], group: dist.ProcessGroup | None) -> list[_T]:
+    """Every rank's result, or on every rank the error of the first that has one."""
+    result: Any = None
+    error = None
+    try:
+        result = work()
+    except Exception as raised:  # whatever a file system may say
+        error = " ".join(f"{type(raised).__name__}: {raised}".split())[:500]
+    results: list[Any] = [(result, error)]
+    if group is not None:
+        results = [None] * dist.get_world_size()
+        dist.all_gather_object(results, (result, error), group=group)
+    errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error is not None]
+    if errors:
+        raise SaveError(errors[0])
+    return [result for result, _ in results]
+
+
+def _save(path: Path, content: Any) -> Path:
+    with path.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    return path
+
+
+def _write_through(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """The names in it, too, are on disk. Some file systems cannot be asked."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def describe(file: Path) -> dict[str, Any]:
+    with file.open("rb") as content:
+        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(content, "sha256").hexdigest()}

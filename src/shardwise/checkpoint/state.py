@@ -1,0 +1,184 @@
+"""A training run's tensors by name, the same under every strategy: what a checkpoint holds.
+
+`model.<name>`: parameters (the masters, where there are low-precision copies) and persistent buffers.
+`optimizer.<i>.<name>.<key>`: what optimizer i keeps of a parameter. `average.<name>`: the averaged weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+from shardwise.checkpoint.tensors import Box, Spread, read_metadata, read_tensors, whole
+from shardwise.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter, or what this rank holds of it."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole
+    values: Tensor  # this rank's part: storage that is read, and written when a checkpoint is loaded
+    boxes: Callable[[Tensor], list[Box]]  # of `values`, or of anything of its form
+    trained: bool
+
+
+class Holder(Protocol):
+    """What a strategy tells about where things are."""
+
+    average: dict[str, Tensor] | None
+
+    def held(self) -> Iterator[Held]:
+        """This rank's parts of all parameters. A parameter of which it holds nothing may be left out."""
+
+    def state_of(self, held: Held) -> tuple[int, dict[str, Tensor]]:
+        """Which optimizer trains it, and what that keeps of it: of the form of `held.values`, or scalars."""
+
+    def make_state(self, held: Held, number: int, known: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+        """As `state_of`, with everything that is `known` of it made: to be loaded into."""
+
+
+def gather(holder: Holder, module: LightningModule, training: bool) -> dict[str, Spread]:
+    """Everything that this rank holds. Nothing is copied."""
+    tensors = {f"model.{name}": whole(buffer) for name, buffer in persistent_buffers(module)}
+    for held in holder.held():
+        tensors[f"model.{held.name}"] = _spread(held, held.values)
+        if held.trained and training:
+            number, state = holder.state_of(held)
+            for key, value in state.items():
+                tensors[f"optimizer.{number}.{held.name}.{key}"] = _spread(held, value)
+        if holder.average is not None and held.name in holder.average:
+            tensors[f"average.{held.name}"] = Spread(held.shape, held.boxes(holder.average[held.name]))
+    return tensors
+
+
+def restore(
+    holder: Holder,
+    module: LightningModule,
+    folder: Path,
+    group: dist.ProcessGroup | None,
+    *,
+    optimizers: bool,
+    weights: str = "model",
+) -> None:
+    """Read what `gather` gave, in whatever parts it was written, into the parts that this rank holds. Collective.
+
+    `weights`: "average" puts the averaged weights into the parameters.
+
+    Raises:
+        ConfigError: other parameters than this model's; lists them.
+    """
+    known: dict[str, Any] = read_metadata(folder).state_dict_metadata
+    _check_names(module, known, folder)
+    tensors = {f"model.{name}": whole(buffer) for name, buffer in persistent_buffers(module)}
+    saved: dict[str, dict[str, TensorStorageMetadata]] = {}  # per optimizer's number and parameter: by key
+    for full, metadata in known.items():
+        kind, _, rest = full.partition(".")
+        if kind == "optimizer":
+            of, _, key = rest.rpartition(".")
+            saved.setdefault(of, {})[key] = metadata
+    for held in holder.held():
+        source = weights if f"{weights}.{held.name}" in known else "model"
+        tensors[f"{source}.{held.name}"] = _spread(held, held.values)
+        if held.trained and optimizers:
+            number, _ = holder.state_of(held)
+            state = holder.make_state(held, number, saved.get(f"{number}.{held.name}", {}))
+            for key, value in state.items():
+                tensors[f"optimizer.{number}.{held.name}.{key}"] = _spread(held, value)
+        if holder.average is not None and held.name in holder.average:
+            tensors[f"average.{held.name}"] = Spread(held.shape, held.boxes(holder.average[held.name]))
+    read_tensors(folder, tensors, group)
+
+
+def _spread(held: Held, values: Tensor) -> Spread:
+    if values is held.values or (values.ndim and values.shape == held.values.shape):
+        return Spread(held.shape, held.boxes(values))
+    if values.ndim and held.values.numel() != prod(held.shape):
+        raise ConfigError(
+            f"the optimizer keeps a tensor of shape {tuple(values.shape)} for {held.name}, of which this rank holds "
+            f"{tuple(held.values.shape)}: what is not of a weight's form cannot be saved from a part of it; use "
+            f"strategy=ddp, or checkpoint=none"
+        )
+    return whole(values)
+
+
+def _check_names(module: nn.Module, known: dict[str, Any], folder: Path) -> None:
+    here = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in module.named_parameters()}
+    here |= {name: tuple(buffer.shape) for name, buffer in persistent_buffers(module)}
+    there = {name.removeprefix("model."): tuple(m.size) for name, m in known.items() if name.startswith("model.")}
+    told = [
+        *(f"{name}: not in the checkpoint" for name in here.keys() - there.keys()),
+        *(f"{name}: not in this model" for name in there.keys() - here.keys()),
+        *(f"{name}: size mismatch, {there[name]} there and {size} here"
+          for name, size in here.items() if there.get(name, size) != size),
+    ]  # fmt: skip
+    if told:
+        told.sort()
+        more = f"; and {len(told) - 8} more" if len(told) > 8 else ""
+        raise ConfigError(f"resume={folder}: is of another model: {'; '.join(told[:8])}{more}")
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those that `state_dict` would have."""
+    seen: set[int] = set()
+    for prefix, layer in module.named_modules():
+        for name, buffer in layer._buffers.items():
+            if buffer is not None and name not in layer._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield f"{prefix}.{name}" if prefix else name, buffer.detach()
+
+
+def make_like(values: Tensor, metadata: TensorStorageMetadata, scalars_on: torch.device) -> Tensor:
+    """What an optimizer keeps: of a parameter's form, or a scalar."""
+    dtype = metadata.properties.dtype
+    if len(metadata.size) == 0:
+        return torch.zeros((), dtype=dtype, device=scalars_on)
+    return torch.zeros_like(values, dtype=dtype)
+
+
+# Optimizers' own words: small, and not tensors
+
+
+def describe_optimizers(optimizers: list[Optimizer], names: list[list[list[str]]]) -> list[dict[str, Any]]:
+    """Kinds and options, by the names of each group's parameters."""
+    return [
+        {
+            "kind": kind_of(optimizer),
+            "groups": [
+                {"names": of_group, "options": {k: v for k, v in group.items() if k != "params"}}
+                for group, of_group in zip(optimizer.param_groups, of_optimizer, strict=True)
+            ],
+        }
+        for optimizer, of_optimizer in zip(optimizers, names, strict=True)
+    ]
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """DeepSpeed's Adam for the host keeps what torch's does."""
+    name = type(optimizer).__name__
+    if name == "DeepSpeedCPUAdam":
+        return "AdamW" if getattr(optimizer, "adam_w_mode", True) else "Adam"
+    return name
+
+
+def apply_options(optimizers: list[Optimizer], names: list[list[list[str]]], saved: list[dict[str, Any]]) -> None:
+    """Learning rates, decay and the like, to the groups of the same parameters."""
+    for optimizer, of_optimizer, there in zip(optimizers, names, saved, strict=True):
+        options = {name: group["options"] for group in there["groups"] for name in group["names"]}
+        for group, of_group in zip(optimizer.param_groups, of_optimizer, strict=True):
+            found: dict[str, Any] = next((options[name] for name in of_group if name in options), {})
+            group.update({key: value for key, value in found.items() if key in group and key not in _OWN})
+
+
+_OWN = ("fused", "foreach", "capturable", "differentiable", "bias_correction", "amsgrad_on_cpu")  # how, not what

@@ -1,0 +1,186 @@
+"""Tensors of which this rank holds boxes, in and out of `torch.distributed.checkpoint`, whatever the strategy.
+
+A checkpoint knows a tensor by its name and its whole shape. Who holds which part of it is the strategy's: all of it
+(ddp), a slice of its first dimension (FSDP2), a range of its elements in row-major order (DeepSpeed). Each of these is
+a handful of boxes, and boxes are what DCP writes and reads: nothing is ever gathered.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+@dataclass(frozen=True)
+class Box:
+    """`values` stand at `offsets` of the whole; their shape is the box's."""
+
+    offsets: tuple[int, ...]
+    values: Tensor
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=self.values.shape)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A tensor of `shape` of which this rank holds some boxes, or none."""
+
+    shape: tuple[int, ...]
+    boxes: list[Box]
+
+
+def whole(values: Tensor) -> Spread:
+    """What every rank holds all of."""
+    return Spread(tuple(values.shape), [Box((0,) * values.ndim, values)])
+
+
+def slice_of(tensor: Tensor, local: Tensor) -> list[Box]:
+    """`local`, of the form of this rank's part of `tensor`, which may be a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return [Box((0,) * local.ndim, local)]
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return [Box(tuple(offsets), local)] if local.numel() else []
+
+
+def range_of(shape: tuple[int, ...], start: int, values: Tensor) -> list[Box]:
+    """The elements from `start` on, in row-major order, of a tensor of `shape`: at most 2 * ndim - 1 boxes.
+
+    `values` is flat; the boxes share its storage.
+    """
+    if not shape:
+        return [Box((), values.view(()))] if values.numel() else []
+    return [Box(offsets, part) for offsets, part in _cut(shape, start, values, ())]
+
+
+def _cut(
+    shape: tuple[int, ...], start: int, values: Tensor, before: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Rows that are there in part, whole rows between them; `before`: where in the dimensions outside."""
+    if not values.numel():
+        return
+    outer, row = (1,) * len(before), prod(shape[1:])
+    first, within = divmod(start, row)
+    if within or values.numel() < row:
+        many = min(row - within, values.numel())
+        yield from _cut(shape[1:], within, values[:many], (*before, first))
+        values, first = values[many:], first + 1
+    if rows := values.numel() // row:
+        offsets = (*before, first, *(0 for _ in shape[1:]))
+        yield offsets, values[: rows * row].view(*outer, rows, *shape[1:])
+    yield from _cut(shape, (first + rows) * row, values[rows * row :], before)
+
+
+class _Saving(DefaultSavePlanner):
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.state_dict, self.is_coordinator = state_dict, is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        self._values: dict[MetadataIndex, Tensor] = {}
+        items = []
+        for name, spread in self.state_dict.items():
+            for box in spread.boxes:
+                index = MetadataIndex(name, torch.Size(box.offsets))
+                data = TensorWriteData(box.chunk, TensorProperties(dtype=box.values.dtype), torch.Size(spread.shape))
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+                self._values[index] = box.values
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._values[index]
+
+
+class _Loading(DefaultLoadPlanner):
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        self._values = {(name, box.offsets): box.values for name, s in self.state_dict.items() for box in s.boxes}
+        items = []
+        for name, spread in self.state_dict.items():
+            known = self.metadata.state_dict_metadata[name]
+            assert isinstance(known, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, known, [box.chunk for box in spread.boxes])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        found: Tensor = self._values[index.fqn, tuple(index.offset)]
+        return found
+
+
+class _Reader(FileSystemReader):
+    """DCP's metadata is a pickle: of the few classes that it is made of, and nothing else."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return read_metadata(Path(self.path))
+
+
+class _Metadata(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        dtypes = {name for name, value in vars(torch).items() if isinstance(value, (torch.dtype, torch.layout))}
+        known = {
+            "torch.distributed.checkpoint.metadata": None,
+            "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+            "torch": {"Size", "device", *dtypes},
+            "torch.serialization": {"_get_layout"},
+            "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+            "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
+        }  # fmt: skip
+        if module in known and ((names := known[module]) is None or name in names):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f".metadata asks for {module}.{name}, which no checkpoint needs")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    with (folder / ".metadata").open("rb") as file:
+        metadata = _Metadata(file).load()
+    assert isinstance(metadata, Metadata)
+    return metadata
+
+
+def write_tensors(folder: Path, tensors: dict[str, Spread], group: dist.ProcessGroup | None) -> None:
+    """Every rank its boxes; what several hold is written by one of them. Collective.
+
+    Raises:
+        OSError: of any rank.
+    """
+    writer = FileSystemWriter(folder, sync_files=True, overwrite=True)
+    try:
+        planner = _Saving(flatten_state_dict=False)
+        save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
+
+
+def read_tensors(folder: Path, tensors: dict[str, Spread], group: dist.ProcessGroup | None) -> None:
+    """Into the boxes' storage, from whatever boxes were written. Collective."""
+    planner = _Loading(flatten_state_dict=False)
+    load(tensors, storage_reader=_Reader(folder), planner=planner, process_group=group, no_dist=group is None)

@@ -1,0 +1,64 @@
+"""Boxes: any range of a tensor's elements, written from some and read into others."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardwise.checkpoint.tensors import Box, Spread, range_of, read_metadata, read_tensors, whole, write_tensors
+
+SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
+
+
+def put(boxes: list[Box], into: Tensor) -> None:
+    for box in boxes:
+        place = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.values.shape, strict=True))
+        assert (into[place] == -1).all(), "boxes overlap"
+        into[place] = box.values
+
+
+@given(SHAPES, st.data())
+def test_a_range_is_cut_into_few_boxes(shape: list[int], data: st.DataObject) -> None:
+    values = torch.arange(torch.Size(shape).numel())
+    start = data.draw(st.integers(0, len(values)))
+    end = data.draw(st.integers(start, len(values)))
+    boxes = range_of(tuple(shape), start, values[start:end])
+    found = torch.full(shape, -1)
+    put(boxes, found)
+    expected = torch.full_like(values, -1)
+    expected[start:end] = values[start:end]
+    assert torch.equal(found.view(-1), expected) and len(boxes) <= 2 * len(shape) - 1
+
+
+def parts(tensor: Tensor, *cuts: int) -> Spread:
+    shape, flat = tuple(tensor.shape), tensor.view(-1)
+    ends = zip((0, *cuts), (*cuts, flat.numel()), strict=True)
+    return Spread(shape, [box for start, end in ends for box in range_of(shape, start, flat[start:end])])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("cuts", [(), (17,), (1, 2, 29)])
+@pytest.mark.parametrize("others", [(), (4, 5), (23,)])
+def test_what_is_written_in_some_boxes_is_read_into_others(tmp_path: Path, cuts: Any, others: Any) -> None:
+    tensor, scalar = torch.randn(5, 3, 2), torch.tensor(3.0)
+    write_tensors(tmp_path / "written", {"a": parts(tensor, *cuts), "b": whole(scalar)}, None)
+    into, number = torch.zeros(5, 3, 2), torch.tensor(0.0)
+    read_tensors(tmp_path / "written", {"a": parts(into, *others), "b": whole(number)}, None)
+    assert torch.equal(into, tensor) and torch.equal(number, scalar)
+    plain = {"a": torch.zeros(5, 3, 2)}
+    dcp.load(plain, checkpoint_id=str(tmp_path / "written"), no_dist=True)  # as anybody's code would
+    assert torch.equal(plain["a"], tensor)
+
+
+def test_metadata_that_ask_for_code_are_refused(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(print))
+    with pytest.raises(pickle.UnpicklingError, match=r"asks for builtins\.print"):
+        read_metadata(tmp_path)
