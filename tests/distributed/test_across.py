@@ -1,0 +1,36 @@
+"""A checkpoint is a run's, not a strategy's: what was saved under any goes on under any other, on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.across import BOUND, NAMES, Side, resume_all, save_all, sides
+from tests.distributed.processes import spawn
+
+OPTIMIZERS = ["sgd", "adamw"]
+OFFLOADED = ["zero2, optimizer offloaded", "zero3, all offloaded"]
+# Every strategy is saved under and gone on with, on more ranks and on fewer.
+MORE = [(Side(a, 2), Side(b, 4)) for a, b in zip(NAMES, [*NAMES[3:], *NAMES[:3]], strict=True)]
+FEWER = [(Side(a, 2), Side(b, 1)) for a, b in [("ddp", "fsdp"), ("zero3", "ddp"), ("fsdp", "zero1"), ("zero1", "zero3")]]
+SAME = [(Side("zero2", 2), Side(OFFLOADED[0], 2)), (Side(OFFLOADED[1], 2), Side("fsdp", 2)),
+        (Side("zero1", 2), Side("zero3", 2)), (Side("fsdp", 2), Side(OFFLOADED[1], 2))]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, float]]:
+    folder: Path = tmp_path_factory.mktemp("across")
+    spawn(2, save_all, folder, [*sides(NAMES, 2), Side(OFFLOADED[1], 2)], OPTIMIZERS)
+    results: dict[Any, dict[str, float]] = {}
+    for ranks, pairs in ((4, MORE), (1, FEWER), (2, SAME)):
+        results |= spawn(ranks, resume_all, folder, pairs, OPTIMIZERS)[0]
+    return results
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("pair", [*MORE, *FEWER, *SAME], ids=lambda pair: f"{pair[0].name}-to-{pair[1].name}")
+def test_the_run_goes_on(found: Any, pair: tuple[Side, Side], optimizer: str) -> None:
+    measured = found[*pair, optimizer]
+    assert measured["loss"] <= BOUND and measured["update"] <= 10 * BOUND, measured
