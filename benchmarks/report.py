@@ -1,5 +1,5 @@
 """Writes docs/gpu.md, docs/parity.md and docs/overhead.md from benchmarks/results/*.json, and the tables of
-docs/metrics.md.
+docs/metrics.md and docs/checkpointing.md.
 
 No number in them is typed.
 """
@@ -38,19 +38,81 @@ def main() -> None:
         (ROOT / "docs" / "overhead.md").write_text("\n".join(overhead(costs)).rstrip() + "\n")
     if matrices := read("matrix"):
         (ROOT / "docs" / "parity.md").write_text("\n".join(parity_lines(matrices)).rstrip() + "\n")
-    metrics = ROOT / "docs" / "metrics.md"
-    metrics.write_text(with_tables(metrics.read_text()))
+    for name in ("metrics.md", "checkpointing.md"):
+        page = ROOT / "docs" / name
+        page.write_text(with_tables(page.read_text()))
 
 
 def with_tables(text: str) -> str:
     """The text with what stands between `<!-- table: NAME -->` and `<!-- end -->` made anew."""
-    tables = {"peaks": peaks, "attention": attention}
+    tables = {"peaks": peaks, "attention": attention, "resumed": resumed, "saving": saving}
     return re.sub(
         r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
         lambda found: found[1] + "\n".join(tables[found[2]]()) + "\n" + found[3],
         text,
         flags=re.DOTALL,
     )
+
+
+def resumed() -> list[str]:
+    """What was saved under one strategy and gone on with under another: the largest deviation of a loss."""
+    lines = []
+    for result in read("resume"):
+        environment = result["environment"]
+        found: dict[tuple[str, str], list[Any]] = {}
+        for pair in result["pairs"]:
+            key = tuple(f"{pair[side]['strategy']} {pair[side]['ranks']}" for side in ("saved", "resumed"))
+            found.setdefault(key, []).append(pair)  # type: ignore[arg-type]
+        names = [f"{side['strategy']} {side['ranks']}" for side in result["sides"]]
+        updates = [pair["update"] for pair in result["pairs"] if "update" in pair]
+        lines += [
+            f"{environment['gpus'][0] if '--accelerator cuda' in result['command'] else 'CPU, gloo'}, torch "
+            f"{environment['packages']['torch']}, commit {str(environment['commit'])[:10]}. `{result['command']}`. "
+            f"{len(result['pairs'])} cells; update: at most {max(updates):.1e}.",
+            "",
+            "| saved under ↓, gone on with under → | " + " | ".join(names) + " |",
+            "|---|" + "---|" * len(names),
+        ]
+        for name in names:
+            cells = [found.get((name, other), []) for other in names]
+            said = ["" if not c else "failed" if any("error" in p for p in c) else f"{max(p['loss'] for p in c):.0e}"
+                    for c in cells]  # fmt: skip
+            lines.append(f"| {name} | {' | '.join(said)} |")
+        lines.append("")
+    return lines
+
+
+def saving() -> list[str]:
+    """How long a save holds the training, and what it costs the steps behind it."""
+    lines: list[str] = []
+    for result in read("saving"):
+        environment = result["environment"]
+        lines += [
+            f"{result['ranks']} × {environment['gpus'][0]}, torch {environment['packages']['torch']}, commit "
+            f"{str(environment['commit'])[:10]}. `{result['command']}`",
+            "",
+            "| | step, ms | loop held by the first save, ms | by later ones | steps behind a save | size, GB | "
+            "written at, GB/s | loaded at, GB/s |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for cell in result["cells"]:
+            if "error" in cell:
+                lines.append(f"| {cell['name']} | not measured: {cell['error'][:200]} | | | | | | |")
+                continue
+            gigabytes = cell["bytes"] / 1e9
+            said = [
+                cell["name"],
+                f"{1e3 * cell['step_seconds']:,.1f}",
+                f"{1e3 * cell['held_seconds'][0]:,.0f}",
+                ", ".join(f"{1e3 * seconds:,.0f}" for seconds in cell["held_seconds"][1:]),
+                f"{cell['behind_seconds'] / cell['step_seconds'] - 1:+.1%}",
+                f"{gigabytes:,.1f}",
+                f"{gigabytes / cell['write_seconds']:,.2f}",
+                f"{gigabytes / cell['load_seconds']:,.2f}",
+            ]
+            lines.append(f"| {' | '.join(said)} |")
+        lines.append("")
+    return lines
 
 
 def peaks() -> list[str]:

@@ -7,6 +7,7 @@ import netrc
 import os
 import socket
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -18,6 +19,10 @@ from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 
 
+def _metrics(run_dir: str | Path) -> Path:
+    return Path(run_dir) / "metrics.csv"
+
+
 class CsvLogger(Logger):
     """Rows in `<run>/metrics.csv`, each written when it is logged, so that a killed run loses none.
 
@@ -26,7 +31,7 @@ class CsvLogger(Logger):
 
     def __init__(self, run_dir: str | Path) -> None:
         super().__init__()
-        self.path = Path(run_dir) / "metrics.csv"
+        self.path = _metrics(run_dir)
         self._fields: list[str] = []
 
     @property
@@ -102,9 +107,21 @@ def build_loggers(plan: Plan, record: dict[str, Any]) -> list[Logger]:
 def _wandb(plan: Plan, record: dict[str, Any]) -> Logger:
     from lightning.pytorch.loggers import WandbLogger
 
+    # What the run's earlier processes have logged and this one comes to again: once is enough, and it is the same.
+    logged: dict[int, set[str]] = {}
+    for row in read_metrics(_metrics(plan.run_dir)):
+        logged.setdefault(int(row["step"]), set()).update(key for key, value in row.items() if value)
+
+    class Continued(WandbLogger):
+        @rank_zero_only
+        def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+            known = logged.get(-1 if step is None else step, set())
+            if new := {key: value for key, value in metrics.items() if key not in known}:
+                super().log_metrics(new, step)
+
     offline = plan.logger.mode == "offline" or (plan.logger.mode == "auto" and not _wandb_reachable())
     os.environ.setdefault("WANDB_SILENT", "true")
-    logger = WandbLogger(
+    logger = Continued(
         project=plan.logger.project,
         entity=plan.logger.entity,
         id=plan.run_id,

@@ -77,3 +77,37 @@ def test_the_real_client(tmp_path: Path, logger: str) -> None:
     environment = json.loads((run_dir / "environment.json").read_text())
     for value in ("global_batch_size", plan["run_dir"], "packages", environment["platform"]):
         assert re.search(re.escape(value.encode()), content), value
+
+
+def history(record: Path) -> list[dict[str, str]]:
+    """What was logged, of a .wandb file: LevelDB's log format, a protobuf a record."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, rows, whole = record.read_bytes(), [], b""
+    at = 7  # after the file's header
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:  # a block's end is padded
+            at += 32768 - at % 32768
+            continue
+        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            parsed, whole = Record.FromString(whole), b""
+            if parsed.HasField("history"):
+                rows.append({item.key or ".".join(item.nested_key): item.value_json for item in parsed.history.item})
+    return rows
+
+
+def test_wandb_has_every_step_once_over_restarts(tmp_path: Path) -> None:
+    """The first process ends at step 7, and its last checkpoint is of step 4."""
+    home = make_home(tmp_path / "home")
+    words = [*RECIPE, "logger=wandb", "logger.mode=offline", "name=tracked", "checkpoint.save_every_n_steps=4",
+             "checkpoint.save_at_end=false", "validate_every_n_steps=2", "checkpoint.monitor=null"]  # fmt: skip
+    for steps in (7, 9):
+        check(run(home, *words, f"max_steps={steps}", "resume=auto", HOME=str(tmp_path)))
+    records = sorted((home / "runs" / "tracked").glob("wandb/offline-run-*-tracked/run-tracked.wandb"))
+    assert len(records) == 2
+    rows = [row for record in records for row in history(record)]
+    for key, expected in (("train/loss", range(1, 10)), ("validation/loss", range(2, 9, 2))):
+        assert [int(row["trainer/global_step"]) for row in rows if key in row] == list(expected), key

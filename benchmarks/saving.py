@@ -1,0 +1,223 @@
+"""How long a save holds the training, what it costs the steps behind it, how fast it is written and loaded.
+
+    python benchmarks/saving.py                                    all GPUs: llama3_1b under fsdp and zero2, llama3_8b
+    python benchmarks/saving.py --cells "llama3_8b fsdp" --ranks 4
+    python benchmarks/saving.py --accelerator cpu --ranks 2 --tiny    tries it out
+
+Random tokens in memory, accumulation 1. Steps without a save, then three saves, each with steps behind it: the time
+the host spends in a save and the time of the steps until it is written, between two synchronisations. Then the last is
+loaded: on all ranks, on half of them, or under another strategy. Writes
+benchmarks/results/saving-<device>-x<ranks>.json after every cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from lightning.pytorch import Callback  # noqa: E402
+
+from benchmarks.overhead import TINY, Held, wait_for  # noqa: E402
+from shardwise.callbacks.saving import Saving  # noqa: E402
+from shardwise.compose import compose  # noqa: E402
+from shardwise.environment import describe_environment  # noqa: E402
+from shardwise.plan import Host, Plan, make_plan  # noqa: E402
+from shardwise.trainer import build_module, build_trainer, init_process_group, quiet_lightning  # noqa: E402
+from tests.distributed.processes import spawn  # noqa: E402
+
+CELLS = {  # strategy, further words, (what it is loaded under, on which part of the ranks)
+    "llama3_1b fsdp": ("fsdp", ["model=llama3_1b", "micro_batch_size=2"], ("fsdp", 1)),
+    "llama3_1b zero2, then fsdp": ("zero2", ["model=llama3_1b", "micro_batch_size=2"], ("fsdp", 1)),
+    "llama3_8b fsdp": ("fsdp", ["model=llama3_8b", "micro_batch_size=1", "activation_checkpointing=full"], ("fsdp", 1)),
+    "llama3_8b fsdp, then half the ranks": (
+        "fsdp", ["model=llama3_8b", "micro_batch_size=1", "activation_checkpointing=full"], ("fsdp", 2)),
+}  # fmt: skip
+WARM_UP, QUIET, SAVES = 4, 8, 3
+BEHIND = 12  # steps after a save, at most, that are timed while it is written
+
+
+class Ticks:
+    """Stands where the data set's clock would; nothing is measured there."""
+
+    def tick(self) -> None:
+        pass
+
+
+class Watch(Callback):
+    """Saves when it is time to; comes after every other callback."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.saving, self.device = Saving(plan), device
+        self.held: list[float] = []
+        self.behind: list[float] = []  # seconds per step, of each save
+        self.begun: float | None = None
+        self.quiet = float("nan")
+        self.next_save = WARM_UP + QUIET
+        self.mark = 0.0
+
+    def _now(self) -> float:
+        wait_for(self.device)
+        return time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        step = trainer.global_step
+        if step == WARM_UP:
+            self.mark = self._now()
+        elif step == self.next_save:
+            if not self.held:
+                self.quiet = (self._now() - self.mark) / QUIET
+            elif self.begun is not None:
+                self.behind.append((self._now() - self.begun) / BEHIND)
+            if len(self.held) < SAVES:
+                wait_for(self.device)
+                began = time.perf_counter()
+                self.saving.save_step(trainer)
+                self.held.append(time.perf_counter() - began)
+                self.begun = time.perf_counter()
+                self.next_save += BEHIND
+
+    def on_train_end(self, trainer: Any, *args: Any) -> None:
+        writer = self.saving.writer
+        assert writer is not None
+        outcome = writer.wait()
+        assert outcome is not None and outcome.error is None, outcome
+        self.written = outcome
+        writer.close()
+
+
+def plan_of(words: list[str], strategy: str, ranks: int, accelerator: str, folder: Path, name: str, steps: int) -> Plan:
+    micro = next(w.split("=")[1] for w in words if w.startswith("micro_batch_size="))
+    argv = [
+        "schedule=none", "optimizer.lr=1e-5", "module.sample_tokens=0", "data._target_=benchmarks.overhead.Held",
+        "~data.corpus", "~data.directory", "~data.max_validation_sequences", "~data.num_workers", "precision=bf16",
+        "checkpoint=async", "checkpoint.monitor=null", "checkpoint.save_every_n_steps=null",
+        "checkpoint.save_at_end=false", "validate_every_n_steps=1000000", f"strategy={strategy}", *words,
+        f"devices={ranks}", f"global_batch_size={int(micro) * ranks}", f"accelerator={accelerator}",
+        f"max_steps={steps}", f"runs_dir={folder}", f"name={name}", "data.sequence_length=2048",
+    ]  # fmt: skip
+    argv += [word for word in words if word.startswith("data.sequence_length=")]
+    plan = make_plan(compose(argv).jobs[0].config, Host(cuda_devices=torch.cuda.device_count()))
+    Path(plan.run_dir).mkdir(parents=True, exist_ok=True)
+    return plan
+
+
+def tokens_for(plan: Plan) -> Any:
+    length, vocabulary = plan.data["sequence_length"], plan.module["model"]["vocab_size"]
+    tokens = torch.randint(
+        0, vocabulary, (plan.micro_batch_size, length + 1), generator=torch.Generator().manual_seed(0)
+    )
+    return Held({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, Ticks(), plan.micro_batch_size)  # type: ignore[arg-type]
+
+
+def device_of(accelerator: str) -> torch.device:
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if accelerator == "cuda" else torch.device("cpu")
+
+
+def save(words: list[str], strategy: str, ranks: int, accelerator: str, folder: Path) -> dict[str, Any]:
+    quiet_lightning()
+    plan = plan_of(words, strategy, ranks, accelerator, folder, "saved", WARM_UP + QUIET + SAVES * BEHIND)
+    init_process_group(plan)
+    watch = Watch(plan, device_of(accelerator))
+    module = build_module(plan)
+    trainer = build_trainer(plan, module)
+    trainer.callbacks.append(watch)  # type: ignore[attr-defined]
+    trainer.fit(module, datamodule=tokens_for(plan))
+    return {
+        "step_seconds": watch.quiet,
+        "held_seconds": watch.held,
+        "behind_seconds": median(watch.behind[1:] or watch.behind),
+        "behind_each": watch.behind,
+        "write_seconds": watch.written.seconds,
+        "bytes": watch.written.bytes,
+        "checkpoint": str(watch.written.path),
+        "peak_host_gib": peak_host_gib(),
+    }
+
+
+def load(words: list[str], strategy: str, ranks: int, accelerator: str, folder: Path, path: str) -> dict[str, Any]:
+    quiet_lightning()
+    steps = WARM_UP + QUIET + SAVES * BEHIND
+    plan = plan_of([*words, f"resume={path}"], strategy, ranks, accelerator, folder, "loaded", steps)
+    init_process_group(plan)
+    module = build_module(plan)
+    trainer = build_trainer(plan, module)
+    seconds: list[float] = []
+    strategy_ = trainer.strategy
+    original = strategy_.load_checkpoint
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        dist.barrier()
+        began = time.perf_counter()
+        loaded = original(*args, **kwargs)
+        wait_for(device_of(accelerator))
+        dist.barrier()
+        seconds.append(time.perf_counter() - began)
+        return loaded
+
+    strategy_.load_checkpoint = timed  # type: ignore[method-assign]
+    trainer.fit(module, datamodule=tokens_for(plan), ckpt_path=path, weights_only=True)
+    return {"load_seconds": seconds[0], "loaded_ranks": ranks, "loaded_strategy": strategy}
+
+
+def peak_host_gib() -> float:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--accelerator", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--ranks", type=int, help="default: all GPUs")
+    parser.add_argument("--cells", default=";".join(CELLS), help="separated by semicolons")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--folder", type=Path, help="where checkpoints are written; default: a temporary one")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds for a cell's saving, and for its loading")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--commit", help="of this code, where it was copied without its history")
+    arguments = parser.parse_args()
+    ranks = arguments.ranks or torch.cuda.device_count()
+    environment = describe_environment()
+    gpu = environment["gpus"][0] if arguments.accelerator == "cuda" else "cpu"
+    del environment["hostname"]
+    environment["commit"] = arguments.commit or environment["commit"]
+    command = " ".join(["python", "benchmarks/saving.py", *sys.argv[1:]])
+    result: dict[str, Any] = {"command": command, "ranks": ranks, "environment": environment, "cells": []}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"saving-{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}-x{ranks}.json"
+    for name in arguments.cells.split(";"):
+        strategy, words, (other, part) = CELLS[name]
+        words = [*words, *(TINY if arguments.tiny else [])]
+        cell: dict[str, Any] = {"name": name, "overrides": words}
+        folder = Path(tempfile.mkdtemp(dir=arguments.folder))
+        try:
+            what = (words, strategy, ranks, arguments.accelerator, folder)
+            cell |= spawn(ranks, save, *what, timeout_seconds=arguments.timeout)[0]
+            few = ranks // part
+            loading = (words, other, few, arguments.accelerator, folder, cell.pop("checkpoint"))
+            cell |= spawn(few, load, *loading, timeout_seconds=arguments.timeout)[0]
+        except Exception as error:
+            cell["error"] = str(error)[-1500:].replace(f"{ROOT}/", "")
+        shutil.rmtree(folder, ignore_errors=True)
+        result["cells"].append(cell)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print({key: value for key, value in cell.items() if key != "overrides"}, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""A save that fails costs that save; what is damaged is named and passed over; no rank ever holds the whole state."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import resource
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+
+from shardwise.checkpoint import save as saving
+from shardwise.checkpoint.find import damage, list_checkpoints, newest_whole, resolve_resume
+from shardwise.checkpoint.load import settle_resume
+from shardwise.errors import CheckpointError, ConfigError
+from tests.distributed.cells import fit
+from tests.distributed.commands import RECIPE, Running, check, make_home, metrics, run
+from tests.distributed.processes import spawn
+from tests.distributed.test_exact_resume import plan_for
+
+WIDE = 1536  # 9 MB a layer, 28 MB with what AdamW keeps
+
+
+# Failures
+
+
+class Full(Callback):
+    """From one step on rank 1's files may have no more than some bytes, as on a disk that is nearly full."""
+
+    def __init__(self, steps: range) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if dist.get_rank() == 1:
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            soft = 4096 if trainer.global_step + 1 in self.steps else hard
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def failing(folder: Path, *words: str) -> dict[str, Any]:
+    """In each rank: saves after steps 2, 4 and 6, of which that after step 4 fails."""
+    found: dict[str, Any] = {}
+    for name, more, full in (("goes-on", [], range(4, 6)), ("stops", ["checkpoint.max_failures=0"], range(4, 8))):
+        plan = plan_for(folder / name, 2, 6, "strategy=fsdp", *words, *more)
+        plan = replace(plan, checkpoint=replace(plan.checkpoint, save_every_n_steps=2, keep_last=9))
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            try:
+                fit(plan, Full(full))
+                found[name] = None
+            except CheckpointError as error:
+                found[name] = str(error)
+            finally:
+                _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        found[f"{name} said"] = out.getvalue()
+    return found
+
+
+@pytest.mark.parametrize("words", [("checkpoint.asynchronous=false",), ("checkpoint=async",)], ids=lambda w: w[0])
+def test_a_save_that_fails_on_one_rank_costs_that_save(tmp_path: Path, words: tuple[str, ...]) -> None:
+    found = spawn(2, failing, tmp_path, *words)
+    assert found[0]["goes-on"] is found[1]["goes-on"] is None
+    steps = [path.name[5:13] for path in list_checkpoints(tmp_path / "goes-on")]
+    assert steps == ["00000002", "00000006"] and not list(tmp_path.glob("*/checkpoints/*.partial"))
+    said = found[0]["goes-on said"]
+    assert re.search(r"step-00000004\.ckpt could not be written: rank 1: .*; the run goes on, and tries again", said)
+    assert list(metrics(tmp_path / "goes-on", "checkpoint/failures").values()) == [[1.0]]
+    for told in (found[0]["stops"], found[1]["stops"]):
+        assert "step-00000004.ckpt could not be written: rank 1:" in told and "resume=auto goes on from the last" in told
+    assert newest_whole(tmp_path / "stops") == tmp_path / "stops" / "checkpoints" / "step-00000002.ckpt"
+
+
+# Damage
+
+
+def damaged(folder: Path) -> dict[str, Any]:
+    """In each rank: three checkpoints, and every kind of damage to the last one or two."""
+    plan = plan_for(folder / "run", 2, 6, "strategy=fsdp", "checkpoint.asynchronous=false")
+    fit(replace(plan, checkpoint=replace(plan.checkpoint, save_every_n_steps=2, keep_last=9)))
+    found = {}
+    for name, change in CHANGES.items():
+        copy = folder / name
+        if dist.get_rank() == 0:
+            shutil.copytree(folder / "run", copy)
+            change(copy / "checkpoints" / "step-00000006.ckpt")
+        dist.barrier()
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            seen = newest_whole(copy)
+            auto = settle_resume(replace(plan, run_dir=str(copy), resume=str(seen), may_fall_back=True)).resume
+        try:
+            path = str(copy / "checkpoints" / "step-00000006.ckpt")
+            named = settle_resume(replace(plan, run_dir=str(copy), resume=path, may_fall_back=False)).resume
+        except ConfigError as error:
+            named = str(error)
+        found[name] = {"auto": auto, "named": named, "out": out.getvalue(), "seen": seen}
+    return found
+
+
+def shard(folder: Path) -> Path:
+    return folder / "__1_0.distcp"
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+CHANGES = {
+    "truncated": lambda folder: shard(folder).write_bytes(shard(folder).read_bytes()[:-1]),
+    "flipped": lambda folder: flip(shard(folder)),
+    "missing": lambda folder: shard(folder).unlink(),
+    "metadata": lambda folder: flip(folder / ".metadata"),
+    "manifest": lambda folder: (folder / "manifest.json").write_text("{"),
+    "unsealed": lambda folder: (folder / "manifest.json").unlink(),
+    "two": lambda folder: (flip(shard(folder)), flip(shard(folder.with_name("step-00000004.ckpt")))),
+}
+SAID = {
+    "truncated": r"__1_0\.distcp has \d+ bytes of \d+",
+    "flipped": r"__1_0\.distcp is not what was written",
+    "missing": r"__1_0\.distcp is missing",
+    "metadata": r"\.metadata is not what was written",
+    "manifest": r"manifest\.json cannot be read",
+    "unsealed": r"manifest\.json cannot be read",
+    "two": r"__1_0\.distcp is not what was written",
+}
+
+
+def test_what_is_damaged_is_named_and_passed_over(tmp_path: Path) -> None:
+    for rank, found in enumerate(spawn(2, damaged, tmp_path)):
+        for name, seen in found.items():
+            before = "step-00000002.ckpt" if name == "two" else "step-00000004.ckpt"
+            assert Path(seen["auto"]).name == before, name
+            assert re.search(rf"step-00000006\.ckpt is damaged: {SAID[name]}", seen["named"]), seen["named"]
+            looked = name in ("flipped", "metadata", "two")  # what names and sizes do not tell
+            assert (Path(seen["seen"]).name == "step-00000006.ckpt") == looked
+            if looked and rank == 0:
+                assert re.search(rf"is damaged: {SAID[name]}.*; going on from step-00000004\.ckpt", seen["out"])
+
+
+def test_damage_is_said_before_anything_starts(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "checkpoints" / "step-00000002.ckpt"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "files": {"a": {"bytes": 3, "sha256": ""}}}))
+    assert damage(path) == "a is missing"
+    with pytest.raises(ConfigError, match=r"no checkpoint of .* is whole \(step-00000002\.ckpt: a is missing\)"):
+        resolve_resume("auto", tmp_path / "run", "fit")
+    with pytest.raises(ConfigError, match=r"is damaged: a is missing; resume=auto takes the newest that is whole"):
+        resolve_resume(str(path), tmp_path / "other", "fit")
+    (path / "manifest.json").write_text(json.dumps({"format": 2, "files": {}}))
+    assert damage(path) == "manifest.json is of format 2, and this version reads 1"
+
+
+def test_killed_while_it_saves_a_run_goes_on(tmp_path: Path) -> None:
+    home = make_home(tmp_path)
+    words = [*RECIPE, "strategy=fsdp", "devices=2", "checkpoint=async", "checkpoint.save_every_n_steps=2",
+             "checkpoint.monitor=null", "checkpoint.keep_last=9"]  # fmt: skip
+    with Running(home, "killed", *words, "name=killed", "max_steps=1000") as killed:
+        partial = home / "runs" / "killed" / "checkpoints" / "step-00000006.ckpt.partial"
+        deadline = time.monotonic() + 100
+        while not partial.exists() and not partial.with_suffix("").exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        killed.process.kill()
+        killed.process.wait()
+    time.sleep(1)  # its ranks die with it
+    assert newest_whole(home / "runs" / "killed") is not None
+    check(run(home, *words, "name=killed", "max_steps=10", "resume=auto"))
+    check(run(home, *words, "name=straight", "max_steps=10"))
+    columns = ("train/loss", "train/gradient_norm", "train/samples")
+    assert metrics(home / "runs" / "killed", *columns) == metrics(home / "runs" / "straight", *columns)
+    assert not list((home / "runs" / "killed" / "checkpoints").glob("*.partial"))
+
+
+# Memory
+
+
+class Wide(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh()) for _ in range(6)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        out: Tensor = self.layers(batch[0][:, :1].expand(-1, WIDE)).square().mean()
+        return out
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+def resident_bytes(which: str) -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{which}:")]
+    return int(line.split()[1]) * 1024
+
+
+class Peak(Callback):
+    """How much more memory a rank had, at most, while it saved; and while it loaded."""
+
+    def __init__(self) -> None:
+        self.grown: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def watching(self, what: str) -> Any:
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        before = resident_bytes("VmRSS")
+        yield
+        self.grown[what] = resident_bytes("VmHWM") - before
+
+
+def grown(folder: Path, words: list[str]) -> dict[str, float]:
+    peak = Peak()
+    wide = ["module._target_=tests.distributed.test_saving.Wide", "checkpoint.save_at_end=false"]
+    plan = plan_for(folder / "run", 2, 2, *wide, *words)
+    plan = replace(plan, checkpoint=replace(plan.checkpoint, save_every_n_steps=1))
+    real = saving.publish
+
+    def published(*args: Any) -> int:
+        with peak.watching("save"):
+            return real(*args)
+
+    with patch.object(saving, "publish", published):
+        fit(plan)
+    from shardwise.strategies import common
+
+    restore = common.restore
+
+    def restored(*args: Any, **kwargs: Any) -> None:
+        with peak.watching("load"):
+            restore(*args, **kwargs)
+
+    [saved] = list_checkpoints(plan.run_dir)[-1:]
+    again = plan_for(folder / "again", 2, 3, *wide, *words, f"resume={saved}")
+    with patch.object(common, "restore", restored), patch("shardwise.strategies.zero.restore", restored):
+        fit(again)
+    return peak.grown
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+def test_no_rank_ever_holds_the_whole_state(tmp_path: Path, strategy: str) -> None:
+    whole = 3 * 4 * 6 * (WIDE + 1) * WIDE  # parameters and two moments, fp32: 170 MB
+    for rank in spawn(2, grown, tmp_path, [f"strategy={strategy}", "checkpoint.asynchronous=false"]):
+        assert set(rank) == {"save", "load"}
+        # A rank holds half of it anyway. Beside that: a tensor at a time, on its way; loading makes the moments.
+        assert rank["save"] < 0.25 * whole and rank["load"] < 0.25 * whole + 2 / 3 * whole / 2, rank
