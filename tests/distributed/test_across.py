@@ -1,4 +1,4 @@
-"""A checkpoint is a run's, not a strategy's: what was saved under any goes on under any other, on any number of ranks."""
+"""A checkpoint is a run's, not a strategy's: saved under any, a run goes on under any other, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ OPTIMIZERS = ["sgd", "adamw"]
 OFFLOADED = ["zero2, optimizer offloaded", "zero3, all offloaded"]
 # Every strategy is saved under and gone on with, on more ranks and on fewer.
 MORE = [(Side(a, 2), Side(b, 4)) for a, b in zip(NAMES, [*NAMES[3:], *NAMES[:3]], strict=True)]
-FEWER = [(Side(a, 2), Side(b, 1)) for a, b in [("ddp", "fsdp"), ("zero3", "ddp"), ("fsdp", "zero1"), ("zero1", "zero3")]]
+FEWER = [(Side("ddp", 2), Side("fsdp", 1)), (Side("zero3", 2), Side("ddp", 1)),
+         (Side("fsdp", 2), Side("zero1", 1)), (Side("zero1", 2), Side("zero3", 1))]  # fmt: skip
 SAME = [(Side("zero2", 2), Side(OFFLOADED[0], 2)), (Side(OFFLOADED[1], 2), Side("fsdp", 2)),
         (Side("zero1", 2), Side("zero3", 2)), (Side("fsdp", 2), Side(OFFLOADED[1], 2))]  # fmt: skip
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint.find import FORMAT, MANIFEST
-from shardwise.checkpoint.tensors import Box, Spread, write_tensors
+from shardwise.checkpoint.tensors import Box, RankError, Spread, write_tensors
 
 _T = TypeVar("_T")
 
@@ -200,14 +200,15 @@ def _together(work: Callable[[], _T], group: dist.ProcessGroup | None) -> list[_
     error = None
     try:
         result = work()
+    except RankError as raised:
+        error = str(raised)
     except Exception as raised:  # whatever a file system may say
-        error = " ".join(f"{type(raised).__name__}: {raised}".split())[:500]
+        error = str(RankError(dist.get_rank(), raised))
     results: list[Any] = [(result, error)]
     if group is not None:
         results = [None] * dist.get_world_size()
         dist.all_gather_object(results, (result, error), group=group)
-    errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error is not None]
-    if errors:
+    if errors := [error for _, error in results if error is not None]:
         raise SaveError(errors[0])
     return [result for result, _ in results]
 

@@ -96,6 +96,13 @@ def _cut(
     yield from _cut(shape, (first + rows) * row, values[rows * row :], before)
 
 
+class RankError(Exception):
+    """What went wrong on a rank, wherever it is raised."""
+
+    def __init__(self, rank: int, error: BaseException) -> None:
+        super().__init__(f"rank {rank}: " + " ".join(f"{type(error).__name__}: {error}".split())[:500])
+
+
 class _Saving(DefaultSavePlanner):
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self.state_dict, self.is_coordinator = state_dict, is_coordinator
@@ -170,14 +177,15 @@ def write_tensors(folder: Path, tensors: dict[str, Spread], group: dist.ProcessG
     """Every rank its boxes; what several hold is written by one of them. Collective.
 
     Raises:
-        OSError: of any rank.
+        RankError: on every rank, what went wrong on one.
     """
     writer = FileSystemWriter(folder, sync_files=True, overwrite=True)
     try:
         planner = _Saving(flatten_state_dict=False)
         save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from None
+        rank, (failure, _) = next(iter(error.failures.items()))
+        raise RankError(rank, failure) from None
 
 
 def read_tensors(folder: Path, tensors: dict[str, Spread], group: dist.ProcessGroup | None) -> None:
