@@ -47,7 +47,7 @@ WORDS: list[tuple[str, list[str]]] = [
     ("recipe.module=3", ["recipe names a file and has no values of its own; recipe is one of custom,"]),
     ("hydra.run.dir=x", ["hydra.run.dir=x: Hydra's own node is set by this program; leave it out"]),
     ("optimizer.lrr=1", ["optimizer.lrr=1: optimizer has no option lrr; it has _target_, lr,", "(did you mean lr?)"]),
-    ("checkpoint.keep=1", ["checkpoint has no option keep; it has save_every_n_steps, keep_last, monitor, mode"]),
+    ("checkpoint.keep=1", ["checkpoint has no option keep; it has save_every_n_steps, keep_last, keep_every_n_steps"]),
     ("seed.foo=3", ["seed.foo=3: seed is a single value; write seed=…"]),
     ("+max_steps=3", ["+max_steps=3: max_steps is there already; leave out the +"]),
     ("optimizer=none schedule=none optimizer.lr=3", ["optimizer is none here, so it has no lr; choose optimizer=…"]),
@@ -197,7 +197,14 @@ WORDS: list[tuple[str, list[str]]] = [
     ("runs_dir=", ["runs_dir=: names no folder; give one, e.g. runs_dir=runs"]),
     ("\"runs_dir='~no-such-user/x'\"", ["runs_dir=~no-such-user/x: names no folder"]),
     ("resume=TMP/nowhere.ckpt", ["resume=TMP/nowhere.ckpt: no such checkpoint; resume=auto takes the newest"]),
-    ("resume=TMP/runs/taken", ["a folder without meta.pt is no complete checkpoint; give another, or resume=auto"]),
+    ("resume=TMP/runs/taken", ["without a manifest.json it is no complete checkpoint; give another, or resume=auto"]),
+    ("resume=TMP/file.ckpt", ["without a manifest.json it is no complete checkpoint"]),
+    ("resume_allow=[weights]", ["resume_allow=['weights']: known are data, global_batch_size, optimizer, seed"]),
+    ("checkpoint.keep_every_n_steps=150", ["must be a multiple of checkpoint.save_every_n_steps=100"]),
+    ("checkpoint.keep_every_n_steps=100 checkpoint.save_every_n_steps=null",
+     ["checkpoint.keep_every_n_steps=100: must be a multiple of checkpoint.save_every_n_steps=null"]),
+    ("checkpoint.max_failures=-1", ["checkpoint.max_failures=-1: must be at least 0"]),
+    ("checkpoint.when_busy=drop", ["checkpoint.when_busy", "wait", "skip"]),
     (f"resume={'x' * 300}", ["cannot look for checkpoints", "File name too long"]),
     ("stage=validate resume=auto name=new", ["runs/new holds no checkpoint to validate; name= a run that has one"]),
     ("name=taken", ["runs/taken already holds a run: resume=auto goes on with it, another name= starts a new one"]),
@@ -292,7 +299,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "runs/taken").mkdir(parents=True)
     (folder / "runs/taken/plan.json").write_text("{}")
     (folder / "file").touch()
-    (folder / "some.ckpt").touch()
+    (folder / "file.ckpt").touch()
+    (folder / "some.ckpt").mkdir()
+    (folder / "some.ckpt/manifest.json").write_text('{"format": 1, "files": {}}')
     tokens = np.zeros(100, dtype=np.uint8)
     write_token_shards(folder / "good", {"train": [tokens], "validation": [tokens]}, vocab_size=256)
     for name in ("truncated", "emptied", "lost", "corrupt"):

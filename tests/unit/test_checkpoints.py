@@ -6,9 +6,12 @@ import dataclasses
 import json
 from pathlib import Path
 
+import pytest
+
 from shardwise.checkpoint.find import keep_earlier
 from shardwise.cli import differences, resumption
 from shardwise.compose import compose
+from shardwise.errors import ConfigError
 from shardwise.plan import Host, make_plan
 
 
@@ -42,10 +45,28 @@ def test_a_run_that_goes_on_with_other_values_says_which(tmp_path: Path) -> None
     assert resumption(plan()) == []  # of a checkpoint without a record nothing can be said
     (tmp_path / "plan.json").write_text(plan().to_json())
     assert resumption(plan()) == resumption(dataclasses.replace(plan("seed=1"), stage="validate")) == []
-    told = resumption(plan("seed=1", "optimizer.lr=0.5"))
+    assert resumption(plan("micro_batch_size=2", "data.num_workers=3")) == []  # the same samples all the same
+    told = resumption(plan("seed=1", "optimizer.lr=0.5", "resume_allow=[seed]"))
     assert told == [
         f"goes on with other values than its checkpoint was trained with: optimizer.lr "
         f"{json.dumps(plan().optimizer['lr'])} → 0.5; seed 0 → 1",
         "the checkpoint's optimizer state, its learning rate included, is kept",
     ]
     assert resumption(plan("max_steps=12"))[-1].startswith("nothing left to train: max_steps=12, and step-00000012")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["seed=1"], "seed 0 → 1: the run would not see the samples that it was to see; give the same seed"),
+        (["global_batch_size=64"], r"global_batch_size 32 → 64: .*resume_allow=\[global_batch_size\]"),
+        (["data.sequence_length=64", "resume_allow=[seed]"], "data.sequence_length .* → 64: .*give the same data"),
+    ],
+)
+def test_other_samples_are_refused(tmp_path: Path, words: list[str], said: str) -> None:
+    made = [make_plan(compose(["name=run", "max_steps=20", *w]).jobs[0].config, Host(0)) for w in ([], words)]
+    (tmp_path / "plan.json").write_text(made[0].to_json())
+    resumed = dataclasses.replace(made[1], resume=str(tmp_path / "checkpoints" / "step-00000012.ckpt"))
+    with pytest.raises(ConfigError, match=said):
+        resumption(resumed)
+    assert resumption(dataclasses.replace(resumed, resume_allow=("seed", "global_batch_size", "data")))

@@ -69,7 +69,7 @@ def test_shardwise_knows_no_recipe(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["schema", "topology", "plan", "errors", "checkpoints", "compose", "launch.host", "build", "cli"]
+    "module", ["schema", "topology", "plan", "errors", "checkpoint.find", "compose", "launch.host", "build", "cli"]
 )
 def test_a_dry_run_needs_no_torch(module: str) -> None:
     names = on_import(f"shardwise.{module}")
