@@ -7,13 +7,22 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import nn, optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.build import locate
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
+
+_ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad,
+                optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD)  # fmt: skip
+
+
+def treats_weights_one_by_one(optimizer: Optimizer) -> bool:
+    """Whether it comes to the same on any pieces of its parameters."""
+    known = isinstance(optimizer, _ELEMENTWISE) or type(optimizer).__module__.startswith("deepspeed.")
+    return known or bool(getattr(optimizer, "is_elementwise", False))
 
 
 def check_ownership(plan: Plan, module_class: Any) -> None:

@@ -76,6 +76,7 @@ class PlannedStrategy(ParallelStrategy):
         self._zero: Tensor | None = None
         self._one: Tensor | None = None
         self._places: dict[str, tuple[nn.Parameter, int]] | None = None  # parameters, and which optimizer has them
+        self._shards: dict[int, nn.Parameter] = {}  # what an optimizer was given in place of a parameter, by its id
         self._files: dist.ProcessGroup | None = None
         self._random: dict[str, Any] | None = None  # this rank's random state, to go on with
         self._begin: Tick | None = None  # of the step that is under way
@@ -524,7 +525,8 @@ class PlannedStrategy(ParallelStrategy):
             numbers = {id(p): i for i, o in enumerate(self.optimizers) for g in o.param_groups for p in g["params"]}
             parameters = self.lightning_module.named_parameters()
             # What no optimizer has been given keeps nothing in any.
-            self._places = {name: (p, numbers.get(id(p), 0)) for name, p in parameters}
+            stepped = {name: self._shards.get(id(p), p) for name, p in parameters}
+            self._places = {name: (p, numbers.get(id(p), 0)) for name, p in stepped.items()}
         return self._places[name]
 
     def _own_optimizers(self) -> list[Optimizer]:
@@ -534,7 +536,7 @@ class PlannedStrategy(ParallelStrategy):
     def _group_names(self) -> list[list[list[str]]]:
         """Per optimizer and group: its parameters."""
         assert self.lightning_module is not None
-        names = {id(p): name for name, p in self.lightning_module.named_parameters()}
+        names = {id(self._shards.get(id(p), p)): name for name, p in self.lightning_module.named_parameters()}
         return [[[names[id(p)] for p in g["params"] if id(p) in names] for g in o.param_groups]
                 for o in self._own_optimizers()]  # fmt: skip
 

@@ -16,13 +16,15 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.optim import Optimizer
 
 from shardwise.checkpoint.state import Held
 from shardwise.errors import ConfigError
 from shardwise.initialize import Materializer, broadcast_from_rank_zero
+from shardwise.optimizers import treats_weights_one_by_one
 from shardwise.plan import Plan
 from shardwise.precision import mixed_precision_policy
 from shardwise.strategies.common import PlannedStrategy
@@ -56,6 +58,11 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            assert self.lightning_module is not None
+            # A GradScaler looks for infinities itself, over all ranks by way of DTensors.
+            if self.lightning_module.automatic_optimization and not self.plan.precision.loss_scaling:
+                for optimizer in filter(treats_weights_one_by_one, self.optimizers):
+                    self._step_on_shards(optimizer)
         self.setup_precision_plugin()
 
     def _shard(self) -> None:
@@ -94,6 +101,30 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                 if isinstance(root, FSDPModule):
                     root._get_fsdp_state()._lazy_init()
         broadcast_from_rank_zero(list(module.buffers()))
+
+    def _step_on_shards(self, optimizer: Optimizer) -> None:
+        """Let it work on what this rank holds: the arithmetic of DTensors takes the host longer than a step may."""
+        sharded = [p for group in optimizer.param_groups for p in group["params"]]
+        self._shards |= {id(p): nn.Parameter(p.detach().to_local(), requires_grad=False) for p in sharded}
+        for group in optimizer.param_groups:
+            group["params"] = [self._shards[id(p)] for p in group["params"]]
+
+        def show_gradients(*_: Any) -> None:
+            for p in sharded:
+                self._shards[id(p)].grad = None if p.grad is None else p.grad._local_tensor
+
+        def hide_gradients(*_: Any) -> None:
+            for p in sharded:
+                self._shards[id(p)].grad = None
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            for p in sharded:
+                p.grad = None
+
+        optimizer.register_step_pre_hook(show_gradients)
+        optimizer.register_step_post_hook(hide_gradients)
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        optimizer.sharded_parameters = sharded  # type: ignore[attr-defined] # which have the gradients
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

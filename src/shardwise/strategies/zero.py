@@ -26,7 +26,7 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -35,6 +35,7 @@ from shardwise.checkpoint.state import Held, make_like, restore
 from shardwise.checkpoint.tensors import range_of, slice_of
 from shardwise.errors import ConfigError
 from shardwise.initialize import Materializer, broadcast_from_rank_zero
+from shardwise.optimizers import treats_weights_one_by_one
 from shardwise.plan import Plan
 from shardwise.precision import LOSS_SCALE, PlannedPrecision, dtype_of
 from shardwise.strategies.common import PlannedStrategy
@@ -45,9 +46,6 @@ _BUCKET = 25_000_000
 
 # What a module may do to gradients before a step
 _GRADIENT_HOOKS = ("backward", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
-
-_ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad,
-                optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD)  # fmt: skip
 
 
 class ZeroStrategy(PlannedStrategy, DDPStrategy):
@@ -140,8 +138,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                 f"{self.module_name} has its own {', '.join(hooks)}, and under {name} gradients are in DeepSpeed's "
                 f"hands, out of reach: leave it out, or use strategy=ddp or fsdp"
             )
-        elementwise = isinstance(optimizer, _ELEMENTWISE) or type(optimizer).__module__.startswith("deepspeed.")
-        if not elementwise and not getattr(optimizer, "is_elementwise", False):
+        if not treats_weights_one_by_one(optimizer):
             raise ConfigError(
                 f"{type(optimizer).__name__} is not known to treat every weight by itself, and DeepSpeed gives it flat "
                 f"pieces without rows or columns: use AdamW or SGD, strategy=ddp, or, if it does, set is_elementwise = "
