@@ -97,7 +97,6 @@ class Watch(Callback):
         outcome = writer.wait()
         assert outcome is not None and outcome.error is None, outcome
         self.written = outcome
-        writer.close()
 
 
 def plan_of(words: list[str], strategy: str, ranks: int, accelerator: str, folder: Path, name: str, steps: int) -> Plan:

@@ -253,5 +253,6 @@ def quiet_lightning() -> None:
         ".*wandb run already in progress.*",  # a run that was rolled back goes on in the same one
         ".*barrier.*: using the device under current context.*",
         ".*torch.distributed.* is deprecated. Please use.*",  # DeepSpeed, on torch 2.13
+        ".*torch.distributed is disabled, unavailable.*",  # DCP, of one rank
     ):
         warnings.filterwarnings("ignore", message)

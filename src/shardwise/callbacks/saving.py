@@ -89,9 +89,7 @@ class Saving(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.plan.checkpoint.save_at_end and 0 < trainer.global_step != self.saved_step:
             self.save_step(trainer)
-        if self.writer is not None:
-            self.settle(trainer, last=True)
-            self.writer.close()
+        self.settle(trainer, last=True)
 
     def save_step(self, trainer: Trainer) -> None:
         """Save the step that the counters show. Collective."""
@@ -122,6 +120,7 @@ class Saving(Callback):
         strategy = strategy_of(trainer)
         if self.writer is None:
             self.writer = Writer(self.plan.checkpoint.asynchronous, strategy.root_device)
+            strategy.at_teardown(self.writer.close)
         ends = trainer.global_step == self.plan.max_steps
         if self.plan.checkpoint.when_busy == "skip" and not ends and strategy.broadcast(self.writer.busy):
             if trainer.is_global_zero:

@@ -93,9 +93,13 @@ class Writer:
         return self.outcome
 
     def close(self) -> None:
+        """Ends the thread and the group, once nothing is being written."""
         self.wait()
         if self._thread is not None:
             self._thread.shutdown()
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None
 
     def _stage(self, snapshot: Snapshot) -> tuple[Snapshot, torch.cuda.Event | None]:
         """Copies in the host's memory. On CUDA they are under way when this returns, beside the computation."""

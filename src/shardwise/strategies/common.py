@@ -78,6 +78,7 @@ class PlannedStrategy(ParallelStrategy):
         self._places: dict[str, tuple[nn.Parameter, int]] | None = None  # parameters, and which optimizer has them
         self._shards: dict[int, nn.Parameter] = {}  # what an optimizer was given in place of a parameter, by its id
         self._files: dist.ProcessGroup | None = None
+        self._closing: list[Callable[[], Any]] = []
         self._random: dict[str, Any] | None = None  # this rank's random state, to go on with
         self._begin: Tick | None = None  # of the step that is under way
         self._arrived: Tick | None = None
@@ -165,6 +166,9 @@ class PlannedStrategy(ParallelStrategy):
         return batch
 
     def teardown(self) -> None:
+        while self._closing:
+            self._closing.pop()()
+        self._files = None
         module = self.lightning_module
         if module is None or not any(p.is_meta for p in module.parameters()):
             super().teardown()  # moves the module to the CPU: before it is made, that would hide the error that ends it
@@ -564,7 +568,12 @@ class PlannedStrategy(ParallelStrategy):
         """For the coordination of files, which is the hosts'."""
         if self.world_size > 1 and self._files is None:
             self._files = dist.new_group(backend="gloo")
+            self.at_teardown(partial(dist.destroy_process_group, self._files))
         return self._files
+
+    def at_teardown(self, close: Callable[[], Any]) -> None:
+        """When the Trainer is through, also after an error: threads that outlive the interpreter's end would abort it."""
+        self._closing.append(close)
 
     @property
     def _is_training(self) -> bool:
