@@ -91,12 +91,19 @@ def _files(path: Path, said: str) -> list[Path]:
 
 
 def _remedy(there: list[Path]) -> str:
-    if pickled := [file.name for file in there if file.suffix in _PICKLED]:
+    if pickled := [file.name for file in there if _is_pickled(file)]:
         return (
             f": {pickled[0]} is a pickle, which may run any code when it is read; write its tensors with "
             f"safetensors.torch.save_file first"
         )
     return "; give one, or a folder of them"
+
+
+def _is_pickled(file: Path) -> bool:
+    if file.suffix not in _PICKLED or not file.is_file():
+        return False
+    with file.open("rb") as content:
+        return content.read(2) in (b"PK", b"\x80\x02")  # torch's archive, and what it wrote before 1.6
 
 
 def _indexed(index: Path, said: str) -> list[Path]:
