@@ -17,6 +17,7 @@ from shardwise.errors import ConfigError
 from shardwise.tools import main
 from tests.distributed.cells import cell_plan, fit
 from tests.distributed.processes import spawn
+from tests.distributed.test_exact_resume import WIDTH, Dropping, plan_for
 
 CELLS = {
     "ddp": ["strategy=ddp"],
@@ -52,7 +53,9 @@ class Look(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         tokens = torch.arange(32).view(2, 16)
         self.average = getattr(trainer.strategy, "average", None)
-        if trainer.strategy.plan.strategy.name == "ddp" and not trainer.strategy.plan.precision.is_mixed:
+        self.buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
+        plan = trainer.strategy.plan
+        if hasattr(pl_module, "model") and plan.strategy.name == "ddp" and not plan.precision.is_mixed:
             with torch.no_grad():
                 self.logits = pl_module.model.head(pl_module.model(tokens))
 
@@ -136,14 +139,53 @@ def test_exported_under_one_strategy_and_begun_with_under_another(runs: Any, tmp
     number = list(CELLS).index("zero3, bf16, ema")
     assert main(["export", str(folder / str(number)), "format=safetensors", f"out={tmp_path}/ours"]) == 0
     assert main(["export", str(folder / str(number)), "format=hf", f"out={tmp_path}/theirs"]) == 0
+    tied = make_llama(tmp_path / "tied", tie_word_embeddings=True)
     cells = {
+        "tied": ["strategy=zero3", "model.tie_embeddings=true", f"init_from={tmp_path}/tied"],
         "ours": ["strategy=fsdp", f"init_from={tmp_path}/ours/model.safetensors"],
         "theirs": ["strategy=zero1", "precision=bf16", f"init_from={tmp_path}/theirs"],
     }
     for found in spawn(2, run_all, tmp_path / "runs", cells):
         for cell in cells:
             for key, tensor in ranks[0]["zero3, bf16, ema"]["final"].items():
-                assert torch.equal(found[cell]["start"][key], tensor), key
+                if cell != "tied":
+                    assert torch.equal(found[cell]["start"][key], tensor), key
+        assert "model.head.weight" not in found["tied"]["start"]
+        for key, tensor in found["tied"]["start"].items():
+            assert torch.equal(tensor, by_our_names(tied)[key]), key
+
+
+class Frozen(Dropping):
+    """A weight that no optimizer has, and BatchNorm's buffers, one of which counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=1e-3)
+
+
+def run_frozen(folder: Path, weights: Path, strategies: list[str]) -> dict[str, dict[str, Tensor]]:
+    """In each rank: parameters and buffers before the first step."""
+    found = {}
+    for name in strategies:
+        look, words = Look(), [f"module._target_={__name__}.Frozen", f"strategy={name}", f"init_from={weights}"]
+        found[name] = {**fit(plan_for(folder / name, 2, 1, *words), look)["start"], **look.buffers}
+    return found
+
+
+def test_frozen_weights_and_buffers_too(tmp_path: Path) -> None:
+    expected = {name: torch.randn_like(p) for name, p in Frozen().named_parameters()}
+    expected |= {"norm.running_mean": torch.randn(WIDTH), "norm.running_var": torch.rand(WIDTH)}
+    expected["norm.num_batches_tracked"] = torch.tensor(7)
+    save_file(expected, tmp_path / "frozen.safetensors")
+    strategies = ["ddp", "fsdp", "zero1", "zero3"]
+    for found in spawn(2, run_frozen, tmp_path, tmp_path / "frozen.safetensors", strategies):
+        for strategy in strategies:
+            assert found[strategy].keys() == expected.keys()
+            for key, tensor in expected.items():
+                assert torch.equal(found[strategy][key], tensor), (strategy, key)
 
 
 def refusals(folder: Path, cases: list[list[str]]) -> list[str]:
