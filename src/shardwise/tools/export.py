@@ -145,7 +145,8 @@ class Export:
         from shardwise.checkpoint.tensors import read_metadata
 
         self.checkpoint, self.config = checkpoint, config
-        known: dict[str, Any] = read_metadata(checkpoint).state_dict_metadata
+        self.metadata = read_metadata(checkpoint)
+        known: dict[str, Any] = self.metadata.state_dict_metadata
         self.known = {name: metadata for name, metadata in known.items() if name.startswith(("model.", "average."))}
         own = [name.removeprefix("model.") for name in known if name.startswith("model.")]
         if config.weights is Weights.average and not any(name.startswith("average.") for name in known):
@@ -236,7 +237,7 @@ class Export:
 
         source = self.sources[self.inside[entry.name]]
         saved = torch.empty(entry.shape, dtype=self.known[source].properties.dtype)
-        read_tensors(self.checkpoint, {source: whole(saved)}, None)
+        read_tensors(self.checkpoint, {source: whole(saved)}, None, self.metadata)
         values = saved.to(getattr(torch, entry.dtype))
         if entry.dtype == "float16" and not torch.equal(saved.isfinite(), values.isfinite()):
             raise ConfigError(
