@@ -42,12 +42,15 @@ gpu-test: $(VENV)/.run
 overhead: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/overhead.py $(ARGS)
 
-$(VENV)/.run: requirements.txt | $(VENV)/bin/python
+# The package itself as well, for its console script.
+$(VENV)/.run: requirements.txt pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet --requirement requirements.txt
+	$(VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
-$(VENV)/.dev: requirements-dev.txt requirements-deepspeed.txt requirements.txt | $(VENV)/bin/python
+$(VENV)/.dev: requirements-dev.txt requirements-deepspeed.txt requirements.txt pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet --requirement requirements-dev.txt
+	$(VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@ $(VENV)/.run
 
 $(VENV)/bin/python:

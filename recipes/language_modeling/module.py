@@ -2,13 +2,16 @@
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from recipes.language_modeling import hugging_face
 from recipes.language_modeling.data import TextData, decode, encode
 from recipes.language_modeling.loss import IGNORE, cross_entropy
 from recipes.language_modeling.model import Transformer
@@ -61,6 +64,16 @@ class LanguageModel(LightningModule):
         data = getattr(self.trainer, "datamodule", None)
         if isinstance(data, TextData):
             data.check_fits(vocab_size=self.model.vocab_size, max_seq_len=self.model.max_seq_len)
+
+    @staticmethod
+    def hugging_face_names(node: Mapping[str, Any]) -> dict[str, str]:
+        """Parameters of the module that `node` describes → LlamaForCausalLM's."""
+        return hugging_face.names(node)
+
+    @staticmethod
+    def hugging_face_config(node: Mapping[str, Any]) -> dict[str, Any]:
+        """Its config.json."""
+        return hugging_face.config(node)
 
     def init_module_weights(self, module: nn.Module) -> None:
         """Fills what `module` itself owns; other modules than the model's are left alone."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.find import damage, keep_earlier, list_checkpoints, resolve_resume, stage_file, step_of
+from shardwise.checkpoint.weights import list_weights
 from shardwise.compose import Job, compose
 from shardwise.errors import ConfigError
 from shardwise.launch.host import inspect_host
@@ -67,6 +68,12 @@ def check_targets(plans: list[Plan]) -> None:
     from shardwise.optimizers import check_ownership, try_optimizer
 
     for plan in plans:
+        if plan.init_from is not None and plan.resume is None:
+            if find_spec("safetensors") is None:
+                raise ConfigError(
+                    "init_from needs safetensors, which is not installed: pip install -r requirements.txt"
+                )
+            list_weights(Path(plan.init_from), f"init_from={plan.init_from}")
         if plan.strategy.zero_stage and find_spec("deepspeed") is None:
             raise ConfigError(
                 f"strategy={plan.strategy.name} needs DeepSpeed, which is not installed: "
@@ -156,9 +163,13 @@ def resumption(plan: Plan) -> list[str]:
     Raises:
         ConfigError: another run's samples would come, in another order, and nobody has said that they may.
     """
-    if plan.resume is None or plan.stage != "fit":
+    if plan.resume is None:
         return []
     told = []
+    if plan.init_from is not None:
+        told.append(f"the weights are those of {Path(plan.resume).name}: init_from={plan.init_from} is not read")
+    if plan.stage != "fit":
+        return told
     if plan.may_fall_back:
         passed = [p for p in list_checkpoints(plan.run_dir) if step_of(p) > step_of(plan.resume)]
         told += [f"{path} is damaged: {damage(path)}; going on from {Path(plan.resume).name}" for path in passed]
@@ -212,7 +223,8 @@ def headline(plan: Plan) -> str:
         )
     else:
         batches = "every sample once"
-    resumed = f", from {Path(plan.resume).name}" if plan.resume else ""
+    begin = plan.resume or plan.init_from
+    resumed = f", from {Path(begin).name}" if begin else ""
     return (
         f"run {plan.run_id}: {plan.stage} with {plan.strategy.name}, {plan.precision.name}, on {topology.world_size} "
         f"{plan.accelerator} rank{'s' * (topology.world_size > 1)} ({mesh}){resumed}\n"

@@ -130,6 +130,7 @@ class Plan:
     run_dir: str
     stage: StageName
     resume: str | None  # a checkpoint's path, or None: start from the seed
+    init_from: str | None  # safetensors to start from where nothing is resumed; None: the seed's weights
     may_fall_back: bool  # from a checkpoint that turns out to be damaged, to the one before
     resume_allow: tuple[str, ...]
     seed: int
@@ -238,6 +239,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         run_dir=str(_runs_dir(config) / run_id),
         stage=stage,
         resume=config.resume,
+        init_from=_init_from(config),
         may_fall_back=config.resume == "auto",
         resume_allow=tuple(config.resume_allow),
         seed=config.seed,
@@ -408,6 +410,21 @@ def _runs_dir(config: RunConfig) -> Path:
         return Path(os.path.abspath(Path(config.runs_dir).expanduser()))
     except (RuntimeError, ValueError):
         raise ConfigError(f"runs_dir={config.runs_dir}: names no folder; give one, e.g. runs_dir=runs") from None
+
+
+def _init_from(config: RunConfig) -> str | None:
+    if config.init_from is None:
+        return None
+    if config.resume not in (None, "auto"):
+        raise ConfigError(
+            f"init_from={config.init_from} resume={config.resume}: a checkpoint has its own weights; give one of them"
+        )
+    try:
+        if not config.init_from or "\0" in config.init_from:
+            raise ValueError
+        return os.path.abspath(Path(config.init_from).expanduser())
+    except (RuntimeError, ValueError):
+        raise ConfigError(f"init_from={config.init_from}: names no file or folder; give one, or null") from None
 
 
 def _run_id(config: RunConfig, host: Host) -> str:

@@ -206,6 +206,7 @@ class RunConfig:
     runs_dir: str = "runs"
     resume: str | None = None
     resume_allow: list[str] = field(default_factory=list)  # what may be another than in the run that is resumed
+    init_from: str | None = None  # safetensors to start from, instead of the seed's weights
     dry_run: bool = False
     seed: int = 0
 

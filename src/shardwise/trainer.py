@@ -84,7 +84,7 @@ def _run(plan: Plan, *more: Callback) -> None:
     results = trainer_function(module, datamodule=data, ckpt_path=plan.resume, weights_only=True, **quiet)
     if plan.stage == "fit":
         return
-    lines = {"weights": plan.resume or "as constructed"}
+    lines = {"weights": plan.resume or plan.init_from or "as constructed"}
     if plan.stage == "predict":
         path = Path(plan.run_dir) / "predictions.json"
         batches = gather_predictions(results if trainer.predict_loop.num_dataloaders > 1 else [results])

@@ -206,6 +206,9 @@ WORDS: list[tuple[str, list[str]]] = [
     ("checkpoint.max_failures=-1", ["checkpoint.max_failures=-1: must be at least 0"]),
     ("checkpoint.when_busy=drop", ["checkpoint.when_busy", "wait", "skip"]),
     (f"resume={'x' * 300}", ["cannot look for checkpoints", "File name too long"]),
+    ("init_from=", ["init_from=: names no file or folder; give one, or null"]),
+    ("init_from=[a,b]", ["init_from=['a', 'b']: must be text, or null"]),
+    ("init_from=x resume=y", ["init_from=x resume=y: a checkpoint has its own weights; give one of them"]),
     ("stage=validate resume=auto name=new", ["runs/new holds no checkpoint to validate; name= a run that has one"]),
     ("name=taken", ["runs/taken already holds a run: resume=auto goes on with it, another name= starts a new one"]),
     ("name=taken resume=TMP/some.ckpt", ["runs/taken already holds a run"]),
@@ -275,6 +278,19 @@ TARGETS: list[tuple[str, list[str]]] = [
     ("recipe=image_classification data=webdataset data.directory=TMP/good",
      ["TMP/good has 0 shards train-*.tar: data.directory needs"]),
     ("recipe=image_classification data.image_size=16", ["the digits are what they are; leave them at 10, 1 and 8"]),
+    # weights to start from
+    ("init_from=TMP/nowhere", ["init_from=TMP/nowhere: there is no such file or folder; give one with safetensors"]),
+    ("init_from=TMP/nowhere resume=auto name=new", ["init_from=TMP/nowhere: there is no such file or folder"]),
+    ("init_from=TMP/file", ["init_from=TMP/file is no .safetensors file; give one, or a folder of them"]),
+    ("init_from=TMP/weights/model.bin", ["model.bin is a pickle, which may run any code", "torch.save_file first"]),
+    ("init_from=TMP/weights", ["no *.safetensors in that folder: model.bin is a pickle, which may run any code"]),
+    ("init_from=TMP/good", ["no *.safetensors in that folder; give one, or a folder of them"]),
+    ("init_from=TMP/runs/taken", ["TMP/runs/taken is a run: start from what `shardwise export TMP/runs/taken format="]),
+    ("init_from=TMP/runs/taken/checkpoints/step-00000001.ckpt", ["is a checkpoint: start from what", "by resume="]),
+    ("init_from=TMP/cut/model.safetensors", ["model.safetensors has 99 bytes, and its header says 100; copy it again"]),
+    ("init_from=TMP/cut/noise.safetensors", ["noise.safetensors is damaged, or no safetensors; copy it again"]),
+    ("init_from=TMP/lacking", ["model-2.safetensors is in model.safetensors.index.json and not in the folder; copy"]),
+    ("init_from=TMP/twice", ["a.safetensors and b.safetensors both have w; name one of them"]),
     # folders
     ("runs_dir=TMP/file", ["cannot write the run's folder TMP/file/", "Not a directory; give another runs_dir="]),
     ("runs_dir=/proc/runs", ["cannot write the run's folder /proc/runs/", "give another runs_dir="]),
@@ -310,6 +326,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "emptied/train-00000.bin").write_bytes(b"")
     (folder / "lost/train-00000.bin").unlink()
     (folder / "corrupt/index.json").write_text('{"version": 1,')
+    (folder / "runs/taken/checkpoints/step-00000001.ckpt").mkdir(parents=True)
+    (folder / "runs/taken/checkpoints/step-00000001.ckpt/manifest.json").write_text("{}")
+    for name in ("weights", "cut", "lacking", "twice"):
+        (folder / name).mkdir()
+    (folder / "weights/model.bin").write_bytes(b"PK\3\4")
+    header = b'{"w":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'.ljust(56)
+    whole = len(header).to_bytes(8, "little") + header + bytes(36)
+    (folder / "cut/model.safetensors").write_bytes(whole[:-1])
+    (folder / "cut/noise.safetensors").write_bytes(b"noise" * 9)
+    (folder / "lacking/model.safetensors.index.json").write_text('{"weight_map": {"w": "model-2.safetensors"}}')
+    for name in ("a", "b"):
+        (folder / f"twice/{name}.safetensors").write_bytes(whole)
     experiments = folder / "conf/experiment"
     experiments.mkdir(parents=True)
     (experiments / "broken.yaml").write_text("a: [1\n")

@@ -52,6 +52,9 @@ def test_a_run_that_goes_on_with_other_values_says_which(tmp_path: Path) -> None
         f"{json.dumps(plan().optimizer['lr'])} → 0.5; seed 0 → 1",
         "the checkpoint's optimizer state, its learning rate included, is kept",
     ]
+    for stage in ("fit", "validate"):
+        began = dataclasses.replace(plan("init_from=/weights"), stage=stage)  # type: ignore[arg-type]
+        assert resumption(began) == ["the weights are those of step-00000012.ckpt: init_from=/weights is not read"]
     assert resumption(plan("max_steps=12"))[-1].startswith("nothing left to train: max_steps=12, and step-00000012")
 
 

@@ -81,6 +81,7 @@ def test_a_dry_run_needs_no_torch(module: str) -> None:
 ONLY = {
     "torch.distributed.fsdp": {"shardwise.strategies", "shardwise.parallelize", "shardwise.precision"},
     "torch.distributed._composable": {"shardwise.strategies", "shardwise.parallelize"},
+    "safetensors": {"shardwise.checkpoint.initial"},
     "deepspeed": {"shardwise.strategies", "shardwise.parallelize"},
     "lightning.pytorch.strategies": {"shardwise.strategies"},
     "wandb": {"shardwise.loggers"},

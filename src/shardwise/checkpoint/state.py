@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -114,19 +114,27 @@ def _spread(held: Held, values: Tensor) -> Spread:
 
 
 def _check_names(module: nn.Module, known: dict[str, Any], folder: Path) -> None:
-    here = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in module.named_parameters()}
-    here |= {name: tuple(buffer.shape) for name, buffer in persistent_buffers(module)}
     there = {name.removeprefix("model."): tuple(m.size) for name, m in known.items() if name.startswith("model.")}
+    if told := unlike(shapes_of(module), there, "this model", "the checkpoint"):
+        raise ConfigError(f"resume={folder}: is of another model: {told}")
+
+
+def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of parameters, whole, and persistent buffers: what a checkpoint has to have."""
+    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
+    return shapes | {name: tuple(buffer.shape) for name, buffer in persistent_buffers(module)}
+
+
+def unlike(here: Mapping[str, Any], there: Mapping[str, Any], this: str, that: str) -> str:
+    """Which names, or sizes of one name, differ between `this` and `that`: in words, or nothing."""
     told = [
-        *(f"{name}: not in the checkpoint" for name in here.keys() - there.keys()),
-        *(f"{name}: not in this model" for name in there.keys() - here.keys()),
+        *(f"{name}: not in {that}" for name in here.keys() - there.keys()),
+        *(f"{name}: not in {this}" for name in there.keys() - here.keys()),
         *(f"{name}: size mismatch, {there[name]} there and {size} here"
           for name, size in here.items() if there.get(name, size) != size),
     ]  # fmt: skip
-    if told:
-        told.sort()
-        more = f"; and {len(told) - 8} more" if len(told) > 8 else ""
-        raise ConfigError(f"resume={folder}: is of another model: {'; '.join(told[:8])}{more}")
+    told.sort()
+    return "; ".join(told[:8]) + (f"; and {len(told) - 8} more" if len(told) > 8 else "")
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

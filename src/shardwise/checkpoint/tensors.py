@@ -146,8 +146,12 @@ class _Loading(DefaultLoadPlanner):
 class _Reader(FileSystemReader):
     """DCP's metadata is a pickle: of the few classes that it is made of, and nothing else."""
 
+    def __init__(self, path: Path, metadata: Metadata | None = None) -> None:
+        super().__init__(path)
+        self._known = metadata
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_metadata(Path(self.path))
+        return self._known or read_metadata(Path(self.path))
 
 
 class _Metadata(pickle.Unpickler):
@@ -188,7 +192,12 @@ def write_tensors(folder: Path, tensors: dict[str, Spread], group: dist.ProcessG
         raise RankError(rank, failure) from None
 
 
-def read_tensors(folder: Path, tensors: dict[str, Spread], group: dist.ProcessGroup | None) -> None:
-    """Into the boxes' storage, from whatever boxes were written. Collective."""
+def read_tensors(
+    folder: Path, tensors: dict[str, Spread], group: dist.ProcessGroup | None, metadata: Metadata | None = None
+) -> None:
+    """Into the boxes' storage, from whatever boxes were written. Collective.
+
+    `metadata`: the folder's, where it has been read already: that of many ranks is large.
+    """
     planner = _Loading(flatten_state_dict=False)
-    load(tensors, storage_reader=_Reader(folder), planner=planner, process_group=group, no_dist=group is None)
+    load(tensors, storage_reader=_Reader(folder, metadata), planner=planner, process_group=group, no_dist=group is None)

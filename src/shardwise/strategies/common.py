@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from shardwise.checkpoint.initial import read_initial
 from shardwise.checkpoint.load import load_own, load_rest
 from shardwise.checkpoint.save import SaveError, Snapshot, publish
 from shardwise.checkpoint.state import (
@@ -106,6 +107,17 @@ class PlannedStrategy(ParallelStrategy):
                     schedule_step(*args, **kwargs)
 
             module.lr_scheduler_step = unless_skipped  # type: ignore[method-assign]
+
+    def _take_initial_weights(self) -> None:
+        """`init_from=`: other weights than the seed's, at the end of set-up. A checkpoint brings its own."""
+        module = self.lightning_module
+        assert module is not None
+        if self.plan.init_from is None or self.plan.resume is not None:
+            return
+        told = read_initial(self, module, self.plan)
+        self.masters_changed()
+        if self.is_global_zero:
+            print(f"weights: {told}", flush=True)
 
     def _roots(self, module: LightningModule) -> list[nn.Module]:
         """What owns the parameters outside units. A module that optimizes by hand updates weights within its

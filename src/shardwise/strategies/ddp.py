@@ -75,6 +75,7 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
                     if child not in inside:
                         compute_in(child, dtype, owners(child, but=inside), cast_inputs=False)
         super().setup(trainer)
+        self._take_initial_weights()
 
     def _method(self, name: str) -> Callable[..., Any]:
         method = super()._method(name)

@@ -64,6 +64,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                 for optimizer in filter(treats_weights_one_by_one, self.optimizers):
                     self._step_on_shards(optimizer)
         self.setup_precision_plugin()
+        self._take_initial_weights()
 
     def _shard(self) -> None:
         """Unit by unit: make it, initialise it, keep a shard. No rank ever holds the whole model."""

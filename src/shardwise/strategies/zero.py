@@ -104,6 +104,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                 before, values = self._initial[name]
                 part.copy_(values[start - before : start - before + part.numel()])
             self._initial = {}
+        self._take_initial_weights()
         self.barrier()
 
     def _watch_gradients(self) -> None:

@@ -1,0 +1,65 @@
+"""`shardwise <tool> …`: what is done to runs before and after them. One file a tool, words of the form key=value."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardwise.errors import ConfigError, did_you_mean
+from shardwise.launch.worker import report
+from shardwise.schema import bind
+
+TOOLS = {"export": "a run's weights for others to read: safetensors, Hugging Face, torch"}
+
+_T = TypeVar("_T")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0 done, 2 a user's mistake (one message on stderr)."""
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("--help", "-h", "help"):
+        print("usage: shardwise TOOL …; shardwise TOOL --help says what follows\n")
+        print("\n".join(f"  {name:<10}{does}" for name, does in TOOLS.items()))
+        return 0
+    try:
+        if words[0] not in TOOLS:
+            near = did_you_mean(words[0], TOOLS)
+            raise ConfigError(f"shardwise {words[0]}: there is no such tool{near}; there is {', '.join(TOOLS)}")
+        root = str(Path(__file__).resolve().parents[3])
+        if root not in sys.path:
+            sys.path.append(root)  # where recipes are
+        tool: Any = import_module(f"shardwise.tools.{words[0]}")
+        if {"--help", "-h"} & set(words[1:]):
+            print(tool.HELP)
+        else:
+            tool.run(words[1:])
+        return 0
+    except ConfigError as error:
+        return report(error)
+    except KeyboardInterrupt:
+        sys.stderr.write("shardwise: stopped by Ctrl-C\n")
+        return 130
+
+
+def read_words(words: list[str], kind: type[_T]) -> tuple[list[str], _T]:
+    """What stands alone, and `key=value` as `kind`, a dataclass.
+
+    Raises:
+        ConfigError: an unknown key, a value of another type, a key that is given twice.
+    """
+    alone: list[str] = []
+    values: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if word.startswith("-"):
+            raise ConfigError(f"{word}: there is no such flag; words look like key=value, and --help lists them")
+        if not equals or not key.isidentifier():
+            alone.append(word)
+        elif key in values:
+            raise ConfigError(f"{word}: {key}={values[key]} is given already; give it once")
+        else:
+            values[key] = value
+    config: _T = bind(kind, values)
+    return alone, config
