@@ -584,7 +584,7 @@ class PlannedStrategy(ParallelStrategy):
         return self._files
 
     def at_teardown(self, close: Callable[[], Any]) -> None:
-        """When the Trainer is through, also after an error: threads that outlive the interpreter's end would abort it."""
+        """When the Trainer is through, also after an error: a thread that outlives the interpreter would abort it."""
         self._closing.append(close)
 
     @property
