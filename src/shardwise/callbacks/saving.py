@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.callbacks.steps import validation_metrics
 from shardwise.checkpoint.find import checkpoint_path, list_checkpoints, step_of
-from shardwise.checkpoint.save import Outcome, Writer
+from shardwise.checkpoint.save import Outcome, Writer, publish_again
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.plan import Plan
 from shardwise.strategies.common import strategy_of
@@ -84,7 +84,16 @@ class Saving(Callback):
             if previous is not None and previous != str(path):
                 _remove(Path(previous))
 
-        self._save(trainer, path, published)
+        if self.writer is not None and self.saved_step == trainer.global_step:  # it is written, or on its way
+            written = checkpoint_path(self.plan.run_dir, trainer.global_step)
+
+            def again() -> None:
+                publish_again(written, path)
+                published()
+
+            self.writer.also(again)
+        else:
+            self._save(trainer, path, published)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.plan.checkpoint.save_at_end and 0 < trainer.global_step != self.saved_step:

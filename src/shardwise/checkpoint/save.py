@@ -86,6 +86,14 @@ class Writer:
         self._pending = self._thread.submit(_write, path, snapshot, self.group, then, copied)
         return copied
 
+    def also(self, work: Callable[[], None]) -> None:
+        """On rank 0, when the save that is under way, or was the last, is published. Nothing if it failed."""
+        if self._thread is not None and self._pending is not None:
+            self._pending = self._thread.submit(_afterwards, self._pending.result, work, self.group)
+        elif self.outcome is not None:
+            last = self.outcome
+            self.outcome = _afterwards(lambda: last, work, self.group)
+
     def wait(self) -> Outcome | None:
         """Until nothing is being written. The last outcome, the same on all ranks."""
         if self._pending is not None:
@@ -155,6 +163,45 @@ def _write(
     return outcome
 
 
+def _afterwards(
+    outcome_of: Callable[[], Outcome], work: Callable[[], None], group: dist.ProcessGroup | None
+) -> Outcome:
+    outcome = outcome_of()
+    if outcome.error is None:
+        try:
+            _together(lambda: work() if dist.get_rank() == 0 else None, group)
+        except SaveError as error:
+            outcome = replace(outcome, error=str(error))
+    return outcome
+
+
+def publish_again(path: Path, name: Path) -> None:
+    """The checkpoint at `path` under another name as well, without writing it again. For one rank.
+
+    Raises:
+        OSError
+    """
+    partial = name.with_name(name.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(path, partial, copy_function=_link)
+    _rename(partial, name)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
+
+
+def _rename(partial: Path, path: Path) -> None:
+    _sync(partial)
+    if path.exists():
+        shutil.rmtree(path)
+    os.rename(partial, path)
+    _sync(path.parent)
+
+
 def publish(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None) -> int:
     """Write `snapshot` to `path`, which is there when this returns, whole. Its size in bytes. Collective.
 
@@ -179,11 +226,7 @@ def publish(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None) -> 
         if rank == 0:
             manifest = {"format": FORMAT, **snapshot.about, "ranks": dist.get_world_size(), "files": files}
             _write_through(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
-            _sync(partial)
-            if path.exists():
-                shutil.rmtree(path)
-            os.rename(partial, path)
-            _sync(path.parent)
+            _rename(partial, path)
 
     try:
         _together(prepare, group)
