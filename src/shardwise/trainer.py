@@ -26,7 +26,7 @@ from shardwise.callbacks.guard import Guard, RollBack
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog, validation_metrics
 from shardwise.callbacks.summary import Summary, print_table, words
-from shardwise.checkpoint.find import keep_earlier, list_checkpoints, stage_file
+from shardwise.checkpoint.find import keep_earlier, list_checkpoints, stage_file, step_of
 from shardwise.checkpoint.load import settle_resume
 from shardwise.environment import describe_environment
 from shardwise.errors import ConfigError
@@ -69,11 +69,11 @@ def _run_until_rolled_back(plan: Plan, *more: Callback) -> Plan | None:
     gc.collect()  # the module and its optimizer
     if plan.accelerator == "cuda":
         torch.cuda.empty_cache()
-    newest: list[str | None] = [str(path) for path in list_checkpoints(plan.run_dir)[-1:]] or [plan.resume]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(newest, src=0)
+    # What a damaged checkpoint was passed over for may still be there, of a later step.
+    before = [path for path in list_checkpoints(plan.run_dir) if step_of(path) <= start // plan.global_batch_size]
     guard = dataclasses.replace(plan.guard, pass_over=(*plan.guard.pass_over, start))
-    return dataclasses.replace(plan, resume=newest[0], guard=guard)
+    plan = dataclasses.replace(plan, guard=guard, may_fall_back=True)
+    return settle_resume(dataclasses.replace(plan, resume=str(before[-1]))) if before else plan
 
 
 def _run(plan: Plan, *more: Callback) -> None:

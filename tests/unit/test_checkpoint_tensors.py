@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwise.checkpoint.tensors import Box, Spread, range_of, read_metadata, read_tensors, whole, write_tensors
 
@@ -58,7 +59,23 @@ def test_what_is_written_in_some_boxes_is_read_into_others(tmp_path: Path, cuts:
     assert torch.equal(plain["a"], tensor)
 
 
-def test_metadata_that_ask_for_code_are_refused(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(print))
-    with pytest.raises(pickle.UnpicklingError, match=r"asks for builtins\.print"):
+@pytest.mark.parametrize(
+    "content",
+    [
+        pickle.dumps(print),
+        b"\x80\x04\x8c%torch.distributed.checkpoint.metadata\x8c\x09os.system\x93\x8c\x04true\x85R.",
+        b"\x80\x04\x8c%torch.distributed.checkpoint.metadata\x8c\x02os\x93.",
+    ],
+)
+def test_metadata_that_ask_for_code_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(pickle.UnpicklingError, match=r"asks for .*, which no checkpoint needs"):
         read_metadata(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_does_not_fit_is_not_read(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "written", {"a": whole(torch.ones(4, 1))}, None)
+    with pytest.raises(CheckpointException) as raised:
+        read_tensors(tmp_path / "written", {"a": whole(torch.zeros(4, 6))}, None)
+    assert str(raised.value.failures[0][0]) == "a is of shape (4, 1) there and (4, 6) here"

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.callbacks.steps import validation_metrics
-from shardwise.checkpoint.find import checkpoint_path, list_checkpoints, step_of
+from shardwise.checkpoint.find import checkpoint_path, damage, list_checkpoints, step_of
 from shardwise.checkpoint.save import Outcome, Writer, publish_again
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.plan import Plan
@@ -80,7 +80,9 @@ class Saving(Callback):
 
         def published() -> None:
             best = {"checkpoint": path.name, "monitor": monitor, "score": score}
-            (self.folder / "best.json").write_text(json.dumps(best) + "\n")
+            beside = self.folder / "best.json.partial"
+            beside.write_text(json.dumps(best) + "\n")
+            beside.replace(self.folder / "best.json")
             if previous is not None and previous != str(path):
                 _remove(Path(previous))
 
@@ -92,8 +94,8 @@ class Saving(Callback):
                 published()
 
             self.writer.also(again)
-        else:
-            self._save(trainer, path, published)
+        elif not self._save(trainer, path, published):
+            self.best_score, self.best_path = trainer.strategy.broadcast(self._read_best())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.plan.checkpoint.save_at_end and 0 < trainer.global_step != self.saved_step:
@@ -106,10 +108,12 @@ class Saving(Callback):
 
         def published() -> None:
             kept = checkpoint.keep_every_n_steps
-            for old in list_checkpoints(self.plan.run_dir)[: -checkpoint.keep_last]:
+            whole = [path for path in list_checkpoints(self.plan.run_dir) if damage(path) is None]
+            for old in whole[: -checkpoint.keep_last]:
                 if kept is None or step_of(old) % kept:
                     _remove(old)
 
+        self.settle(trainer)
         before, self.saved_step = self.saved_step, trainer.global_step
         if not self._save(trainer, checkpoint_path(self.plan.run_dir, trainer.global_step), published):
             self.saved_step = before
@@ -153,6 +157,7 @@ class Saving(Callback):
         if outcome.error is None:
             return
         self.saved_step = -1
+        self.best_score, self.best_path = trainer.strategy.broadcast(self._read_best())
         said = f"{outcome.path} could not be written: {outcome.error}"
         for logger in trainer.loggers:
             logger.log_metrics({"checkpoint/failures": float(self.failures)}, trainer.global_step)

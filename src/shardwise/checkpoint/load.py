@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ import torch.distributed as dist
 from shardwise.checkpoint.find import MANIFEST, damage, list_checkpoints
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
+
+_T = TypeVar("_T")
 
 
 def settle_resume(plan: Plan) -> Plan:
@@ -25,11 +27,12 @@ def settle_resume(plan: Plan) -> Plan:
         ConfigError: the one that was named is damaged, or all are; says which file.
     """
     told = []
+    plan = dataclasses.replace(plan, resume=_of_rank_zero(plan.resume))  # on a shared file system each sees its own
     while plan.resume is not None and (found := _damage(Path(plan.resume))):
         said = f"{plan.resume} is damaged: {found}"
         if not plan.may_fall_back:
             raise ConfigError(f"resume={said}; resume=auto takes the newest that is whole")
-        before = [path for path in list_checkpoints(plan.run_dir) if path.name < Path(plan.resume).name]
+        before = _of_rank_zero([p for p in list_checkpoints(plan.run_dir) if p.name < Path(plan.resume).name])
         if not before:
             raise ConfigError(f"resume=auto: {said}, and there is none before it; another name= starts anew")
         told.append(f"{said}; going on from {before[-1].name}")
@@ -38,6 +41,14 @@ def settle_resume(plan: Plan) -> Plan:
         for line in told:
             print(line, flush=True)
     return plan
+
+
+def _of_rank_zero(value: _T) -> _T:
+    values: list[Any] = [value]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(values, src=0)
+    found: _T = values[0]
+    return found
 
 
 def _damage(folder: Path) -> str | None:

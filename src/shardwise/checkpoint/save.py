@@ -97,7 +97,8 @@ class Writer:
     def wait(self) -> Outcome | None:
         """Until nothing is being written. The last outcome, the same on all ranks."""
         if self._pending is not None:
-            self.outcome, self._pending = self._pending.result(), None
+            pending, self._pending = self._pending, None
+            self.outcome = pending.result()
         return self.outcome
 
     def close(self) -> None:
@@ -156,7 +157,10 @@ def _write(
             copied.synchronize()
         outcome.bytes = publish(path, snapshot, group)
         if dist.get_rank() == 0:
-            then()
+            try:
+                then()
+            except OSError as error:  # what was to be removed is held open, say: the checkpoint is there
+                print(f"checkpoint {path} is written, and tidying up failed: {error}", flush=True)
     except SaveError as error:
         outcome.error = str(error)
     outcome.seconds = time.monotonic() - began
@@ -196,10 +200,12 @@ def _link(source: str, target: str) -> None:
 
 def _rename(partial: Path, path: Path) -> None:
     _sync(partial)
+    aside = path.with_name(path.name + ".old.partial")
     if path.exists():
-        shutil.rmtree(path)
+        os.rename(path, aside)
     os.rename(partial, path)
     _sync(path.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def publish(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None) -> int:
@@ -265,6 +271,7 @@ def _save(path: Path, content: Any) -> Path:
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
+    torch.load(path, weights_only=True)  # as it will be: of a class that is not admitted there nobody could resume
     return path
 
 

@@ -147,12 +147,14 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer.detach()
 
 
-def make_like(values: Tensor, metadata: TensorStorageMetadata, scalars_on: torch.device) -> Tensor:
-    """What an optimizer keeps: of a parameter's form, or a scalar."""
+def make_like(held: Held, values: Tensor, metadata: TensorStorageMetadata, scalars_on: torch.device) -> Tensor:
+    """What an optimizer keeps: of a parameter's form, a scalar, or, where the parameter is whole, of any form."""
     dtype = metadata.properties.dtype
+    if tuple(metadata.size) == held.shape:
+        return torch.zeros_like(values, dtype=values.dtype if dtype.is_floating_point else dtype)
     if len(metadata.size) == 0:
         return torch.zeros((), dtype=dtype, device=scalars_on)
-    return torch.zeros_like(values, dtype=dtype)
+    return torch.zeros(metadata.size, dtype=dtype, device=values.device)
 
 
 # Optimizers' own words: small, and not tensors

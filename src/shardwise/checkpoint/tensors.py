@@ -134,7 +134,12 @@ class _Loading(DefaultLoadPlanner):
         for name, spread in self.state_dict.items():
             known = self.metadata.state_dict_metadata[name]
             assert isinstance(known, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, known, [box.chunk for box in spread.boxes])
+            if known.size != torch.Size(spread.shape):
+                raise ValueError(f"{name} is of shape {tuple(known.size)} there and {spread.shape} here")
+            of_it = create_read_items_for_chunk_list(name, known, [box.chunk for box in spread.boxes])
+            if sum(prod(item.lengths) for item in of_it) != sum(box.values.numel() for box in spread.boxes):
+                raise ValueError(f"{name} is not all there")
+            items += of_it
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -154,18 +159,24 @@ class _Reader(FileSystemReader):
         return self._known or read_metadata(Path(self.path))
 
 
+_METADATA = {
+    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+    "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+}  # fmt: skip
+
+
 class _Metadata(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         dtypes = {name for name, value in vars(torch).items() if isinstance(value, (torch.dtype, torch.layout))}
         known = {
-            "torch.distributed.checkpoint.metadata": None,
+            "torch.distributed.checkpoint.metadata": _METADATA,
             "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
             "torch": {"Size", "device", *dtypes},
             "torch.serialization": {"_get_layout"},
             "pathlib": {"Path", "PosixPath", "PurePosixPath"},
             "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
         }  # fmt: skip
-        if module in known and ((names := known[module]) is None or name in names):
+        if name in known.get(module, ()) and "." not in name:  # a dotted name reaches into what a module imports
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f".metadata asks for {module}.{name}, which no checkpoint needs")
 

@@ -441,7 +441,11 @@ class PlannedStrategy(ParallelStrategy):
         assert module is not None
         self.synchronize_buffers()
         training = self._is_training
-        rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+        # Hyperparameters are the config's, and may be of any class.
+        left_out = ("state_dict", "optimizer_states")
+        rest = {
+            k: v for k, v in checkpoint.items() if k not in left_out and "hparams" not in k and "hyper_param" not in k
+        }
         rest |= {
             "accumulate_grad_batches": self.plan.accumulate_grad_batches,
             "optimizers": describe_optimizers(self._own_optimizers(), self._group_names()) if training else [],
@@ -521,18 +525,21 @@ class PlannedStrategy(ParallelStrategy):
     def state_of(self, held: Held) -> tuple[int, dict[str, Tensor]]:
         parameter, number = self._trained_by(held.name)
         state = self.optimizers[number].state.get(parameter, {})
-        return number, {key: local_part(value) for key, value in state.items() if isinstance(value, Tensor)}
+        numbers = {k: torch.tensor(float(v)) for k, v in state.items() if isinstance(v, (int, float))}  # a step, say
+        return number, numbers | {key: local_part(v) for key, v in state.items() if isinstance(v, Tensor)}
 
     def make_state(self, held: Held, number: int, known: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
         parameter, number = self._trained_by(held.name)
         optimizer = self.optimizers[number]
+        if not known:  # in no optimizer, say
+            return {}
         group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
         on_device = bool(group.get("fused") or group.get("capturable"))
         scalars_on = parameter.device if on_device else torch.device("cpu")
         state = optimizer.state[parameter]
         for key, metadata in known.items():
             if key not in state or not isinstance(state[key], Tensor):
-                state[key] = make_like(parameter.detach(), metadata, scalars_on)
+                state[key] = make_like(held, parameter.detach(), metadata, scalars_on)
         return {key: local_part(state[key]) for key in known}
 
     def _trained_by(self, name: str) -> tuple[nn.Parameter, int]:
@@ -648,10 +655,13 @@ def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _in_micro_batches(loops: dict[str, Any], before: int, now: int) -> None:
     """Lightning's counters count micro-batches, and a step may have another number of them now."""
+    if before == now:
+        return
     progress = loops["fit_loop"]["epoch_loop.batch_progress"]
     for counters in (progress["total"], progress["current"]):
-        for key, count in counters.items():
-            counters[key] = count // before * now
+        ready = counters["ready"]
+        for key, count in counters.items():  # a save comes before the last micro-batch of its window is completed
+            counters[key] = ready // before * now - (ready - count)
 
 
 def _is_plain(batch: Any) -> bool:

@@ -268,7 +268,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         fused = bool(self._base.defaults.get("fused") or self._base.defaults.get("capturable"))
         for key, metadata in known.items():
             if not isinstance(state.get(key), Tensor):
-                state[key] = make_like(flat, metadata, flat.device if fused else torch.device("cpu"))
+                state[key] = make_like(held, flat, metadata, flat.device if fused else torch.device("cpu"))
         end = start + held.values.numel()
         return {key: state[key].view(-1)[start:end] if state[key].ndim else state[key] for key in known}
 
@@ -285,7 +285,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
             super()._load_tensors(folder, optimizers)
             if type(self._base).__name__ == "DeepSpeedCPUAdam":
                 for state in self._base.state.values():
-                    state["step"] = int(state["step"])
+                    state["step"] = int(state.get("step", 0))
             return
         assert self.lightning_module is not None
         # No masters without an optimizer: the 16-bit parameters take the values, or their averages.
