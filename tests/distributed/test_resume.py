@@ -70,6 +70,11 @@ def on_two_ranks(home: Path) -> None:
         start(2, f"{strategy}-4", *words, "max_steps=4")
         start(2, f"{strategy}-4", *words, "resume=auto")
         start(2, strategy, *words, "stage=validate", "resume=auto")
+    for stop in (3, 5):  # with validation at the end of an epoch, which a resumed run must find
+        words = [*WORDS_OF["fsdp"], "validate_every_n_steps=null", "checkpoint.save_every_n_steps=null", "max_steps=12"]
+        start(2, f"epochs-{stop}", *words, f"max_steps={stop}")
+        start(2, f"epochs-{stop}", *words, "resume=auto")
+    start(2, "epochs", *words)
     # A run killed at step 7: rows beyond its last checkpoint, a row cut short, and a checkpoint half written
     start(2, "killed", "strategy=fsdp", "max_steps=7", "checkpoint.keep_last=3")
     if dist.get_rank() == 0:
@@ -135,6 +140,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one(runs: Path, strategy: str, st
     check_equal(metrics(runs / f"{strategy}-{stop}", "validation/loss"), validations)
     assert (runs / f"{strategy}-{stop}" / "metrics.csv").read_text().count("train/loss") == 1
     assert json.loads((runs / f"{strategy}-{stop}" / "summary.json").read_text())["steps"] == 8
+
+
+@pytest.mark.parametrize("stop", [3, 5])
+def test_a_resumed_run_validates_at_the_end_of_its_epochs(runs: Path, stop: int) -> None:
+    expected = metrics(runs / "epochs", "validation/loss")
+    assert list(expected) == [5, 10]
+    check_equal(metrics(runs / f"epochs-{stop}", "validation/loss"), expected)
 
 
 @pytest.mark.parametrize("strategy", ZERO)
