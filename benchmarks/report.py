@@ -68,7 +68,8 @@ def resumed() -> list[str]:
         lines += [
             f"{environment['gpus'][0] if '--accelerator cuda' in result['command'] else 'CPU, gloo'}, torch "
             f"{environment['packages']['torch']}, commit {str(environment['commit'])[:10]}. `{result['command']}`. "
-            f"{len(result['pairs'])} cells; update: at most {max(updates):.1e}.",
+            f"{', '.join(result['settings']['optimizers'])}; {len(result['pairs'])} cells; update: at most "
+            f"{max(updates):.1e}.",
             "",
             "| saved under ↓, gone on with under → | " + " | ".join(names) + " |",
             "|---|" + "---|" * len(names),
