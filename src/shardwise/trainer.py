@@ -72,8 +72,8 @@ def _run_until_rolled_back(plan: Plan, *more: Callback) -> Plan | None:
     # What a damaged checkpoint was passed over for may still be there, of a later step.
     before = [path for path in list_checkpoints(plan.run_dir) if step_of(path) <= start // plan.global_batch_size]
     guard = dataclasses.replace(plan.guard, pass_over=(*plan.guard.pass_over, start))
-    plan = dataclasses.replace(plan, guard=guard, may_fall_back=True)
-    return settle_resume(dataclasses.replace(plan, resume=str(before[-1]))) if before else plan
+    resume = str(before[-1]) if before else plan.resume
+    return settle_resume(dataclasses.replace(plan, resume=resume, guard=guard, may_fall_back=True))
 
 
 def _run(plan: Plan, *more: Callback) -> None:

@@ -8,6 +8,7 @@ import json
 import re
 import resource
 import shutil
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -81,6 +82,35 @@ def test_a_save_that_fails_on_one_rank_costs_that_save(tmp_path: Path, words: tu
         assert "step-00000004.ckpt could not be written: rank 1:" in told
         assert "resume=auto goes on from the last" in told
     assert newest_whole(tmp_path / "stops") == tmp_path / "stops" / "checkpoints" / "step-00000002.ckpt"
+
+
+def busy(folder: Path) -> str:
+    """A save after every step, the first of which is held up until step 3 is over."""
+    go = threading.Event()
+    real = saving.publish
+
+    def held_up(*args: Any) -> int:
+        assert go.wait(60)
+        return real(*args)
+
+    class Release(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 3:
+                go.set()
+
+    plan = plan_for(folder / "busy", 1, 4, "strategy=ddp", "checkpoint=async", "checkpoint.when_busy=skip")
+    plan = replace(plan, checkpoint=replace(plan.checkpoint, save_every_n_steps=1, keep_last=9))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), patch.object(saving, "publish", held_up):
+        fit(plan, Release())
+    return out.getvalue()
+
+
+def test_a_save_is_left_out_while_one_is_being_written(tmp_path: Path) -> None:
+    """The last is not: it waits."""
+    [said] = spawn(1, busy, tmp_path)
+    assert [path.name for path in list_checkpoints(tmp_path / "busy")] == ["step-00000001.ckpt", "step-00000004.ckpt"]
+    assert re.findall(r"checkpoint (step-\d+)\.ckpt is left out", said) == ["step-00000002", "step-00000003"]
 
 
 # Damage
@@ -206,7 +236,7 @@ def resident_bytes(which: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-class Peak(Callback):
+class Peak:
     """How much more memory a rank had, at most, while it saved; and while it loaded."""
 
     def __init__(self) -> None:

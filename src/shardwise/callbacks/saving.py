@@ -113,10 +113,8 @@ class Saving(Callback):
                 if kept is None or step_of(old) % kept:
                     _remove(old)
 
-        self.settle(trainer)
-        before, self.saved_step = self.saved_step, trainer.global_step
-        if not self._save(trainer, checkpoint_path(self.plan.run_dir, trainer.global_step), published):
-            self.saved_step = before
+        step = trainer.global_step
+        self._save(trainer, checkpoint_path(self.plan.run_dir, step), published, step)
 
     def forget_after(self, trainer: Trainer, step: int) -> None:
         """Remove what was saved later: `resume=auto` would take it. Collective."""
@@ -128,8 +126,8 @@ class Saving(Callback):
                     _remove(path)
         trainer.strategy.barrier()
 
-    def _save(self, trainer: Trainer, path: Path, published: Callable[[], None]) -> bool:
-        """Whether it was begun. Collective."""
+    def _save(self, trainer: Trainer, path: Path, published: Callable[[], None], step: int | None = None) -> bool:
+        """Whether it was begun. `step`: it is then saved, unless writing fails. Collective."""
         strategy = strategy_of(trainer)
         if self.writer is None:
             self.writer = Writer(self.plan.checkpoint.asynchronous, strategy.root_device)
@@ -140,6 +138,8 @@ class Saving(Callback):
                 print(f"checkpoint {path.name} is left out: the one before is still being written", flush=True)
             return False
         self.settle(trainer)
+        if step is not None:
+            self.saved_step = step
         snapshot = strategy.snapshot(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
         strategy.planned_precision.copied = self.writer.save(path, snapshot, published)
         if not self.plan.checkpoint.asynchronous:

@@ -271,7 +271,9 @@ def _save(path: Path, content: Any) -> Path:
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
-    torch.load(path, weights_only=True)  # as it will be: of a class that is not admitted there nobody could resume
+    torch.load(
+        path, map_location="cpu", weights_only=True
+    )  # as it will be: of a class that is not admitted there nobody could resume
     return path
 
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.tensors import Box, Spread, read_metadata, read_tensors, whole
+from shardwise.checkpoint.tensors import Box, Spread, read_tensors, whole
 from shardwise.errors import ConfigError
 
 
@@ -45,7 +45,7 @@ class Holder(Protocol):
     def state_of(self, held: Held) -> tuple[int, dict[str, Tensor]]:
         """Which optimizer trains it, and what that keeps of it: of the form of `held.values`, or scalars."""
 
-    def make_state(self, held: Held, number: int, known: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+    def make_state(self, held: Held, known: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
         """As `state_of`, with everything that is `known` of it made: to be loaded into."""
 
 
@@ -67,6 +67,7 @@ def restore(
     holder: Holder,
     module: LightningModule,
     folder: Path,
+    metadata: Metadata,
     group: dist.ProcessGroup | None,
     *,
     optimizers: bool,
@@ -74,31 +75,31 @@ def restore(
 ) -> None:
     """Read what `gather` gave, in whatever parts it was written, into the parts that this rank holds. Collective.
 
-    `weights`: "average" puts the averaged weights into the parameters.
+    `metadata`: the folder's. `weights`: "average" puts the averaged weights into the parameters.
 
     Raises:
         ConfigError: other parameters than this model's; lists them.
     """
-    known: dict[str, Any] = read_metadata(folder).state_dict_metadata
+    known: dict[str, Any] = metadata.state_dict_metadata
     _check_names(module, known, folder)
     tensors = {f"model.{name}": whole(buffer) for name, buffer in persistent_buffers(module)}
     saved: dict[str, dict[str, TensorStorageMetadata]] = {}  # per optimizer's number and parameter: by key
-    for full, metadata in known.items():
+    for full, tensor in known.items():
         kind, _, rest = full.partition(".")
         if kind == "optimizer":
             of, _, key = rest.rpartition(".")
-            saved.setdefault(of, {})[key] = metadata
+            saved.setdefault(of, {})[key] = tensor
     for held in holder.held():
         source = weights if f"{weights}.{held.name}" in known else "model"
         tensors[f"{source}.{held.name}"] = _spread(held, held.values)
         if held.trained and optimizers:
             number, _ = holder.state_of(held)
-            state = holder.make_state(held, number, saved.get(f"{number}.{held.name}", {}))
+            state = holder.make_state(held, saved.get(f"{number}.{held.name}", {}))
             for key, value in state.items():
                 tensors[f"optimizer.{number}.{held.name}.{key}"] = _spread(held, value)
         if holder.average is not None and held.name in holder.average:
             tensors[f"average.{held.name}"] = Spread(held.shape, held.boxes(holder.average[held.name]))
-    read_tensors(folder, tensors, group)
+    read_tensors(folder, tensors, group, metadata)
 
 
 def _spread(held: Held, values: Tensor) -> Spread:
@@ -191,4 +192,4 @@ def apply_options(optimizers: list[Optimizer], names: list[list[list[str]]], sav
             group.update({key: value for key, value in found.items() if key in group and key not in _OWN})
 
 
-_OWN = ("fused", "foreach", "capturable", "differentiable", "bias_correction", "amsgrad_on_cpu")  # how, not what
+_OWN = ("fused", "foreach", "capturable", "differentiable", "bias_correction")  # how, not what

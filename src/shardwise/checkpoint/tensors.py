@@ -159,24 +159,24 @@ class _Reader(FileSystemReader):
         return self._known or read_metadata(Path(self.path))
 
 
-_METADATA = {
-    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-    "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+_PATHS = {"Path", "PosixPath", "PurePosixPath"}
+_DTYPES = {name for name, value in vars(torch).items() if isinstance(value, (torch.dtype, torch.layout))}
+_KNOWN = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size", "device", *_DTYPES},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
 }  # fmt: skip
 
 
 class _Metadata(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        dtypes = {name for name, value in vars(torch).items() if isinstance(value, (torch.dtype, torch.layout))}
-        known = {
-            "torch.distributed.checkpoint.metadata": _METADATA,
-            "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-            "torch": {"Size", "device", *dtypes},
-            "torch.serialization": {"_get_layout"},
-            "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-            "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
-        }  # fmt: skip
-        if name in known.get(module, ()) and "." not in name:  # a dotted name reaches into what a module imports
+        if name in _KNOWN.get(module, ()) and "." not in name:  # a dotted name reaches into what a module imports
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f".metadata asks for {module}.{name}, which no checkpoint needs")
 

@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -471,13 +471,14 @@ class PlannedStrategy(ParallelStrategy):
             training = self._is_training
             mine = self._own_optimizers() if training else []
             optimizers = training and self._takes_up(rest["optimizers"], mine)
-            averages = any(name.startswith("average.") for name in read_metadata(folder).state_dict_metadata)
+            metadata = read_metadata(folder)  # once: that of many ranks is large
+            averages = any(name.startswith("average.") for name in metadata.state_dict_metadata)
             if self.plan.ema_decay is not None and not averages:
                 raise ConfigError(
                     f"ema_decay={self.plan.ema_decay}: {folder} holds no average; give ema_decay=null, or a checkpoint "
                     f"that was written with one"
                 )
-            self._load_tensors(folder, optimizers)
+            self._load_tensors(folder, metadata, optimizers)
             for name, layer in _with_extra_state(module):
                 if name in rest["layers"]:
                     layer.set_extra_state(rest["layers"][name])
@@ -486,17 +487,16 @@ class PlannedStrategy(ParallelStrategy):
                 self._load_loss_scale(rest["loss_scale"])
             if training:
                 _in_micro_batches(rest["loops"], rest["accumulate_grad_batches"], self.plan.accumulate_grad_batches)
-                self._take_gradient_order(rest["gradient_order"])
                 self._random = load_own(folder)
         return {**rest, "state_dict": {}, "optimizer_states": []}
 
-    def _load_tensors(self, folder: Path, optimizers: bool) -> None:
+    def _load_tensors(self, folder: Path, metadata: Metadata, optimizers: bool) -> None:
         module = self.lightning_module
         assert module is not None
         if self.plan.ema_decay is not None:
             self.average = {name: torch.empty_like(shard) for name, shard in self.master_shards().items()}
         with torch.no_grad():
-            restore(self, module, folder, self._file_group(), optimizers=optimizers)
+            restore(self, module, folder, metadata, self._file_group(), optimizers=optimizers)
         self.masters_changed()
 
     def _takes_up(self, saved: list[dict[str, Any]], mine: list[Optimizer]) -> bool:
@@ -528,11 +528,11 @@ class PlannedStrategy(ParallelStrategy):
         numbers = {k: torch.tensor(float(v)) for k, v in state.items() if isinstance(v, (int, float))}  # a step, say
         return number, numbers | {key: local_part(v) for key, v in state.items() if isinstance(v, Tensor)}
 
-    def make_state(self, held: Held, number: int, known: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-        parameter, number = self._trained_by(held.name)
-        optimizer = self.optimizers[number]
+    def make_state(self, held: Held, known: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
         if not known:  # in no optimizer, say
             return {}
+        parameter, number = self._trained_by(held.name)
+        optimizer = self.optimizers[number]
         group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
         on_device = bool(group.get("fused") or group.get("capturable"))
         scalars_on = parameter.device if on_device else torch.device("cpu")
@@ -579,9 +579,6 @@ class PlannedStrategy(ParallelStrategy):
     def _gradient_order(self) -> list[int]:
         """In which gradients come, where that decides what is summed with what."""
         return []
-
-    def _take_gradient_order(self, order: list[int]) -> None:
-        """As it was before."""
 
     def _file_group(self) -> dist.ProcessGroup | None:
         """For the coordination of files, which is the hosts'."""

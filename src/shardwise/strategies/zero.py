@@ -27,7 +27,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
@@ -262,7 +262,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                 found[key] = torch.as_tensor(value, dtype=torch.float32)
         return 0, found
 
-    def make_state(self, held: Held, number: int, known: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+    def make_state(self, held: Held, known: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
         flat, start = self._flat_of(held.values)
         state = self._base.state[flat]
         fused = bool(self._base.defaults.get("fused") or self._base.defaults.get("capturable"))
@@ -280,18 +280,21 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                 return flat, start
         raise AssertionError("a part of a master that is in none of them")
 
-    def _load_tensors(self, folder: Path, optimizers: bool) -> None:
+    def _load_tensors(self, folder: Path, metadata: Metadata, optimizers: bool) -> None:
         if self._is_training:
-            super()._load_tensors(folder, optimizers)
+            super()._load_tensors(folder, metadata, optimizers)
             if type(self._base).__name__ == "DeepSpeedCPUAdam":
                 for state in self._base.state.values():
                     state["step"] = int(state.get("step", 0))
             return
-        assert self.lightning_module is not None
+        module = self.lightning_module
+        assert module is not None
         # No masters without an optimizer: the 16-bit parameters take the values, or their averages.
         weights = "model" if self.plan.ema_decay is None else "average"
         with torch.no_grad():
-            restore(self, self.lightning_module, folder, self._file_group(), optimizers=False, weights=weights)
+            restore(
+                self, self.lightning_module, folder, metadata, self._file_group(), optimizers=False, weights=weights
+            )
 
     def _own_optimizers(self) -> list[Optimizer]:
         return [self._base]
