@@ -292,9 +292,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         # No masters without an optimizer: the 16-bit parameters take the values, or their averages.
         weights = "model" if self.plan.ema_decay is None else "average"
         with torch.no_grad():
-            restore(
-                self, self.lightning_module, folder, metadata, self._file_group(), optimizers=False, weights=weights
-            )
+            restore(self, module, folder, metadata, self._file_group(), optimizers=False, weights=weights)
 
     def _own_optimizers(self) -> list[Optimizer]:
         return [self._base]
