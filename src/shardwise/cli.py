@@ -55,9 +55,8 @@ def make_run_plan(job: Job, host: Host, number: int, jobs: int) -> Plan:
     if jobs > 1:
         run_id = f"{plan.run_id}-{number}"
         plan = dataclasses.replace(plan, run_id=run_id, run_dir=str(Path(plan.run_dir).parent / run_id))
-    if host.launcher == "torchrun" and os.environ.get("RANK") != "0" and plan.resume is None:
-        return plan  # rank 0 alone looks whether the directory is taken: it creates it
-    return dataclasses.replace(plan, resume=resolve_resume(plan.resume, plan.run_dir, plan.stage))
+    first = host.launcher != "torchrun" or os.environ.get("RANK") == "0"  # which creates the directory
+    return dataclasses.replace(plan, resume=resolve_resume(plan.resume, plan.run_dir, plan.stage, first))
 
 
 def check_targets(plans: list[Plan]) -> None:

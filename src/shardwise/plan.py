@@ -105,6 +105,10 @@ class Checkpointing:
     when_busy: Literal["wait", "skip"]
     max_failures: int
 
+    @property
+    def saves(self) -> bool:
+        return self.save_at_end or self.save_every_n_steps is not None
+
 
 @dataclass(frozen=True)
 class Guarding:

@@ -240,6 +240,29 @@ class Gan(LightningModule):
         return [torch.optim.SGD(part.parameters(), lr=self.lr) for part in (self.generator, self.discriminator)]
 
 
+class Swapped(Gan):
+    """Its optimizers in the other order."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            critic, fake = self.losses(*batch)
+            optimizer.zero_grad()
+            self.manual_backward(critic + self.fooled(fake))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return super().configure_optimizers()[::-1]
+
+
+class Sharing(Swapped):
+    """A weight in both optimizers."""
+
+    def configure_optimizers(self) -> Any:
+        first, second = super().configure_optimizers()
+        second.add_param_group({"params": [next(self.discriminator.parameters())]})
+        return first, second
+
+
 class Forgetful(Gan):
     """As the Gan, but it forgot to say that it optimizes by hand."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shardwise.checkpoint.find import list_checkpoints
 from shardwise.compose import ROOT, compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
@@ -236,3 +238,32 @@ def test_a_mistake_that_only_a_rank_sees_is_one_message_and_leaves_no_folder(tmp
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert "Forgetful has 2 optimizers, and automatic optimization steps one" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def with_two_optimizers(folder: Path) -> dict[str, str]:
+    """Two optimizers of one kind are told apart by what they train."""
+    said = {}
+    fit(plan_for(folder / "a", "Gan", 1, "checkpoint.save_at_end=true"))
+    (saved,) = list_checkpoints(folder / "a")
+    for name, module, words in (
+        ("same", "Gan", []), ("other", "Swapped", []), ("left", "Swapped", ["resume_allow=[optimizer]"]),
+        ("shared", "Sharing", []),
+    ):  # fmt: skip
+        plan = plan_for(
+            folder / name, module, 1, "checkpoint.save_at_end=true", *words, "max_steps=6", "global_batch_size=8"
+        )
+        resume = None if module == "Sharing" else str(saved)
+        try:
+            fit(dataclasses.replace(plan, resume=resume))
+            said[name] = "done"
+        except ConfigError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_an_optimizers_state_is_anothers_only_if_that_is_said(tmp_path: Path) -> None:
+    said = spawn(1, with_two_optimizers, tmp_path)[0]
+    assert said["same"] == said["left"] == "done"
+    assert "discriminator.0.bias, discriminator.0.weight" in said["other"]
+    assert "had another of its optimizers" in said["other"] and "resume_allow=[optimizer]" in said["other"]
+    assert "Sharing: a parameter is in two optimizers" in said["shared"]

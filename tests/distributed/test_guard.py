@@ -46,7 +46,15 @@ CONFIGS = {
 class Odd(Layer):
     """Its gradient is not a number for a marked sample; what it computes always is."""
 
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.long))
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0).to(self.mean.dtype), 0.1)
+            self.batches += 1
         out = super().forward(x)
         if (x[:, 0] == MARK).any():
             bias = self.linear.bias
@@ -95,6 +103,7 @@ class Look(Callback):
     def _note(self, trainer: Any) -> None:
         self.steps[trainer.global_step] = {
             "weights": trainer.strategy.full_parameters(),
+            "buffers": {name: buffer.clone() for name, buffer in trainer.lightning_module.named_buffers()},
             "samples": trainer.strategy.train_loader.consumed,
             "rate": trainer.strategy.learning_rate,
             "average": {name: part.clone() for name, part in (trainer.strategy.average or {}).items()},
@@ -170,12 +179,16 @@ def check_nothing_changed(cells: Any, name: str, kind: str) -> None:
         steps = skipped["steps"]
         assert sorted(steps) == list(range(STEPS + 1))  # a step that is passed over is counted
         assert same(steps[3]["weights"], steps[2]["weights"])
+        assert same(steps[3]["buffers"], steps[2]["buffers"])
+        assert [int(steps[n]["buffers"]["layers.0.batches"]) for n in range(STEPS + 1)] == [0, 2, 4, 4, 6, 8]
+        assert not same(steps[4]["buffers"], steps[3]["buffers"])
         assert not same(steps[4]["weights"], steps[3]["weights"])
         assert all(torch.isfinite(t).all() for t in steps[STEPS]["weights"].values())
         assert not same(steps[2]["weights"], steps[1]["weights"])
 
         assert stopped["error"] is not None and skipped["error"] is None and resumed["error"] is None
-        assert all(same(s["weights"], steps[2]["weights"]) for n, s in stopped["steps"].items() if n > 2)
+        for word in ("weights", "buffers"):
+            assert all(same(s[word], steps[2][word]) for n, s in stopped["steps"].items() if n > 2)
         assert min(resumed["steps"]) == 2, "what was saved is the state before"
         for number, step in resumed["steps"].items():  # and goes on as if nothing had happened
             assert same(step["weights"], steps[number]["weights"]), number

@@ -157,17 +157,19 @@ class Guard(Callback):
     def _stop(self, trainer: Trainer, good: int) -> str:
         """Everything as it was after step `good`, the last that changed a weight, and a checkpoint of that."""
         self.rows.flush(trainer)
-        strategy_of(trainer).rewind(trainer.global_step - good)
+        if not strategy_of(trainer).rewind(trainer.global_step - good):
+            return (
+                "The last that changed a weight was in the epoch before; resume=auto goes on from the last checkpoint."
+            )
         for number, schedules in self.schedules:
             if number == good:
                 _restore(trainer, schedules)
         checkpoint = self.plan.checkpoint
         if good == 0:
             return "No step had been made before."
-        if not checkpoint.save_at_end and checkpoint.save_every_n_steps is None:
+        if not checkpoint.saves:
             return "No checkpoint was asked for."
         if good != self.saving.saved_step:
-            self.saving.forget_after(trainer, good)
             self.saving.save_step(trainer)
         self.saving.settle(trainer, last=True)
         return f"The state before it is checkpoints/step-{good:08d}.ckpt."

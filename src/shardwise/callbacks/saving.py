@@ -103,28 +103,23 @@ class Saving(Callback):
         self.settle(trainer, last=True)
 
     def save_step(self, trainer: Trainer) -> None:
-        """Save the step that the counters show. Collective."""
-        checkpoint = self.plan.checkpoint
+        """Save the step that the counters show. Collective.
+
+        Later ones are removed, of a run that has been taken back: `resume=auto` would go on from them.
+        """
+        checkpoint, step = self.plan.checkpoint, trainer.global_step
 
         def published() -> None:
             kept = checkpoint.keep_every_n_steps
+            for path in list_checkpoints(self.plan.run_dir):
+                if step_of(path) > step:
+                    _remove(path)
             whole = [path for path in list_checkpoints(self.plan.run_dir) if damage(path) is None]
             for old in whole[: -checkpoint.keep_last]:
                 if kept is None or step_of(old) % kept:
                     _remove(old)
 
-        step = trainer.global_step
         self._save(trainer, checkpoint_path(self.plan.run_dir, step), published, step)
-
-    def forget_after(self, trainer: Trainer, step: int) -> None:
-        """Remove what was saved later: `resume=auto` would take it. Collective."""
-        if self.writer is not None:
-            self.writer.wait()
-        if trainer.is_global_zero:
-            for path in list_checkpoints(self.plan.run_dir):
-                if step_of(path) > step:
-                    _remove(path)
-        trainer.strategy.barrier()
 
     def _save(self, trainer: Trainer, path: Path, published: Callable[[], None], step: int | None = None) -> bool:
         """Whether it was begun. `step`: it is then saved, unless writing fails. Collective."""

@@ -62,14 +62,14 @@ def newest_whole(run_dir: str | Path) -> Path | None:
     return next((path for path in reversed(list_checkpoints(run_dir)) if damage(path) is None), None)
 
 
-def resolve_resume(resume: str | None, run_dir: str | Path, stage: str) -> str | None:
-    """`resume=` as written → the checkpoint to load, or None.
+def resolve_resume(resume: str | None, run_dir: str | Path, stage: str, may_be_taken: bool = True) -> str | None:
+    """`resume=` as written → the checkpoint to load, or None. `may_be_taken`: look whether another run is there.
 
     Raises:
         ConfigError: no such checkpoint, or a run directory that would be overwritten.
     """
     try:
-        taken = stage == "fit" and (Path(run_dir) / "plan.json").exists()
+        taken = may_be_taken and stage == "fit" and (Path(run_dir) / "plan.json").exists()
         if resume == "auto":
             found = newest_whole(run_dir)
             if found is None and list_checkpoints(run_dir):

@@ -37,6 +37,7 @@ from shardwise.checkpoint.state import (
     make_like,
     persistent_buffers,
     restore,
+    shapes_of,
 )
 from shardwise.checkpoint.tensors import read_metadata, slice_of
 from shardwise.data.loaders import EvaluationLoader, TrainLoader
@@ -70,6 +71,7 @@ class PlannedStrategy(ParallelStrategy):
         self._paddings: deque[bool] = deque()
         self._scale: Tensor | None = None
         self._losses: list[Tensor] = []
+        self._statistics: list[tuple[list[Tensor], Tensor]] | None = None  # buffers, and what the window found in them
         self._training_step: Callable[..., Any] | None = None  # compiled, under compile=model
         self._copies: torch.cuda.Stream | None = None  # where batches come to the device
         self._transfer_hooks: set[str] | None = None  # that the module or its data has of its own
@@ -242,6 +244,12 @@ class PlannedStrategy(ParallelStrategy):
         torch.manual_seed(derived_seed(self.plan.seed, "training", self.global_rank, *([consumed] if consumed else [])))
         if self._random is not None:
             set_random_state(self._random, self.root_device)
+        held = [id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        if len(set(held)) < len(held) and self.plan.checkpoint.saves:
+            raise ConfigError(
+                f"{self.module_name}: a parameter is in two optimizers, and a checkpoint holds one state of each; give "
+                f"it to one of them, or checkpoint=none"
+            )
         super().on_train_start()
 
     # The window contract: one scale per micro-batch, before backward
@@ -249,6 +257,7 @@ class PlannedStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx % self.plan.accumulate_grad_batches == 0:
             self._losses = []
+            self._keep_statistics()
         assert self.train_loader is not None
         self._scale = self.train_loader.scales.popleft()
         super().on_train_batch_start(batch, batch_idx)
@@ -317,7 +326,32 @@ class PlannedStrategy(ParallelStrategy):
             if precision.skipped:
                 precision.passed_over = False
                 self._count_skipped(module)
+            self._take_statistics_back()
         return result
+
+    def _keep_statistics(self) -> None:
+        """Buffers that a forward may write to, a BatchNorm's averages say, as they are before a window."""
+        module = self.lightning_module
+        assert module is not None
+        if self._statistics is None:
+            by_dtype: dict[torch.dtype, list[Tensor]] = {}
+            if module.automatic_optimization:
+                for _, buffer in persistent_buffers(module):
+                    by_dtype.setdefault(buffer.dtype, []).append(buffer)
+            self._statistics = [(buffers, torch.empty(0)) for buffers in by_dtype.values()]
+        self._statistics = [(buffers, _in_a_row(buffers)) for buffers, _ in self._statistics]
+
+    def _take_statistics_back(self) -> None:
+        """A step that is passed over leaves no trace in them either. Does not wait."""
+        passed_over = self.planned_precision.passed_over
+        if passed_over is False or not self._statistics:
+            return
+        for buffers, before in self._statistics:
+            if isinstance(passed_over, Tensor):
+                before = torch.where(passed_over > 0, before, _in_a_row(buffers))
+            parts = torch.split(before, [buffer.numel() for buffer in buffers])
+            with torch.no_grad():
+                torch._foreach_copy_(buffers, [p.view_as(b) for p, b in zip(parts, buffers, strict=True)])
 
     def _window_loss(self) -> Tensor:
         """What this rank's micro-batches add up to, as they were differentiated."""
@@ -388,18 +422,22 @@ class PlannedStrategy(ParallelStrategy):
         self._begin, precision.unwanted = step.end, None
         return step
 
-    def rewind(self, steps: int) -> None:
-        """Take the last `steps` back, in which no weight has changed: counters and training clock."""
+    def rewind(self, steps: int) -> bool:
+        """Take the last `steps` back, in which no weight has changed: counters and training clock. Not beyond the
+        begin of an epoch: False, and everything stays as it is."""
         assert self.lightning_module is not None and self.train_loader is not None
         loop = self.lightning_module.trainer.fit_loop.epoch_loop
         optimizer = loop.automatic_optimization.optim_progress.optimizer
         batches = steps * self.plan.accumulate_grad_batches
+        if batches > loop.batch_progress.current.ready:
+            return False
         for progress, count in ((loop.batch_progress, batches), (optimizer.step, steps), (optimizer.zero_grad, steps)):
             for counter in (progress.total, progress.current):
                 for name in vars(counter):
                     setattr(counter, name, getattr(counter, name) - count)
         loop._batches_that_stepped -= steps
         self.train_loader.consumed -= steps * self.plan.global_batch_size
+        return True
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         # `self.log(..., sync_dist=True)` averages the ranks' batch sizes, and an integer mean of 7 and 6 would be 6.
@@ -459,7 +497,11 @@ class PlannedStrategy(ParallelStrategy):
             "strategy": self.plan.strategy.name,
             "precision": self.plan.precision.name,
         }
-        volatile = frozenset(f"model.{name}" for name, _ in persistent_buffers(module))
+        # What no optimizer steps on may be written to at any time: a buffer, a momentum encoder
+        stepped = {name for of_optimizer in self._group_names() for of_group in of_optimizer for name in of_group}
+        volatile = frozenset(
+            f"model.{name}" for name in shapes_of(module) if name not in stepped or not module.automatic_optimization
+        )
         return Snapshot(gather(self, module, training), rest, random_state(self.root_device), about, volatile)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -506,13 +548,19 @@ class PlannedStrategy(ParallelStrategy):
             ConfigError: it is another optimizer's, and nobody has said that it may be left behind.
         """
         there, here = [one["kind"] for one in saved], [kind_of(optimizer) for optimizer in mine]
-        if there == here:
+        told = None
+        if there != here:
+            told = f"its optimizer state is of {', '.join(there) or 'none'}, and this run has {', '.join(here)}"
+        else:
+            before = [{name for group in one["groups"] for name in group["names"]} for one in saved]
+            now = [{name for group in one for name in group} for one in self._group_names()]
+            moved = sorted(set().union(*now) & set().union(*before) - set().union(*map(set.intersection, now, before)))
+            if moved:
+                told = f"{', '.join(moved[:4])} had another of its optimizers; give them in the same order"
+        if told is None:
             return True
         if "optimizer" not in self.plan.resume_allow:
-            raise ConfigError(
-                f"resume={self.plan.resume}: its optimizer state is of {', '.join(there) or 'none'}, and this run has "
-                f"{', '.join(here)}; resume_allow=[optimizer] leaves it behind"
-            )
+            raise ConfigError(f"resume={self.plan.resume}: {told}; resume_allow=[optimizer] leaves their state behind")
         return False
 
     # Where what a checkpoint holds is: see checkpoint/state.py
@@ -648,6 +696,10 @@ def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, layer in module.named_modules():
         if type(layer).get_extra_state is not nn.Module.get_extra_state:
             yield name, layer
+
+
+def _in_a_row(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _in_micro_batches(loops: dict[str, Any], before: int, now: int) -> None:
