@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.12 >/dev/null 2>&1 && python3.12 -c '' 2>/d
 VENV ?= .venv
 ARGS ?=
 
-.PHONY: train test check fix parity parity-gpu checkpoint-matrix gpu-test overhead clean
+.PHONY: train test check fix parity parity-gpu checkpoint-matrix chaos gpu-test overhead clean
 
 train: $(VENV)/.run
 	$(VENV)/bin/python train.py $(ARGS)
@@ -32,6 +32,11 @@ parity-gpu: $(VENV)/.dev
 # Saved under every strategy, gone on with under every other; writes benchmarks/results/ and docs/checkpointing.md.
 checkpoint-matrix: $(VENV)/.dev
 	$(VENV)/bin/python benchmarks/checkpoint_matrix.py $(ARGS)
+	$(VENV)/bin/python benchmarks/report.py
+
+# Runs that are interrupted in every way, about two hours; writes benchmarks/results/ and docs/reliability.md.
+chaos: $(VENV)/.dev
+	$(VENV)/bin/python benchmarks/chaos.py $(ARGS)
 	$(VENV)/bin/python benchmarks/report.py
 
 # On a machine with GPUs; writes benchmarks/results/.

@@ -1,5 +1,5 @@
 """Writes docs/gpu.md, docs/parity.md and docs/overhead.md from benchmarks/results/*.json, and the tables of
-docs/metrics.md and docs/checkpointing.md.
+docs/metrics.md, docs/checkpointing.md and docs/reliability.md.
 
 No number in them is typed.
 """
@@ -38,20 +38,83 @@ def main() -> None:
         (ROOT / "docs" / "overhead.md").write_text("\n".join(overhead(costs)).rstrip() + "\n")
     if matrices := read("matrix"):
         (ROOT / "docs" / "parity.md").write_text("\n".join(parity_lines(matrices)).rstrip() + "\n")
-    for name in ("metrics.md", "checkpointing.md"):
+    for name in ("metrics.md", "checkpointing.md", "reliability.md"):
         page = ROOT / "docs" / name
         page.write_text(with_tables(page.read_text()))
 
 
 def with_tables(text: str) -> str:
     """The text with what stands between `<!-- table: NAME -->` and `<!-- end -->` made anew."""
-    tables = {"peaks": peaks, "attention": attention, "resumed": resumed, "saving": saving}
+    tables = {made.__name__: made for made in (peaks, attention, resumed, saving, faults, stock, exit_codes)}
     return re.sub(
         r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
         lambda found: found[1] + "\n".join(tables[found[2]]()) + "\n" + found[3],
         text,
         flags=re.DOTALL,
     )
+
+
+def faults() -> list[str]:
+    """Each fault under each strategy: survived of tried, median steps lost, median seconds to the next step."""
+    lines = []
+    for result in (result for result in read("chaos") if "rounds" in result):
+        settings, environment = result["settings"], result["environment"]
+        strategies = list(dict.fromkeys(one["strategy"] for one in result["rounds"]))
+        found: dict[tuple[str, str], list[Any]] = {}
+        for one in result["rounds"]:
+            for row in one["faults"]:
+                found.setdefault((row["fault"], row["strategy"]), []).append(row)
+        names = [name for name in dict.fromkeys(fault for fault, _ in found) if name != "the end"]
+        tried = sum(len(rows) for (fault, _), rows in found.items() if fault != "the end")
+        lines += [
+            f"{settings['ranks']} CPU ranks, gloo, torch {environment['packages']['torch']}, commit "
+            f"{str(environment['commit'])[:10]}, `{result['command']}`: {len(result['rounds'])} runs of "
+            f"{settings['steps']} steps, a save every {settings['save_every_n_steps']}, {tried} faults.",
+            "",
+            "| fault | " + " | ".join(strategies) + " |",
+            "|---|" + "---|" * len(strategies),
+            *("| " + " | ".join([name, *(_faults_cell(found.get((name, s), [])) for s in strategies)]) + " |"
+              for name in [*names, "the end"]),
+            "",
+        ]  # fmt: skip
+    return lines
+
+
+def _faults_cell(rows: list[Any]) -> str:
+    if not rows:
+        return ""
+    words = [f"{sum(row['survived'] for row in rows)}/{len(rows)}"]
+    for key, unit in (("steps_lost", " steps"), ("seconds", " s")):
+        if values := [row[key] for row in rows if row[key] is not None]:
+            words.append(f"{median(values):.3g}{unit}")
+    return ", ".join(words)
+
+
+def stock() -> list[str]:
+    lines = []
+    for result in (result for result in read("chaos") if "stock" in result):
+        lines += ["| fault | what stock Lightning does |", "|---|---|"]
+        lines += [f"| {row['fault']} | {row['outcome']} |" for row in result["stock"]]
+        lines += ["", f"Lightning {result['environment']['packages']['lightning']}, `{result['command']}`."]
+    return lines
+
+
+def exit_codes() -> list[str]:
+    from shardwise.errors import ExitCode
+
+    said = {
+        ExitCode.done: ("done", "no"),
+        ExitCode.crash: ("a bug, a lost process, a disk that stayed full", "yes"),
+        ExitCode.user_error: ("a mistake in the command, the module or the data, said in one line", "no"),
+        ExitCode.non_finite: ("the loss or a gradient is not finite (guard.md)", "no"),
+        ExitCode.out_of_memory: ("a rank is out of memory; says what needs less", "no"),
+        ExitCode.saved: ("told to leave by a signal: saved, run me again", "yes"),
+        ExitCode.hang: ("no progress for `strategy.timeout_minutes`", "yes"),
+    }
+    return ["| exit code | the run ended because | start it again |", "|---|---|---|",
+            *(f"| {int(code)} | {why} | {again} |" for code, (why, again) in said.items()),
+            "| 128 + n | signal n: before training began, with `checkpoint=none`, a second Ctrl-C, or from outside "
+            "(137: SIGKILL) | yes |"]  # fmt: skip
 
 
 def resumed() -> list[str]:

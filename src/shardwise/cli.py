@@ -18,6 +18,7 @@ from shardwise.compose import Job, compose
 from shardwise.errors import ConfigError
 from shardwise.launch.host import inspect_host
 from shardwise.launch.local import launch
+from shardwise.launch.signals import overlook
 from shardwise.launch.worker import die_with_parent, outlive_console, report
 from shardwise.plan import Host, Plan, make_plan
 
@@ -25,6 +26,7 @@ from shardwise.plan import Host, Plan, make_plan
 def train(argv: list[str]) -> int:
     """`python train.py …`. Exit code: 0 done, 2 a user's mistake (one message on stderr), else the run's own."""
     outlive_console()
+    overlook()
     try:
         command = compose(argv)
         if command.print is not None:
@@ -130,7 +132,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
             ) from None
         print("\n".join([headline(plan), *told]), flush=True)
     code = launch(plan, in_process=single)
-    written = {stage_file(name, plan.stage) for name in ("config.yaml", "plan.json", "environment.json")}
+    written = {stage_file(name, plan.stage) for name in ("config.yaml", "plan.json", "environment.json")} | {"logs"}
     if code == 2 and fresh and os.environ.get("RANK", "0") == "0" and {p.name for p in run_dir.glob("*")} <= written:
         shutil.rmtree(run_dir, ignore_errors=True)  # a mistake seen before the first step: the name stays free
     return code

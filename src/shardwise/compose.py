@@ -305,6 +305,7 @@ Run-level values:
   ema_decay=X               keep an exponential moving average of the weights and validate with it
   guard.on_nonfinite=stop|skip                            a loss or gradient that is not finite: docs/guard.md
   guard.on_spike=warn|ignore|skip|rollback                a loss that leaps
+  max_restarts=3            a run that crashed or hung is started again from its last checkpoint, at most so often
   memory_history=true       on CUDA: the snapshot of a rank that runs out of memory says what allocated each block
   units=[ClassName,…]       the repeated layers, where they are not found
   optimizer_override=true   optimizer= overrules the module's own configure_optimizers

@@ -8,19 +8,22 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How a run ended. A job script may start a crashed run again; after 2, 3 and 4 it would only end the same way."""
+    """How a run ended. After `crash`, `saved` and `hang` a job script may start it again; after the others it would
+    only end the same way. 128 + n: ended by signal n, before there was anything to save or by a second Ctrl-C."""
 
     done = 0
     crash = 1
     user_error = 2
     non_finite = 3
     out_of_memory = 4
+    saved = 5
+    hang = 6
 
 
 class RunStopped(Exception):
     """The run cannot go on, and no line of code is to blame. Shown as one message without a traceback."""
 
-    exit_code = ExitCode.crash
+    exit_code: int = ExitCode.crash
 
 
 class ConfigError(RunStopped):
@@ -43,6 +46,17 @@ class OutOfMemoryError(RunStopped):
 
 class CheckpointError(RunStopped):
     """Checkpoints cannot be written any more: a full disk, a folder that cannot be written to."""
+
+
+class Left(RunStopped):
+    """A signal has asked the run to save and leave, and it has."""
+
+    exit_code: int = ExitCode.saved
+
+    def __init__(self, message: str, unsaved_by: int | None = None) -> None:
+        """`unsaved_by`: the signal, where nothing was to be saved."""
+        super().__init__(message if unsaved_by else f"{message}; resume=auto goes on")
+        self.exit_code = 128 + unsaved_by if unsaved_by else ExitCode.saved
 
 
 class DataError(ConfigError):

@@ -61,6 +61,14 @@ class CsvLogger(Logger):
         else:
             self.path.unlink(missing_ok=True)
 
+    @rank_zero_only
+    def forget_validation(self, step: int) -> None:
+        """Of this step: it will be run again."""
+        rows = read_metrics(self.path)
+        kept = [row for row in rows if int(row["step"]) != step or any(row[k] for k in row if k.startswith("train/"))]
+        if len(kept) < len(rows):
+            self._write(list(rows[0]), kept)
+
     def _write(self, fields: list[str], rows: list[dict[str, str]]) -> None:
         self._fields = fields
         temporary = self.path.with_suffix(".tmp")

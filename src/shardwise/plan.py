@@ -162,6 +162,7 @@ class Plan:
     compile: CompileName
     activation_checkpointing: ActivationCheckpointingName
     ema_decay: float | None  # of the averaged weights that validation and checkpoints see as well; None: no average
+    max_restarts: int  # of a run that crashed or hung, by the local launcher
     memory_history: bool  # every allocation's stack is kept, for the snapshot of a rank that runs out of memory
     schedule: dict[str, Any] | None
     units: tuple[str, ...] | None  # class names; None: found
@@ -226,6 +227,13 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         raise ConfigError(f"ema_decay={config.ema_decay}: must be between 0 and 1, e.g. 0.999, or null for no average")
     if config.memory_history and accelerator == "cpu":
         raise ConfigError("memory_history=true needs CUDA, whose allocator keeps it; leave it out on the CPU")
+    if config.max_restarts < 0:
+        raise ConfigError(f"max_restarts={config.max_restarts}: must be at least 0")
+    if config.max_restarts and host.launcher != "local":
+        raise ConfigError(
+            f"max_restarts={config.max_restarts}: {host.launcher} has started the ranks, and is who can start them "
+            f"again; leave it out, and give {host.launcher} its own word for it, with resume=auto"
+        )
     _check_pairs(config, accelerator)
     if not 0 <= config.seed < 2**63:
         raise ConfigError(f"seed={config.seed}: must be in [0, 2**63)")
@@ -282,6 +290,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         compile=config.compile.value,
         activation_checkpointing=config.activation_checkpointing.value,
         ema_decay=config.ema_decay,
+        max_restarts=config.max_restarts,
         memory_history=config.memory_history,
         schedule=schedule,
         units=None if config.units is None else tuple(config.units),

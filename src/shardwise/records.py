@@ -59,10 +59,9 @@ class Step:
     learning_rate: float
     loss_scale: float | None
     passed_over: bool | None  # the optimizer left everything as it was; None: `values` will tell
-    # Loss, gradient norm, passed over, passed over on purpose (1, or not); of several ranks: loss weight, FLOPs
+    # Loss, gradient norm, passed over, passed over on purpose (1, or not); of several ranks: the sums of `own`
     values: Readback
-    own_weight: int  # of this rank's micro-batches
-    own_flops: int
+    own: tuple[int, int, int]  # loss weight and FLOPs of this rank's micro-batches; what signals have asked it for
     losses: list[Tensor]  # what each of this rank's micro-batches added to the loss
     gradients: list[tuple[nn.Parameter, Tensor]]  # with the norm of what this rank holds of its gradient
     begin: Tick

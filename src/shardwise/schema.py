@@ -88,7 +88,7 @@ class DdpConfig:
     name: StrategyName = StrategyName.ddp
     find_unused_parameters: bool = False
     bucket_cap_mb: int = 25
-    timeout_minutes: float = 30.0
+    timeout_minutes: float = 10.0
 
 
 @dataclass
@@ -96,7 +96,7 @@ class FsdpConfig:
     name: StrategyName = StrategyName.fsdp
     reshard_after_forward: bool = True
     defer_gradient_sync: bool = False
-    timeout_minutes: float = 30.0
+    timeout_minutes: float = 10.0
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Zero1Config:
     name: StrategyName = StrategyName.zero1
     find_unused_parameters: bool = False
     offload_optimizer: bool = False
-    timeout_minutes: float = 30.0
+    timeout_minutes: float = 10.0
 
 
 @dataclass
@@ -228,6 +228,7 @@ class RunConfig:
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
     ema_decay: float | None = None
     memory_history: bool = False
+    max_restarts: int = 0
     units: list[str] | None = None
 
     model: Any = None  # what the recipe's module is built around; reaches the Plan as a part of `module`

@@ -23,6 +23,8 @@ from torch._C._distributed_c10d import HashStore
 from shardwise.build import build, locate
 from shardwise.callbacks.average import WeightAverage
 from shardwise.callbacks.guard import Guard, RollBack
+from shardwise.callbacks.heartbeat import Heartbeat
+from shardwise.callbacks.leaving import Leaving
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog, validation_metrics
 from shardwise.callbacks.summary import Summary, print_table, words
@@ -31,6 +33,7 @@ from shardwise.checkpoint.load import settle_resume
 from shardwise.environment import describe_environment
 from shardwise.errors import ConfigError
 from shardwise.initialize import derived_seed, initializes_itself, parameters_on_meta
+from shardwise.launch.watchdog import keep_nccl_record, progress
 from shardwise.loggers import build_loggers
 from shardwise.optimizers import configure_optimizers
 from shardwise.out_of_memory import OutOfMemoryWatch, start_history
@@ -55,6 +58,7 @@ def run(plan: Plan) -> None:
         goes_on: Plan | None = settle_resume(plan)
         while goes_on is not None:
             goes_on = _run_until_rolled_back(goes_on, watch)
+        progress.over = True  # what comes now, a tracker's last upload say, may take its time
     # Not after a failure: the peers would fail in turn, and NCCL might wait for them.
     dist.destroy_process_group()
 
@@ -185,7 +189,9 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
     average = [] if plan.ema_decay is None else [WeightAverage(plan)]  # first: what is saved is what it has put back
     # The guard before the log and the saving: they see no step that it has not passed.
     guard = Guard(plan, steps, saving)
-    callbacks: list[Callback] = [*more, *average, guard, steps, saving, Summary(plan, steps, saving)]
+    # Who leaves comes last: everybody else has seen the step.
+    summary, leaving = Summary(plan, steps, saving), Leaving(plan, guard, saving)
+    callbacks: list[Callback] = [*more, *average, Heartbeat(plan), guard, steps, saving, summary, leaving]
     accumulate = plan.accumulate_grad_batches
     validate_every = plan.validate_every_n_steps
     trainer = Trainer(
@@ -225,7 +231,7 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
 
 def init_process_group(plan: Plan) -> None:
     """One process group for the run, made here so that every strategy and a single process share one path."""
-    timeout = timedelta(minutes=plan.strategy.timeout_minutes)
+    timeout = timedelta(minutes=1.5 * plan.strategy.timeout_minutes + 1)  # the watchdog, which tells more, comes first
     backend = "nccl" if plan.accelerator == "cuda" else "gloo"
     if plan.topology.world_size == 1 and "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -233,6 +239,7 @@ def init_process_group(plan: Plan) -> None:
     if plan.accelerator == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+        keep_nccl_record(plan.run_dir)
     if plan.topology.world_size == 1:  # no port, no rendezvous
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=device)
     else:

@@ -20,7 +20,7 @@ import pytest
 from tests.distributed.commands import OWN, RECIPE, TRAIN, Running, check, environment, make_home, metrics, run
 
 FILES = {"config.yaml", "plan.json", "environment.json", "starts.json", "metrics.csv", "summary.json", "loss.png",
-         "checkpoints"}  # fmt: skip
+         "checkpoints", "logs"}  # fmt: skip
 SHORT = [*RECIPE, "max_steps=3", "validate_every_n_steps=3"]
 
 
@@ -187,9 +187,9 @@ ENDLESS = [*RECIPE, "max_steps=1000000", "log_every_n_steps=10", "data.num_worke
     ("sent", "whole_group", "code", "says"),
     [
         (signal.SIGKILL, False, -signal.SIGKILL, ""),
-        (signal.SIGINT, True, 130, "shardwise: stopped by Ctrl-C"),
-        (signal.SIGINT, False, 130, "shardwise: stopped by Ctrl-C"),
-        (signal.SIGTERM, False, 143, "shardwise: stopped by SIGTERM"),
+        (signal.SIGINT, True, 130, "shardwise: stopped by Ctrl-C: nothing is saved, as checkpoint=none asks for"),
+        (signal.SIGINT, False, 130, "shardwise: stopped by Ctrl-C: nothing is saved, as checkpoint=none asks for"),
+        (signal.SIGTERM, False, 143, "shardwise: stopped by SIGTERM: nothing is saved, as checkpoint=none asks for"),
     ],
 )
 def test_nothing_outlives_the_launcher(home: Path, sent: int, whole_group: bool, code: int, says: str) -> None:
@@ -210,7 +210,7 @@ def test_ctrl_c_of_a_single_process(home: Path) -> None:
         os.killpg(running.process.pid, signal.SIGINT)
         assert running.process.wait(60) == 130
         running.wait_until_gone()
-    _check_last_words(running, "shardwise: stopped by Ctrl-C")
+    _check_last_words(running, "shardwise: stopped by Ctrl-C: nothing is saved, as checkpoint=none asks for")
 
 
 def _check_last_words(running: Running, says: str) -> None:

@@ -121,7 +121,7 @@ def step_of(seconds: float, waiting: float, fetching: float) -> Step:
         tick.seconds = at
     return Step(
         number=1, start=0, learning_rate=0.0, loss_scale=None, passed_over=False, values=Readback(torch.zeros(4)),
-        own_weight=10, own_flops=10**12, losses=[], gradients=[], begin=ticks[0], arrived=ticks[1], end=ticks[2],
+        own=(10, 10**12, 0), losses=[], gradients=[], begin=ticks[0], arrived=ticks[1], end=ticks[2],
         fetching_seconds=fetching,
     )  # fmt: skip
 
@@ -138,10 +138,10 @@ class OneGpu:
 
 def test_mfu_waiting_and_the_first_step() -> None:
     meter = Meter(OneGpu())  # type: ignore[arg-type]
-    meter.add(step_of(30.0, 1.0, 0.5), [])
+    meter.add(step_of(30.0, 1.0, 0.5), 10, 10**12)
     assert meter.steady == Sums(1, 30.0, 0.5, 10, 10**12)  # the host fetched for 0.5 s: the rest was not the data's
     for _ in range(2):
-        meter.add(step_of(2.0, 0.25, 1.0), [40.0, 8e12])
+        meter.add(step_of(2.0, 0.25, 1.0), 40.0, 8e12)
     assert meter.steady == Sums(2, 4.0, 0.5, 80.0, 16e12)
     assert meter.mfu(meter.steady) == pytest.approx(16e12 / (4.0 * 4 * 100e12))
     assert meter.training_seconds == pytest.approx(4.0 + 2.0), "the first step compiled: it counts as the others"

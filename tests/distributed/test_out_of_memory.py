@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ import torch
 
 from shardwise.compose import compose
 from shardwise.errors import ConfigError
-from shardwise.launch.local import _say
 from shardwise.out_of_memory import (
     GpuMemory,
     OutOfMemoryWatch,
@@ -107,33 +103,6 @@ def test_a_single_rank_within_the_launchers_process(home: Path, where: str, doin
     said = message(home, *words)
     assert said.startswith(f"error: rank 0 is out of memory: {doing}, micro_batch_size=2\n"), said
     assert (home / "runs" / f"one-{where}" / "plan.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("code", "others", "said"),
-    [
-        (4, -signal.SIGTERM, "theirs"),
-        (4, -signal.SIGKILL, "theirs"),  # it took no notice of SIGTERM
-        (1, -signal.SIGTERM, "theirs"),
-        (1, -signal.SIGKILL, "rank 0 was killed by SIGKILL"),  # and what rank 1 reported is that it lost rank 0
-        (None, -signal.SIGTERM, "rank 0 was killed by SIGTERM"),
-    ],
-)
-def test_a_rank_that_the_launcher_ended_does_not_hide_the_one_that_failed(
-    code: int | None, others: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """torch's elastic launcher ends the ranks that wait, and counts them among the failures."""
-    failures = {1: process(11, code or 0), 0: process(10, others)} if code else {0: process(10, others)}
-    if code is not None:
-        for name in ("failure", "failure.11"):
-            (tmp_path / name).write_text(json.dumps({"rank": 1, "code": code, "text": "theirs\n"}))
-    returned = _say(tmp_path / "failure", failures)
-    assert said in capsys.readouterr().err
-    assert returned == (code if said == "theirs" else 128 - others)
-
-
-def process(pid: int, exitcode: int) -> SimpleNamespace:
-    return SimpleNamespace(pid=pid, exitcode=exitcode, signal_name=lambda: signal.Signals(-exitcode).name)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog
 from shardwise.errors import NonFiniteError
+from shardwise.launch.signals import to_leave, to_save
 from shardwise.plan import Plan
 from shardwise.records import LAG, SPIKE_MINIMUM, SPIKE_WINDOW, Step, robust_z_of
 from shardwise.strategies.common import PlannedStrategy, strategy_of
@@ -42,6 +43,7 @@ class Guard(Callback):
         self.before: deque[float] = deque(maxlen=SPIKE_WINDOW)  # losses
         self.in_a_row = 0
         self.scaler_skips = 0  # in a row
+        self.leave = self.save = False  # what a signal to any rank has asked for: known to all at the same step
         # What the schedules stood at after each of the last steps: see `_stop`
         self.schedules: deque[tuple[int, Any]] = deque(maxlen=plan.guard.max_in_a_row + LAG + 2)
 
@@ -66,16 +68,17 @@ class Guard(Callback):
         while len(self.unread) > LAG:
             self._read(trainer, self.unread.popleft())
         if known:
-            self._read_all(trainer)
+            self.read_all(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":
-            self._read_all(trainer)  # fp16 skips steps, and validation comes between those that were looked for
+            self.read_all(trainer)  # fp16 skips steps, and validation comes between those that were looked for
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._read_all(trainer)  # data of unknown length end without a word
+        self.read_all(trainer)  # data of unknown length end without a word
 
-    def _read_all(self, trainer: Trainer) -> None:
+    def read_all(self, trainer: Trainer) -> None:
+        """Everything up to the last step, written down. Collective."""
         while self.unread:
             self._read(trainer, self.unread.popleft())
         self.rows.flush(trainer)
@@ -90,7 +93,7 @@ class Guard(Callback):
     def _count_scaler_skip(self, trainer: Trainer, strategy: PlannedStrategy) -> None:
         self.scaler_skips += 1
         if self.scaler_skips > _SCALER_SKIPS:
-            self._read_all(trainer)
+            self.read_all(trainer)
             raise NonFiniteError(
                 f"{self.scaler_skips} steps in a row had gradients that are not finite, and the loss scale is down to "
                 f"{strategy.planned_precision.loss_scale:g}: it is not the scale; use precision=bf16, or a smaller "
@@ -99,6 +102,8 @@ class Guard(Callback):
 
     def _read(self, trainer: Trainer, step: Step) -> None:
         loss, norm, passed_over, spiked, *of_ranks = step.values.read()
+        weight, flops, wishes = of_ranks or step.own
+        self.leave, self.save = self.leave or to_leave(wishes), self.save or to_save(wishes)
         if step.passed_over is not None:
             passed_over = step.passed_over
         guard = self.plan.guard
@@ -114,7 +119,7 @@ class Guard(Callback):
             self.in_a_row = 0
             self._look_for_spike(trainer, step, loss)
         self.before.append(loss)
-        self.rows.take(trainer, step, loss, norm, of_ranks)
+        self.rows.take(trainer, step, loss, norm, weight, flops)
 
     def _look_for_spike(self, trainer: Trainer, step: Step, loss: float) -> None:
         guard = self.plan.guard

@@ -47,12 +47,13 @@ class Meter:
         self.spent_before = float(rows[-1][SPENT]) if rows else 0.0
         starts = folder / "starts.json"
         times = json.loads(starts.read_text()) if starts.exists() else []
-        starts.write_text(json.dumps([*times, self.started]) + "\n")
+        beside = starts.with_suffix(".partial")
+        beside.write_text(json.dumps([*times, self.started]) + "\n")
+        beside.replace(starts)
         self.started = min([*times, self.started])
 
-    def add(self, step: Step, of_ranks: list[float]) -> None:
-        """`of_ranks`: loss weight and FLOPs of all ranks; empty: this one is all."""
-        weight, flops = of_ranks or (step.own_weight, step.own_flops)
+    def add(self, step: Step, weight: float, flops: float) -> None:
+        """`weight` and `flops`: of all ranks."""
         # The device waits from the end of the step before until its batch is there, but for data only as long as the
         # host did: the rest is the host being behind.
         waiting = min(step.begin.until(step.arrived), step.fetching_seconds)

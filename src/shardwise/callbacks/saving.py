@@ -15,6 +15,9 @@ from shardwise.callbacks.steps import validation_metrics
 from shardwise.checkpoint.find import checkpoint_path, damage, list_checkpoints, step_of
 from shardwise.checkpoint.save import Outcome, Writer, publish_again
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.initialize import random_state
+from shardwise.launch.watchdog import progress
+from shardwise.loggers import CsvLogger
 from shardwise.plan import Plan
 from shardwise.strategies.common import strategy_of
 
@@ -35,6 +38,15 @@ class Saving(Callback):
         self.writer: Writer | None = None
         self.failures = 0  # in a row
         self._reported: Outcome | None = None
+        self.validated_step = -1
+        # What a checkpoint would have held just before validation, and the random state
+        self.before_validation: tuple[dict[str, Any], dict[str, Any]] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"validated_step": self.validated_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.validated_step = state_dict["validated_step"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.plan.resume == str(checkpoint_path(self.plan.run_dir, trainer.global_step)):
@@ -47,6 +59,27 @@ class Saving(Callback):
         if trainer.is_global_zero:
             for partial in self.folder.glob("*.partial"):
                 _remove(partial)
+        if self.plan.resume is not None and self.validated_step != trainer.global_step and self._is_due(trainer):
+            self._validate(trainer)
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        """Whether validation comes after the step that has just ended."""
+        progress, every = trainer.fit_loop.epoch_loop.batch_progress.current, self.plan.validate_every_n_steps
+        if every is None:
+            return progress.ready >= trainer.num_training_batches
+        return trainer.global_step > 0 and trainer.global_step % every == 0
+
+    def _validate(self, trainer: Trainer) -> None:
+        """The run was left, or died, between a save and the end of the validation behind it."""
+        for logger in trainer.loggers:
+            if isinstance(logger, CsvLogger):
+                logger.forget_validation(trainer.global_step)
+        loop, connector = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector
+        first = connector._first_loop_iter
+        loop.restarting, trainer.validating = False, True
+        strategy_of(trainer).take_up_random_state()
+        loop.run()
+        connector._first_loop_iter, trainer.training = first, True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -58,10 +91,17 @@ class Saving(Callback):
             every and ends_window and step % every == 0 and 0 < step != self.saved_step
         ):  # saved: since, all were skipped
             self.save_step(trainer)
+        self.before_validation = None
+        if ends_window and self._is_due(trainer):
+            dumped = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+            self.before_validation = dumped, random_state(trainer.strategy.root_device)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn != "fit":
+            return
+        self.validated_step, self.before_validation = trainer.global_step, None
         monitor = self.plan.checkpoint.monitor
-        if monitor is None or trainer.state.fn != "fit":
+        if monitor is None:
             return
         measured = validation_metrics(trainer)
         if monitor not in measured:
@@ -102,7 +142,23 @@ class Saving(Callback):
             self.save_step(trainer)
         self.settle(trainer, last=True)
 
-    def save_step(self, trainer: Trainer) -> None:
+    def save_now(self, trainer: Trainer) -> str:
+        """The step that the counters show, unless it is saved already; until it is written. Collective.
+
+        Returns:
+            What there is now, in words.
+        """
+        step = trainer.global_step
+        if not self.plan.checkpoint.saves:
+            return "nothing is saved, as checkpoint=none asks for"
+        if step == 0:
+            return "before the first step there is nothing to save"
+        if step != self.saved_step:
+            self.save_step(trainer, must=True)
+        self.settle(trainer, last=True)
+        return f"step {step} is saved as {checkpoint_path(self.plan.run_dir, step)}"
+
+    def save_step(self, trainer: Trainer, *, must: bool = False) -> None:
         """Save the step that the counters show. Collective.
 
         Later ones are removed, of a run that has been taken back: `resume=auto` would go on from them.
@@ -119,23 +175,29 @@ class Saving(Callback):
                 if kept is None or step_of(old) % kept:
                     _remove(old)
 
-        self._save(trainer, checkpoint_path(self.plan.run_dir, step), published, step)
+        self._save(trainer, checkpoint_path(self.plan.run_dir, step), published, step, must)
 
-    def _save(self, trainer: Trainer, path: Path, published: Callable[[], None], step: int | None = None) -> bool:
-        """Whether it was begun. `step`: it is then saved, unless writing fails. Collective."""
+    def _save(
+        self, trainer: Trainer, path: Path, published: Callable[[], None], step: int | None = None, must: bool = False
+    ) -> bool:
+        """Whether it was begun. `step`: is saved then, unless writing fails. `must`: it is not left out. Collective."""
         strategy = strategy_of(trainer)
         if self.writer is None:
             self.writer = Writer(self.plan.checkpoint.asynchronous, strategy.root_device)
             strategy.at_teardown(self.writer.close)
-        ends = trainer.global_step == self.plan.max_steps
+        ends = must or trainer.global_step == self.plan.max_steps
         if self.plan.checkpoint.when_busy == "skip" and not ends and strategy.broadcast(self.writer.busy):
             if trainer.is_global_zero:
                 print(f"checkpoint {path.name} is left out: the one before is still being written", flush=True)
             return False
+        progress.doing(f"saving {path.name}")
         self.settle(trainer)
         if step is not None:
             self.saved_step = step
-        snapshot = strategy.snapshot(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+        if self.before_validation is not None and trainer.validating:
+            snapshot = strategy.snapshot(*self.before_validation)
+        else:
+            snapshot = strategy.snapshot(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
         strategy.planned_precision.copied = self.writer.save(path, snapshot, published)
         if not self.plan.checkpoint.asynchronous:
             self.settle(trainer)

@@ -77,9 +77,9 @@ class StepLog(Callback):
                 )
         self._evaluated = False
 
-    def take(self, trainer: Trainer, step: Step, loss: float, norm: float, of_ranks: list[float]) -> None:
-        """The next step's numbers; with several ranks, the loss weight and FLOPs of all. Collective."""
-        self.meter.add(step, of_ranks)
+    def take(self, trainer: Trainer, step: Step, loss: float, norm: float, weight: float, flops: float) -> None:
+        """The next step's numbers; loss weight and FLOPs are those of all ranks. Collective."""
+        self.meter.add(step, weight, flops)
         while self._rows and self._rows[0][0] <= step.number - LAG:
             self._write_row(trainer)
         if not self.plan.logs(step.number):

@@ -1,22 +1,30 @@
-"""Start a Plan's ranks on this node through torch.distributed's elastic launcher, which ends them together."""
+"""Start a Plan's ranks on this node, pass signals on, end them together, and start them again after a crash."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import logging
 import os
 import signal
+import subprocess
 import sys
-import tempfile
-from pathlib import Path
-from typing import Any, NoReturn
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
 
+from shardwise.checkpoint.find import newest_whole, step_of
 from shardwise.compose import ROOT
 from shardwise.errors import ExitCode
-from shardwise.launch.worker import FAILURE, PARENT, run_rank
+from shardwise.launch.scratch import remove_abandoned
+from shardwise.launch.signals import LEAVE, SAVE, in_words
+from shardwise.launch.worker import PARENT, REPORT, run_rank
 from shardwise.plan import Plan
 
-GRACE_SECONDS = 20  # for a rank that was told to stop, before it is killed
+GRACE_SECONDS = 20  # for a rank that has said how it ends
+_SILENCE_SECONDS = 3  # for one that has not, once another has failed: it may be about to say why
+_FRUITLESS = 2  # restarts in a row after which nothing new was saved
 
 
 def launch(plan: Plan, in_process: bool) -> int:
@@ -25,86 +33,175 @@ def launch(plan: Plan, in_process: bool) -> int:
     Raises:
         SystemExit: told to stop by a signal; every rank is gone by then.
     """
-    if plan.launcher == "torchrun" or (plan.topology.world_size == 1 and in_process):
+    if plan.launcher == "torchrun" or (plan.topology.world_size == 1 and in_process and not plan.max_restarts):
         return run_rank(plan)
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as directory:
-        plan_file, failure = Path(directory) / "plan.json", Path(directory) / "failure"
-        plan_file.write_text(plan.to_json())
-        os.environ |= _environment(plan, failure)
+    restarts = fruitless = 0
+    while True:
+        code = _Start(plan).run()
+        crashed = code in (ExitCode.crash, ExitCode.hang) or code > 128
+        if not crashed or plan.stage != "fit" or restarts == plan.max_restarts:
+            return code
+        newest, before = newest_whole(plan.run_dir), plan.resume
+        if newest is not None:
+            plan = dataclasses.replace(plan, resume=str(newest), may_fall_back=True)
+        fruitless = fruitless + 1 if restarts and plan.resume == before else 0
+        if fruitless == _FRUITLESS:
+            sys.stderr.write(f"shardwise: {fruitless} restarts in a row have saved nothing new: no further one\n")
+            return code
+        restarts += 1
+        begin = f"step {step_of(plan.resume)}" if plan.resume else "the beginning"
+        print(f"shardwise: restart {restarts} of {plan.max_restarts}, from {begin}", flush=True)
+
+
+class _Rank:
+    """A process, and the pipe on which it says what went wrong."""
+
+    def __init__(self, number: int, plan: Plan, environment: dict[str, str]) -> None:
+        self.reports, writes = os.pipe()
+        os.set_blocking(self.reports, False)
+        environment = environment | {"RANK": str(number), "LOCAL_RANK": str(number), REPORT: str(writes)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "shardwise.launch.worker"], env=environment, stdin=subprocess.PIPE,
+            pass_fds=[writes], start_new_session=True,  # Ctrl-C in a terminal reaches its launcher alone
+        )  # fmt: skip
+        os.close(writes)
+        self.number, self.killed, self._said = number, False, ""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError), self.process.stdin as stdin:  # it may be gone already
+            stdin.write(plan.to_json().encode())
+
+    @property
+    def code(self) -> int | None:
+        return self.process.poll()
+
+    def report(self) -> dict[str, Any] | None:
+        """What it has said first, if anything."""
+        with suppress(BlockingIOError):
+            while said := os.read(self.reports, 2**16):
+                self._said += said.decode()
+        first, end, _ = self._said.partition("\n")
+        return dict(json.loads(first)) if end else None
+
+    def send(self, number: int) -> None:
+        if self.code is None:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """With what it has started."""
+        if self.code is None:
+            self.killed = True
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+class _Start:
+    """All ranks once, from start to end."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.told: int | None = None  # the signal that this process was told to stop by
+        self.ranks: list[_Rank] = []
+
+    def run(self) -> int:
+        from torch._C._distributed_c10d import TCPStore
+
+        # Here, where it outlives every rank; on a port that the system chooses
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         try:
-            return _launch_processes(plan, plan_file, failure)
+            with self._signals():
+                for number in range(self.plan.topology.world_size):
+                    self.ranks.append(_Rank(number, self.plan, _environment(self.plan, store.port)))
+                    if self.told is not None:  # before this one was there
+                        self.ranks[-1].send(self.told)
+                self._wait()
         finally:
-            del os.environ[FAILURE], os.environ[PARENT]  # theirs, not the launcher's
+            for rank in self.ranks:
+                rank.kill()
+                remove_abandoned(rank.process.pid)
+            del store
+        code, text = outcome(self.ranks, self.told)
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        for rank in self.ranks:
+            os.close(rank.reports)
+        if self.told is not None and code:
+            raise SystemExit(code)  # nor does what would come next start
+        return code
+
+    def _wait(self) -> None:
+        while all(rank.code in (None, 0) for rank in self.ranks):
+            if all(rank.code == 0 for rank in self.ranks):
+                return
+            time.sleep(0.05)
+        failed = time.monotonic()
+        while alive := [rank for rank in self.ranks if rank.code is None]:
+            reports = [rank.report() for rank in self.ranks]
+            together = any(said and said["code"] not in (ExitCode.crash, ExitCode.hang) for said in reports)
+            for rank in alive:
+                patience = GRACE_SECONDS if together or reports[rank.number] else _SILENCE_SECONDS
+                if time.monotonic() - failed > patience:
+                    rank.kill()
+            time.sleep(0.05)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """What this process is told, its ranks are told: they save and leave. A second Ctrl-C does not wait for it."""
+
+        def relay(number: int, frame: FrameType | None) -> None:
+            if number in LEAVE:
+                if number == signal.SIGINT == self.told:
+                    for rank in self.ranks:
+                        rank.kill()
+                self.told = number
+            for rank in self.ranks:
+                rank.send(number)
+
+        before: dict[signal.Signals, Callable[..., Any] | int | None] = {}
+        for number in (*LEAVE, SAVE, signal.SIGQUIT):
+            if signal.getsignal(number) != signal.SIG_IGN or number == SAVE:
+                before[number] = signal.signal(number, relay)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
-def _environment(plan: Plan, failure: Path) -> dict[str, str]:
-    here = [str(ROOT / "src"), str(ROOT), str(Path.cwd())]
+def outcome(ranks: Sequence[_Rank], told: int | None) -> tuple[int, str]:
+    """The exit code of all, and what to say: who died without a word, else what the first to fail said. The others'
+    errors are its consequences, but a known reason is nobody's. `told`: the signal that the launcher was told to stop
+    by."""
+    failed = [rank for rank in ranks if rank.code and not rank.killed]
+    reports = sorted((said for rank in failed if (said := rank.report())), key=lambda said: said["time"])
+    silent = [rank for rank in failed if rank.report() is None]
+    known = [said for said in reports if said["code"] != ExitCode.crash]
+    if told is not None and not known and (any(rank.code == -told for rank in silent) or not failed):
+        ended = any(rank.code for rank in ranks)  # before there was anything to save, or by force
+        return (128 + told, f"shardwise: stopped by {in_words(told)}\n") if ended else (0, "")
+    if not known and silent:
+        code = int(silent[0].code or 0)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        text = f"shardwise: rank {silent[0].number} {how}{hint}; the other ranks are stopped\n"
+        return (code if code > 0 else 128 - code), text
+    said = next(iter(known or reports), None)
+    return (0, "") if said is None else (int(said["code"]), str(said["text"]))
+
+
+def _environment(plan: Plan, port: int) -> dict[str, str]:
+    here = [str(ROOT / "src"), str(ROOT), os.getcwd()]
     before = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in here]
+    ranks = plan.topology.world_size
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // plan.topology.world_size))),
+    return os.environ | {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks))),
         "PYTHONPATH": os.pathsep.join([*here, *before]),
-        FAILURE: str(failure),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's word for: the store is there, be its client
         PARENT: str(os.getpid()),
     }
-
-
-def _launch_processes(plan: Plan, plan_file: Path, failure: Path) -> int:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    for name in list(logging.root.manager.loggerDict):  # each has a level of its own
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # what happened is said once, below
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(GRACE_SECONDS)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=plan.topology.devices,
-        run_id=plan.run_id,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # a port that the system chooses
-        local_addr="localhost",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=str(plan_file.parent)),  # its own would be left behind in /tmp
-        monitor_interval=0.05,
-        # Without SIGINT, which would be passed on to ranks that may still be importing: Ctrl-C ends them by SIGTERM.
-        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
-    )
-    try:
-        elastic_launch(config, sys.executable)("-u", "-m", "shardwise.launch.worker", str(plan_file))
-    except ChildFailedError as error:
-        return _say(failure, error.failures)
-    except KeyboardInterrupt:
-        return _stopped(signal.SIGINT)
-    except SignalException as error:
-        return _stopped(error.sigval)
-    return 0
-
-
-def _stopped(by: signal.Signals) -> NoReturn:
-    sys.stderr.write(f"shardwise: stopped by {'Ctrl-C' if by == signal.SIGINT else by.name}\n")
-    raise SystemExit(128 + by.value)
-
-
-def _say(failure: Path, failures: dict[int, Any]) -> int:
-    """Which rank died without a word, else what the first to fail reported: the others' errors are consequences.
-
-    A known reason is nobody's consequence. And SIGTERM is the elastic launcher's, to those who wait for the one that
-    failed: torch 2.13 counts them among the failures.
-    """
-    said = json.loads(failure.read_text()) if failure.exists() else None
-    silent = {r: p for r, p in failures.items() if not failure.with_suffix(f".{p.pid}").exists()}
-    if said is None or said["code"] == ExitCode.crash:
-        for rank, process in silent.items():
-            code = int(process.exitcode)
-            if said is not None and code == -signal.SIGTERM:
-                continue
-            how = f"was killed by {process.signal_name()}" if code < 0 else f"ended with exit code {code}"
-            hint = " (out of memory?)" if code == -9 else ""
-            sys.stderr.write(f"shardwise: rank {rank} {how}{hint}; the other ranks are stopped\n")
-            return code if code > 0 else 128 - code
-    assert said is not None
-    sys.stderr.write(said["text"])
-    return int(said["code"])

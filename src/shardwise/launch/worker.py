@@ -2,42 +2,80 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
+import faulthandler
 import json
-import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
-from shardwise.errors import ExitCode, OutOfMemoryError, RunStopped
+from shardwise.errors import ExitCode, Left, OutOfMemoryError, RunStopped
+from shardwise.launch.scratch import use_scratch
+from shardwise.launch.signals import leave_at_once_on_ctrl_c, overlook
+from shardwise.launch.watchdog import Watchdog, rank_log
 from shardwise.plan import Plan
 
-FAILURE = "SHARDWISE_FAILURE"  # the file in which the first rank to fail says what is wrong
+REPORT = "SHARDWISE_REPORT"  # the file descriptor on which this rank says what went wrong
 PARENT = "SHARDWISE_PARENT"
 
 PR_SET_PDEATHSIG = 1
+_MOST = 50_000  # characters of a report: a pipe holds 65,536 bytes
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-_PROCESS = os.getpid()  # of the rank: its data workers are forks
 
 
 def run_rank(plan: Plan) -> int:
     """Run this process's rank and return its exit code. What went wrong is said once, whichever rank it was."""
+    overlook()
     if PARENT not in os.environ:
-        signal.signal(signal.SIGINT, _interrupted)
+        leave_at_once_on_ctrl_c()
     outlive_console()
+    use_scratch()
     try:
+        keep_log(plan)
         from shardwise.trainer import run
 
         run(plan)
     except Exception as error:
         return report(error)
     return 0
+
+
+_console: Any = sys.stderr  # where the user looks, also when this rank's own messages go into a file
+
+
+def keep_log(plan: Plan) -> None:
+    """`logs/rank-N.log`: what C libraries print (NCCL, the allocator, a crash) and, but for rank 0, everything else.
+
+    SIGQUIT writes every thread's Python stack there, and the run goes on.
+    """
+    global _console
+    rank, path = int(os.environ.get("RANK", "0")), rank_log(plan.run_dir, int(os.environ.get("RANK", "0")))
+    _console = sys.stderr
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = path.open("a", buffering=1)
+    except OSError:  # what cannot be written now is said when it is needed: at a save
+        return
+    log.write(f"{time.strftime('%F %T')} rank {rank} on {os.uname().nodename}, process {os.getpid()}\n")
+    if plan.topology.world_size > 1:
+        if rank == 0:
+            sys.stderr = _console = cast(Any, Console(os.fdopen(os.dup(2), "w", buffering=1)))
+        else:
+            _console = cast(Any, Console(os.fdopen(os.dup(2), "w", buffering=1)))
+            os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    faulthandler.enable(log)
+    faulthandler.register(signal.SIGQUIT, log, all_threads=True)
+    minutes = plan.strategy.timeout_minutes
+    Watchdog(plan.run_dir, rank, plan.topology.world_size, minutes, _say)
 
 
 def outlive_console() -> None:
@@ -74,31 +112,34 @@ class Console:
 
 def report(error: Exception) -> int:
     """Say what is wrong, unless another rank of this node did: the rest are its consequences. Returns the exit code."""
-    code, text = ExitCode.user_error, f"error: {' '.join(str(error).split())}\n"
+    code, text = int(ExitCode.user_error), f"error: {' '.join(str(error).split())}\n"
     if isinstance(error, RunStopped):
-        code = error.exit_code
-        text = f"error: {error}\n" if isinstance(error, OutOfMemoryError) else text
+        code = int(error.exit_code)
+        if isinstance(error, OutOfMemoryError):
+            text = f"error: {error}\n"
+        elif isinstance(error, Left):
+            text = f"shardwise: {error}\n"
     # Lightning's own word for a user's mistake, e.g. two optimizers under automatic optimization; not imported for this
     elif type(error).__name__ != "MisconfigurationException":
         rank = f"rank {os.environ['RANK']}:\n" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        code, text = ExitCode.crash, rank + "".join(traceback.format_exception(error))
+        code, text = int(ExitCode.crash), rank + "".join(traceback.format_exception(error))
         if isinstance(error, OSError) and error.errno in _FULL:
             place = f" {error.filename2 or error.filename}" if error.filename else ""
             text = f"error: cannot write{place}: {error.strerror}; make room, then resume=auto\n"
-    if FAILURE in os.environ:  # our launcher says it, unless another rank turns out to have died before
-        _write_failure(Path(os.environ[FAILURE]), {"rank": int(os.environ["RANK"]), "code": code, "text": text})
-    elif _speaks_under_torchrun():
-        sys.stderr.write(text)
-        sys.stderr.flush()
+    _say(code, text)
     return code
 
 
-def _write_failure(path: Path, failure: dict[str, Any]) -> None:
-    """`<path>.<pid>`: this rank has reported. `path`: what the first one reported, there at once or not at all."""
-    own = path.with_suffix(f".{os.getpid()}")
-    own.write_text(json.dumps(failure))
-    with suppress(FileExistsError):
-        os.link(own, path)
+def _say(code: int, text: str) -> None:
+    if REPORT in os.environ:  # our launcher says it, unless another rank turns out to have died before
+        told = {"time": time.monotonic(), "code": int(code), "text": text[:_MOST], "rank": int(os.environ["RANK"])}
+        with suppress(OSError):
+            os.write(int(os.environ[REPORT]), (json.dumps(told) + "\n").encode())
+        if os.environ["RANK"] != "0":
+            sys.stderr.write(text)  # into its log
+    elif _speaks_under_torchrun():
+        _console.write(text)
+        _console.flush()
 
 
 def _speaks_under_torchrun() -> bool:
@@ -125,18 +166,20 @@ def kill_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _interrupted(number: int, frame: FrameType | None) -> None:
-    # Not KeyboardInterrupt, which Lightning turns into exit code 1. Data workers are their rank's to end, at once:
-    # one that is left to notice may print a traceback, and torch raises in this process when one is gone.
-    if os.getpid() == _PROCESS:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for child in multiprocessing.active_children():
-            child.kill()
-        sys.stderr.write("shardwise: stopped by Ctrl-C\n")
-        raise SystemExit(128 + number)
+def leave(code: int) -> NoReturn:
+    """As a process of multiprocessing ends: what was asked to be run at exit is, and then it is over. The interpreter
+    would take its modules apart, for seconds, and C++ threads that are still there abort it now and then."""
+    with suppress(SystemExit):
+        sys.exit(code)  # wandb takes note of it there
+    threading._shutdown()  # type: ignore[attr-defined] # waits for threads, as at any exit
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
+    overlook()
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is passed on by the launcher, which says so
-    sys.exit(run_rank(Plan.from_json(Path(sys.argv[1]).read_text())))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training begins it ends the process, as the others do
+    leave(run_rank(Plan.from_json(sys.stdin.read())))

@@ -43,6 +43,7 @@ from shardwise.checkpoint.tensors import read_metadata, slice_of
 from shardwise.data.loaders import EvaluationLoader, TrainLoader
 from shardwise.errors import ConfigError
 from shardwise.initialize import broadcast_from_rank_zero, derived_seed, random_state, set_random_state
+from shardwise.launch.signals import asked
 from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
 from shardwise.precision import PlannedPrecision, local_part, map_tensors
@@ -83,6 +84,7 @@ class PlannedStrategy(ParallelStrategy):
         self._files: dist.ProcessGroup | None = None
         self._closing: list[Callable[[], Any]] = []
         self._random: dict[str, Any] | None = None  # this rank's random state, to go on with
+        self._before_validation: dict[str, Any] | None = None
         self._begin: Tick | None = None  # of the step that is under way
         self._arrived: Tick | None = None
         self.skipped_steps = 0  # of this process
@@ -242,8 +244,7 @@ class PlannedStrategy(ParallelStrategy):
         # Building and initialising drew from the same stream on every rank; dropout must not.
         consumed = 0 if self.train_loader is None else self.train_loader.consumed
         torch.manual_seed(derived_seed(self.plan.seed, "training", self.global_rank, *([consumed] if consumed else [])))
-        if self._random is not None:
-            set_random_state(self._random, self.root_device)
+        self.take_up_random_state()
         held = [id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         if len(set(held)) < len(held) and self.plan.checkpoint.saves:
             raise ConfigError(
@@ -251,6 +252,11 @@ class PlannedStrategy(ParallelStrategy):
                 f"it to one of them, or checkpoint=none"
             )
         super().on_train_start()
+
+    def take_up_random_state(self) -> None:
+        """Of the checkpoint that is resumed, if any."""
+        if self._random is not None:
+            set_random_state(self._random, self.root_device)
 
     # The window contract: one scale per micro-batch, before backward
 
@@ -397,11 +403,12 @@ class PlannedStrategy(ParallelStrategy):
         elif norm.device != zero.device:  # DeepSpeed's
             norm = torch.full_like(zero, norm.item())
         values = [loss, norm, passed_over if isinstance(passed_over, Tensor) else zero, precision.unwanted]
+        own = (loader.window_weight, loader.window_flops, asked.take())
         if dist.get_world_size() > 1:
-            own = (loader.window_weight, loader.window_flops)
-            of_ranks = torch.stack([loss.double(), *(torch.full_like(zero, number) for number in own)])
+            numbers = (torch.full_like(zero, number) if number else zero for number in own)
+            of_ranks = torch.stack([loss.double(), *numbers])
             dist.all_reduce(of_ranks)
-            values = [of_ranks[0] / dist.get_world_size(), *values[1:], of_ranks[1], of_ranks[2]]
+            values = [of_ranks[0] / dist.get_world_size(), *values[1:], *of_ranks[1:]]
         end = Tick(self.root_device)  # before the event that is waited for
         step = Step(
             number=number,
@@ -410,8 +417,7 @@ class PlannedStrategy(ParallelStrategy):
             loss_scale=precision.loss_scale,
             passed_over=None if isinstance(passed_over, Tensor) else passed_over,
             values=Readback(torch.stack([zero if value is None else value for value in values])),
-            own_weight=loader.window_weight,
-            own_flops=loader.window_flops,
+            own=own,
             losses=self._losses,
             gradients=precision.gradients,
             begin=self._begin,
@@ -449,7 +455,13 @@ class PlannedStrategy(ParallelStrategy):
 
     def on_validation_start(self) -> None:
         self.synchronize_buffers()
+        self._before_validation = random_state(self.root_device) if self._is_training else None
         super().on_validation_start()
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if self._before_validation is not None:  # how often is validated changes nothing in training
+            set_random_state(self._before_validation, self.root_device)
 
     def synchronize_buffers(self) -> None:
         assert self.lightning_module is not None
@@ -473,8 +485,11 @@ class PlannedStrategy(ParallelStrategy):
         except SaveError as error:
             raise OSError(f"{filepath} could not be written: {error}") from None
 
-    def snapshot(self, checkpoint: dict[str, Any]) -> Snapshot:
-        """Everything that a checkpoint holds, as it is: what changes later must be copied first. Collective."""
+    def snapshot(self, checkpoint: dict[str, Any], own: dict[str, Any] | None = None) -> Snapshot:
+        """Everything that a checkpoint holds, as it is: what changes later must be copied first. Collective.
+
+        `checkpoint`: Lightning's. `own`: this rank's random state, if not as it is now.
+        """
         module, loader = self.lightning_module, self.train_loader
         assert module is not None
         self.synchronize_buffers()
@@ -502,7 +517,8 @@ class PlannedStrategy(ParallelStrategy):
         volatile = frozenset(
             f"model.{name}" for name in shapes_of(module) if name not in stepped or not module.automatic_optimization
         )
-        return Snapshot(gather(self, module, training), rest, random_state(self.root_device), about, volatile)
+        own = random_state(self.root_device) if own is None else own
+        return Snapshot(gather(self, module, training), rest, own, about, volatile)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Tensors into their places; Lightning's own words are returned for it to take up. Collective."""

@@ -1,0 +1,91 @@
+"""Runs that are interrupted in every way, some fifty times under every strategy: the table of docs/reliability.md.
+
+    make chaos                                          about two hours on two cores; goes on where it was stopped
+    make chaos ARGS="--strategies fsdp,zero3 --rounds 1"
+
+A round is one run that meets every fault once, in an order that its seed decides, and must end with the bits of the
+undisturbed run: weights, optimizer state, every logged row. Needs no GPU. The file systems that fill up or become
+read-only are mounts, which need root; without, those two faults are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+from tqdm import tqdm  # noqa: E402
+
+from shardwise.environment import describe_environment  # noqa: E402
+from tests.distributed.chaos import (  # noqa: E402  # noqa: E402
+    FAULTS,
+    HANG_SECONDS,
+    MOUNTS,
+    SAVE_EVERY,
+    STEPS,
+    STRATEGIES,
+    make_subject,
+    may_mount,
+    torment,
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--rounds", type=int, default=4, help="runs of each strategy")
+    parser.add_argument("--faults", default=";".join(FAULTS), help="separated by semicolons")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "chaos-cpu.json")
+    parser.add_argument("--commit", help="of this code, where it was copied without its history")
+    arguments = parser.parse_args()
+    environment = describe_environment()
+    del environment["hostname"]
+    environment["commit"] = arguments.commit or environment["commit"]
+    result: dict[str, Any] = {
+        "command": " ".join(["python", "benchmarks/chaos.py", *sys.argv[1:]]),
+        "environment": environment,
+        "settings": {"steps": STEPS, "save_every_n_steps": SAVE_EVERY, "hang_seconds": HANG_SECONDS, "ranks": 2},
+        "rounds": [],
+    }
+    before = json.loads(arguments.out.read_text()) if arguments.out.exists() else result
+    if before["settings"] == result["settings"] and before["environment"]["commit"] == environment["commit"]:
+        result["rounds"] = before["rounds"]
+    done = {(one["strategy"], one["seed"]) for one in result["rounds"]}
+    home = Path(tempfile.mkdtemp(prefix="chaos-"))
+    make_subject(home)
+    faults = [fault for fault in arguments.faults.split(";") if may_mount(home) or fault not in MOUNTS]
+    todo = [(s, n) for n in range(arguments.rounds) for s in arguments.strategies.split(",") if (s, n) not in done]
+    failed = 0
+    with tqdm(total=len(todo) * (len(faults) + 1), unit="fault") as bar:
+        for strategy, seed in todo:
+            order = random.Random(seed).sample(faults, len(faults))
+            # Half of them are brought back by their launcher, half save beside the training: all four in four rounds
+            how = {"in_place": seed % 2 == 1, "asynchronous": seed % 4 in (1, 2)}
+            rows = []
+            for found in torment(home, strategy, order, seed, **how):
+                rows.append(dataclasses.asdict(found))
+                failed += not found.survived
+                if not found.survived:
+                    bar.write(f"{strategy}, seed {seed}, {found.fault}: {found.told}")
+                bar.update()
+            result["rounds"].append({"strategy": strategy, "seed": seed, **how, "faults": rows})
+            beside = arguments.out.with_suffix(".partial")
+            beside.write_text(json.dumps(result, indent=1) + "\n")
+            os.replace(beside, arguments.out)
+    if not failed:
+        shutil.rmtree(home)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Obeys signals: save and leave, save and go on. Every rank at the same step, whichever of them was told."""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from shardwise.callbacks.average import WeightAverage
+from shardwise.callbacks.guard import Guard
+from shardwise.callbacks.saving import Saving
+from shardwise.errors import Left
+from shardwise.launch.signals import asked, in_words, listen, to_leave, to_save
+from shardwise.plan import Plan
+from shardwise.records import LAG, Readback
+
+
+class Leaving(Callback):
+    """What a rank was asked for travels with the step's numbers, which are summed over the ranks anyway and are read
+    some steps later at the same step everywhere: no wait and no message of its own."""
+
+    def __init__(self, plan: Plan, guard: Guard, saving: Saving) -> None:
+        self.plan, self.guard, self.saving = plan, guard, saving
+        self.unread: deque[Readback] = deque()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        listen()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch_idx + 1) % self.plan.accumulate_grad_batches:
+            return
+        if self.guard.save:
+            self.guard.save = False
+            self.guard.read_all(trainer)
+            told = self.saving.save_now(trainer)
+            if trainer.is_global_zero:
+                print(f"asked by a signal: {told}, and goes on", flush=True)
+        if self.guard.leave and trainer.global_step != self.plan.max_steps:
+            self.guard.read_all(trainer)
+            self._leave(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.unread.clear()
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, _: int = 0
+    ) -> None:
+        """As long as it takes, validation is not waited for: a run that goes on begins with it."""
+        if trainer.state.fn != "fit" or self.saving.before_validation is None:
+            return
+        wishes = torch.full((), asked.take(), dtype=torch.float64, device=trainer.strategy.root_device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(wishes)
+        self.unread.append(Readback(wishes.reshape(1)))
+        if len(self.unread) > LAG:
+            (total,) = self.unread.popleft().read()
+            self.guard.leave = self.guard.leave or to_leave(total)
+            self.guard.save = self.guard.save or to_save(total)
+        if self.guard.leave:
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, WeightAverage):
+                    callback.on_validation_end(trainer, pl_module)  # the weights are the average here
+            self._leave(trainer)
+
+    def _leave(self, trainer: Trainer) -> None:
+        by = in_words(asked.leave) if asked.leave else "a signal to another rank"
+        told = self.saving.save_now(trainer)
+        raise Left(f"stopped by {by}: {told}", None if self.plan.checkpoint.saves else asked.leave or signal.SIGTERM)

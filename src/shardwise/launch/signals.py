@@ -1,0 +1,93 @@
+"""What a run is asked for from outside. A handler only notes it; the ranks agree on it at the end of a step, see
+callbacks/leaving.py."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+LEAVE = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)  # save and leave
+SAVE = signal.SIGUSR1  # save and go on
+
+
+_SAVES = 2**20  # more than there are ranks
+
+
+class Asked:
+    """What this process has been asked for and has not done yet."""
+
+    leave: signal.Signals | None = None
+    save = False
+
+    def take(self) -> int:
+        """As a number that may be summed over ranks."""
+        number = (self.leave is not None) + _SAVES * self.save
+        self.save = False
+        return number
+
+
+def to_leave(total: float) -> bool:
+    return total % _SAVES > 0
+
+
+def to_save(total: float) -> bool:
+    return total >= _SAVES
+
+
+asked = Asked()
+_process = os.getpid()  # of the rank: its data workers are forks
+
+
+def listen() -> None:
+    """From here on a signal is noted: training has begun, there is something to save.
+
+    Before, its default action ends the process, and a run that is started again has lost nothing.
+    """
+    for number in LEAVE:
+        _unless_ignored(number, _note)
+    signal.signal(SAVE, _note)
+
+
+def overlook() -> None:
+    """Before training `SAVE` finds nothing to save, and would end the process."""
+    signal.signal(SAVE, signal.SIG_IGN)
+
+
+def leave_at_once_on_ctrl_c() -> None:
+    """For a rank in the terminal's own process, until `listen`."""
+    _unless_ignored(signal.SIGINT, _interrupted)
+
+
+def _unless_ignored(number: signal.Signals, handler: Callable[[int, FrameType | None], None]) -> None:
+    if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a shell's background job
+        signal.signal(number, handler)
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    if os.getpid() != _process:
+        return
+    if number == SAVE:
+        asked.save = True
+    elif number == signal.SIGINT and asked.leave is not None:
+        _interrupted(number, frame)
+    else:
+        asked.leave = signal.Signals(number)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    # Not KeyboardInterrupt, which Lightning turns into exit code 1. Data workers are their rank's to end, at once:
+    # one that is left to notice may print a traceback, and torch raises in this process when one is gone.
+    if os.getpid() == _process:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for child in multiprocessing.active_children():
+            child.kill()
+        sys.stderr.write("shardwise: stopped by Ctrl-C\n")
+        raise SystemExit(128 + number)
+
+
+def in_words(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
