@@ -37,7 +37,7 @@ def spawn(ranks: int, function: Callable[..., Any], *arguments: Any, timeout_sec
                     raise AssertionError(_failure(folder, ranks))
                 if time.monotonic() > deadline:
                     for process in processes:  # each writes where it is
-                        os.kill(process.pid or 0, signal.SIGUSR1)
+                        os.kill(process.pid or 0, signal.SIGQUIT)
                     raise AssertionError(f"still running after {timeout_seconds} s:\n{_failure(folder, ranks)}")
                 time.sleep(0.05)
             if any(p.exitcode for p in processes):
@@ -69,7 +69,7 @@ def _rank(rank: int, ranks: int, port: int, folder: str, function: Callable[...,
         "MASTER_PORT": str(port),
     }
     errors = Path(folder) / f"{rank}.error"
-    faulthandler.register(signal.SIGUSR1, file=errors.open("w"), all_threads=False)
+    faulthandler.register(signal.SIGQUIT, file=errors.open("w"), all_threads=False)
     try:
         import torch
 

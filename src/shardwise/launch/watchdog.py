@@ -69,7 +69,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         beats, silent, tick = progress.beats, 0.0, min(_TICK_SECONDS, self.seconds / 10)
-        while silent < self.seconds * (1 if progress.settled else _SETTING_UP):
+        while silent < self._limit():
             before = time.monotonic()
             time.sleep(tick)
             if progress.over:
@@ -82,11 +82,14 @@ class Watchdog:
         finally:
             os._exit(ExitCode.hang)  # the main thread may be in a call that never returns
 
+    def _limit(self) -> float:
+        return self.seconds * (1 if progress.settled else _SETTING_UP)
+
     def _end(self) -> None:
         """Stacks and what NCCL recorded into files; the first rank that can speaks for all."""
         own = {"place": progress.place, "words": progress.words, **_where()}
         with suppress(OSError), rank_log(self.folder.parent, self.rank).open("a") as log:
-            log.write(f"no progress for {self.seconds:.0f} s, at {progress.words}; stacks:\n")
+            log.write(f"no progress for {self._limit():.0f} s, at {progress.words}; stacks:\n")
             log.flush()
             faulthandler.dump_traceback(log)
         dump = threading.Thread(target=self._dump_nccl, args=(own,), daemon=True)  # takes locks
@@ -100,7 +103,7 @@ class Watchdog:
         while len(found := self._others() | {self.rank: own}) < self.ranks and time.monotonic() < deadline:
             time.sleep(0.05)
         if min(found) == self.rank:
-            self.report(ExitCode.hang, say(found, self.ranks, self.seconds, self.folder))
+            self.report(ExitCode.hang, say(found, self.ranks, self._limit(), self.folder))
         else:
             time.sleep(_PATIENCE)  # let it speak
 

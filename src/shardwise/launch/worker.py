@@ -48,7 +48,7 @@ def run_rank(plan: Plan) -> int:
     return 0
 
 
-_console: Any = sys.stderr  # where the user looks, also when this rank's own messages go into a file
+_console: Any = None  # where the user looks, if this rank's own messages go into a file
 
 
 def keep_log(plan: Plan) -> None:
@@ -58,7 +58,6 @@ def keep_log(plan: Plan) -> None:
     """
     global _console
     rank, path = int(os.environ.get("RANK", "0")), rank_log(plan.run_dir, int(os.environ.get("RANK", "0")))
-    _console = sys.stderr
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         log = path.open("a", buffering=1)
@@ -138,8 +137,9 @@ def _say(code: int, text: str) -> None:
         if os.environ["RANK"] != "0":
             sys.stderr.write(text)  # into its log
     elif _speaks_under_torchrun():
-        _console.write(text)
-        _console.flush()
+        console = _console or sys.stderr
+        console.write(text)
+        console.flush()
 
 
 def _speaks_under_torchrun() -> bool:

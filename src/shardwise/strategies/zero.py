@@ -457,6 +457,9 @@ def import_deepspeed(plan: Plan) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", plan.accelerator)
     import deepspeed
 
+    from shardwise.strategies.operators import watch_builds
+
+    watch_builds()
     deepspeed.utils.logging.logger.setLevel(logging.WARNING)
     return deepspeed
 

@@ -1,0 +1,40 @@
+"""DeepSpeed compiles its operators when they are first used. One rank at a time, and a rank that is killed meanwhile
+does not stop the others for ever."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from deepspeed.ops.op_builder.builder import OpBuilder
+from torch.utils.cpp_extension import _get_build_directory
+
+
+def watch_builds() -> None:
+    """For every operator that is loaded from here on."""
+    OpBuilder.jit_load = _load
+
+
+_jit_load = OpBuilder.jit_load
+
+
+def _load(self: Any, verbose: bool = True) -> Any:
+    # torch's lock is a file, which outlives who made it (torch/utils/file_baton.py): a lock of the kernel's around it
+    # tells that nobody of ours is building, and a look at the processes that nobody else is.
+    folder = Path(_get_build_directory(self.name, False))
+    with folder.with_suffix(".held").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        if not _is_built_in(folder):
+            (folder / "lock").unlink(missing_ok=True)
+        return _jit_load(self, verbose)
+
+
+def _is_built_in(folder: Path) -> bool:
+    for process in Path("/proc").glob("[0-9]*/cwd"):
+        with suppress(OSError):  # another user's, or gone
+            if os.readlink(process) == str(folder):
+                return True
+    return False

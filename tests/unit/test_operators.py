@@ -1,0 +1,30 @@
+"""A build of DeepSpeed's that was killed leaves a lock behind, and nobody waits for it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+operators = pytest.importorskip("shardwise.strategies.operators")
+
+
+def test_a_lock_of_the_dead_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "an_op"
+    folder.mkdir()
+    lock, seen = folder / "lock", []
+    monkeypatch.setattr(operators, "_get_build_directory", lambda name, verbose: str(tmp_path / name))
+    monkeypatch.setattr(operators, "_jit_load", lambda op, verbose: seen.append(lock.exists()))
+    operator = SimpleNamespace(name="an_op")
+    lock.touch()
+    operators._load(operator)
+    # But somebody who builds there has it
+    with subprocess.Popen([sys.executable, "-c", "input()"], cwd=folder, stdin=subprocess.PIPE) as builder:
+        while os.readlink(f"/proc/{builder.pid}/cwd") != str(folder):
+            pass
+        lock.touch()
+        operators._load(operator)
+        builder.communicate(b"\n")
+    assert seen == [False, True]
