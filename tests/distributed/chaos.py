@@ -173,8 +173,9 @@ def send(pid: int, number: int) -> None:
 
 
 def kill_one(life: Life, chance: random.Random, folder: Path) -> set[int]:
-    send(life.ranks().get(chance.randrange(RANKS), 0) or life.process.pid, signal.SIGKILL)
-    return {137, -9}
+    if ranks := life.ranks():
+        send(chance.choice(list(ranks.values())), signal.SIGKILL)
+    return {137}
 
 
 def kill_all(life: Life, chance: random.Random, folder: Path) -> set[int]:
@@ -367,7 +368,7 @@ def torment(
                 told = len(re.findall(rf"^step \d+/{STEPS}", life.text(), re.MULTILINE))
                 codes = FAULTS[fault](life, chance, folder)
                 reached, struck = life.step(), time.monotonic()
-                restarts = in_place and codes & {137, 6} and -9 not in codes
+                restarts = in_place and codes & {137, 6}
                 if not codes or restarts:
                     result.in_place = True
                     seen = told if codes else len(re.findall(rf"^step \d+/{STEPS}", life.text(), re.MULTILINE))
@@ -414,6 +415,7 @@ def torment(
         yield result
     finally:
         life.running.__exit__()
+        life.running.wait_until_gone()
         if mounted:
             unmount(folder)
 
