@@ -127,6 +127,10 @@ def _wandb(plan: Plan, record: dict[str, Any]) -> Logger:
             if new := {key: value for key, value in metrics.items() if key not in known}:
                 super().log_metrics(new, step)
 
+        @rank_zero_only
+        def leaves(self) -> None:
+            self.experiment.mark_preempting()  # W&B's word for: it will be run again
+
     offline = plan.logger.mode == "offline" or (plan.logger.mode == "auto" and not _wandb_reachable())
     os.environ.setdefault("WANDB_SILENT", "true")
     logger = Continued(

@@ -202,6 +202,13 @@ def term_all_skewed(life: Life, chance: random.Random, folder: Path) -> set[int]
     return {5, 0}
 
 
+def term_everything(life: Life, chance: random.Random, folder: Path) -> set[int]:
+    """Data workers too, as a job manager does."""
+    for pid in life.running.pids():
+        send(pid, signal.SIGTERM)
+    return {5, 0}
+
+
 def term_launcher_twice(life: Life, chance: random.Random, folder: Path) -> set[int]:
     for _ in range(2):
         send(life.process.pid, signal.SIGTERM)
@@ -301,6 +308,7 @@ FAULTS: dict[str, Callable[[Life, random.Random, Path], set[int]]] = {
     "SIGTERM to one rank": term_one,
     "SIGTERM to one rank in validation": term_in_validation,
     "SIGTERM and SIGUSR2, skewed": term_all_skewed,
+    "SIGTERM to every process": term_everything,
     "SIGTERM to the launcher, twice": term_launcher_twice,
     "SIGUSR1 to one rank": save_and_go_on,
     "SIGSTOP of one rank": stop_one,
@@ -333,7 +341,8 @@ def make_subject(home: Path) -> None:
 def undisturbed(home: Path, strategy: str) -> Path:
     name = f"{strategy}-undisturbed"
     if not (home / "runs" / name / "summary.json").exists():
-        check(run(home, *words_for(strategy), f"name={name}"))
+        # Without a limit: DeepSpeed may have to compile
+        check(run(home, *words_for(strategy), f"name={name}", "strategy.timeout_minutes=10", timeout=600))
     return home / "runs" / name
 
 
@@ -344,7 +353,7 @@ def torment(
 
     `in_place`: its launcher may bring it back.
     """
-    chance = random.Random(f"{seed}/{strategy}")
+    chance, straight = random.Random(f"{seed}/{strategy}"), undisturbed(home, strategy)
     name = f"{strategy}-{seed}"
     run_dir = home / "runs" / name
     folder = run_dir / "checkpoints"
@@ -405,7 +414,7 @@ def torment(
         try:
             life.wait(lambda: False, "its end")
             result.exit_code = life.end()
-            compare(run_dir, undisturbed(home, strategy))
+            compare(run_dir, straight)
             look_at_all(run_dir)
             if left := {n for n in os.listdir(home / "tmp") if not n.startswith("torchinductor")}:
                 raise Trouble(f"left behind: {left}")

@@ -76,12 +76,14 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", **more}
 
 
-def run(home: Path, *words: str, command: list[str] | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+def run(
+    home: Path, *words: str, command: list[str] | None = None, timeout: float = TIMEOUT_SECONDS, **more: str
+) -> subprocess.CompletedProcess[str]:
     """`python train.py …` in `home`; fails the test when it hangs."""
     command = [sys.executable] if command is None else command
     return subprocess.run(
         [*command, str(TRAIN), *words], cwd=home, env=environment(**more), capture_output=True, text=True,
-        timeout=TIMEOUT_SECONDS, stdin=subprocess.DEVNULL, check=False,
+        timeout=timeout, stdin=subprocess.DEVNULL, check=False,
     )  # fmt: skip
 
 

@@ -71,4 +71,7 @@ class Leaving(Callback):
     def _leave(self, trainer: Trainer) -> None:
         by = in_words(asked.leave) if asked.leave else "a signal to another rank"
         told = self.saving.save_now(trainer)
+        for logger in trainer.loggers:
+            if (leaves := getattr(logger, "leaves", None)) is not None:
+                leaves()
         raise Left(f"stopped by {by}: {told}", None if self.plan.checkpoint.saves else asked.leave or signal.SIGTERM)

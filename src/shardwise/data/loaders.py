@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from shardwise.data.order import GlobalOrder
 from shardwise.errors import ConfigError
+from shardwise.launch.signals import leave_to_parent
 from shardwise.launch.worker import kill_with_parent
 from shardwise.plan import Plan
 
@@ -207,6 +208,7 @@ def _with_batches(loader: DataLoader[Any], batches: Any, seed: int) -> DataLoade
 
 def _start_worker(then: Callable[[int], None] | None, worker: int) -> None:
     kill_with_parent()  # torch's own watch takes seconds, and prints tracebacks meanwhile
+    leave_to_parent()
     if then is not None:
         then(worker)
 

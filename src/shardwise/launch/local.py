@@ -22,7 +22,7 @@ from shardwise.launch.signals import LEAVE, SAVE, in_words
 from shardwise.launch.worker import PARENT, REPORT, run_rank
 from shardwise.plan import Plan
 
-GRACE_SECONDS = 20  # for a rank that has said how it ends
+GRACE_SECONDS = 60  # for a rank that has said how it ends: its tracker's last upload
 _SILENCE_SECONDS = 3  # for one that has not, once another has failed: it may be about to say why
 _FRUITLESS = 2  # restarts in a row after which nothing new was saved
 
@@ -65,7 +65,7 @@ class _Rank:
             pass_fds=[writes], start_new_session=True,  # Ctrl-C in a terminal reaches its launcher alone
         )  # fmt: skip
         os.close(writes)
-        self.number, self.killed, self._said = number, False, ""
+        self.number, self.killed, self._said = number, False, b""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError), self.process.stdin as stdin:  # it may be gone already
             stdin.write(plan.to_json().encode())
@@ -78,8 +78,8 @@ class _Rank:
         """What it has said first, if anything."""
         with suppress(BlockingIOError):
             while said := os.read(self.reports, 2**16):
-                self._said += said.decode()
-        first, end, _ = self._said.partition("\n")
+                self._said += said
+        first, end, _ = self._said.partition(b"\n")
         return dict(json.loads(first)) if end else None
 
     def send(self, number: int) -> None:

@@ -57,6 +57,12 @@ def overlook() -> None:
     signal.signal(SAVE, signal.SIG_IGN)
 
 
+def leave_to_parent() -> None:
+    """For a data worker: a signal to a whole process group, Slurm's say, is its rank's to obey, and needs its data."""
+    for number in (*LEAVE, SAVE):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def leave_at_once_on_ctrl_c() -> None:
     """For a rank in the terminal's own process, until `listen`."""
     _unless_ignored(signal.SIGINT, _interrupted)

@@ -27,7 +27,7 @@ REPORT = "SHARDWISE_REPORT"  # the file descriptor on which this rank says what 
 PARENT = "SHARDWISE_PARENT"
 
 PR_SET_PDEATHSIG = 1
-_MOST = 50_000  # characters of a report: a pipe holds 65,536 bytes
+_MOST = 15_000  # characters of a report, its last: a pipe that nobody reads yet holds 65,536 bytes
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -131,9 +131,9 @@ def report(error: Exception) -> int:
 
 def _say(code: int, text: str) -> None:
     if REPORT in os.environ:  # our launcher says it, unless another rank turns out to have died before
-        told = {"time": time.monotonic(), "code": int(code), "text": text[:_MOST], "rank": int(os.environ["RANK"])}
+        told = {"time": time.monotonic(), "code": int(code), "text": text[-_MOST:]}
         with suppress(OSError):
-            os.write(int(os.environ[REPORT]), (json.dumps(told) + "\n").encode())
+            os.write(int(os.environ[REPORT]), (json.dumps(told, ensure_ascii=False) + "\n").encode())
         if os.environ["RANK"] != "0":
             sys.stderr.write(text)  # into its log
     elif _speaks_under_torchrun():

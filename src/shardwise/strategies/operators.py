@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ _jit_load = OpBuilder.jit_load
 
 def _load(self: Any, verbose: bool = True) -> Any:
     # torch's lock is a file, which outlives who made it (torch/utils/file_baton.py): a lock of the kernel's around it
-    # tells that nobody of ours is building, and a look at the processes that nobody else is.
+    # tells that nobody of ours is building, and a look at the processes that no orphaned compiler is either.
     folder = Path(_get_build_directory(self.name, False))
+    lock = folder / "lock"
     with folder.with_suffix(".held").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        if not _is_built_in(folder):
-            (folder / "lock").unlink(missing_ok=True)
+        while lock.exists() and _is_built_in(folder):
+            time.sleep(0.1)
+        lock.unlink(missing_ok=True)
         return _jit_load(self, verbose)
 
 
