@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from shardwise.plan import Plan
 from shardwise.precision import default_dtype, set_matmul_mode, set_parameter_dtype
 from shardwise.shortcuts import Unprofiled, take_shortcuts
 from shardwise.strategies import build_strategy
+from shardwise.strategies.common import group_timeout
 
 
 def run(plan: Plan) -> None:
@@ -70,6 +70,7 @@ def _run_until_rolled_back(plan: Plan, *more: Callback) -> Plan | None:
         return None
     except RollBack as back:
         start = back.start
+    progress.settled = False  # what is built and compiled again may take its time
     gc.collect()  # the module and its optimizer
     if plan.accelerator == "cuda":
         torch.cuda.empty_cache()
@@ -231,7 +232,7 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
 
 def init_process_group(plan: Plan) -> None:
     """One process group for the run, made here so that every strategy and a single process share one path."""
-    timeout = timedelta(minutes=1.5 * plan.strategy.timeout_minutes + 1)  # the watchdog, which tells more, comes first
+    timeout = group_timeout(plan)
     backend = "nccl" if plan.accelerator == "cuda" else "gloo"
     if plan.topology.world_size == 1 and "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

@@ -390,7 +390,7 @@ def torment(
                         raise Trouble(f"exit code {result.exit_code}, not {sorted(codes)}:\n{life.text()[-3000:]}")
                     left = set(os.listdir("/dev/shm")) - shared | set(os.listdir(home / "tmp"))
                     # A cache of torch's; and what the ranks of a launcher that was killed have left the next removes
-                    passing = ("torchinductor", "shardwise-") if -9 in codes else ("torchinductor",)
+                    passing = ("torchinductor", "shardwise-scratch-") if -9 in codes else ("torchinductor",)
                     if left := {name for name in left if not name.startswith(passing)}:
                         raise Trouble(f"left behind: {left}")
                     if "shard" not in fault and "flipped" not in fault:

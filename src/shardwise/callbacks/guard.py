@@ -162,6 +162,7 @@ class Guard(Callback):
     def _stop(self, trainer: Trainer, good: int) -> str:
         """Everything as it was after step `good`, the last that changed a weight, and a checkpoint of that."""
         self.rows.flush(trainer)
+        self.saving.before_validation = None
         if not strategy_of(trainer).rewind(trainer.global_step - good):
             return (
                 "The last that changed a weight was in the epoch before; resume=auto goes on from the last checkpoint."

@@ -38,7 +38,7 @@ class Leaving(Callback):
         if self.guard.save:
             self.guard.save = False
             self.guard.read_all(trainer)
-            told = self.saving.save_now(trainer)
+            told = self.saving.save_now(trainer, leaves=False)
             if trainer.is_global_zero:
                 print(f"asked by a signal: {told}, and goes on", flush=True)
         if self.guard.leave and trainer.global_step != self.plan.max_steps:
@@ -59,18 +59,25 @@ class Leaving(Callback):
             dist.all_reduce(wishes)
         self.unread.append(Readback(wishes.reshape(1)))
         if len(self.unread) > LAG:
-            (total,) = self.unread.popleft().read()
-            self.guard.leave = self.guard.leave or to_leave(total)
-            self.guard.save = self.guard.save or to_save(total)
-        if self.guard.leave:
+            self._read()
+        if self.guard.leave and trainer.global_step != self.plan.max_steps:
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, WeightAverage):
                     callback.on_validation_end(trainer, pl_module)  # the weights are the average here
             self._leave(trainer)
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        while self.unread:
+            self._read()
+
+    def _read(self) -> None:
+        (total,) = self.unread.popleft().read()
+        self.guard.leave = self.guard.leave or to_leave(total)
+        self.guard.save = self.guard.save or to_save(total)
+
     def _leave(self, trainer: Trainer) -> None:
         by = in_words(asked.leave) if asked.leave else "a signal to another rank"
-        told = self.saving.save_now(trainer)
+        told = self.saving.save_now(trainer, leaves=True)
         for logger in trainer.loggers:
             if (leaves := getattr(logger, "leaves", None)) is not None:
                 leaves()

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardwise.initialize import random_state
 from shardwise.launch.watchdog import progress
 from shardwise.loggers import CsvLogger
 from shardwise.plan import Plan
-from shardwise.strategies.common import strategy_of
+from shardwise.strategies.common import group_timeout, strategy_of
 
 
 class Saving(Callback):
@@ -57,17 +58,19 @@ class Saving(Callback):
             loop.restarting = False
         self.best_score, self.best_path = trainer.strategy.broadcast(self._read_best())
         if trainer.is_global_zero:
-            for partial in self.folder.glob("*.partial"):
-                _remove(partial)
+            for left in self.folder.glob("*.partial"):
+                _remove(left)
         if self.plan.resume is not None and self.validated_step != trainer.global_step and self._is_due(trainer):
-            self._validate(trainer)
+            strategy_of(trainer).before_training = partial(self._validate, trainer)
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Whether validation comes after the step that has just ended."""
-        progress, every = trainer.fit_loop.epoch_loop.batch_progress.current, self.plan.validate_every_n_steps
+        progress, every = trainer.fit_loop.epoch_loop.batch_progress, self.plan.validate_every_n_steps
         if every is None:
-            return progress.ready >= trainer.num_training_batches
-        return trainer.global_step > 0 and trainer.global_step % every == 0
+            return progress.current.ready >= trainer.num_training_batches
+        # Windows, as Lightning counts: of a window one step may have been skipped, or several made
+        windows = progress.total.ready // self.plan.accumulate_grad_batches
+        return windows > 0 and windows % every == 0
 
     def _validate(self, trainer: Trainer) -> None:
         """The run was left, or died, between a save and the end of the validation behind it."""
@@ -77,7 +80,6 @@ class Saving(Callback):
         loop, connector = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector
         first = connector._first_loop_iter
         loop.restarting, trainer.validating = False, True
-        strategy_of(trainer).take_up_random_state()
         loop.run()
         connector._first_loop_iter, trainer.training = first, True
 
@@ -87,12 +89,13 @@ class Saving(Callback):
         every = self.plan.checkpoint.save_every_n_steps
         step = trainer.global_step
         ends_window = (batch_idx + 1) % self.plan.accumulate_grad_batches == 0
-        if (
-            every and ends_window and step % every == 0 and 0 < step != self.saved_step
-        ):  # saved: since, all were skipped
-            self.save_step(trainer)
         self.before_validation = None
-        if ends_window and self._is_due(trainer):
+        validates = ends_window and self._is_due(trainer)
+        # At the end validation comes first: a run that is resumed there would have nothing left to do.
+        now = every and ends_window and step % every == 0 and not (validates and step == self.plan.max_steps)
+        if now and 0 < step != self.saved_step:  # saved: since, all were skipped
+            self.save_step(trainer)
+        if validates:
             dumped = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             self.before_validation = dumped, random_state(trainer.strategy.root_device)
 
@@ -138,15 +141,20 @@ class Saving(Callback):
             self.best_score, self.best_path = trainer.strategy.broadcast(self._read_best())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.plan.checkpoint.save_at_end and 0 < trainer.global_step != self.saved_step:
+        every = self.plan.checkpoint.save_every_n_steps
+        due = self.plan.checkpoint.save_at_end or (every and trainer.global_step % every == 0)
+        if due and 0 < trainer.global_step != self.saved_step:
             self.save_step(trainer)
         self.settle(trainer, last=True)
 
-    def save_now(self, trainer: Trainer) -> str:
+    def save_now(self, trainer: Trainer, *, leaves: bool) -> str:
         """The step that the counters show, unless it is saved already; until it is written. Collective.
 
         Returns:
             What there is now, in words.
+
+        Raises:
+            CheckpointError: it could not be written, and the run `leaves`, or too many have failed before.
         """
         step = trainer.global_step
         if not self.plan.checkpoint.saves:
@@ -155,7 +163,9 @@ class Saving(Callback):
             return "before the first step there is nothing to save"
         if step != self.saved_step:
             self.save_step(trainer, must=True)
-        self.settle(trainer, last=True)
+        self.settle(trainer, last=leaves)
+        if self.saved_step != step:
+            return f"step {step} could not be saved"
         return f"step {step} is saved as {checkpoint_path(self.plan.run_dir, step)}"
 
     def save_step(self, trainer: Trainer, *, must: bool = False) -> None:
@@ -183,7 +193,7 @@ class Saving(Callback):
         """Whether it was begun. `step`: is saved then, unless writing fails. `must`: it is not left out. Collective."""
         strategy = strategy_of(trainer)
         if self.writer is None:
-            self.writer = Writer(self.plan.checkpoint.asynchronous, strategy.root_device)
+            self.writer = Writer(self.plan.checkpoint.asynchronous, strategy.root_device, group_timeout(self.plan))
             strategy.at_teardown(self.writer.close)
         ends = must or trainer.global_step == self.plan.max_steps
         if self.plan.checkpoint.when_busy == "skip" and not ends and strategy.broadcast(self.writer.busy):
@@ -207,10 +217,11 @@ class Saving(Callback):
     def settle(self, trainer: Trainer, *, last: bool = False) -> None:
         """Wait for the save before, and say whether it failed: the same on all ranks, where they all are."""
         outcome = None if self.writer is None else self.writer.wait()
-        if outcome is None or outcome is self._reported:
+        if outcome is None or (outcome is self._reported and not (last and outcome.error)):
             return
+        if outcome is not self._reported:
+            self.failures = self.failures + 1 if outcome.error else 0
         self._reported = outcome
-        self.failures = self.failures + 1 if outcome.error else 0
         if outcome.error is None:
             return
         self.saved_step = -1

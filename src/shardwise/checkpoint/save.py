@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,12 +58,13 @@ class Writer:
 
     asynchronous: bool
     device: torch.device
+    timeout: timedelta  # for a rank to write its part
     outcome: Outcome | None = None  # of the last save that has ended
     _pending: Future[Outcome] | None = None
     _staged: dict[tuple[str, tuple[int, ...]], Tensor] = field(default_factory=dict)  # memory of the host, reused
 
     def __post_init__(self) -> None:
-        self.group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self.group = dist.new_group(backend="gloo", timeout=self.timeout) if dist.get_world_size() > 1 else None
         self._thread = ThreadPoolExecutor(1, "checkpoint") if self.asynchronous else None
         self._copies: torch.cuda.Stream | None = None
         if self.asynchronous and self.device.type == "cuda":

@@ -23,6 +23,7 @@ from shardwise.launch.worker import PARENT, REPORT, run_rank
 from shardwise.plan import Plan
 
 GRACE_SECONDS = 60  # for a rank that has said how it ends: its tracker's last upload
+_DEATH_SECONDS = 10  # a process that waits for a lost disk or GPU does not even die
 _SILENCE_SECONDS = 3  # for one that has not, once another has failed: it may be about to say why
 _FRUITLESS = 2  # restarts in a row after which nothing new was saved
 
@@ -92,7 +93,6 @@ class _Rank:
             self.killed = True
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
 
 
 class _Start:
@@ -118,24 +118,27 @@ class _Start:
         finally:
             for rank in self.ranks:
                 rank.kill()
-                remove_abandoned(rank.process.pid)
+            deadline = time.monotonic() + _DEATH_SECONDS
+            while any(rank.code is None for rank in self.ranks) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            remove_abandoned(patience=1.0)
             del store
         code, text = outcome(self.ranks, self.told)
         sys.stderr.write(text)
         sys.stderr.flush()
         for rank in self.ranks:
             os.close(rank.reports)
-        if self.told is not None and code:
+        if self.told is not None:
             raise SystemExit(code)  # nor does what would come next start
         return code
 
     def _wait(self) -> None:
-        while all(rank.code in (None, 0) for rank in self.ranks):
+        while all(rank.code in (None, 0) and rank.report() is None for rank in self.ranks):
             if all(rank.code == 0 for rank in self.ranks):
                 return
             time.sleep(0.05)
         failed = time.monotonic()
-        while alive := [rank for rank in self.ranks if rank.code is None]:
+        while alive := [rank for rank in self.ranks if rank.code is None and not rank.killed]:
             reports = [rank.report() for rank in self.ranks]
             together = any(said and said["code"] not in (ExitCode.crash, ExitCode.hang) for said in reports)
             for rank in alive:
@@ -173,10 +176,10 @@ def outcome(ranks: Sequence[_Rank], told: int | None) -> tuple[int, str]:
     errors are its consequences, but a known reason is nobody's. `told`: the signal that the launcher was told to stop
     by."""
     failed = [rank for rank in ranks if rank.code and not rank.killed]
-    reports = sorted((said for rank in failed if (said := rank.report())), key=lambda said: said["time"])
+    reports = sorted((said for rank in ranks if (said := rank.report())), key=lambda said: said["time"])
     silent = [rank for rank in failed if rank.report() is None]
     known = [said for said in reports if said["code"] != ExitCode.crash]
-    if told is not None and not known and (any(rank.code == -told for rank in silent) or not failed):
+    if told is not None and not known and (any(rank.code == -told for rank in silent) or not (failed or reports)):
         ended = any(rank.code for rank in ranks)  # before there was anything to save, or by force
         return (128 + told, f"shardwise: stopped by {in_words(told)}\n") if ended else (0, "")
     if not known and silent:

@@ -7,12 +7,15 @@ import atexit
 import fcntl
 import multiprocessing
 import os
+import re
 import shutil
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
-_NAME = "shardwise-{}-"  # of the process
+_NAME = "shardwise-scratch-{}-"  # of the process
+_WHOLE = re.compile(r"shardwise-scratch-(\d+)-[a-z0-9_]{8}")
 
 
 def use_scratch() -> None:
@@ -26,18 +29,25 @@ def use_scratch() -> None:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
-def remove_abandoned(process: int | None = None) -> None:
-    """Of dead processes; of one, whose launcher knows that it is dead."""
-    pattern = _NAME.format("[0-9]*" if process is None else process) + "*"
-    for folder in Path(tempfile.gettempdir()).glob(pattern):
-        with suppress(OSError):
-            owner = int(folder.name.split("-")[1])
-            if folder.stat().st_uid != os.getuid() or (process is None and Path(f"/proc/{owner}").exists()):
-                continue
-            held = os.open(folder, os.O_RDONLY)
-            try:
-                if process is None:  # nor is it alive in another container
-                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(held)
+def remove_abandoned(patience: float = 0.0) -> None:
+    """Of processes that are gone. `patience`: seconds in which their forks will be, too."""
+    deadline = time.monotonic() + patience
+    while not all(list(map(_remove, Path(tempfile.gettempdir()).glob(_NAME.format("*") + "*")))):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.05)
+
+
+def _remove(folder: Path) -> bool:
+    """Whether nothing is to be done about it any more."""
+    found = _WHOLE.fullmatch(folder.name)
+    with suppress(OSError):
+        if not found or folder.stat().st_uid != os.getuid() or Path(f"/proc/{found[1]}").exists():
+            return True
+        held = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nor is it alive in another container
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(held)
+    return not folder.exists()

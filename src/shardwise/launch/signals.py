@@ -3,10 +3,11 @@ callbacks/leaving.py."""
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.util  # whose own exit function, which waits, is thereby registered before ours
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -15,18 +16,23 @@ SAVE = signal.SIGUSR1  # save and go on
 
 
 _SAVES = 2**20  # more than there are ranks
+_TWICE_SECONDS = 0.5  # between two Ctrl-C: who signals every process of a group may reach one twice
+_launched = "SHARDWISE_PARENT" in os.environ  # by our launcher, whose second Ctrl-C ends its ranks by itself
 
 
 class Asked:
     """What this process has been asked for and has not done yet."""
 
     leave: signal.Signals | None = None
+    since = 0.0
     save = False
 
     def take(self) -> int:
         """As a number that may be summed over ranks."""
-        number = (self.leave is not None) + _SAVES * self.save
-        self.save = False
+        number = int(self.leave is not None)
+        if self.save:
+            self.save = False
+            number += _SAVES
         return number
 
 
@@ -59,8 +65,8 @@ def overlook() -> None:
 
 def leave_to_parent() -> None:
     """For a data worker: a signal to a whole process group, Slurm's say, is its rank's to obey, and needs its data."""
-    for number in (*LEAVE, SAVE):
-        signal.signal(number, signal.SIG_IGN)
+    for number in (*LEAVE, SAVE):  # not SIG_IGN, which programs that it starts would inherit
+        signal.signal(number, lambda number, frame: None)
 
 
 def leave_at_once_on_ctrl_c() -> None:
@@ -78,21 +84,27 @@ def _note(number: int, frame: FrameType | None) -> None:
         return
     if number == SAVE:
         asked.save = True
-    elif number == signal.SIGINT and asked.leave is not None:
+    elif number == signal.SIGINT == asked.leave and not _launched and time.monotonic() - asked.since > _TWICE_SECONDS:
         _interrupted(number, frame)
-    else:
-        asked.leave = signal.Signals(number)
+    elif asked.leave is None:
+        asked.leave, asked.since = signal.Signals(number), time.monotonic()
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
     # Not KeyboardInterrupt, which Lightning turns into exit code 1. Data workers are their rank's to end, at once:
     # one that is left to notice may print a traceback, and torch raises in this process when one is gone.
     if os.getpid() == _process:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for child in multiprocessing.active_children():
-            child.kill()
+        end_workers()
         sys.stderr.write("shardwise: stopped by Ctrl-C\n")
         raise SystemExit(128 + number)
+
+
+def end_workers() -> None:
+    """Data workers, which take no notice of SIGTERM: an interpreter that ends would wait for them for ever."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises in this process when one is gone
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def in_words(number: int) -> str:

@@ -99,13 +99,15 @@ class Watchdog:
             beside = self._file(self.rank).with_suffix(".partial")
             beside.write_text(json.dumps(own))
             beside.replace(self._file(self.rank))
-        deadline = time.monotonic() + _PATIENCE
+        # A device that works behind its host lets some hosts go on for some steps: their silence began later.
+        patience = max(_PATIENCE, self.seconds / 10)
+        deadline = time.monotonic() + patience
         while len(found := self._others() | {self.rank: own}) < self.ranks and time.monotonic() < deadline:
             time.sleep(0.05)
         if min(found) == self.rank:
             self.report(ExitCode.hang, say(found, self.ranks, self._limit(), self.folder))
         else:
-            time.sleep(_PATIENCE)  # let it speak
+            time.sleep(patience)  # let it speak
 
     def _dump_nccl(self, own: dict[str, Any]) -> None:
         """The flight recorder's, as `torchfrtrace` reads it; and how many collectives this rank has called for."""

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, cast
 
 from shardwise.errors import ExitCode, Left, OutOfMemoryError, RunStopped
 from shardwise.launch.scratch import use_scratch
-from shardwise.launch.signals import leave_at_once_on_ctrl_c, overlook
+from shardwise.launch.signals import end_workers, leave_at_once_on_ctrl_c, overlook
 from shardwise.launch.watchdog import Watchdog, rank_log
 from shardwise.plan import Plan
 
@@ -37,8 +37,9 @@ def run_rank(plan: Plan) -> int:
     if PARENT not in os.environ:
         leave_at_once_on_ctrl_c()
     outlive_console()
-    use_scratch()
     try:
+        use_scratch()
+        atexit.register(end_workers)
         keep_log(plan)
         from shardwise.trainer import run
 
@@ -80,7 +81,8 @@ def keep_log(plan: Plan) -> None:
 def outlive_console() -> None:
     """From here on this process may lose its standard output and error, and goes on."""
     if not isinstance(sys.stdout, Console):
-        sys.stdout, sys.stderr = cast(Any, Console(sys.stdout)), cast(Any, Console(sys.stderr))
+        nowhere = open(os.devnull, "w")  # noqa: SIM115 # where they were closed from the start
+        sys.stdout, sys.stderr = cast(Any, Console(sys.stdout or nowhere)), cast(Any, Console(sys.stderr or nowhere))
 
 
 class Console:
@@ -133,7 +135,9 @@ def _say(code: int, text: str) -> None:
     if REPORT in os.environ:  # our launcher says it, unless another rank turns out to have died before
         told = {"time": time.monotonic(), "code": int(code), "text": text[-_MOST:]}
         with suppress(OSError):
-            os.write(int(os.environ[REPORT]), (json.dumps(told, ensure_ascii=False) + "\n").encode())
+            os.write(
+                int(os.environ[REPORT]), (json.dumps(told, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+            )
         if os.environ["RANK"] != "0":
             sys.stderr.write(text)  # into its log
     elif _speaks_under_torchrun():

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -85,6 +86,7 @@ class PlannedStrategy(ParallelStrategy):
         self._closing: list[Callable[[], Any]] = []
         self._random: dict[str, Any] | None = None  # this rank's random state, to go on with
         self._before_validation: dict[str, Any] | None = None
+        self.before_training: Callable[[], None] | None = None  # when everything is in place
         self._begin: Tick | None = None  # of the step that is under way
         self._arrived: Tick | None = None
         self.skipped_steps = 0  # of this process
@@ -244,7 +246,8 @@ class PlannedStrategy(ParallelStrategy):
         # Building and initialising drew from the same stream on every rank; dropout must not.
         consumed = 0 if self.train_loader is None else self.train_loader.consumed
         torch.manual_seed(derived_seed(self.plan.seed, "training", self.global_rank, *([consumed] if consumed else [])))
-        self.take_up_random_state()
+        if self._random is not None:
+            set_random_state(self._random, self.root_device)
         held = [id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         if len(set(held)) < len(held) and self.plan.checkpoint.saves:
             raise ConfigError(
@@ -252,11 +255,8 @@ class PlannedStrategy(ParallelStrategy):
                 f"it to one of them, or checkpoint=none"
             )
         super().on_train_start()
-
-    def take_up_random_state(self) -> None:
-        """Of the checkpoint that is resumed, if any."""
-        if self._random is not None:
-            set_random_state(self._random, self.root_device)
+        if self.before_training is not None:
+            self.before_training()
 
     # The window contract: one scale per micro-batch, before backward
 
@@ -647,7 +647,7 @@ class PlannedStrategy(ParallelStrategy):
     def _file_group(self) -> dist.ProcessGroup | None:
         """For the coordination of files, which is the hosts'."""
         if self.world_size > 1 and self._files is None:
-            self._files = dist.new_group(backend="gloo")
+            self._files = dist.new_group(backend="gloo", timeout=group_timeout(self.plan))
             self.at_teardown(partial(dist.destroy_process_group, self._files))
         return self._files
 
@@ -699,6 +699,11 @@ class PlannedStrategy(ParallelStrategy):
         """Whole master weights on the CPU, on every rank: for tests and small models. Collective."""
         assert self.lightning_module is not None
         return {n: _whole(p.detach()).cpu().clone() for n, p in self.lightning_module.named_parameters()}
+
+
+def group_timeout(plan: Plan) -> timedelta:
+    """For every process group: what the watchdog, which tells more, waits at most comes first."""
+    return timedelta(minutes=4 * plan.strategy.timeout_minutes + 1)
 
 
 def strategy_of(trainer: Trainer) -> PlannedStrategy:

@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
 
@@ -27,7 +28,7 @@ from shardwise.initialize import Materializer, broadcast_from_rank_zero
 from shardwise.optimizers import treats_weights_one_by_one
 from shardwise.plan import Plan
 from shardwise.precision import mixed_precision_policy
-from shardwise.strategies.common import PlannedStrategy
+from shardwise.strategies.common import PlannedStrategy, group_timeout
 
 
 class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
@@ -42,6 +43,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         topology = self.plan.topology
         axes = {"shard": topology.shard} if topology.replicate == 1 else topology.mesh
         self._device_mesh = init_device_mesh(self.root_device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        for axis in axes:  # which come with NCCL's default
+            _set_pg_timeout(group_timeout(self.plan), self._device_mesh.get_group(axis))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
