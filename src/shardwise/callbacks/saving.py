@@ -56,6 +56,10 @@ class Saving(Callback):
         if loop.restarting and loop.batch_progress.current.completed >= trainer.num_training_batches:
             # Saved after an epoch: Lightning would run one more micro-batch of it, and step on that alone.
             loop.restarting = False
+        counted = loop.batch_progress.total
+        if loop.restarting and counted.completed == counted.ready and self._is_due(trainer):
+            # Saved after the validation behind it: Lightning would count that step twice, and log under the wrong ones.
+            loop._batches_that_stepped -= 1
         self.best_score, self.best_path = trainer.strategy.broadcast(self._read_best())
         if trainer.is_global_zero:
             for left in self.folder.glob("*.partial"):
