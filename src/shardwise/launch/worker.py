@@ -81,15 +81,15 @@ def keep_log(plan: Plan) -> None:
 def outlive_console() -> None:
     """From here on this process may lose its standard output and error, and goes on."""
     if not isinstance(sys.stdout, Console):
-        nowhere = open(os.devnull, "w")  # noqa: SIM115 # where they were closed from the start
-        sys.stdout, sys.stderr = cast(Any, Console(sys.stdout or nowhere)), cast(Any, Console(sys.stderr or nowhere))
+        sys.stdout, sys.stderr = cast(Any, Console(sys.stdout)), cast(Any, Console(sys.stderr))
 
 
 class Console:
     """Standard output that may go away: a closed pipe or terminal ends the lines that are shown, not the run."""
 
     def __init__(self, stream: Any) -> None:
-        self.stream = stream
+        # None: it was closed from the start
+        self.stream = open(os.devnull, "w") if stream is None else stream  # noqa: SIM115
 
     def write(self, text: str) -> int:
         try:
