@@ -26,6 +26,7 @@ import torch  # noqa: E402
 
 from shardwise.environment import describe_environment  # noqa: E402
 from tests.distributed.chaos import SUBJECT  # noqa: E402
+from tests.distributed.commands import Running  # noqa: E402
 
 PATIENCE = 60.0  # seconds
 PROGRAM = """
@@ -45,39 +46,6 @@ if __name__ == "__main__":
         enable_model_summary=False, callbacks=[saving, Tell()],
     ).fit(Subject(), Data(2))
 """
-
-
-def ranks_of(launcher: int, mark: str) -> list[int]:
-    """The launcher is rank 0; rank 1 is its child that runs the same program."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes()
-            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            if (
-                parent == launcher
-                and b"stock.py" in words
-                and f"MARK={mark}".encode() in (folder / "environ").read_bytes()
-                and b"LOCAL_RANK=1" in (folder / "environ").read_bytes()
-            ):
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return [launcher, *found[:1]]
-
-
-def alive(mark: str) -> list[int]:
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if (
-                f"MARK={mark}".encode() in (folder / "environ").read_bytes()
-                and ") Z " not in (folder / "stat").read_text()
-            ):
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
 
 
 def skewed(ranks: list[int]) -> None:
@@ -100,28 +68,17 @@ def meet(fault: str) -> str:
         home = Path(name)
         (home / "subject.py").write_text(SUBJECT)
         (home / "stock.py").write_text(PROGRAM)
-        mark = re.sub(r"\W", "-", fault)
-        log = home / "log"
-        with log.open("w") as out:
-            launcher = subprocess.Popen(
-                [sys.executable, "stock.py"], cwd=home, stdout=out, stderr=out, start_new_session=True,
-                env={**os.environ, "MARK": mark, "PAUSE": "0.05", "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-        deadline = time.monotonic() + 3 * PATIENCE
-        while "step 33\n" not in log.read_text():
-            assert launcher.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.02)
-        FAULTS[fault](ranks_of(launcher.pid, mark))
-        try:
-            code: int | None = launcher.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            code = None
-        time.sleep(10)
-        left = [pid for pid in alive(mark) if pid != launcher.pid]
+        with Running(home, re.sub(r"\W", "-", fault), program=home / "stock.py") as running:
+            running.wait_for("step 33\n")
+            FAULTS[fault]([running.process.pid, running.ranks("LOCAL_RANK")[1]])  # its launcher is its rank 0
+            try:
+                code: int | None = running.process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                code = None
+            time.sleep(10)
+            left = [pid for pid in running.alive() if pid != running.process.pid]
+        log = running.log
         step = int(re.findall(r"step (\d+)", log.read_text())[-1])
-        for pid in alive(mark):
-            os.kill(pid, signal.SIGKILL)
-        launcher.wait()
         how = f"hangs: after {PATIENCE:.0f} s nothing has ended" if code is None else f"ends with exit code {code}"
         others = f", and {len(left)} of its processes stay" if left and code is not None else ""
         if not (saved := home / "saved" / "last.ckpt").exists():
@@ -140,6 +97,7 @@ def main() -> None:
     environment = describe_environment()
     del environment["hostname"]
     rows: list[dict[str, Any]] = []
+    os.environ["PAUSE"] = "0.05"  # seconds a micro-batch
     for fault in FAULTS:
         rows.append({"fault": fault, "outcome": meet(fault)})
         print(rows[-1], flush=True)

@@ -142,17 +142,7 @@ class Life:
             time.sleep(0.02)
 
     def ranks(self) -> dict[int, int]:
-        """Rank → process id."""
-        found = {}
-        for pid in self.running.pids():
-            try:
-                parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if parent == self.process.pid:
-                found |= {int(word[5:]): pid for word in environment if word.startswith(b"RANK=")}
-        return found
+        return self.running.ranks()
 
     def end(self) -> int:
         """Its exit code, once nothing of it is left."""

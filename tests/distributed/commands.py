@@ -107,11 +107,11 @@ def metrics(run_dir: Path, *columns: str) -> dict[int, list[float]]:
 class Running:
     """A run that goes on until it is told to stop; every process of it is known by a mark in its environment."""
 
-    def __init__(self, home: Path, mark: str, *words: str) -> None:
+    def __init__(self, home: Path, mark: str, *words: str, program: Path = TRAIN) -> None:
         self.mark, self.log = f"MARK={mark}", home / f"{mark}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(TRAIN), *words], cwd=home, env=environment(MARK=mark), stdout=log, stderr=log,
+                [sys.executable, str(program), *words], cwd=home, env=environment(MARK=mark), stdout=log, stderr=log,
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
 
@@ -133,6 +133,22 @@ class Running:
                 continue
         return found
 
+    def ranks(self, variable: str = "RANK") -> dict[int, int]:
+        """Rank → process id, of the launcher's children."""
+        found = {}
+        for pid in self.pids():
+            try:
+                parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+                words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            if parent == self.process.pid:
+                found |= {int(word.partition("=")[2]): pid for word in words if word.startswith(f"{variable}=")}
+        return found
+
+    def alive(self) -> list[int]:
+        return [pid for pid in self.pids() if not _is_zombie(pid)]
+
     def wait_for(self, text: str) -> None:
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while text not in self.log.read_text():
@@ -141,7 +157,7 @@ class Running:
 
     def wait_until_gone(self) -> None:
         deadline = time.monotonic() + 60
-        while pids := [pid for pid in self.pids() if not _is_zombie(pid)]:
+        while pids := self.alive():
             assert time.monotonic() < deadline, f"still there: {pids}"
             time.sleep(0.1)
 

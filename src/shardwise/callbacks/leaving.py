@@ -45,9 +45,6 @@ class Leaving(Callback):
             self.guard.read_all(trainer)
             self._leave(trainer)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.unread.clear()
-
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, _: int = 0
     ) -> None:

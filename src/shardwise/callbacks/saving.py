@@ -69,11 +69,11 @@ class Saving(Callback):
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Whether validation comes after the step that has just ended."""
-        progress, every = trainer.fit_loop.epoch_loop.batch_progress, self.plan.validate_every_n_steps
+        counted, every = trainer.fit_loop.epoch_loop.batch_progress, self.plan.validate_every_n_steps
         if every is None:
-            return progress.current.ready >= trainer.num_training_batches
+            return counted.current.ready >= trainer.num_training_batches
         # Windows, as Lightning counts: of a window one step may have been skipped, or several made
-        windows = progress.total.ready // self.plan.accumulate_grad_batches
+        windows = counted.total.ready // self.plan.accumulate_grad_batches
         return windows > 0 and windows % every == 0
 
     def _validate(self, trainer: Trainer) -> None:

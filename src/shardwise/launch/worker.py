@@ -58,7 +58,8 @@ def keep_log(plan: Plan) -> None:
     SIGQUIT writes every thread's Python stack there, and the run goes on.
     """
     global _console
-    rank, path = int(os.environ.get("RANK", "0")), rank_log(plan.run_dir, int(os.environ.get("RANK", "0")))
+    rank = int(os.environ.get("RANK", "0"))
+    path = rank_log(plan.run_dir, rank)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         log = path.open("a", buffering=1)
@@ -66,10 +67,10 @@ def keep_log(plan: Plan) -> None:
         return
     log.write(f"{time.strftime('%F %T')} rank {rank} on {os.uname().nodename}, process {os.getpid()}\n")
     if plan.topology.world_size > 1:
+        _console = cast(Any, Console(os.fdopen(os.dup(2), "w", buffering=1)))
         if rank == 0:
-            sys.stderr = _console = cast(Any, Console(os.fdopen(os.dup(2), "w", buffering=1)))
+            sys.stderr = _console
         else:
-            _console = cast(Any, Console(os.fdopen(os.dup(2), "w", buffering=1)))
             os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     faulthandler.enable(log)
