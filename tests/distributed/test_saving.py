@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
+from shardwise.callbacks.saving import Saving
 from shardwise.checkpoint import save as saving
 from shardwise.checkpoint.find import damage, list_checkpoints, newest_whole, resolve_resume
 from shardwise.checkpoint.load import settle_resume
@@ -37,13 +38,16 @@ WIDE = 1536  # 9 MB a layer, 28 MB with what AdamW keeps
 
 
 class Full(Callback):
-    """From one step on rank 1's files may have no more than some bytes, as on a disk that is nearly full."""
+    """While these steps are made rank 1's files may have no more than some bytes, as on a disk that is nearly full."""
 
     def __init__(self, steps: range) -> None:
         self.steps = steps
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         if dist.get_rank() == 1:
+            (saver,) = (one for one in trainer.callbacks if isinstance(one, Saving))
+            while saver.writer is not None and saver.writer.busy:  # its disk is that of the step it was begun in
+                time.sleep(0.01)
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             soft = 4096 if trainer.global_step + 1 in self.steps else hard
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
