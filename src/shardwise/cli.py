@@ -8,17 +8,27 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.find import damage, keep_earlier, list_checkpoints, resolve_resume, stage_file, step_of
+from shardwise.checkpoint.find import (
+    damage,
+    keep_earlier,
+    list_checkpoints,
+    newest_whole,
+    resolve_resume,
+    stage_file,
+    step_of,
+)
 from shardwise.checkpoint.weights import list_weights
 from shardwise.compose import Job, compose
 from shardwise.errors import ConfigError
 from shardwise.launch.host import inspect_host
 from shardwise.launch.local import launch
 from shardwise.launch.signals import overlook
+from shardwise.launch.slurm import has_begun, note, read_array_member, read_task
 from shardwise.launch.worker import die_with_parent, outlive_console, report
 from shardwise.plan import Host, Plan, make_plan
 
@@ -33,17 +43,20 @@ def train(argv: list[str]) -> int:
             print(command.print)
             return 0
         host = inspect_host()
+        if host.launcher == "slurm" and (task := read_task()) is not None:
+            os.environ |= task.environment()
         if host.launcher == "torchrun":
             die_with_parent()
-            if len(command.jobs) > 1:
-                raise ConfigError("-m starts its jobs itself: python train.py -m devices=N …, without torchrun")
-        plans = [make_run_plan(job, host, number, len(command.jobs)) for number, job in enumerate(command.jobs)]
-        if any(job.config.dry_run for job in command.jobs):
-            for job, plan in zip(command.jobs, plans, strict=True):
+        jobs, plans = make_run_plans(command.jobs, host)
+        if any(job.config.dry_run for job in jobs):
+            for job, plan in zip(jobs, plans, strict=True):
                 print(f"# config\n{job.yaml}\n# plan\n{plan.to_json()}")
             return 0
         check_targets(plans)
-        return start_all(command.jobs, plans)
+        code = start_all(jobs, plans)
+        if code == 0 and os.environ.get("RANK", "0") == "0":
+            note("done", "")
+        return code
     except ConfigError as error:
         return report(error)
     except KeyboardInterrupt:
@@ -51,14 +64,38 @@ def train(argv: list[str]) -> int:
         return 130
 
 
-def make_run_plan(job: Job, host: Host, number: int, jobs: int) -> Plan:
-    """The job's Plan, with its checkpoint found. Each job of a sweep has a directory of its own."""
-    plan = make_plan(job.config, host, job.clusters)
-    if jobs > 1:
-        run_id = f"{plan.run_id}-{number}"
-        plan = dataclasses.replace(plan, run_id=run_id, run_dir=str(Path(plan.run_dir).parent / run_id))
-    first = host.launcher != "torchrun" or os.environ.get("RANK") == "0"  # which creates the directory
-    return dataclasses.replace(plan, resume=resolve_resume(plan.resume, plan.run_dir, plan.stage, first))
+def make_run_plans(jobs: tuple[Job, ...], host: Host) -> tuple[tuple[Job, ...], list[Plan]]:
+    """The jobs that are this process's, and their Plans with their checkpoints found. Each job of a sweep has a folder
+    of its own. In a Slurm job array each member has one of them.
+
+    Raises:
+        ConfigError: of any of them, or a sweep that something else has started the ranks for.
+    """
+    member = read_array_member(len(jobs)) if len(jobs) > 1 else None
+    if len(jobs) > 1 and member is None and host.launcher != "local":
+        how = (
+            "sbatch --array=0-{} …" if host.launcher == "slurm" else "python train.py -m devices=N …, without torchrun"
+        )
+        raise ConfigError(f"-m starts {len(jobs)} runs, and {host.launcher} has started the ranks of one: "
+                          + how.format(len(jobs) - 1))  # fmt: skip
+    plans = []
+    for number, job in enumerate(jobs):
+        plan = make_plan(job.config, host, job.clusters)
+        if len(jobs) > 1 and (member is None or job.config.name is not None):  # an array's own id has the number
+            run_id = f"{plan.run_id}-{number}"
+            plan = dataclasses.replace(plan, run_id=run_id, run_dir=str(Path(plan.run_dir).parent / run_id))
+        if member in (None, number):
+            plans.append(find_checkpoint(plan, host))
+    return jobs if member is None else (jobs[member],), plans
+
+
+def find_checkpoint(plan: Plan, host: Host) -> Plan:
+    """The Plan with the checkpoint that it goes on from. A requeued job goes on with its own run, unasked."""
+    first = host.launcher == "local" or os.environ.get("RANK") == "0"  # which creates the directory
+    resume, begun = plan.resume, has_begun(plan.run_dir)
+    if begun and (resume is None or newest_whole(plan.run_dir) is not None):
+        plan = dataclasses.replace(plan, resume="auto", may_fall_back=True)
+    return dataclasses.replace(plan, resume=resolve_resume(plan.resume, plan.run_dir, plan.stage, first and not begun))
 
 
 def check_targets(plans: list[Plan]) -> None:
@@ -119,13 +156,16 @@ def start(job: Job, plan: Plan, single: bool) -> int:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             hold(run_dir, plan.stage)
-            if plan.stage == "fit" and job.config.resume is None:
+            begun = has_begun(plan.run_dir)
+            note("begun", plan.run_dir)
+            if plan.stage == "fit" and job.config.resume is None and not begun:
                 (run_dir / "plan.json").touch(exist_ok=False)  # of two runs that want one name, the first has it
             for name, text in records.items():
                 keep_earlier(run_dir / stage_file(name, plan.stage), text)
                 (run_dir / stage_file(name, plan.stage)).write_text(text)
         except OSError as error:
             if isinstance(error, FileExistsError) and run_dir.is_dir():
+                note("begun", "")
                 raise ConfigError(f"{run_dir} already holds a run: give another name=") from None
             raise ConfigError(
                 f"cannot write the run's folder {run_dir}: {error.strerror}; give another runs_dir="
@@ -139,6 +179,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
 
 
 _held: list[int] = []
+_LOCK_SECONDS = 120
 
 
 def hold(run_dir: Path, stage: str) -> None:
@@ -146,15 +187,21 @@ def hold(run_dir: Path, stage: str) -> None:
     if stage != "fit":
         return
     held = os.open(run_dir, os.O_RDONLY)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(held)
-        raise ConfigError(
-            f"{run_dir} is being written by a run that is still alive: stop it, or give another name="
-        ) from None
-    except OSError:
-        pass
+    # A requeued job may begin while its last process dies on another node, or a server still keeps that one's lock
+    deadline = time.monotonic() + (_LOCK_SECONDS if has_begun(str(run_dir)) else 0)
+    while True:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(held)
+                raise ConfigError(
+                    f"{run_dir} is being written by a run that is still alive: stop it, or give another name="
+                ) from None
+            time.sleep(0.5)
+        except OSError:
+            break
     _held.append(held)
 
 

@@ -32,6 +32,7 @@ from shardwise.schema import (
 from shardwise.topology import Topology, make_topology
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 
 _YEAR_MINUTES = 365 * 24 * 60
 
@@ -166,6 +167,7 @@ class Plan:
     memory_history: bool  # every allocation's stack is kept, for the snapshot of a rank that runs out of memory
     schedule: dict[str, Any] | None
     units: tuple[str, ...] | None  # class names; None: found
+    environment: dict[str, str]  # of every rank, where the user's own does not say otherwise
     module: dict[str, Any]
     data: dict[str, Any]
 
@@ -294,6 +296,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         memory_history=config.memory_history,
         schedule=schedule,
         units=None if config.units is None else tuple(config.units),
+        environment=_environment(config.cluster),
         module=_target("module", config.module),
         data=_target("data", config.data),
     )
@@ -356,7 +359,8 @@ def _topology(config: RunConfig, host: Host, accelerator: str) -> Topology:
             raise ConfigError(f"{word}={value}: must be at least 1")
     if nodes > 1 and host.launcher == "local":
         raise ConfigError(
-            f"nodes={nodes}: a local launch is one node; use nodes=1, or start train.py on every node with torchrun"
+            f"nodes={nodes}: a local launch is one node; use nodes=1, or start train.py on every node: "
+            f"shardwise submit nodes={nodes} …, srun, or torchrun"
         )
     if (per_node := config.cluster.devices_per_node) is not None:
         if per_node < 1:
@@ -367,6 +371,11 @@ def _topology(config: RunConfig, host: Host, accelerator: str) -> Topology:
                 f"devices={per_node} or fewer, and more nodes"
             )
     if accelerator == "cuda" and devices > host.cuda_devices:
+        if host.launcher == "slurm":
+            raise ConfigError(
+                f"srun started {devices} tasks a node, and each sees {host.cuda_devices} of its CUDA devices: give "
+                f"--gpus-per-node={devices}, not --gpus-per-task, which hides a rank's GPUs from its peers"
+            )
         raise ConfigError(
             f"devices={devices} is more than the {host.cuda_devices} CUDA devices that this process sees; use "
             f"devices={host.cuda_devices} or fewer, or accelerator=cpu"
@@ -464,6 +473,15 @@ def _strategy(config: StrategyConfig) -> Strategy:
     if isinstance(config, DdpConfig) and config.bucket_cap_mb < 1:
         raise ConfigError(f"strategy.bucket_cap_mb={config.bucket_cap_mb}: must be at least 1")
     return Strategy(name=config.name.value, **options)
+
+
+def _environment(cluster: ClusterConfig) -> dict[str, str]:
+    for word, value in cluster.environment.items():
+        if not _VARIABLE.fullmatch(word) or "\0" in value:
+            raise ConfigError(
+                f"cluster.environment.{word}={value}: names no environment variable; e.g. NCCL_IB_TIMEOUT"
+            )
+    return dict(cluster.environment)
 
 
 def _peak_tflops(config: RunConfig, host: Host, accelerator: str, clusters: Sequence[ClusterConfig]) -> float | None:

@@ -194,7 +194,12 @@ class ClusterConfig:
     name: str = "local"
     devices_per_node: int | None = None
     gpu: str | None = None  # a word of the GPU's name, e.g. H200
+    gpu_memory_gib: float | None = None  # of one GPU, as the driver counts it
+    nvlink_gb_per_second: float | None = None  # of one GPU, in one direction
+    network_gb_per_second: float | None = None  # of one node to the others, in one direction: all its adapters
+    cpu_cores: int | None = None  # of one node
     peak_tflops: PeakTflopsConfig = field(default_factory=PeakTflopsConfig)
+    environment: dict[str, str] = field(default_factory=dict)  # NCCL's, exported where the user has not set it
 
 
 @dataclass
@@ -208,6 +213,8 @@ class RunConfig:
     resume_allow: list[str] = field(default_factory=list)  # what may be another than in the run that is resumed
     init_from: str | None = None  # safetensors to start from, instead of the seed's weights
     dry_run: bool = False
+    preflight: bool | None = None  # look the machines over before the run; None: under Slurm, on more than one node
+    exclude_bad_nodes: bool = True  # a job whose preflight finds some goes back to the queue without them
     seed: int = 0
 
     accelerator: Accelerator = Accelerator.auto
@@ -255,7 +262,10 @@ STRATEGY_CONFIGS: dict[StrategyName, type[StrategyConfig]] = {
     StrategyName.zero3: Zero3Config,
 }
 
-_TAKES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list, e.g. [a,b]"}
+_TAKES = {
+    int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list, e.g. [a,b]",
+    dict: "a mapping, e.g. {A: b}",
+}  # fmt: skip
 
 
 def bind(kind: Any, value: Any, key: str = "") -> Any:
@@ -280,6 +290,8 @@ def bind(kind: Any, value: Any, key: str = "") -> Any:
         raise ConfigError(f"{key}={say(value)}: must be one of {', '.join(words)}" + did_you_mean(str(value), words))
     if get_origin(kind) is list and isinstance(value, list):
         return [bind(get_args(kind)[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
+    if get_origin(kind) is dict and isinstance(value, dict):
+        return {str(word): bind(get_args(kind)[1], item, f"{key}.{word}") for word, item in value.items()}
     if kind in (int, float) and isinstance(value, str):  # from an environment variable
         try:
             return kind(value)

@@ -60,6 +60,7 @@ def run(plan: Plan) -> None:
             goes_on = _run_until_rolled_back(goes_on, watch)
         progress.over = True  # what comes now, a tracker's last upload say, may take its time
     # Not after a failure: the peers would fail in turn, and NCCL might wait for them.
+    dist.barrier()  # nobody is gone before the last has written its part: srun gives those that are left a minute
     dist.destroy_process_group()
 
 

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from benchmarks.report import with_tables
 from shardwise.build import check
-from shardwise.cli import make_run_plan
+from shardwise.cli import make_run_plans
 from shardwise.compose import CONF, compose, config_groups, read_clusters
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.schema import (
@@ -143,11 +143,12 @@ def test_this_machines_peak_is_that_of_the_cluster_with_its_gpu(
     for devices, expected in ((8, peak), (0, None)):
         if devices or precision != "tf32":
             host = Host(cuda_devices=devices, run_id="made-up", gpu=gpu if devices else None)
-            assert make_run_plan(job, host, 0, 1).peak_tflops == expected
+            assert make_run_plans((job,), host)[1][0].peak_tflops == expected
     if peak is not None:
         [job] = compose([f"precision={precision}", "accelerator=cuda", "cluster.peak_tflops.bf16=1"]).jobs
         said = 1.0 if precision.startswith("bf16") else peak
-        assert make_run_plan(job, Host(cuda_devices=1, run_id="made-up", gpu=gpu), 0, 1).peak_tflops == said
+        host = Host(cuda_devices=1, run_id="made-up", gpu=gpu)
+        assert make_run_plans((job,), host)[1][0].peak_tflops == said
 
 
 def test_a_strategys_file_has_the_keys_and_defaults_of_its_schema() -> None:
@@ -197,7 +198,7 @@ def test_a_sweep_is_every_combination_each_in_its_own_folder() -> None:
     jobs = compose(["-m", "micro_batch_size=1,2", "strategy=ddp,fsdp", "seed=5"]).jobs
     said = [(job.config.micro_batch_size, job.config.strategy.name.value, job.config.seed) for job in jobs]
     assert said == [(1, "ddp", 5), (1, "fsdp", 5), (2, "ddp", 5), (2, "fsdp", 5)]
-    plans = [make_run_plan(job, DGX, number, len(jobs)) for number, job in enumerate(jobs)]
+    _, plans = make_run_plans(jobs, DGX)
     assert [Path(plan.run_dir).name for plan in plans] == [plan.run_id for plan in plans]
     assert [plan.run_id for plan in plans] == ["made-up-0", "made-up-1", "made-up-2", "made-up-3"]
 

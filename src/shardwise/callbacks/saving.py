@@ -17,6 +17,7 @@ from shardwise.checkpoint.find import checkpoint_path, damage, list_checkpoints,
 from shardwise.checkpoint.save import Outcome, Writer, publish_again
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.initialize import random_state
+from shardwise.launch.slurm import note
 from shardwise.launch.watchdog import progress
 from shardwise.loggers import CsvLogger
 from shardwise.plan import Plan
@@ -180,6 +181,7 @@ class Saving(Callback):
         checkpoint, step = self.plan.checkpoint, trainer.global_step
 
         def published() -> None:
+            note("saved", str(step))
             kept = checkpoint.keep_every_n_steps
             for path in list_checkpoints(self.plan.run_dir):
                 if step_of(path) > step:

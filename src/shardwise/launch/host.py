@@ -12,26 +12,31 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.plan import Host
+from shardwise.launch.slurm import read_run_id, read_task
+from shardwise.plan import Host, Launcher
 
 
 def inspect_host(environ: Mapping[str, str] = os.environ) -> Host:
-    """Read the environment once. Under torchrun nodes and devices are what it started."""
+    """Read the environment once. Under torchrun and srun nodes and devices are what they started."""
     under_torchrun = "TORCHELASTIC_RUN_ID" in environ and "RANK" in environ
+    launcher: Launcher = "local"
     nodes = devices = None
     if under_torchrun:
+        launcher = "torchrun"
         devices = int(environ["LOCAL_WORLD_SIZE"])
         world_size = int(environ["WORLD_SIZE"])
         if world_size % devices:
             raise ConfigError(f"torchrun started {world_size} ranks, {devices} on this node: nodes must be alike")
         nodes = world_size // devices
+    elif (task := read_task(environ)) is not None:
+        launcher, nodes, devices = "slurm", task.nodes, task.devices
     return Host(
         cuda_devices=(cuda_devices := count_cuda_devices(environ)),
         gpu=name_gpu(environ) if cuda_devices else None,
-        launcher="torchrun" if under_torchrun else "local",
+        launcher=launcher,
         nodes=nodes,
         devices=devices,
-        run_id=_run_id(environ, nodes),
+        run_id=read_run_id(environ) or _run_id(environ, nodes),
         is_terminal=_is_terminal(),
     )
 
@@ -42,11 +47,7 @@ def _is_terminal() -> bool:
 
 
 def _run_id(environ: Mapping[str, str], nodes: int | None) -> str | None:
-    """From Slurm's job and array ids, else torchrun's run id, else made here. None: several nodes, nothing shared."""
-    if "SLURM_JOB_ID" in environ and "SLURM_PROCID" in environ:
-        if "SLURM_ARRAY_JOB_ID" in environ:
-            return f"slurm-{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
-        return f"slurm-{environ['SLURM_JOB_ID']}"
+    """Torchrun's run id, else made here. None: several nodes, nothing shared."""
     if nodes is not None:
         if (elastic_id := environ["TORCHELASTIC_RUN_ID"]) not in ("", "none"):
             return re.sub(r"[^A-Za-z0-9._-]", "-", elastic_id)

@@ -19,6 +19,7 @@ from shardwise.compose import ROOT
 from shardwise.errors import ExitCode
 from shardwise.launch.scratch import remove_abandoned
 from shardwise.launch.signals import LEAVE, SAVE, in_words
+from shardwise.launch.slurm import is_first_to_end
 from shardwise.launch.worker import PARENT, REPORT, run_rank
 from shardwise.plan import Plan
 
@@ -34,7 +35,7 @@ def launch(plan: Plan, in_process: bool) -> int:
     Raises:
         SystemExit: told to stop by a signal; every rank is gone by then.
     """
-    if plan.launcher == "torchrun" or (plan.topology.world_size == 1 and in_process and not plan.max_restarts):
+    if plan.launcher != "local" or (plan.topology.world_size == 1 and in_process and not plan.max_restarts):
         return run_rank(plan)
     restarts = fruitless = 0
     while True:
@@ -124,6 +125,8 @@ class _Start:
             remove_abandoned(patience=1.0)
             del store
         code, text = outcome(self.ranks, self.told)
+        if code:
+            is_first_to_end(code, text)
         sys.stderr.write(text)
         sys.stderr.flush()
         for rank in self.ranks:

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, cast
 from shardwise.errors import ExitCode, Left, OutOfMemoryError, RunStopped
 from shardwise.launch.scratch import use_scratch
 from shardwise.launch.signals import end_workers, leave_at_once_on_ctrl_c, overlook
+from shardwise.launch.slurm import is_first_to_end
 from shardwise.launch.watchdog import Watchdog, rank_log
 from shardwise.plan import Plan
 
@@ -37,6 +38,8 @@ def run_rank(plan: Plan) -> int:
     if PARENT not in os.environ:
         leave_at_once_on_ctrl_c()
     outlive_console()
+    for word, value in plan.environment.items():  # before torch, and with it NCCL, is there
+        os.environ.setdefault(word, value)
     try:
         use_scratch()
         atexit.register(end_workers)
@@ -141,7 +144,7 @@ def _say(code: int, text: str) -> None:
             )
         if os.environ["RANK"] != "0":
             sys.stderr.write(text)  # into its log
-    elif _speaks_under_torchrun():
+    elif _speaks_under_torchrun() and is_first_to_end(int(code), text):
         console = _console or sys.stderr
         console.write(text)
         console.flush()
