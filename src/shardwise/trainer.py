@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch._C._distributed_c10d import HashStore
@@ -196,6 +197,8 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
     callbacks: list[Callback] = [*more, *average, Heartbeat(plan), guard, steps, saving, summary, leaving]
     accumulate = plan.accumulate_grad_batches
     validate_every = plan.validate_every_n_steps
+    # Who started the ranks is known. Lightning would look for srun, warn where it is there, and refuse SLURM_NTASKS.
+    SLURMEnvironment.detect = staticmethod(lambda: False)  # type: ignore[method-assign]
     trainer = Trainer(
         accelerator=plan.accelerator,
         devices=plan.topology.devices,

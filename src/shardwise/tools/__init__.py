@@ -11,13 +11,16 @@ from shardwise.errors import ConfigError, did_you_mean
 from shardwise.launch.worker import report
 from shardwise.schema import bind
 
-TOOLS = {"export": "a run's weights for others to read: safetensors, Hugging Face, torch"}
+TOOLS = {
+    "export": "a run's weights for others to read: safetensors, Hugging Face, torch",
+    "submit": "a run to Slurm, once it is known that it can work",
+}
 
 _T = TypeVar("_T")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 done, 2 a user's mistake (one message on stderr)."""
+    """Exit code: 0 done, 2 a user's mistake (one message on stderr), else the tool's own."""
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("--help", "-h", "help"):
         print("usage: shardwise TOOL …; shardwise TOOL --help says what follows\n")
@@ -33,9 +36,8 @@ def main(argv: list[str] | None = None) -> int:
         tool: Any = import_module(f"shardwise.tools.{words[0]}")
         if {"--help", "-h"} & set(words[1:]):
             print(tool.HELP)
-        else:
-            tool.run(words[1:])
-        return 0
+            return 0
+        return tool.run(words[1:]) or 0
     except ConfigError as error:
         return report(error)
     except KeyboardInterrupt:

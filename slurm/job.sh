@@ -1,0 +1,150 @@
+# What the templates source, on the first node of a job, outside of any container: bash and Slurm's own commands only.
+#
+# A job has a folder, runs/jobs/<run id>, that outlives its requeues (src/shardwise/launch/slurm.py says what the ranks
+# write there). What ends it is decided here: by `done`, then by the exit codes that the ranks have noted, never by 0.
+
+set -uo pipefail
+
+say() { printf 'shardwise: %s\n' "$*"; }
+
+if [[ -z ${SLURM_JOB_ID:-} || -z ${SLURM_NODEID:-} ]]; then
+    say "this is a batch script: sbatch --nodes=N $0 …" >&2
+    exit 2
+fi
+
+home=${SHARDWISE_HOME:-$SLURM_SUBMIT_DIR}
+RESTARTS_WITHOUT_PROGRESS=${RESTARTS_WITHOUT_PROGRESS:-3}
+
+# A signal to the batch script, or to the whole job: the ranks get it as well, and srun tells when they have left.
+trap : TERM USR1 USR2 HUP INT
+
+read_number() { # FILE
+    local number=
+    [[ -r $1 ]] && read -r number < "$1"
+    [[ $number =~ ^[0-9]+$ ]] && echo "$number" || echo 0
+}
+
+# Before the run. The job's folder and environment, the words for srun and for the program, and a look at the nodes.
+begin() { # OVERRIDE...
+    local run_id=slurm-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+    job=$PWD/runs/jobs/$run_id
+    mkdir -p "$job" || { say "cannot write $job: submit from a folder that all nodes share"; exit 2; }
+    if [[ -e $job/done ]]; then
+        say "$run_id is done already"
+        exit 0
+    fi
+
+    start=$(($(read_number "$job/starts") + 1))
+    local without=0
+    ((start == 1)) || without=$(without_progress)
+    echo "$start" > "$job/starts"
+    echo "$without" > "$job/without-progress"
+    read_number "$job/saved" > "$job/saved-before"
+    say "start $start of $run_id on $SLURM_JOB_NODELIST ($(date '+%F %T')), ${SLURM_NTASKS_PER_NODE:-1} tasks a node"
+    stop_after "$without" 1
+
+    export SHARDWISE_JOB_DIR=$job SHARDWISE_START=$start
+    export PYTHONPATH=$home/src:$home${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+
+    # srun would take one CPU a task, or those that a sharing job asked for: all that are there
+    local tasks=${SLURM_NTASKS_PER_NODE:-1}
+    local cpus=$((SLURM_CPUS_ON_NODE / tasks))
+    ((cpus > 0)) || cpus=1
+    if [[ -z ${OMP_NUM_THREADS:-} ]]; then
+        export OMP_NUM_THREADS=$(($(nproc --all) / tasks))
+        ((OMP_NUM_THREADS > cpus)) && OMP_NUM_THREADS=$cpus
+        ((OMP_NUM_THREADS > 0)) || OMP_NUM_THREADS=1
+    fi
+    # One rank that ends, ends the others a minute later: they have said why they leave, or hang in a collective
+    SRUN=(--cpus-per-task="$cpus" --kill-on-bad-exit=0 --wait=60 --export=ALL)
+    local python=${PYTHON:-}
+    if [[ -n ${CONTAINER:-} ]]; then
+        local names
+        names=$(compgen -e | grep -E '^(CUDA|HF|HYDRA|MASTER|NCCL|OMP|PYTHON|PYTORCH|SHARDWISE|TORCH|WANDB)_?' | paste -sd,)
+        SRUN+=(--container-image="$CONTAINER" --container-workdir="$PWD" --container-env="$names"
+            --container-mounts="$home:$home,$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}")
+    elif [[ -z $python && -x $home/.venv/bin/python ]]; then
+        python=$home/.venv/bin/python
+    fi
+    PYTHON=${python:-python3}
+    local word cluster=${CLUSTER:+cluster=$CLUSTER}
+    for word; do
+        [[ $word != cluster=* ]] || cluster=
+    done
+    TRAIN=("$PYTHON" "$home/train.py" ${cluster:+"$cluster"})
+
+    look_at_nodes ${cluster:+"$cluster"} "$@"
+}
+
+look_at_nodes() { # OVERRIDE...
+    local word wanted=0
+    ((SLURM_JOB_NUM_NODES > 1)) && wanted=1
+    for word; do
+        [[ $word == preflight=true ]] && wanted=1
+        [[ $word == preflight=false ]] && wanted=0
+    done
+    ((wanted)) || return 0
+    rm -f "$job/bad-nodes"
+    srun "${SRUN[@]}" "$PYTHON" -m shardwise preflight "$@"
+    local code=$?
+    ((code == 0)) || end "$code"
+}
+
+# After the run: done, or run it again, or leave it.
+end() { # SRUN'S EXIT CODE
+    local code=$1 word said=
+    if [[ -e $job/done ]]; then
+        say "done"
+        exit 0
+    fi
+    # What is nobody's consequence first: a mistake, numbers that are no numbers, no memory, a bad node, saved, hung
+    for word in 2 3 4 7 5 6 1; do
+        if [[ -e $job/start-$start/code-$word ]]; then
+            code=$word
+            IFS= read -r said < "$job/start-$start/code-$word"
+            break
+        fi
+    done
+    case $code in
+        0) say "srun ended with 0, and the run has not said that it is done"; code=1 ;;
+        2 | 3 | 4) say "not requeued: exit code $code: $said"; exit "$code" ;;
+        7) [[ -s $job/bad-nodes ]] || { say "not requeued: exit code 7: $said"; exit 7; } ;;
+    esac
+    local state
+    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2> /dev/null)
+    if [[ $state != RUNNING ]]; then # Slurm has taken it back already, or somebody has cancelled it
+        say "exit code $code: $said; the job is ${state:-over}"
+        exit "$code"
+    fi
+    stop_after "$(without_progress)" "$code" "$said"
+    say "exit code $code: ${said:-no rank has said why}; requeued"
+    if ! scontrol requeue "$SLURM_JOB_ID"; then
+        say "not requeued: Slurm refuses it; the same sbatch line with resume=auto and name= goes on"
+        exit "$code"
+    fi
+    [[ ! -s $job/bad-nodes ]] || exclude
+    sleep 300 # Slurm ends this script
+    exit "$code"
+}
+
+without_progress() { # How many starts in a row, this one too, have saved nothing new
+    (($(read_number "$job/saved") > $(read_number "$job/saved-before"))) && echo 0 && return
+    echo $(($(read_number "$job/without-progress") + 1))
+}
+
+stop_after() { # STARTS EXIT-CODE [REASON]
+    (($1 > RESTARTS_WITHOUT_PROGRESS)) || return 0
+    say "not requeued: $RESTARTS_WITHOUT_PROGRESS restarts have saved nothing new: exit code $2${3:+: $3}"
+    exit "$2"
+}
+
+exclude() { # Of a job that waits again; as long as this script is left alive after a requeue it may say so
+    local nodes try
+    nodes=$(sort -u "$job/bad-nodes" "$job/excluded" 2> /dev/null | tee "$job/excluded.new" | paste -sd,)
+    mv "$job/excluded.new" "$job/excluded"
+    for try in {1..20}; do
+        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$nodes" 2> /dev/null && say "without $nodes from now on" && return
+        sleep 0.2
+    done
+    say "Slurm does not take $nodes out of the job: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=$nodes"
+}
