@@ -3,13 +3,17 @@ PYTHON ?= $(shell command -v python3.12 >/dev/null 2>&1 && python3.12 -c '' 2>/d
 VENV ?= .venv
 ARGS ?=
 
-.PHONY: train test check fix parity parity-gpu checkpoint-matrix chaos gpu-test overhead clean
+.PHONY: train test test-slurm check fix parity parity-gpu checkpoint-matrix chaos gpu-test overhead clean
 
 train: $(VENV)/.run
 	$(VENV)/bin/python train.py $(ARGS)
 
 test: check
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+# On a real Slurm of four emulated nodes, which is installed for it: root, on Debian or Ubuntu.
+test-slurm: $(VENV)/.dev
+	SHARDWISE_TEST_SLURM=1 $(VENV)/bin/python -m pytest tests/slurm $(ARGS)
 
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

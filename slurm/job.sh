@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # What the templates source, on the first node of a job, outside of any container: bash and Slurm's own commands only.
 #
 # A job has a folder, runs/jobs/<run id>, that outlives its requeues (src/shardwise/launch/slurm.py says what the ranks
@@ -71,6 +72,7 @@ begin() { # OVERRIDE...
     for word; do
         [[ $word != cluster=* ]] || cluster=
     done
+    # shellcheck disable=SC2034 # for the templates
     TRAIN=("$PYTHON" "$home/train.py" ${cluster:+"$cluster"})
 
     look_at_nodes ${cluster:+"$cluster"} "$@"
@@ -110,6 +112,7 @@ end() { # SRUN'S EXIT CODE
         2 | 3 | 4) say "not requeued: exit code $code: $said"; exit "$code" ;;
         7) [[ -s $job/bad-nodes ]] || { say "not requeued: exit code 7: $said"; exit 7; } ;;
     esac
+    said=${said:-no rank has said why}
     local state
     state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2> /dev/null)
     if [[ $state != RUNNING ]]; then # Slurm has taken it back already, or somebody has cancelled it
@@ -117,7 +120,7 @@ end() { # SRUN'S EXIT CODE
         exit "$code"
     fi
     stop_after "$(without_progress)" "$code" "$said"
-    say "exit code $code: ${said:-no rank has said why}; requeued"
+    say "exit code $code: $said; requeued"
     if ! scontrol requeue "$SLURM_JOB_ID"; then
         say "not requeued: Slurm refuses it; the same sbatch line with resume=auto and name= goes on"
         exit "$code"
@@ -139,10 +142,10 @@ stop_after() { # STARTS EXIT-CODE [REASON]
 }
 
 exclude() { # Of a job that waits again; as long as this script is left alive after a requeue it may say so
-    local nodes try
+    local nodes _
     nodes=$(sort -u "$job/bad-nodes" "$job/excluded" 2> /dev/null | tee "$job/excluded.new" | paste -sd,)
     mv "$job/excluded.new" "$job/excluded"
-    for try in {1..20}; do
+    for _ in {1..20}; do
         scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$nodes" 2> /dev/null && say "without $nodes from now on" && return
         sleep 0.2
     done

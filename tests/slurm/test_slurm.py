@@ -1,0 +1,285 @@
+"""What Slurm does to a job, done by a real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.distributed.chaos import SUBJECT, compare
+from tests.distributed.commands import check, metrics, run
+from tests.slurm.conftest import TESTBED
+from tests.slurm.jobs import ROOT, Submitted, call
+
+STEPS = 200
+WORDS = [
+    "recipe=custom", "module._target_=subject.Subject", "data._target_=subject.Data",
+    "+data.batch_size=${micro_batch_size}", "micro_batch_size=2", "global_batch_size=8", f"max_steps={STEPS}",
+    "validate_every_n_steps=20", "checkpoint.save_every_n_steps=10", "log_every_n_steps=1", "accelerator=cpu",
+    "runs_dir=runs",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def slurm_environment(slurm: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ |= slurm
+    yield
+    os.environ.clear()
+    os.environ |= before
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "subject.py").write_text(SUBJECT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(home: Path) -> Path:
+    check(run(home, *WORDS, "devices=2", "name=undisturbed"))
+    return home / "runs" / "undisturbed"
+
+
+def one_task(job: Submitted) -> None:
+    os.kill(job.ranks()[1], signal.SIGTERM)
+
+
+def all_tasks(job: Submitted) -> None:
+    call("scancel", "--signal=TERM", job.id)
+
+
+def whole_job(job: Submitted) -> None:
+    """The batch script and srun as well."""
+    call("scancel", "--full", "--signal=TERM", job.id)
+
+
+def requeue(job: Submitted) -> None:
+    call("scontrol", "requeue", job.id)
+
+
+def time_limit(job: Submitted) -> None:
+    call("scontrol", "update", f"JobId={job.id}", "TimeLimit=1")
+
+
+def preemption(job: Submitted) -> None:
+    """By a job of a partition with a higher tier, which wants all nodes."""
+    other = call("sbatch", "--parsable", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    job.wait(lambda: not call("squeue", "--noheader", f"--jobs={other}", check=False), "the other job's end")
+
+
+def node_failure(job: Submitted) -> None:
+    call(TESTBED / "kill-node", "dgx02")
+    job.wait(lambda: job.state() == "PENDING", "the requeue of a job whose node died")
+    call(TESTBED / "start-node", "dgx02")
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [(one_task, all_tasks, whole_job, requeue), (preemption, time_limit, node_failure)],
+    ids=lambda faults: ", ".join(fault.__name__ for fault in faults),
+)
+@pytest.mark.timeout(400)
+def test_a_job_comes_back_and_is_the_run_that_nobody_touched(
+    home: Path, undisturbed: Path, faults: tuple[Callable[[Submitted], None], ...]
+) -> None:
+    name = faults[0].__name__
+    job = Submitted(
+        home, ["--partition=scavenge", "--nodes=2", "--nodelist=dgx[01-02]", "--signal=USR2@30"], *WORDS,
+        f"name={name}", "preflight=false", PAUSE="0.05",
+    )  # fmt: skip
+    for number, fault in enumerate(faults):
+        job.wait(lambda at=STEPS * (number + 1) // 8: job.step() > at, f"the steps before {fault.__name__}")
+        before = job.starts()
+        fault(job)
+        job.wait(lambda before=before: job.starts() > before, f"another start after {fault.__name__}")
+    assert job.wait_for_end() == "COMPLETED"
+    assert job.text().endswith("shardwise: done\n"), job.text()[-3000:]
+    assert job.starts() == len(faults) + 1
+    compare(home / "runs" / name, undisturbed)
+
+
+def last_line(job: Submitted) -> str:
+    return job.text().splitlines()[-1]
+
+
+def test_the_readmes_line_and_what_reaches_the_plan(home: Path) -> None:
+    """Two nodes × two tasks; `shardwise submit` says the same as sbatch would, and shows the log."""
+    words = [*WORDS, "max_steps=20", "name=two-by-two", "strategy=fsdp", "preflight=false"]
+    said = call(
+        sys.executable, "-m", "shardwise", "submit", "nodes=2", "devices=2", "time=00:10:00", "follow=true", *words,
+        cwd=home, PYTHONPATH=f"{ROOT}/src:{ROOT}",
+    )  # fmt: skip
+    assert "--nodes=2 --ntasks-per-node=2 --time=00:10:00" in said and said.endswith("shardwise: done")
+    plan = json.loads((home / "runs/two-by-two/plan.json").read_text())
+    assert (plan["launcher"], plan["topology"]["nodes"], plan["topology"]["devices"]) == ("slurm", 2, 2)
+    assert plan["topology"]["shard"] == 4
+    assert metrics(home / "runs/two-by-two", "train/loss").keys() == set(range(1, 21))
+    assert said.count("step 20/20") == 1  # one rank speaks
+
+
+def test_what_cannot_work_never_queues(home: Path) -> None:
+    done = check(
+        run(home, "submit", "nodes=2", "devices=2", *WORDS, "global_batch_size=7",
+            command=[sys.executable, "-c", "import sys; sys.argv[1:2] = []; from shardwise.tools import main; "
+                     "sys.exit(main())"], PYTHONPATH=f"{ROOT}/src:{ROOT}"), 2)  # fmt: skip
+    assert "global_batch_size=7 is not a multiple of micro_batch_size * data_parallel_size = 2 * 4" in done.stderr
+    assert "sbatch" not in done.stdout
+
+
+@pytest.mark.parametrize("template", sorted((ROOT / "slurm").glob("*.sbatch")), ids=lambda path: path.stem)
+def test_every_template_is_accepted(home: Path, template: Path) -> None:
+    call("sbatch", "--test-only", "--nodes=4", template, "recipe=custom", cwd=home)
+    with pytest.raises(AssertionError):
+        call("sbatch", "--test-only", "--nodes=5", template, "recipe=custom", cwd=home)
+    if template.stem != "generic":
+        text = template.read_text()
+        assert f"CLUSTER={template.stem}\n" in text and (ROOT / "conf/cluster" / f"{template.stem}.yaml").exists()
+        assert "--ntasks-per-node=8" in text and "--gpus-per-node=8" in text
+
+
+RECORDER = """#!{python}
+import json, os, sys
+with open({target!r} + os.environ["SLURM_PROCID"], "w") as file:
+    json.dump({{"words": sys.argv[1:], "environment": dict(os.environ), "cwd": os.getcwd()}}, file)
+{then}
+"""
+DONE = "open(os.environ['SHARDWISE_JOB_DIR'] + '/done', 'w').close()"
+
+
+def recorder(home: Path, then: str = DONE) -> tuple[Path, Path]:
+    """A program in Python's place, which writes down what it was started with; and where."""
+    program, target = home / f"recorder-{len(list(home.glob('recorder-*')))}", home / "recorded-"
+    program.write_text(RECORDER.format(python=sys.executable, target=str(target), then=then))
+    program.chmod(0o755)
+    return program, target.with_name("recorded-0")
+
+
+@pytest.fixture(scope="module")
+def record(home: Path) -> tuple[Path, Path]:
+    return recorder(home)
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    words=st.lists(
+        st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), min_size=1, max_size=30),
+        max_size=20,
+    )
+)
+def test_overrides_arrive_unchanged_and_are_never_run(home: Path, record: tuple[Path, Path], words: list[str]) -> None:
+    trap = home / "trap"
+    words = [*words, f"name='a b' $(touch {trap}) `touch {trap}`; touch {trap} & \"$HOME\" \\", "a=[b,c]", "d={e: f}",
+             "two\nlines\n", "*", "~", "!x", "# no comment", "--nodes=7", "-m", f"| touch {trap}"]  # fmt: skip
+    program, recorded = record
+    recorded.unlink(missing_ok=True)
+    job = Submitted(home, ["--nodes=1"], *words, PYTHON=str(program))
+    assert job.wait_for_end() == "COMPLETED", job.text()
+    assert json.loads(recorded.read_text())["words"] == [f"{ROOT}/train.py", *words]
+    assert not trap.exists()
+
+
+def test_a_container_gets_what_the_bare_run_gets(home: Path, record: tuple[Path, Path]) -> None:
+    """As pyxis is asked for it; the testbed's stand-in writes into the task's environment what it was asked."""
+    program, recorded = record
+    job = Submitted(
+        home, ["--nodes=1"], "seed=1", PYTHON=str(program), CONTAINER="registry/image:24.01", NCCL_DEBUG="INFO",
+        CONTAINER_MOUNTS="/data:/data:ro", template=ROOT / "slurm/dgx_h100.sbatch",
+    )  # fmt: skip
+    assert job.wait_for_end() == "COMPLETED", job.text()
+    found = json.loads(recorded.read_text())["environment"]
+    assert json.loads(recorded.read_text())["words"] == [f"{ROOT}/train.py", "cluster=dgx_h100", "seed=1"]
+    assert found["SHARDWISE_STUB_CONTAINER_IMAGE"] == "registry/image:24.01"
+    assert found["SHARDWISE_STUB_CONTAINER_MOUNTS"] == f"{ROOT}:{ROOT},{home}:{home},/data:/data:ro"
+    assert found["SHARDWISE_STUB_CONTAINER_WORKDIR"] == str(home)
+    passed = set(found["SHARDWISE_STUB_CONTAINER_ENV"].split(","))
+    assert {"NCCL_DEBUG", "SHARDWISE_JOB_DIR", "SHARDWISE_START", "OMP_NUM_THREADS", "PYTHONPATH"} <= passed
+    assert found["SLURM_CPUS_PER_TASK"] == "28"  # of the node's 224, for eight tasks
+
+
+def test_a_users_mistake_is_not_requeued(home: Path) -> None:
+    job = Submitted(home, ["--nodes=2"], *WORDS, "global_batch_size=7", "name=mistake", "preflight=false")
+    assert job.wait_for_end() == "FAILED"
+    told = "error: global_batch_size=7 is not a multiple of micro_batch_size * data_parallel_size = 2 * 2; use 4 or 8"
+    assert last_line(job) == f"shardwise: not requeued: exit code 2: {told}"
+    assert job.text().splitlines().count(told) == 1 and job.starts() == 1  # of two ranks
+
+
+def test_a_loss_that_is_no_number_is_not_requeued(home: Path) -> None:
+    (home / "nan.py").write_text(
+        "from subject import *\n\nclass Bad(Subject):\n    def training_step(self, batch, batch_idx):\n"
+        "        return self.loss(batch) * (float('nan') if self.global_step == 4 else 1)\n"
+    )
+    job = Submitted(home, ["--nodes=1"], *WORDS, "module._target_=nan.Bad", "name=nan")
+    assert job.wait_for_end() == "FAILED"
+    assert last_line(job).startswith("shardwise: not requeued: exit code 3: error: "), job.text()
+    assert job.starts() == 1
+
+
+def test_a_crash_is_tried_again_while_it_makes_progress(home: Path) -> None:
+    (home / "crashing.py").write_text(
+        "from subject import *\n\nclass Bad(Subject):\n    def training_step(self, batch, batch_idx):\n"
+        "        if self.global_step in (15, 16): raise RuntimeError('broken by hand')\n"
+        "        return self.loss(batch)\n"
+    )
+    job = Submitted(
+        home, ["--nodes=1"], *WORDS, "module._target_=crashing.Bad", "name=crash", RESTARTS_WITHOUT_PROGRESS="1"
+    )
+    assert job.wait_for_end() == "FAILED"
+    told = "not requeued: 1 restarts have saved nothing new: exit code 1: RuntimeError: broken by hand"
+    assert last_line(job) == f"shardwise: {told}", job.text()
+    assert job.starts() == 3  # the first has saved step 10, the second begins there, and the third does
+    assert job.text().count("RuntimeError: broken by hand; requeued") == 2
+
+
+def test_an_end_with_0_that_nobody_has_announced_is_no_end(home: Path) -> None:
+    """As a stopped Lightning job ends."""
+    program, _ = recorder(home, then="")
+    job = Submitted(home, ["--nodes=1"], PYTHON=str(program), RESTARTS_WITHOUT_PROGRESS="0")
+    assert job.wait_for_end() == "FAILED"
+    assert "srun ended with 0, and the run has not said that it is done" in job.text()
+
+
+def test_a_sweep_is_a_job_array(home: Path) -> None:
+    words = [*WORDS, "max_steps=3", "name=sweep", "-m", "seed=5,6,7"]
+    job = Submitted(home, ["--nodes=1", "--array=0-2"], *words)
+    job.wait(lambda: not call("squeue", "--noheader", f"--jobs={job.id}", check=False), "the array's end")
+    for member, seed in enumerate((5, 6, 7)):
+        assert json.loads((home / f"runs/sweep-{member}/plan.json").read_text())["seed"] == seed
+        assert (home / f"runs/sweep-{member}/summary.json").exists()
+        assert (home / f"runs/jobs/slurm-{job.id}_{member}/done").exists()
+
+
+def plan_from(text: str) -> dict[str, object]:
+    found: dict[str, object] = json.loads(text[text.index("# plan\n") + 7 :])
+    return found
+
+
+@pytest.mark.parametrize(
+    "started",
+    [
+        ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2"],
+        ["srun", "--nodes=1", "--ntasks=1"],
+        ["salloc", "--quiet", "--ntasks=4", "srun", "--ntasks=1", "script", "-qec"],
+    ],
+    ids=["salloc", "one task", "a shell in a terminal"],
+)
+def test_what_only_looks_like_srun_starts_its_own_ranks(home: Path, started: list[str]) -> None:
+    command = [sys.executable, str(ROOT / "train.py"), *WORDS, "dry_run=true", "devices=2"]
+    words = [*started, " ".join(map(repr, command)), "/dev/null"] if "script" in started else [*started, *command]
+    plan = plan_from(call(*words, cwd=home))
+    assert (plan["launcher"], plan["run_id"].startswith("slurm-")) == ("local", started[0] == "srun")  # type: ignore
+
+
+def test_srun_alone_starts_ranks(home: Path) -> None:
+    said = call("srun", "--nodes=2", "--ntasks-per-node=2", sys.executable, ROOT / "train.py", *WORDS, "dry_run=true",
+                cwd=home)  # fmt: skip
+    assert said.count('"launcher": "slurm"') == 4 and said.count('"nodes": 2') == 4
