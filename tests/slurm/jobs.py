@@ -65,7 +65,7 @@ class Submitted:
 
     def wait_for_end(self) -> str:
         """How Slurm says that it ended."""
-        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "GONE")
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         self.wait(lambda: self.state() in over, "the job's end")
         return self.state()
 

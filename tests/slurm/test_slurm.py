@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -71,40 +73,49 @@ def time_limit(job: Submitted) -> None:
 
 
 def preemption(job: Submitted) -> None:
-    """By a job of a partition with a higher tier, which wants all nodes."""
-    other = call("sbatch", "--parsable", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    """By a job of a partition with a higher tier."""
+    other = call(
+        "sbatch", "--parsable", "--nodes=2", "--nodelist=dgx[03-04]", "--exclusive", "--output=/dev/null",
+        "--wrap=sleep 1",
+    )  # fmt: skip
     job.wait(lambda: not call("squeue", "--noheader", f"--jobs={other}", check=False), "the other job's end")
 
 
 def node_failure(job: Submitted) -> None:
-    call(TESTBED / "kill-node", "dgx02")
+    call(TESTBED / "kill-node", "dgx04")
     job.wait(lambda: job.state() == "PENDING", "the requeue of a job whose node died")
-    call(TESTBED / "start-node", "dgx02")
+    call(TESTBED / "start-node", "dgx04")
 
 
-@pytest.mark.parametrize(
-    "faults",
-    [(one_task, all_tasks, whole_job, requeue), (preemption, time_limit, node_failure)],
-    ids=lambda faults: ", ".join(fault.__name__ for fault in faults),
-)
-@pytest.mark.timeout(400)
-def test_a_job_comes_back_and_is_the_run_that_nobody_touched(
-    home: Path, undisturbed: Path, faults: tuple[Callable[[Submitted], None], ...]
-) -> None:
-    name = faults[0].__name__
+# On nodes of its own each; the two are disturbed at the same time
+DISTURBED: dict[str, tuple[list[str], tuple[Callable[[Submitted], None], ...]]] = {
+    "signalled": (["--nodelist=dgx[01-02]"], (one_task, all_tasks, whole_job, requeue)),
+    "withdrawn": (["--nodelist=dgx[03-04]", "--partition=scavenge"], (preemption, time_limit, node_failure)),
+}
+
+
+def disturb(home: Path, name: str) -> Submitted:
+    options, faults = DISTURBED[name]
     job = Submitted(
-        home, ["--partition=scavenge", "--nodes=2", "--nodelist=dgx[01-02]", "--signal=USR2@30"], *WORDS,
-        f"name={name}", "preflight=false", PAUSE="0.05",
-    )  # fmt: skip
+        home, ["--nodes=2", "--signal=USR2@30", *options], *WORDS, f"name={name}", "preflight=false", PAUSE="0.05"
+    )
     for number, fault in enumerate(faults):
         job.wait(lambda at=STEPS * (number + 1) // 8: job.step() > at, f"the steps before {fault.__name__}")
         before = job.starts()
         fault(job)
         job.wait(lambda before=before: job.starts() > before, f"another start after {fault.__name__}")
-    assert job.wait_for_end() == "COMPLETED"
-    assert job.text().endswith("shardwise: done\n"), job.text()[-3000:]
-    assert job.starts() == len(faults) + 1
-    compare(home / "runs" / name, undisturbed)
+    job.wait_for_end()
+    return job
+
+
+@pytest.mark.timeout(500)
+def test_a_job_comes_back_and_is_the_run_that_nobody_touched(home: Path, undisturbed: Path) -> None:
+    with ThreadPoolExecutor() as threads:
+        jobs = list(threads.map(lambda name: disturb(home, name), DISTURBED))
+    for job, (name, (_, faults)) in zip(jobs, DISTURBED.items(), strict=True):
+        assert job.state() == "COMPLETED" and job.text().endswith("shardwise: done\n"), job.text()[-3000:]
+        assert job.starts() == len(faults) + 1
+        compare(home / "runs" / name, undisturbed)
 
 
 def last_line(job: Submitted) -> str:
@@ -218,7 +229,7 @@ def test_a_loss_that_is_no_number_is_not_requeued(home: Path) -> None:
         "from subject import *\n\nclass Bad(Subject):\n    def training_step(self, batch, batch_idx):\n"
         "        return self.loss(batch) * (float('nan') if self.global_step == 4 else 1)\n"
     )
-    job = Submitted(home, ["--nodes=1"], *WORDS, "module._target_=nan.Bad", "name=nan")
+    job = Submitted(home, ["--nodes=1"], *WORDS, "module._target_=nan.Bad", "name=no-number")
     assert job.wait_for_end() == "FAILED"
     assert last_line(job).startswith("shardwise: not requeued: exit code 3: error: "), job.text()
     assert job.starts() == 1
@@ -263,23 +274,30 @@ def plan_from(text: str) -> dict[str, object]:
     return found
 
 
+DRY = f"{sys.executable} {ROOT}/train.py recipe=custom module._target_=a.B data._target_=a.C micro_batch_size=1 " \
+      "global_batch_size=8 max_steps=1 accelerator=cpu dry_run=true devices=2; true"  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "started",
     [
-        ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2"],
-        ["srun", "--nodes=1", "--ntasks=1"],
-        ["salloc", "--quiet", "--ntasks=4", "srun", "--ntasks=1", "script", "-qec"],
+        ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2", "bash", "-c", DRY],
+        ["salloc", "--quiet", "--ntasks=4", "bash", "-c", DRY],
+        ["script", "-qec", shlex.join(["srun", "--pty", "--ntasks=1", "bash", "-c", DRY]), "/dev/null"],
+        ["script", "-qec", shlex.join(["srun", "--pty", "--ntasks=2", "bash", "-c", DRY]), "/dev/null"],
     ],
-    ids=["salloc", "one task", "a shell in a terminal"],
+    ids=["salloc", "salloc, four tasks", "a shell in a terminal", "a shell in a terminal, two tasks"],
 )
-def test_what_only_looks_like_srun_starts_its_own_ranks(home: Path, started: list[str]) -> None:
-    command = [sys.executable, str(ROOT / "train.py"), *WORDS, "dry_run=true", "devices=2"]
-    words = [*started, " ".join(map(repr, command)), "/dev/null"] if "script" in started else [*started, *command]
-    plan = plan_from(call(*words, cwd=home))
-    assert (plan["launcher"], plan["run_id"].startswith("slurm-")) == ("local", started[0] == "srun")  # type: ignore
+def test_a_shell_in_a_job_starts_its_own_ranks(home: Path, started: list[str]) -> None:
+    said = call(*started, cwd=home)
+    assert '"launcher": "local"' in said and '"run_id": "slurm-' not in said and '"devices": 2' in said
+
+
+def test_a_single_task_starts_its_own_ranks(home: Path) -> None:
+    said = call("srun", "--ntasks=1", "bash", "-c", DRY, cwd=home)
+    assert '"launcher": "local"' in said and '"run_id": "slurm-' in said and '"devices": 2' in said
 
 
 def test_srun_alone_starts_ranks(home: Path) -> None:
-    said = call("srun", "--nodes=2", "--ntasks-per-node=2", sys.executable, ROOT / "train.py", *WORDS, "dry_run=true",
-                cwd=home)  # fmt: skip
-    assert said.count('"launcher": "slurm"') == 4 and said.count('"nodes": 2') == 4
+    said = call("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", DRY.replace("devices=2", ""), cwd=home)
+    assert said.count('"launcher": "slurm"') == said.count('"nodes": 2') == 2

@@ -155,7 +155,7 @@ def is_first_to_end(code: int, text: str) -> bool:
         return True
     lines = [line for line in text.splitlines() if line.strip()]
     # Of a traceback the last line says what went wrong; everything else is one message, whose first line does
-    said = (lines[-1] if code == 1 else lines[0]) if lines else ""
+    said = (lines[-1] if code == 1 else lines[0]).removeprefix("shardwise: ") if lines else ""
     try:
         start = folder / f"start-{os.environ.get('SHARDWISE_START', '1')}"
         start.mkdir(parents=True, exist_ok=True)
