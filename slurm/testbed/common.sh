@@ -73,19 +73,19 @@ check_node() {
     export SLURM_CONF=$conf
 }
 
-# Waits until the nodes named are idle (not "idle*", which is idle and silent), 60 s at most.
-wait_idle() {
+# Waits until Slurm has the nodes named, 60 s at most: idle, or at work already for a job that waited. "idle*" is neither.
+wait_for_nodes() {
     local state node left deadline=$((SECONDS + 60))
     while
-        state=$(sinfo --noheader --Node --format='%N %T' 2>/dev/null | sort -u || true)
+        state=$(sinfo --noheader --Node --format='%N %T' 2>/dev/null || true)
         left=()
         for node; do
-            [[ $'\n'$state$'\n' == *$'\n'"$node idle"$'\n'* ]] || left+=("$node")
+            grep -qxE "$node (idle|mixed|allocated|completing)" <<<"$state" || left+=("$node")
         done
         [[ ${#left[@]} -gt 0 ]]
     do
         if [[ $SECONDS -ge $deadline ]]; then
-            echo "${0##*/}: not idle after 60 s: ${left[*]}; logs are in $folder/log" >&2
+            echo "${0##*/}: not up after 60 s: ${left[*]}; logs are in $folder/log" >&2
             return 1
         fi
         sleep 0.25
