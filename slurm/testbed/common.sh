@@ -27,11 +27,12 @@ arguments() {
     { tr '\0' '\n' <"/proc/$1/cmdline"; } 2>/dev/null || true
 }
 
-# pids NAME ours|other: daemons of that name that were started on this folder, or on another configuration.
+# pids NAME ours|other: daemons of that name that were started on this folder, or on another configuration. Those of
+# another network, in a container, are in nobody's way.
 pids() {
     local process pid whose
     for process in /proc/[0-9]*; do
-        [[ $(cat "$process/comm" 2>/dev/null) == "$1" ]] || continue
+        [[ $(cat "$process/comm" 2>/dev/null) == "$1" && $process/ns/net -ef /proc/self/ns/net ]] || continue
         pid=${process##*/}
         whose=other
         case $(arguments "$pid")$'\n' in
