@@ -38,17 +38,17 @@ begin() { # OVERRIDE...
     start=$(($(read_number "$job/starts") + 1))
     local without=0
     ((start == 1)) || without=$(without_progress)
+    local tasks=${SLURM_NTASKS_PER_NODE:-$(((SLURM_NTASKS + SLURM_JOB_NUM_NODES - 1) / SLURM_JOB_NUM_NODES))}
     echo "$start" > "$job/starts"
     echo "$without" > "$job/without-progress"
     read_number "$job/saved" > "$job/saved-before"
-    say "start $start of $run_id on $SLURM_JOB_NODELIST ($(date '+%F %T')), ${SLURM_NTASKS_PER_NODE:-1} tasks a node"
+    say "start $start of $run_id on $SLURM_JOB_NODELIST ($(date '+%F %T')), $tasks tasks a node"
     stop_after "$without" 1
 
     export SHARDWISE_JOB_DIR=$job SHARDWISE_START=$start
     export PYTHONPATH=$home/src:$home${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
     # srun would take one CPU a task, or those that a sharing job asked for: all that are there
-    local tasks=${SLURM_NTASKS_PER_NODE:-1}
     local cpus=$((SLURM_CPUS_ON_NODE / tasks))
     ((cpus > 0)) || cpus=1
     if [[ -z ${OMP_NUM_THREADS:-} ]]; then

@@ -70,6 +70,8 @@ def requeue(job: Submitted) -> None:
 
 def time_limit(job: Submitted) -> None:
     call("scontrol", "update", f"JobId={job.id}", "TimeLimit=1")
+    job.wait(lambda: job.state() == "PENDING", "the requeue of a job whose time is over")
+    call("scontrol", "update", f"JobId={job.id}", "TimeLimit=60")
 
 
 def preemption(job: Submitted) -> None:
@@ -97,7 +99,7 @@ DISTURBED: dict[str, tuple[list[str], tuple[Callable[[Submitted], None], ...]]] 
 def disturb(home: Path, name: str) -> Submitted:
     options, faults = DISTURBED[name]
     job = Submitted(
-        home, ["--nodes=2", "--signal=USR2@30", *options], *WORDS, f"name={name}", "preflight=false", PAUSE="0.05"
+        home, ["--nodes=2", "--signal=USR2@55", *options], *WORDS, f"name={name}", "preflight=false", PAUSE="0.1"
     )
     for number, fault in enumerate(faults):
         job.wait(lambda at=STEPS * (number + 1) // 8: job.step() > at, f"the steps before {fault.__name__}")
