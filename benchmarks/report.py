@@ -110,6 +110,7 @@ def exit_codes() -> list[str]:
         ExitCode.out_of_memory: ("a rank is out of memory; says what needs less", "no"),
         ExitCode.saved: ("told to leave by a signal: saved, run me again", "yes"),
         ExitCode.hang: ("no progress for `strategy.timeout_minutes`", "yes"),
+        ExitCode.bad_node: ("preflight found a bad node (preflight.md)", "without it"),
     }
     return ["| exit code | the run ended because | start it again |", "|---|---|---|",
             *(f"| {int(code)} | {why} | {again} |" for code, (why, again) in said.items()),

@@ -28,7 +28,7 @@ from shardwise.errors import ConfigError
 from shardwise.launch.host import inspect_host
 from shardwise.launch.local import launch
 from shardwise.launch.signals import overlook
-from shardwise.launch.slurm import has_begun, note, read_array_member, read_task
+from shardwise.launch.slurm import has_begun, job_folder, note, read_array_member, read_task
 from shardwise.launch.worker import die_with_parent, outlive_console, report
 from shardwise.plan import Host, Plan, make_plan
 
@@ -53,6 +53,12 @@ def train(argv: list[str]) -> int:
                 print(f"# config\n{job.yaml}\n# plan\n{plan.to_json()}")
             return 0
         check_targets(plans)
+        # In a batch script's job it has been looked already
+        if host.launcher == "local" and job_folder() is None and any(job.config.preflight for job in jobs):
+            from shardwise.tools.preflight import run_alone
+
+            if code := run_alone(argv, jobs[0].config):  # once, for all jobs of a sweep
+                return code
         code = start_all(jobs, plans)
         if code == 0 and os.environ.get("RANK", "0") == "0":
             note("done", "")

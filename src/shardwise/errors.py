@@ -8,8 +8,9 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How a run ended. After `crash`, `saved` and `hang` a job script may start it again; after the others it would
-    only end the same way. 128 + n: ended by signal n, before there was anything to save or by a second Ctrl-C."""
+    """How a run ended. After `crash`, `saved` and `hang` a job script may start it again, after `bad_node` without
+    the nodes that a preflight has named; after the others it would only end the same way. 128 + n: ended by signal n,
+    before there was anything to save or by a second Ctrl-C."""
 
     done = 0
     crash = 1
@@ -18,6 +19,7 @@ class ExitCode(IntEnum):
     out_of_memory = 4
     saved = 5
     hang = 6
+    bad_node = 7
 
 
 class RunStopped(Exception):

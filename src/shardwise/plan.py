@@ -200,6 +200,11 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         ConfigError: two values that cannot both be; the message says the rule, the numbers and the remedy.
     """
     stage: StageName = config.stage.value
+    if config.preflight and host.launcher == "torchrun":
+        raise ConfigError(
+            "preflight=true: torchrun has started this run's ranks already; leave it out, and look the machines over "
+            "before: torchrun … -m shardwise preflight …"
+        )
     accelerator = _accelerator(config, host)
     topology = _topology(config, host, accelerator)
     for word in ("micro_batch_size", "global_batch_size"):
@@ -491,8 +496,8 @@ def _peak_tflops(config: RunConfig, host: Host, accelerator: str, clusters: Sequ
     if accelerator == "cpu":
         return None
     cluster, gpu = config.cluster, host.gpu
-    there = [known for known in clusters if gpu is not None and _is_gpu(known.gpu, gpu)]
-    if cluster.gpu is not None and gpu is not None and not _is_gpu(cluster.gpu, gpu):
+    there = [known for known in clusters if gpu is not None and is_gpu(known.gpu, gpu)]
+    if cluster.gpu is not None and gpu is not None and not is_gpu(cluster.gpu, gpu):
         right = " or ".join(f"cluster={known.name}" for known in [*there, ClusterConfig()])
         raise ConfigError(
             f"cluster={cluster.name} has {cluster.gpu} GPUs, and this machine has {gpu}: its speed would be held "
@@ -508,7 +513,7 @@ _ARITHMETIC = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float6
 _SLOWER_BOARDS = ("PCIE", "NVL")  # the name of a faster one, with other clocks and fewer units
 
 
-def _is_gpu(word: str | None, name: str) -> bool:
+def is_gpu(word: str | None, name: str) -> bool:
     """Whether `word` (H100) is a word of a device's name ("NVIDIA H100 80GB HBM3") and the board is no slower one."""
     words = re.split(r"[^A-Z0-9]+", name.upper())
     wanted = re.split(r"[^A-Z0-9]+", (word or "").upper())

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import shardwise.cli
+import shardwise.tools.preflight
 from shardwise.data.tokens import write_token_shards
 from shardwise.plan import Host
 
@@ -67,6 +68,8 @@ WORDS: list[tuple[str, list[str]]] = [
     ("devices=two", ["devices=two: must be a whole number, or null"]),
     ("gradient_clip_val=high", ["gradient_clip_val=high: must be a number, or null"]),
     ("dry_run=maybe", ["dry_run=maybe: must be true or false"]),
+    ("preflight=maybe", ["preflight=maybe: must be true or false, or null"]),
+    ("exclude_bad_nodes=[dgx03]", ["exclude_bad_nodes=['dgx03']: must be true or false"]),
     ("precision.tf32=maybe", ["precision.tf32=maybe: must be true or false"]),
     ("units=Block", ["units=Block: must be a list, e.g. [a,b], or null"]),
     ("units=[null]", ["units[0]=null: must be text"]),
@@ -417,6 +420,26 @@ def test_the_table_is_told_apart_from_what_is_right(
         argv = [word.replace("TMP", str(files)) for word in (line.split() if "{" not in line else [line])]
         assert shardwise.cli.train([f"runs_dir={files}/runs", *argv]) == 0, (line, capsys.readouterr().err)
     assert len(started) == 9
+
+
+def test_a_preflight_comes_first_and_once(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not under another launcher, whose ranks are there already: Slurm's batch script has done it."""
+    order: list[Any] = []
+    code = 0
+    monkeypatch.setattr(shardwise.cli, "start", lambda job, plan, single: order.append("run") or 0)
+    monkeypatch.setattr(shardwise.tools.preflight, "run_alone", lambda words, config: order.append(words) or code)
+    sweep = [f"runs_dir={files}/runs", "-m", "seed=1,2", "preflight=true", "data.corpus=python_stdlib"]
+    assert shardwise.cli.train(sweep) == 0 and order == [sweep, "run", "run"]
+    code = 7
+    assert shardwise.cli.train([*sweep[:1], *sweep[3:]]) == 7 and order[3:] == [[*sweep[:1], *sweep[3:]]]
+    assert shardwise.cli.train([*sweep[:1], "data.corpus=python_stdlib"]) == 0 and order[4:] == ["run"]
+    monkeypatch.setenv("SHARDWISE_JOB_DIR", str(files))
+    assert shardwise.cli.train([*sweep[:1], *sweep[3:]]) == 0 and order.pop() == "run" and (files / "done").is_file()
+    monkeypatch.delenv("SHARDWISE_JOB_DIR")
+    monkeypatch.setattr(shardwise.cli, "inspect_host", lambda: Host(0, "slurm", nodes=2, devices=1, run_id="made-up"))
+    assert shardwise.cli.train([*sweep[:1], *sweep[3:]]) == 0 and order[5:] == ["run"]
 
 
 def test_a_remedy_that_quotes_works(

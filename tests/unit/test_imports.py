@@ -69,8 +69,12 @@ def test_shardwise_knows_no_recipe(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["schema", "topology", "plan", "errors", "checkpoint.find", "compose", "launch.host", "build", "cli"]
-)
+    "module",
+    [
+        "schema", "topology", "plan", "errors", "checkpoint.find", "compose", "launch.host", "build", "cli",
+        "preflight.look", "preflight.rounds", "preflight.verdict",
+    ],
+)  # fmt: skip
 def test_a_dry_run_needs_no_torch(module: str) -> None:
     names = on_import(f"shardwise.{module}")
     for package in ("torch", "lightning", "torchmetrics", "numpy", "wandb", "deepspeed"):

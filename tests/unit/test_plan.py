@@ -189,6 +189,16 @@ def test_nodes_and_devices_are_the_launchers() -> None:
         assert f"{word}={value}, but torchrun started {told}: leave {word} out" in message
 
 
+def test_a_preflight_is_started_before_torchrun_is() -> None:
+    host = Host(cuda_devices=0, launcher="torchrun", nodes=2, devices=2, run_id="r")
+    message = refused(host, preflight=True)
+    assert message.startswith("preflight=true: torchrun has started this run's ranks already; leave it out")
+    assert "torchrun … -m shardwise preflight …" in message
+    for word in (None, False):
+        plan(host, preflight=word)
+    plan(Host(cuda_devices=0, launcher="slurm", nodes=2, devices=2, run_id="r"), preflight=True)
+
+
 @pytest.mark.parametrize("word", ["nodes", "devices"])
 def test_sizes_start_at_one(word: str) -> None:
     for value in (0, -1):

@@ -122,6 +122,28 @@ def first_host(hosts: str) -> str:
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0]) if first else hosts
 
 
+def all_hosts(hosts: str) -> list[str]:
+    """`dgx[03-05,09],login1` → dgx03, dgx04, dgx05, dgx09, login1: in the order of Slurm's node numbers."""
+    found = []
+    for word in re.findall(r"(?:[^,\[]|\[[^]]*\])+", hosts):
+        parts = re.split(r"\[([^]]*)\]", word)  # text, numbers, text …
+        names = [""]
+        for number, part in enumerate(parts):
+            choices = _numbers(part) if number % 2 else [part]
+            names = [name + choice for name in names for choice in choices]
+        found += names
+    return found
+
+
+def _numbers(spread: str) -> list[str]:
+    """`03-05,09` → 03, 04, 05, 09."""
+    found = []
+    for word in spread.split(","):
+        first, _, last = word.partition("-")
+        found += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)] if last else [word]
+    return found
+
+
 def job_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Of the job that this process is a part of; None: no batch script of ours waits for it."""
     folder = environ.get("SHARDWISE_JOB_DIR")

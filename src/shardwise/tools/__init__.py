@@ -13,6 +13,7 @@ from shardwise.schema import bind
 
 TOOLS = {
     "export": "a run's weights for others to read: safetensors, Hugging Face, torch",
+    "preflight": "are the machines that a run would be on what they should be, and do they work together?",
     "submit": "a run to Slurm, once it is known that it can work",
 }
 

@@ -1,0 +1,267 @@
+"""Rank 0's part: what the others have told becomes a verdict, a table and files."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import ExitCode
+from shardwise.launch.slurm import all_hosts, is_first_to_end, job_folder, note
+from shardwise.launch.worker import PARENT
+from shardwise.preflight.look import Look
+from shardwise.preflight.place import Limits, Place, left, spent
+from shardwise.preflight.show import save_json, save_picture, table
+from shardwise.preflight.verdict import Found, Verdict, judge
+from shardwise.schema import Accelerator, RunConfig
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+PINGS = 5
+
+
+class Judge:
+    """Rank 0's main thread."""
+
+    def __init__(self, store: Store, place: Place, config: RunConfig, limits: Limits) -> None:
+        self.store, self.place, self.config, self.limits = store, place, config, limits
+        names = all_hosts(os.environ.get("SLURM_STEP_NODELIST", ""))
+        if len(names) != place.nodes:
+            names = [f"node {node}" for node in range(place.nodes)]
+        self.found = Found(names, place.devices, cuda=False)
+
+    def run(self) -> int:
+        code = int(ExitCode.crash)
+        try:
+            verdict = self.gather()
+            code = int(verdict.code)
+            self.say(verdict)
+        finally:
+            self.store.set("verdict", str(code))
+            self._let_go()
+        return code
+
+    def _let_go(self) -> None:
+        """The store, if it is this process's, goes when the others have read the verdict, or after a while."""
+        until = time.monotonic() + self.limits.grace
+        while time.monotonic() < until and int(self.store.add("gone", 0)) < self.place.world - 1:
+            time.sleep(0.05)
+
+    def gather(self) -> Verdict:
+        """Everything that can be found out in time."""
+        found, place, config = self.found, self.place, self.config
+        missing = self._wait([f"here/{rank}" for rank in range(place.world)], self.limits.arrive)
+        self._names()
+        looks = [f"look/{node}" for node in range(place.nodes)]
+        missing |= self._wait(looks, self.limits.arrive)
+        for node, key in enumerate(looks):
+            if self.store.check([key]):
+                found.looks[node] = Look.read(json.loads(self.store.get(key)))
+        wants_cuda = config.accelerator is Accelerator.cuda or config.cluster.gpu is not None
+        found.cuda = config.accelerator is not Accelerator.cpu and (
+            wants_cuda or any(seen.gpus for seen in found.looks.values())
+        )
+        if missing:
+            self._diagnose()
+            found.unmeasured = "not every rank was there"
+        else:
+            found.unmeasured = self._reason_not_to()
+            try:
+                self._compare_clocks()
+            except Exception as error:  # a node that does not answer, or no more
+                self._diagnose()
+                found.unmeasured = f"no answer to a question for the time: {str(error).splitlines()[0]}"
+        self.store.set("names", json.dumps(found.names))
+        self.store.set("begin", "nothing" if found.unmeasured else "cuda" if found.cuda else "cpu")
+        if found.unmeasured is None:
+            if self._wait([f"measured/{rank}" for rank in range(place.world)], self.limits.total):
+                self._diagnose()
+            self._collect()
+        wanted = config.devices
+        if wanted is None and PARENT in os.environ:  # nobody has said how many: this node is looked at as a whole
+            wanted = config.cluster.devices_per_node
+        return judge(found, config.cluster, wanted or place.devices)
+
+    def _wait(self, keys: list[str], until: float) -> set[str]:
+        """Which of them are still missing then, or some seconds after a rank has failed."""
+        deadline = time.monotonic() + left(until)
+        failing = False
+        while not self.store.check(keys) and time.monotonic() < deadline:
+            if not failing and self.store.check(["failed"]):
+                failing, deadline = True, min(deadline, time.monotonic() + self.limits.grace)
+            time.sleep(0.05)
+        return {key for key in keys if not self.store.check([key])}
+
+    def _names(self) -> None:
+        for node in range(self.place.nodes):
+            for rank in self._ranks(node):
+                if self.store.check([f"here/{rank}"]):
+                    self.found.names[node] = self.store.get(f"here/{rank}").decode()
+                    break
+
+    def _ranks(self, node: int) -> range:
+        return range(node * self.place.devices, (node + 1) * self.place.devices)
+
+    def _read(self, key: str) -> dict[int, Any]:
+        """Rank → what it has written there."""
+        keys = {rank: f"{key}/{rank}" for rank in range(self.place.world)}
+        return {rank: json.loads(self.store.get(name)) for rank, name in keys.items() if self.store.check([name])}
+
+    def _diagnose(self) -> None:
+        """Whose fault it is that something is missing: ranks that never came, processes that are gone, errors, and
+        those that are not as far as the others; in this order, for each may be a consequence of those before."""
+        place, found = self.place, self.found
+        missing = [rank for rank in range(place.world) if not self.store.check([f"here/{rank}"])]
+        before, at = self._read("beat"), self._read("at")
+        time.sleep(self.limits.grace)
+        after, failed = self._read("beat"), self._read("failed")
+        gone = [rank for rank in range(1, place.world) if rank not in missing and before.get(rank) == after.get(rank)]
+        seconds = f"{spent():.0f} s"
+        for node in range(place.nodes):
+            ranks = self._ranks(node)
+            if absent := [rank for rank in ranks if rank in missing]:
+                found.absent[node] = f"{_say(absent)} did not arrive in {seconds}"
+            elif lost := [rank for rank in ranks if rank in gone]:
+                where = at.get(lost[0], [0, "its start"])[1]
+                found.absent[node] = f"{_say(lost)} fell silent, at {where}: killed, crashed or stopped"
+        if found.absent:
+            return
+        for rank, (_, text, told) in sorted(failed.items(), key=lambda item: int(item[1][0])):
+            node = rank // place.devices
+            if not found.failed:  # the first; those of the others tell no more
+                sys.stderr.write(f"preflight: {found.names[node]}, rank {rank}:\n{told}")
+            found.failed.setdefault(node, text)
+        if found.failed:
+            return
+        reached = {rank: at.get(rank, [0, "its start"]) for rank in range(place.world)}
+        furthest = max(step for step, _ in reached.values())
+        behind = {rank: words for rank, (step, words) in reached.items() if step < furthest}
+        last = next(words for step, words in reached.values() if step == furthest)
+        nodes = {rank // place.devices for rank in behind}
+        if not behind or len(nodes) == place.nodes:
+            found.stuck = f"{last} did not end within {seconds}, and no node is behind the others: none can be named"
+            return
+        for node in nodes:
+            held = [rank for rank in self._ranks(node) if rank in behind]
+            found.absent[node] = f"{_say(held)} came no further than {behind[held[0]]}; the others are at {last}"
+
+    def _reason_not_to(self) -> str | None:
+        """Why nothing can be measured, though everybody is here."""
+        looks = self.found.looks.values()
+        if self.found.cuda and any(len(seen.gpus) < self.place.devices for seen in looks):
+            return "a node has fewer GPUs than ranks"
+        for key in ("torch", "nccl"):
+            if len({seen.versions.get(key) for seen in looks}) > 1:
+                return f"nodes with different versions of {key} may not understand each other"
+        return None
+
+    def _compare_clocks(self) -> None:
+        """Each other node's against this one's. The quickest of a few questions is off by half its way at most."""
+        self.store.set_timeout(timedelta(seconds=self.limits.grace))
+        for node in range(1, self.place.nodes):
+            tries = []
+            for ping in range(PINGS):
+                asked = time.time()
+                self.store.set(f"ping/{node}/{ping}", "")
+                told = float(self.store.get(f"pong/{node}/{ping}"))
+                heard = time.time()
+                tries.append(((heard - asked) / 2, told - (asked + heard) / 2))
+            error, skew = min(tries)
+            self.found.skews[node] = (skew, error)
+        self.found.skews[0] = (0.0, 0.0)
+
+    def _collect(self) -> None:
+        """A transfer between two nodes, or a sum in one, is as fast as the slowest of its ranks."""
+        place, found, measured = self.place, self.found, self._read("measured")
+        size = place.devices if place.nodes > 1 else 1
+        wrong: list[dict[int, tuple[int, int]]] = [{}, {}]  # in its node, over all
+        for rank, said in measured.items():
+            node, unit = rank // place.devices, rank // size
+            if said["in_node"] is not None:
+                found.in_node[node] = min(said["in_node"], found.in_node.get(node, said["in_node"]))
+            for which, counts in enumerate(said["wrong"]):
+                wrong[which][rank] = tuple(counts)
+            for other, rate in said["pairs"].items():
+                pair = min(unit, int(other)), max(unit, int(other))
+                # of the whole unit, were all of its ranks as slow as this one
+                found.pairs[pair] = min(rate * size, found.pairs.get(pair, rate * size))
+        for which, words in enumerate(("inside the node", "over all ranks")):
+            self._blame_sums(
+                {rank: counts for rank, counts in wrong[which].items() if any(counts)}, len(measured), words
+            )
+
+    def _blame_sums(self, wrong: dict[int, tuple[int, int]], ranks: int, words: str) -> None:
+        """Who has given something else than it meant to; else who alone has got something wrong."""
+        given = [rank for rank, (own, _) in wrong.items() if own]
+        if not given and wrong and words == "over all ranks" and len(wrong) > ranks // 2:
+            if not self.found.wrong:
+                self.found.wrong_everywhere = (
+                    f"a sum {words} is wrong on {len(wrong)} ranks, and each gave the right values"
+                )
+            return
+        for rank in given or list(wrong):
+            own, got = wrong[rank]
+            count, what = (own, "values of its own") if own else (got, "sums")
+            text = f"rank {rank} has {count:,} wrong {what} in an all-reduce {words}"
+            self.found.wrong.setdefault(rank // self.place.devices, text)
+
+    def say(self, verdict: Verdict) -> None:
+        """The table, what is wrong, and what the batch script needs; then files."""
+        found, seconds = self.found, spent()
+        names = [found.names[node] for node in verdict.bad]
+        told = [problem.text for problem in verdict.problems]
+        if verdict.problems and found.unmeasured:
+            told.append(f"no bandwidths: {found.unmeasured}")
+        if verdict.code is ExitCode.bad_node:
+            why = None
+            if not names:
+                why = "no node can be named"
+            elif not self.config.exclude_bad_nodes:
+                why = "exclude_bad_nodes=false"
+            elif len(names) * 2 > len(found.names):
+                why = f"{', '.join(names)} are more than half of the nodes"
+            elif any(" " in name for name in names):  # its number only
+                why = "not all of them have said what they are called"
+            if why is None:
+                told.append(f"bad: {', '.join(names)}")
+                note("bad-nodes", "\n".join(names))
+            else:
+                told.append(f"{why}: none is left out; preflight=false starts all the same")
+        print(table(found, verdict), flush=True)
+        sys.stderr.write("".join(f"preflight: {text}\n" for text in told))
+        sys.stderr.flush()
+        if verdict.code:
+            is_first_to_end(verdict.code, f"preflight: {told[0]}")
+        folder = self._save(verdict, seconds)
+        word = "well" if not verdict.problems else f"{len(verdict.problems)} problem{'s' * (len(verdict.problems) > 1)}"
+        print(f"preflight: {word}, in {seconds:.1f} s{folder}", flush=True)
+
+    def _save(self, verdict: Verdict, seconds: float) -> str:
+        folder = job_folder() or _runs_dir(self.config) / f"preflight-{time.strftime('%Y%m%d-%H%M%S')}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_json(self.found, verdict, seconds, folder / "preflight.json")
+            if self.found.pairs:
+                # The first import of matplotlib on a machine may take long: the picture is not worth waiting for
+                drawing = threading.Thread(
+                    target=save_picture, args=(self.found, folder / "preflight.png"), daemon=True
+                )
+                drawing.start()
+                drawing.join(max(5.0, left(self.limits.total)))
+        except OSError as error:
+            return f"; {folder} cannot be written: {error.strerror}"
+        return f"; {folder}/preflight.json"
+
+
+def _say(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{' …' * (len(ranks) > 8)}"
+
+
+def _runs_dir(config: RunConfig) -> Path:
+    return Path(os.path.abspath(Path(config.runs_dir).expanduser()))

@@ -1,0 +1,163 @@
+"""One rank of a preflight. A thread looks and measures; the main thread, which never waits for a device or for another
+rank's part in a sum, tells rank 0's what was found, and rank 0's judges. They talk over a store, so that a rank that
+is missing or hangs is seen as such, and named."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import ExitCode
+from shardwise.launch.slurm import is_first_to_end
+from shardwise.launch.worker import PARENT
+from shardwise.preflight.judge import PINGS, Judge
+from shardwise.preflight.look import host_name, look
+from shardwise.preflight.place import Limits, Place, connect, left
+from shardwise.preflight.rounds import make_rounds
+from shardwise.schema import Accelerator, RunConfig
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_BEAT_SECONDS = 0.25
+
+
+def run(config: RunConfig, limits: Limits) -> int:
+    """This process's part; its exit code is the same for all ranks. What it has begun may still hang in a thread."""
+    place = Place.read()
+    # A main thread that is stuck all the same: a file system that is gone, say
+    last = threading.Timer(left(limits.total + 4 * limits.grace), lambda: os._exit(ExitCode.hang))
+    last.daemon = True
+    last.start()
+    try:
+        # The ranks of a node would import at the same time anyway
+        store, own = connect(place, limits.arrive), connect(place, limits.arrive)
+    except Exception as error:
+        return _cut_off(place, limits, error)
+    own.set_timeout(timedelta(seconds=left(limits.total)))  # of what it waits for: rank 0 waits for others first
+    store.set(f"here/{place.rank}", host_name())
+    worker = threading.Thread(target=_work, args=(own, place, config, limits), daemon=True)
+    worker.start()
+    if place.rank:
+        return _await(store, place, limits)
+    return Judge(store, place, config, limits).run()
+
+
+def _cut_off(place: Place, limits: Limits, error: Exception) -> int:
+    """Without torch or the way to rank 0 it can only be said here, once a node. Rank 0 misses it, if there is one."""
+    master = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if isinstance(error, ImportError):
+        text = f"{host_name()}: rank {place.rank} cannot begin: {type(error).__name__}: {error}"
+    else:
+        text = f"{host_name()}: rank {place.rank} cannot reach rank 0 at {master}: {str(error).splitlines()[0]}"
+    if place.local_rank == 0 and (place.rank == 0 or is_first_to_end(ExitCode.bad_node, text)):
+        sys.stderr.write(f"preflight: {text}\n")
+        sys.stderr.flush()
+    if PARENT not in os.environ and place.rank:
+        time.sleep(
+            left(limits.arrive + limits.grace)
+        )  # who ends first may end the others' step before rank 0 has judged
+    return ExitCode.bad_node
+
+
+def _await(store: Store, place: Place, limits: Limits) -> int:
+    """Rank 0's verdict; until then it sees that this process lives."""
+    beats = 0
+    deadline = limits.total + 3 * limits.grace
+    try:
+        while not store.check(["verdict"]):
+            if left(deadline) <= 0.01:
+                break
+            beats += 1
+            store.set(f"beat/{place.rank}", str(beats))
+            time.sleep(_BEAT_SECONDS)
+        else:
+            code = int(store.get("verdict"))
+            store.add("gone", 1)
+            return code
+        text = "has said nothing"
+    except Exception as error:
+        text = f"is gone: {str(error).splitlines()[0]}"
+    if place.local_rank == 0 and is_first_to_end(ExitCode.crash, f"rank 0 {text}"):
+        sys.stderr.write(f"preflight: {host_name()}: rank 0, on {os.environ['MASTER_ADDR']}, {text}\n")
+    return ExitCode.crash
+
+
+def _work(store: Store, place: Place, config: RunConfig, limits: Limits) -> None:
+    """Whatever goes wrong in here is told, and ends nothing: rank 0 decides."""
+    steps = [0]
+
+    def at(words: str) -> None:
+        steps[0] += 1
+        store.set(f"at/{place.rank}", json.dumps([steps[0], words]))
+
+    try:
+        at("looking at its node")
+        if place.local_rank == 0:
+            found = look(config.runs_dir, config.accelerator is not Accelerator.cpu)
+            store.set(f"look/{place.node}", json.dumps(asdict(found)))
+        at("waiting to begin")
+        if place.local_rank == 0 and place.rank:
+            _tell_time(store, place)
+        if (device := store.get("begin").decode()) == "nothing":
+            return
+        measured = _measure(store, place, device, limits, config.seed, at)
+        at("the end")
+        store.set(f"measured/{place.rank}", json.dumps(measured))
+    except Exception as error:
+        told = traceback.format_exception(error)
+        where = f"rank {place.rank}: {' '.join(str(error).split())[:500] or 'no message'} ({type(error).__name__})"
+        store.set(f"failed/{place.rank}", json.dumps([store.add("failures", 1), where, "".join(told)]))
+        store.set("failed", "")
+
+
+def _tell_time(store: Store, place: Place) -> None:
+    for ping in range(PINGS):
+        store.get(f"ping/{place.node}/{ping}")
+        store.set(f"pong/{place.node}/{ping}", repr(time.time()))
+
+
+def _measure(
+    store: Store, place: Place, kind: str, limits: Limits, seed: int, at: Callable[[str], None]
+) -> dict[str, Any]:
+    import torch
+    from torch._C._distributed_c10d import PrefixStore
+
+    from shardwise.preflight.measure import Measures
+
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device("cuda", place.local_rank)
+        torch.cuda.set_device(device)  # of this thread
+    at("the first use of its device")
+    measures = Measures(place.rank, place.devices, device)
+    measured: dict[str, Any] = {"in_node": None, "wrong": [], "pairs": {}}
+    seconds = left(limits.total + 2 * limits.grace)  # later than rank 0 judges: who hangs is for it to say
+    first, names = place.node * place.devices, json.loads(store.get("names"))
+    # Each node by itself first: who has trouble there is named
+    if place.devices > 1:
+        at("a process group of its node")
+        with measures.group(PrefixStore(f"node/{place.node}", store), place.local_rank, place.devices, seconds):
+            at("a sum inside its node")
+            measured["wrong"].append(measures.check_sum(range(first, first + place.devices)))
+            at("all-reduces inside its node")
+            measured["in_node"] = measures.all_reduce_bandwidth()
+            if place.nodes == 1:
+                names = [f"rank {rank}" for rank in range(place.world)]
+                measured["pairs"] = measures.pairs(make_rounds(place.world, seed), place.rank, 1, at, names)
+    if place.nodes > 1:
+        at("a process group of all ranks")
+        with measures.group(PrefixStore("all", store), place.rank, place.world, seconds):
+            at("a sum over all ranks")
+            measured["wrong"].append(measures.check_sum(range(place.world)))
+            rounds = make_rounds(place.nodes, seed)
+            measured["pairs"] = measures.pairs(rounds, place.node, place.devices, at, names)
+    return measured

@@ -1,0 +1,314 @@
+"""What was found, held against the cluster file and the other nodes: problems, and whose they are. Pure: no torch, no
+processes, no clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TypeVar
+
+from shardwise.errors import ExitCode
+from shardwise.plan import is_gpu
+from shardwise.preflight.look import Gpu, Look
+from shardwise.preflight.rounds import Pair
+from shardwise.schema import ClusterConfig
+
+# Of what the cluster file has: NCCL's all-reduce over eight healthy H200 was measured at 0.77 of their NVLinks
+# (346 of 450 GB/s at 256 MiB). A GPU or node with half of its links, or one of whose adapters does the work of two, is
+# at half of that or less; nothing in between is broken.
+SHARE = 0.6
+# Of the other nodes' median, where the cluster file says nothing: theirs is what can be had, so 0.6 is well below it.
+# A CPU's cores do other things besides; an Ethernet link that has fallen back is at a tenth.
+SHARE_OF_OTHERS = {True: 0.6, False: 0.2}
+# NTP keeps nodes within milliseconds. With a second between them logs cannot be put in order, nor files by their times.
+SKEW_SECONDS = 1.0
+# Below it a run's logs and one small checkpoint, or the sockets and caches of its ranks, do not fit. What a model's
+# checkpoints need nobody has said yet.
+FREE_GIB = {"runs_dir": 10.0, "the temporary folder": 1.0}
+MEMORY_SHARE = 0.95  # what a driver keeps for itself is less than the rest; the smaller model of a GPU has half
+
+
+@dataclass
+class Found:
+    """What rank 0 has been told. Nodes are numbers; who is not in a mapping has said nothing."""
+
+    names: list[str]  # of the nodes
+    devices: int  # ranks a node
+    cuda: bool
+    looks: dict[int, Look] = field(default_factory=dict)
+    absent: dict[int, str] = field(default_factory=dict)  # node → how it fell silent or behind, in words
+    failed: dict[int, str] = field(default_factory=dict)  # node → an error of its own, the last line says which
+    stuck: str | None = None  # what did not end, while every rank was in it
+    unmeasured: str | None = None  # why there are no measures
+    skews: dict[int, tuple[float, float]] = field(default_factory=dict)  # seconds ahead of node 0's clock, ± seconds
+    wrong: dict[int, str] = field(default_factory=dict)  # node → what was wrong with its sum, in words
+    wrong_everywhere: str | None = None
+    in_node: dict[int, float] = field(default_factory=dict)  # bus bandwidth of an all-reduce, GB/s
+    pairs: dict[Pair, float] = field(default_factory=dict)  # GB/s in one direction, of nodes; of GPUs in a single node
+
+
+@dataclass(frozen=True)
+class Problem:
+    text: str
+    node: int | None = None  # whose it is; None: nobody's in particular
+    kind: str = ""
+    code: ExitCode = ExitCode.bad_node
+
+
+@dataclass(frozen=True)
+class Verdict:
+    problems: list[Problem]
+
+    @property
+    def bad(self) -> list[int]:
+        """Nodes that the run is better off without."""
+        return sorted({problem.node for problem in self.problems if problem.node is not None})
+
+    @property
+    def code(self) -> ExitCode:
+        """A mistake in the words, or a fault of most, comes before bad nodes: without those it would be the same."""
+        codes = {problem.code for problem in self.problems}
+        order = (ExitCode.user_error, ExitCode.crash, ExitCode.bad_node)
+        return next((code for code in order if code in codes), ExitCode.done)
+
+
+def judge(found: Found, cluster: ClusterConfig, wanted: int) -> Verdict:
+    """`wanted`: GPUs that a node must have, where it is GPUs that are used."""
+    problems = [Problem(f"{found.names[node]}: {why}", node) for node, why in found.absent.items()]
+    if len(found.failed) * 2 > len(found.names):  # one of them is an example
+        node, text = next(iter(found.failed.items()))
+        problems.append(Problem(f"{len(found.failed)} of {len(found.names)} nodes failed; {found.names[node]}: {text}",
+                                code=ExitCode.crash))  # fmt: skip
+    else:
+        problems += [Problem(f"{found.names[node]}: {text}", node) for node, text in found.failed.items()]
+    problems += [Problem(text) for text in (found.stuck, found.wrong_everywhere) if text]
+    problems += [Problem(f"{found.names[node]}: {text}", node) for node, text in found.wrong.items()]
+    for node, look in found.looks.items():
+        problems += [Problem(f"{look.host}: {text}", node) for text in look.trouble]
+        problems += [
+            Problem(f"{look.host}: {free:.1f} GiB free for {place}, at least {FREE_GIB[place]:g} are needed",
+                    node, "disk") for place, free in look.free_gib.items() if free < FREE_GIB[place]
+        ]  # fmt: skip
+        if found.cuda:
+            problems += _gpus(node, look, cluster, wanted, found.devices)
+    if found.cuda:
+        problems += _alike(found)
+    problems += _versions(found) + _skews(found) + _in_node(found, cluster)
+    problems += _pairs(found, cluster)
+    return Verdict(_everywhere(problems, found, cluster, wanted))
+
+
+def _gpus(node: int, look: Look, cluster: ClusterConfig, wanted: int, devices: int) -> list[Problem]:
+    told: list[tuple[str, str]] = []
+    has, name = len(look.gpus), f"cluster={cluster.name}"
+    per_node = cluster.devices_per_node
+    if has < wanted or (wanted == per_node and has > wanted):
+        what = f"{name} has {wanted}" if wanted == per_node else f"{wanted} are needed"
+        told.append(("count", f"{has} GPU{'s' * (has != 1)}, {what}"))
+    names = {gpu.name for gpu in look.gpus if gpu.name != "GPU"}
+    if other := sorted(n for n in names if cluster.gpu is not None and not is_gpu(cluster.gpu, n)):
+        told.append(("name", f"its GPUs are {', '.join(other)}, {name} has {cluster.gpu}"))
+    for number, gpu in enumerate(look.gpus):
+        told += [("", f"GPU {number} {text}") for text in _ill(gpu)]
+        if cluster.gpu_memory_gib and (gpu.memory_gib or 1e9) < MEMORY_SHARE * cluster.gpu_memory_gib:
+            told.append(("memory", f"GPU {number} has {gpu.memory_gib:.1f} GiB, {name} {cluster.gpu_memory_gib:g}"))
+    return [Problem(f"{look.host}: {text}", node, kind) for kind, text in told]
+
+
+def _ill(gpu: Gpu) -> list[str]:
+    told = []
+    if gpu.broken:
+        told.append(f"does not answer: {gpu.broken}")
+    if gpu.uncorrected:
+        told.append(f"has had {gpu.uncorrected} ECC errors that were not corrected, since its driver was loaded")
+    if gpu.remapping == "pending":
+        told.append("has memory rows to replace: it needs a reset")
+    if gpu.remapping == "failed":
+        told.append("has memory rows that could not be replaced")
+    if gpu.slowed:
+        told.append(f"is held down by its hardware: {', '.join(gpu.slowed)}")
+    return told
+
+
+_T = TypeVar("_T", bound=Hashable)
+
+
+def _most(values: Sequence[_T]) -> _T | None:
+    """The value that more than half of them have."""
+    if not values:
+        return None
+    [(value, times)] = Counter(values).most_common(1)
+    return value if times * 2 > len(values) else None
+
+
+def _alike(found: Found) -> list[Problem]:
+    """GPUs that are not as most of the others are, on whichever node."""
+    problems = []
+    gpus = [(node, n, gpu) for node, look in found.looks.items() for n, gpu in enumerate(look.gpus)]
+    for attribute, words in (
+        ("name", "is a {}, the others are {}"),
+        ("ecc", "has ECC {}, the others {}"),
+        ("max_clock_mhz", "may run at {} MHz, the others at {}"),
+        ("power_limit_w", "may draw {} W, the others {}"),
+        ("links", "has {} NVLinks up, the others {}"),
+    ):
+        said = [(node, n, value) for node, n, gpu in gpus if (value := getattr(gpu, attribute)) is not None]
+        usual = _most([value for *_, value in said])
+        for node, n, value in said:
+            if usual is not None and value != usual:
+                text = words.format(_say(value), _say(usual))
+                problems.append(Problem(f"{found.names[node]}: GPU {n} {text}", node))
+    usual = _most([tuple(look.topology) for look in found.looks.values() if look.topology])
+    return problems + [
+        Problem(f"{found.names[node]}: its GPUs are joined otherwise than the other nodes' (nvidia-smi topo -m)", node)
+        for node, look in found.looks.items()
+        if look.topology and usual is not None and tuple(look.topology) != usual
+    ]
+
+
+def _say(value: object) -> str:
+    return (
+        ("on" if value else "off")
+        if isinstance(value, bool)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def _versions(found: Found) -> list[Problem]:
+    """What most nodes have is right."""
+    problems = []
+    for key in sorted({key for look in found.looks.values() for key in look.versions}):
+        said = {node: look.versions.get(key, "none") for node, look in found.looks.items()}
+        if len(set(said.values())) == 1:
+            continue
+        word = key.replace("_", " ")
+        if (usual := _most(list(said.values()))) is None:
+            who = "; ".join(f"{found.names[node]} {value}" for node, value in list(said.items())[:4])
+            problems.append(Problem(f"no two alike, or no majority, of {word}: {who}"))
+        problems += [Problem(f"{found.names[node]}: {word} {value}, the others {usual}", node)
+                     for node, value in said.items() if usual is not None and value != usual]  # fmt: skip
+    return problems
+
+
+def _skews(found: Found) -> list[Problem]:
+    """Of two nodes nobody can say whose clock is wrong; of more, the median's is right."""
+    if len(found.skews) < 2:
+        return []
+    right = median(skew for skew, _ in found.skews.values()) if len(found.skews) > 2 else 0.0
+    off = {
+        node: skew - right for node, (skew, error) in found.skews.items() if abs(skew - right) - error > SKEW_SECONDS
+    }
+    if len(found.skews) == 2 and off:
+        [(node, skew)] = off.items()
+        return [Problem(f"the clocks of {found.names[0]} and {found.names[node]} are {abs(skew):.1f} s apart")]
+    return [Problem(f"{found.names[node]}: its clock is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}", node)
+            for node, skew in off.items()]  # fmt: skip
+
+
+def _in_node(found: Found, cluster: ClusterConfig) -> list[Problem]:
+    known = cluster.nvlink_gb_per_second if found.cuda else None
+    problems = []
+    for node, rate in found.in_node.items():
+        others = [other for number, other in found.in_node.items() if number != node]
+        text = None
+        if known is not None and rate < SHARE * known:
+            text = f"{rate / known:.2f} of cluster={cluster.name}'s {known:g}, at least {SHARE} is expected"
+        elif known is None and len(others) > 1 and rate < SHARE_OF_OTHERS[found.cuda] * median(others):
+            text = f"the others {median(others):.3g}"
+        if text is not None:
+            problems.append(
+                Problem(
+                    f"{found.names[node]}: an all-reduce inside the node at {rate:.3g} GB/s, {text}", node, "nvlink"
+                )
+            )
+    return problems
+
+
+def _pairs(found: Found, cluster: ClusterConfig) -> list[Problem]:
+    """Slow pairs, by the node that they have in common."""
+    gpus = len(found.names) == 1
+    if gpus and not (found.cuda and _joined_alike(found.looks.get(0))):
+        return []  # processes of one CPU, or GPUs of which some have no NVLink: slower by nature
+    # Not the file's NVLink for pairs of GPUs: point to point NCCL takes fewer channels, so it has a ceiling of its own.
+    known = cluster.network_gb_per_second if found.cuda and not gpus else None
+    least = SHARE * known if known else SHARE_OF_OTHERS[found.cuda] * usual_rate(found.pairs)
+    slow = {pair: rate for pair, rate in found.pairs.items() if rate < least}
+    names = [f"GPU {n}" for n in range(found.devices)] if gpus else found.names
+    held = f"cluster={cluster.name} has {known:g}" if known else f"usual are {usual_rate(found.pairs):.3g}"
+    if known and len(slow) == len(found.pairs) > 2:
+        return [Problem(f"every pair of nodes is slow: {max(slow.values()):.3g} GB/s at best, {held}, at least {SHARE} "
+                        f"of it is expected; is NCCL on the adapters that it should use (cluster.environment)? "
+                        f"Otherwise give cluster.network_gb_per_second=…", code=ExitCode.user_error)]  # fmt: skip
+    problems = []
+    blamed, left = blame(slow, found.pairs)
+    for unit, pairs in blamed.items():
+        worst = min(pairs, key=lambda pair: pairs[pair])
+        other = names[worst[0] if worst[1] == unit else worst[1]]
+        met = sum(unit in pair for pair in found.pairs)
+        text = f"slow to {len(pairs)} of {met}: {pairs[worst]:.3g} GB/s to {other}, {held}"
+        problems.append(Problem(f"{found.names[0]}: {names[unit]} is {text}" if gpus else f"{names[unit]}: {text}",
+                                0 if gpus else unit, "network"))  # fmt: skip
+    if not found.cuda:
+        left = {}  # a process that had to wait for a core, once
+    return problems + [
+        Problem(f"{names[a]} and {names[b]}: {rate:.3g} GB/s between them, {held}; neither is slow to others as well",
+                0 if gpus else None) for (a, b), rate in left.items()
+    ]  # fmt: skip
+
+
+def _joined_alike(look: Look | None) -> bool:
+    """Whether each GPU reaches every other in the same way."""
+    return look is not None and len({word for row in look.topology for word in row.split()} - {"X"}) == 1
+
+
+def usual_rate(pairs: Mapping[Pair, float]) -> float:
+    """GB/s that one of them reaches with its best partner, in the median; 0: there are too few to tell. The median
+    over pairs would be the slow ones' where one of three is slow."""
+    units = {unit for pair in pairs for unit in pair}
+    if len(units) < 3:
+        return 0.0
+    return median(max(rate for pair, rate in pairs.items() if unit in pair) for unit in units)
+
+
+def blame(
+    slow: Mapping[Pair, float], pairs: Mapping[Pair, float]
+) -> tuple[dict[int, dict[Pair, float]], dict[Pair, float]]:
+    """Who is in most of the slow pairs, one after the other, with them; and the slow pairs that are nobody's.
+
+    It must stand out: in at least two of them and in half of its own, and in more than anybody else.
+    """
+    left, blamed = dict(slow), dict[int, dict[Pair, float]]()
+    while left:
+        counts = Counter(unit for pair in left for unit in pair)
+        (first, most), (_, second), *_ = counts.most_common()
+        if most < 2 or most == second or most * 2 < sum(first in pair for pair in pairs):
+            break
+        blamed[first] = {pair: rate for pair, rate in left.items() if first in pair}
+        left = {pair: rate for pair, rate in left.items() if first not in pair}
+    return blamed, left
+
+
+_REMEDY = {
+    "name": "give the cluster= that this is, or cluster=local",
+    "memory": "give the cluster= that this is, or cluster=local",
+    "count": "give devices=, or ask for all GPUs of a node",
+    "disk": "make room, or give another runs_dir=",
+    "nvlink": "does NCCL use NVLink (NCCL_DEBUG=INFO says)? Otherwise give cluster.nvlink_gb_per_second=…",
+}
+_EVEN_OF_ONE = ("name", "memory", "disk")  # what is no fault of a single node's either
+
+
+def _everywhere(problems: list[Problem], found: Found, cluster: ClusterConfig, wanted: int) -> list[Problem]:
+    """What all nodes have in common is no node's fault, but a word's: one problem instead of one a node."""
+    nodes = len(found.names)
+    for kind, remedy in _REMEDY.items():
+        alike = [problem for problem in problems if problem.kind == kind]
+        if len({problem.node for problem in alike}) == nodes and (nodes > 1 or kind in _EVEN_OF_ONE):
+            said = alike[0].text if nodes == 1 else f"all {nodes} nodes; {alike[0].text}"
+            problems = [problem for problem in problems if problem.kind != kind]
+            problems.append(Problem(f"{said}: {remedy}", code=ExitCode.user_error))
+    return problems
