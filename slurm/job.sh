@@ -121,11 +121,17 @@ end() { # SRUN'S EXIT CODE
     fi
     stop_after "$(without_progress)" "$code" "$said"
     say "exit code $code: $said; requeued"
+    local without= # before the requeue: what this script starts then is killed
+    if [[ -s $job/bad-nodes ]]; then
+        cat "$job/bad-nodes" >> "$job/excluded"
+        without=$(sort -u "$job/excluded")
+        without=${without//$'\n'/,}
+    fi
     if ! scontrol requeue "$SLURM_JOB_ID"; then
         say "not requeued: Slurm refuses it; the same sbatch line with resume=auto and name= goes on"
         exit "$code"
     fi
-    [[ ! -s $job/bad-nodes ]] || exclude
+    [[ -z $without ]] || exclude "$without"
     sleep 300 # Slurm ends this script
     exit "$code"
 }
@@ -141,13 +147,11 @@ stop_after() { # STARTS EXIT-CODE [REASON]
     exit "$2"
 }
 
-exclude() { # Of a job that waits again; as long as this script is left alive after a requeue it may say so
-    local nodes _
-    nodes=$(sort -u "$job/bad-nodes" "$job/excluded" 2> /dev/null | tee "$job/excluded.new" | paste -sd,)
-    mv "$job/excluded.new" "$job/excluded"
+exclude() { # NODES. Of a job that waits again; as long as this script is left alive after a requeue it may say so
+    local _
     for _ in {1..20}; do
-        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$nodes" 2> /dev/null && say "without $nodes from now on" && return
+        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$1" 2> /dev/null && say "without $1 from now on" && return
         sleep 0.2
     done
-    say "Slurm does not take $nodes out of the job: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=$nodes"
+    say "Slurm does not take $1 out of the job: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=$1"
 }

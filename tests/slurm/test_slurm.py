@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -259,6 +260,32 @@ def test_an_end_with_0_that_nobody_has_announced_is_no_end(home: Path) -> None:
     job = Submitted(home, ["--nodes=1"], PYTHON=str(program), RESTARTS_WITHOUT_PROGRESS="0")
     assert job.wait_for_end() == "FAILED"
     assert "srun ended with 0, and the run has not said that it is done" in job.text()
+
+
+SICK = """
+import os, sys
+words = sys.argv[1:]
+if words[:3] == ["-m", "shardwise", "preflight"]:
+    from shardwise.preflight import look
+    from shardwise.tools import main
+    healthy = look.read_versions
+    if os.uname().nodename == "dgx02":
+        look.read_versions = lambda: healthy() | {"lightning": "another"}
+    sys.exit(main(words[2:]))
+"""
+
+
+@pytest.mark.parametrize("may_exclude", [True, False])
+def test_a_bad_node_is_named_and_left_out(home: Path, may_exclude: bool) -> None:
+    program, _ = recorder(home, then=SICK + DONE)
+    words = ["accelerator=cpu", f"exclude_bad_nodes={str(may_exclude).lower()}"]
+    job = Submitted(home, ["--nodes=3"], *words, PYTHON=str(program))
+    assert job.wait_for_end() == ("COMPLETED" if may_exclude else "FAILED"), job.text()
+    assert "preflight: dgx02: lightning another, the others" in job.text(), job.text()
+    first, *later = re.findall(r"start \d of \S+ on (\S+) ", job.text())
+    assert first == "dgx[01-03]" and later == ["dgx[01,03-04]"] * may_exclude
+    if not may_exclude:
+        assert last_line(job).startswith("shardwise: not requeued: exit code 7: ")
 
 
 def test_a_sweep_is_a_job_array(home: Path) -> None:
