@@ -38,7 +38,8 @@ begin() { # OVERRIDE...
     start=$(($(read_number "$job/starts") + 1))
     local without=0
     ((start == 1)) || without=$(without_progress)
-    local tasks=${SLURM_NTASKS_PER_NODE:-$(((SLURM_NTASKS + SLURM_JOB_NUM_NODES - 1) / SLURM_JOB_NUM_NODES))}
+    local tasks=$(((${SLURM_NTASKS:-1} + SLURM_JOB_NUM_NODES - 1) / SLURM_JOB_NUM_NODES))
+    tasks=${SLURM_NTASKS_PER_NODE:-$tasks}
     echo "$start" > "$job/starts"
     echo "$without" > "$job/without-progress"
     read_number "$job/saved" > "$job/saved-before"
@@ -114,7 +115,7 @@ end() { # SRUN'S EXIT CODE
     esac
     said=${said:-no rank has said why}
     local state
-    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2> /dev/null)
+    state=$(patiently squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
     if [[ $state != RUNNING ]]; then # Slurm has taken it back already, or somebody has cancelled it
         say "exit code $code: $said; the job is ${state:-over}"
         exit "$code"
@@ -127,7 +128,7 @@ end() { # SRUN'S EXIT CODE
         without=$(sort -u "$job/excluded")
         without=${without//$'\n'/,}
     fi
-    if ! scontrol requeue "$SLURM_JOB_ID"; then
+    if ! patiently scontrol requeue "$SLURM_JOB_ID"; then
         say "not requeued: Slurm refuses it; the same sbatch line with resume=auto and name= goes on"
         exit "$code"
     fi
@@ -145,6 +146,15 @@ stop_after() { # STARTS EXIT-CODE [REASON]
     (($1 > RESTARTS_WITHOUT_PROGRESS)) || return 0
     say "not requeued: $RESTARTS_WITHOUT_PROGRESS restarts have saved nothing new: exit code $2${3:+: $3}"
     exit "$2"
+}
+
+patiently() { # COMMAND... Slurm's controller may be away for a moment
+    local _
+    for _ in {1..6}; do
+        "$@" && return
+        sleep 10
+    done
+    return 1
 }
 
 exclude() { # NODES. Of a job that waits again; as long as this script is left alive after a requeue it may say so

@@ -293,9 +293,9 @@ Run-level values:
   resume_allow=[seed,…]     what may be another there: data, global_batch_size, optimizer, seed
   init_from=PATH            start from the weights of a .safetensors file, or of a folder of them
   dry_run=true              print config and Plan, start nothing
-  preflight=true|false      look the machines over first: docs/slurm.md; by itself under Slurm, on more than one node
+  preflight=true|false      look the machines over first (docs/preflight.md); Slurm jobs on several nodes do
   exclude_bad_nodes=false   a Slurm job whose preflight finds some does not go back to the queue without them
-  devices=N nodes=N         processes a node (one a GPU), nodes; under torchrun both are known
+  devices=N nodes=N         processes a node (one a GPU), nodes; under srun and torchrun both are known
   accelerator=auto|cpu|cuda
   micro_batch_size=N        samples per data-parallel rank per forward
   global_batch_size=N       samples per optimizer step over all ranks: a multiple of micro_batch_size * ranks

@@ -92,6 +92,8 @@ def make_command(options: Options, overrides: Sequence[str]) -> tuple[list[str],
     devices, cluster = plans[0].topology.devices, jobs[0].config.cluster
     if any(plan.topology.devices != devices or job.config.cluster != cluster for plan, job in zip(plans, jobs)):  # noqa: B905
         raise ConfigError("an array's members are alike: devices= and cluster= have one value each")
+    if len(jobs) > 1 and options.follow:
+        raise ConfigError(f"follow=true shows the log of one job, and this array has {len(jobs)}: leave it out")
     template = ROOT / "slurm" / f"{cluster.name}.sbatch"
     if not template.exists():
         template = ROOT / "slurm" / "generic.sbatch"
