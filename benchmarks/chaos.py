@@ -2,10 +2,11 @@
 
     make chaos                                          about two hours on two cores; goes on where it was stopped
     make chaos ARGS="--strategies fsdp,zero3 --rounds 1"
+    make chaos ARGS="--accelerator cuda --rounds 1 --faults 'SIGKILL of one rank;SIGSTOP of one rank'"
 
 A round is one run that meets every fault once, in an order that its seed decides, and must end with the bits of the
-undisturbed run: weights, optimizer state, every logged row. Needs no GPU. The file systems that fill up or become
-read-only are mounts, which need root; without, those two faults are left out.
+undisturbed run: weights, optimizer state, every logged row. On the CPU, or on two GPUs. The file systems that fill up
+or become read-only are mounts, which need root; without, those two faults are left out.
 """
 
 from __future__ import annotations
@@ -45,9 +46,13 @@ def main() -> int:
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--rounds", type=int, default=4, help="runs of each strategy")
     parser.add_argument("--faults", default=";".join(FAULTS), help="separated by semicolons")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "chaos-cpu.json")
+    parser.add_argument("--accelerator", choices=["cuda", "cpu"], default="cpu")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/chaos-<accelerator>.json")
     parser.add_argument("--commit", help="of this code, where it was copied without its history")
     arguments = parser.parse_args()
+    arguments.out = arguments.out or ROOT / "benchmarks" / "results" / f"chaos-{arguments.accelerator}.json"
+    if arguments.accelerator == "cuda":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # the same bits every time
     environment = describe_environment()
     del environment["hostname"]
     environment["commit"] = arguments.commit or environment["commit"]
@@ -72,7 +77,7 @@ def main() -> int:
             # Half of them are brought back by their launcher, half save beside the training: all four in four rounds
             how = {"in_place": seed % 2 == 1, "asynchronous": seed % 4 in (1, 2)}
             rows = []
-            for found in torment(home, strategy, order, seed, **how):
+            for found in torment(home, strategy, order, seed, accelerator=arguments.accelerator, **how):
                 rows.append(dataclasses.asdict(found))
                 failed += not found.survived
                 if not found.survived:

@@ -67,8 +67,8 @@ def faults() -> list[str]:
         names = [name for name in dict.fromkeys(fault for fault, _ in found) if name != "the end"]
         tried = sum(len(rows) for (fault, _), rows in found.items() if fault != "the end")
         lines += [
-            f"{settings['ranks']} CPU ranks, gloo, torch {environment['packages']['torch']}, commit "
-            f"{str(environment['commit'])[:10]}, `{result['command']}`: {len(result['rounds'])} runs of "
+            f"{settings['ranks']} ranks, {(environment.get('gpus') or ['CPU'])[0]}, "
+            f"torch {environment['packages']['torch']}, commit {str(environment['commit'])[:10]}, `{result['command']}`: {len(result['rounds'])} runs of "
             f"{settings['steps']} steps, a save every {settings['save_every_n_steps']}, {tried} faults.",
             "",
             "| fault | " + " | ".join(strategies) + " |",

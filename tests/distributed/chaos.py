@@ -87,14 +87,15 @@ WORDS = [
     "recipe=custom", "module._target_=subject.Subject", "data._target_=subject.Data",
     "+data.batch_size=${micro_batch_size}", "micro_batch_size=2", "global_batch_size=8", f"max_steps={STEPS}",
     "validate_every_n_steps=10", f"checkpoint.save_every_n_steps={SAVE_EVERY}", "checkpoint.keep_last=3",
-    "checkpoint.max_failures=1000", "checkpoint.monitor=validation/loss", "log_every_n_steps=1", "accelerator=cpu",
+    "checkpoint.max_failures=1000", "checkpoint.monitor=validation/loss", "log_every_n_steps=1",
     f"devices={RANKS}", "runs_dir=runs", f"strategy.timeout_minutes={HANG_SECONDS / 60}", "resume=auto",
 ]  # fmt: skip
 STRATEGIES = ["ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3"]
 
 
-def words_for(strategy: str) -> list[str]:
-    return [*WORDS, f"strategy={strategy}", *(["strategy.shard_size=2"] if strategy == "fsdp_hybrid" else [])]
+def words_for(strategy: str, accelerator: str) -> list[str]:
+    more = ["strategy.shard_size=2"] if strategy == "fsdp_hybrid" else []
+    return [*WORDS, f"strategy={strategy}", f"accelerator={accelerator}", *more]
 
 
 @dataclass
@@ -328,26 +329,33 @@ def make_subject(home: Path) -> None:
     (home / "subject.py").write_text(SUBJECT)
 
 
-def undisturbed(home: Path, strategy: str) -> Path:
+def undisturbed(home: Path, strategy: str, accelerator: str = "cpu") -> Path:
     name = f"{strategy}-undisturbed"
     if not (home / "runs" / name / "summary.json").exists():
         # Without a limit: DeepSpeed may have to compile
-        check(run(home, *words_for(strategy), f"name={name}", "strategy.timeout_minutes=10", timeout=600))
+        check(run(home, *words_for(strategy, accelerator), f"name={name}", "strategy.timeout_minutes=10", timeout=600))
     return home / "runs" / name
 
 
 def torment(
-    home: Path, strategy: str, faults: list[str], seed: int, *, in_place: bool, asynchronous: bool
+    home: Path,
+    strategy: str,
+    faults: list[str],
+    seed: int,
+    *,
+    in_place: bool,
+    asynchronous: bool,
+    accelerator: str = "cpu",
 ) -> Iterator[Result]:
     """One run, which each of the faults meets in turn; the last lets it come to its end, and it is compared.
 
     `in_place`: its launcher may bring it back.
     """
-    chance, straight = random.Random(f"{seed}/{strategy}"), undisturbed(home, strategy)
+    chance, straight = random.Random(f"{seed}/{strategy}"), undisturbed(home, strategy, accelerator)
     name = f"{strategy}-{seed}"
     run_dir = home / "runs" / name
     folder = run_dir / "checkpoints"
-    words = [*words_for(strategy), f"checkpoint.asynchronous={str(asynchronous).lower()}"]
+    words = [*words_for(strategy, accelerator), f"checkpoint.asynchronous={str(asynchronous).lower()}"]
     words += [f"max_restarts={len(faults)}"] if in_place else []
     folder.mkdir(parents=True)
     if mounted := may_mount(home):
@@ -385,6 +393,8 @@ def torment(
                         raise Trouble(f"left behind: {left}")
                     if "shard" not in fault and "flipped" not in fault:
                         look_at_all(run_dir)
+                    if result.exit_code == 6 and accelerator == "cuda" and not list(run_dir.glob("logs/nccl-trace-*")):
+                        raise Trouble("NCCL's flight recorder has left nothing in logs/")
                     life = Life(home, name, lives, words, 0.05)
                     lives += 1
                     life.wait(lambda life=life: life.step() >= 0, "the first step of the next life")
