@@ -68,8 +68,8 @@ def faults() -> list[str]:
         tried = sum(len(rows) for (fault, _), rows in found.items() if fault != "the end")
         lines += [
             f"{settings['ranks']} ranks, {(environment.get('gpus') or ['CPU'])[0]}, "
-            f"torch {environment['packages']['torch']}, commit {str(environment['commit'])[:10]}, `{result['command']}`: {len(result['rounds'])} runs of "
-            f"{settings['steps']} steps, a save every {settings['save_every_n_steps']}, {tried} faults.",
+            f"torch {environment['packages']['torch']}, commit {str(environment['commit'])[:10]}, "
+            f"`{result['command']}`: {len(result['rounds'])} runs of {settings['steps']} steps, a save every {settings['save_every_n_steps']}, {tried} faults.",
             "",
             "| fault | " + " | ".join(strategies) + " |",
             "|---|" + "---|" * len(strategies),
