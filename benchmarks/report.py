@@ -69,7 +69,8 @@ def faults() -> list[str]:
         lines += [
             f"{settings['ranks']} ranks, {(environment.get('gpus') or ['CPU'])[0]}, "
             f"torch {environment['packages']['torch']}, commit {str(environment['commit'])[:10]}, "
-            f"`{result['command']}`: {len(result['rounds'])} runs of {settings['steps']} steps, a save every {settings['save_every_n_steps']}, {tried} faults.",
+            f"`{result['command']}`: {len(result['rounds'])} runs of {settings['steps']} steps, "
+            f"a save every {settings['save_every_n_steps']}, {tried} faults.",
             "",
             "| fault | " + " | ".join(strategies) + " |",
             "|---|" + "---|" * len(strategies),
