@@ -30,9 +30,10 @@ arguments() {
 # pids NAME ours|other: daemons of that name that were started on this folder, or on another configuration. Those of
 # another network, in a container, are in nobody's way.
 pids() {
-    local process pid whose
+    local process name pid whose
     for process in /proc/[0-9]*; do
-        [[ $(cat "$process/comm" 2>/dev/null) == "$1" && $process/ns/net -ef /proc/self/ns/net ]] || continue
+        { read -r name <"$process/comm"; } 2>/dev/null || continue
+        [[ $name == "$1" && $process/ns/net -ef /proc/self/ns/net ]] || continue
         pid=${process##*/}
         whose=other
         case $(arguments "$pid")$'\n' in
@@ -48,11 +49,11 @@ pids() {
 node_pids() {
     local namespace process pid
     namespace=$(cat "$folder/nodes/$1" 2>/dev/null) || return 0
-    for process in /proc/[0-9]*; do
-        [[ $(readlink "$process/ns/uts" 2>/dev/null) == "$namespace" ]] || continue
-        pid=${process##*/}
+    # One find, for there may be thousands of processes; it takes brackets for a pattern.
+    while read -r process; do
+        pid=${process//[!0-9]/}
         if [[ $(nsenter --target "$pid" --uts hostname 2>/dev/null) == "$1" ]]; then echo "$pid"; fi
-    done
+    done < <(find /proc/[0-9]*/ns/uts -maxdepth 0 -lname "${namespace/[/\\[}" 2>/dev/null)
 }
 
 # Stopped first, killed then: a stepd that sees its tasks die would report them, and a power loss reports nothing.
