@@ -14,7 +14,14 @@ if [[ -z ${SLURM_JOB_ID:-} || -z ${SLURM_NODEID:-} ]]; then
 fi
 
 home=${SHARDWISE_HOME:-$SLURM_SUBMIT_DIR}
+# An array's last member has the array's own number for its own, by which Slurm would take all of them
+id=$SLURM_JOB_ID
+[[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || id=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 RESTARTS_WITHOUT_PROGRESS=${RESTARTS_WITHOUT_PROGRESS:-3}
+if [[ ! $RESTARTS_WITHOUT_PROGRESS =~ ^[0-9]{1,6}$ ]]; then
+    say "not requeued: RESTARTS_WITHOUT_PROGRESS=$RESTARTS_WITHOUT_PROGRESS: must be a whole number" >&2
+    exit 2
+fi
 
 # A signal to the batch script, or to the whole job: the ranks get it as well, and srun tells when they have left.
 trap : TERM USR1 USR2 HUP INT
@@ -27,7 +34,7 @@ read_number() { # FILE
 
 # Before the run. The job's folder and environment, the words for srun and for the program, and a look at the nodes.
 begin() { # OVERRIDE...
-    local run_id=slurm-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+    local run_id=slurm-$id
     job=$PWD/runs/jobs/$run_id
     mkdir -p "$job" || { say "cannot write $job: submit from a folder that all nodes share"; exit 2; }
     if [[ -e $job/done ]]; then
@@ -83,8 +90,8 @@ look_at_nodes() { # OVERRIDE...
     local word wanted=0
     ((SLURM_JOB_NUM_NODES > 1)) && wanted=1
     for word; do
-        [[ $word == preflight=true ]] && wanted=1
-        [[ $word == preflight=false ]] && wanted=0
+        [[ ${word,,} == preflight=true ]] && wanted=1
+        [[ ${word,,} == preflight=false ]] && wanted=0
     done
     ((wanted)) || return 0
     rm -f "$job/bad-nodes"
@@ -113,22 +120,22 @@ end() { # SRUN'S EXIT CODE
         2 | 3 | 4) say "not requeued: exit code $code: $said"; exit "$code" ;;
         7) [[ -s $job/bad-nodes ]] || { say "not requeued: exit code 7: $said"; exit 7; } ;;
     esac
+    ((code != 140)) || said=${said:-SIGUSR2 before training began: --time has to be longer than --signal comes early}
     said=${said:-no rank has said why}
     local state
-    state=$(patiently squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
+    state=$(patiently squeue --noheader --jobs="$id" --format=%T)
     if [[ $state != RUNNING ]]; then # Slurm has taken it back already, or somebody has cancelled it
         say "exit code $code: $said; the job is ${state:-over}"
         exit "$code"
     fi
     stop_after "$(without_progress)" "$code" "$said"
-    say "exit code $code: $said; requeued"
     local without= # before the requeue: what this script starts then is killed
     if [[ -s $job/bad-nodes ]]; then
-        cat "$job/bad-nodes" >> "$job/excluded"
-        without=$(sort -u "$job/excluded")
-        without=${without//$'\n'/,}
+        without=$(without_bad_nodes)
+        [[ -n $without ]] || { say "not requeued: exit code $code: $said; too few nodes are left without it"; exit "$code"; }
     fi
-    if ! patiently scontrol requeue "$SLURM_JOB_ID"; then
+    say "exit code $code: $said; requeued"
+    if ! patiently scontrol requeue "$id"; then
         say "not requeued: Slurm refuses it; the same sbatch line with resume=auto and name= goes on"
         exit "$code"
     fi
@@ -157,11 +164,19 @@ patiently() { # COMMAND... Slurm's controller may be away for a moment
     return 1
 }
 
+without_bad_nodes() { # What is to be left out from now on, with what the user has left out; nothing if too few are left
+    local asked out left
+    asked=$(scontrol --oneliner show job "$id" | sed -n 's/.* ExcNodeList=\([^ ]*\).*/\1/p')
+    out=$({ [[ -z $asked || $asked == "(null)" ]] || scontrol show hostnames "$asked"; cat "$job/bad-nodes"; } | sort -u)
+    left=$(sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --format=%N | sort -u | grep -cvxF "$out")
+    ((left >= SLURM_JOB_NUM_NODES)) && echo "${out//$'\n'/,}"
+}
+
 exclude() { # NODES. Of a job that waits again; as long as this script is left alive after a requeue it may say so
     local _
     for _ in {1..20}; do
-        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$1" 2> /dev/null && say "without $1 from now on" && return
+        scontrol update JobId="$id" ExcNodeList="$1" 2> /dev/null && say "without $1 from now on" && return
         sleep 0.2
     done
-    say "Slurm does not take $1 out of the job: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=$1"
+    say "Slurm does not take $1 out of the job: scontrol update JobId=$id ExcNodeList=$1"
 }

@@ -28,7 +28,7 @@ from shardwise.errors import ConfigError
 from shardwise.launch.host import inspect_host
 from shardwise.launch.local import launch
 from shardwise.launch.signals import overlook
-from shardwise.launch.slurm import has_begun, job_folder, note, read_array_member, read_task
+from shardwise.launch.slurm import has_begun, job_folder, note, note_begun, read_array_member, read_task
 from shardwise.launch.worker import die_with_parent, outlive_console, report
 from shardwise.plan import Host, Plan, make_plan
 
@@ -41,6 +41,7 @@ def train(argv: list[str]) -> int:
         command = compose(argv)
         if command.print is not None:
             print(command.print)
+            note("done", "")
             return 0
         host = inspect_host()
         if host.launcher == "slurm" and (task := read_task()) is not None:
@@ -51,6 +52,7 @@ def train(argv: list[str]) -> int:
         if any(job.config.dry_run for job in jobs):
             for job, plan in zip(jobs, plans, strict=True):
                 print(f"# config\n{job.yaml}\n# plan\n{plan.to_json()}")
+            note("done", "")
             return 0
         check_targets(plans)
         # In a batch script's job it has been looked already
@@ -99,7 +101,7 @@ def find_checkpoint(plan: Plan, host: Host) -> Plan:
     """The Plan with the checkpoint that it goes on from. A requeued job goes on with its own run, unasked."""
     first = host.launcher == "local" or os.environ.get("RANK") == "0"  # which creates the directory
     resume, begun = plan.resume, has_begun(plan.run_dir)
-    if begun and (resume is None or newest_whole(plan.run_dir) is not None):
+    if begun and plan.stage == "fit" and (resume is None or newest_whole(plan.run_dir) is not None):
         plan = dataclasses.replace(plan, resume="auto", may_fall_back=True)
     return dataclasses.replace(plan, resume=resolve_resume(plan.resume, plan.run_dir, plan.stage, first and not begun))
 
@@ -112,12 +114,7 @@ def check_targets(plans: list[Plan]) -> None:
     from shardwise.optimizers import check_ownership, try_optimizer
 
     for plan in plans:
-        if plan.init_from is not None and plan.resume is None:
-            if find_spec("safetensors") is None:
-                raise ConfigError(
-                    "init_from needs safetensors, which is not installed: pip install -r requirements.txt"
-                )
-            list_weights(Path(plan.init_from), f"init_from={plan.init_from}")
+        check_weights(plan)
         if plan.strategy.zero_stage and find_spec("deepspeed") is None:
             raise ConfigError(
                 f"strategy={plan.strategy.name} needs DeepSpeed, which is not installed: "
@@ -134,6 +131,17 @@ def check_targets(plans: list[Plan]) -> None:
         data = build(plan.data, "data")
         if os.environ.get("LOCAL_RANK", "0") == "0" and callable(getattr(data, "check", None)):
             data.check()
+
+
+def check_weights(plan: Plan) -> None:
+    """Whether there are files to start from, where the run is to."""
+    from importlib.util import find_spec
+
+    if plan.init_from is None or plan.resume is not None:
+        return
+    if find_spec("safetensors") is None:
+        raise ConfigError("init_from needs safetensors, which is not installed: pip install -r requirements.txt")
+    list_weights(Path(plan.init_from), f"init_from={plan.init_from}")
 
 
 def start_all(jobs: tuple[Job, ...], plans: list[Plan]) -> int:
@@ -163,7 +171,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
             run_dir.mkdir(parents=True, exist_ok=True)
             hold(run_dir, plan.stage)
             begun = has_begun(plan.run_dir)
-            note("begun", plan.run_dir)
+            note_begun(plan.run_dir)
             if plan.stage == "fit" and job.config.resume is None and not begun:
                 (run_dir / "plan.json").touch(exist_ok=False)  # of two runs that want one name, the first has it
             for name, text in records.items():
@@ -171,7 +179,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
                 (run_dir / stage_file(name, plan.stage)).write_text(text)
         except OSError as error:
             if isinstance(error, FileExistsError) and run_dir.is_dir():
-                note("begun", "")
+                note_begun(plan.run_dir, is_ours=False)
                 raise ConfigError(f"{run_dir} already holds a run: give another name=") from None
             raise ConfigError(
                 f"cannot write the run's folder {run_dir}: {error.strerror}; give another runs_dir="

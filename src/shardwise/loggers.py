@@ -7,7 +7,7 @@ import netrc
 import os
 import socket
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -113,6 +113,7 @@ def build_loggers(plan: Plan, record: dict[str, Any]) -> list[Logger]:
 
 
 def _wandb(plan: Plan, record: dict[str, Any]) -> Logger:
+    import wandb
     from lightning.pytorch.loggers import WandbLogger
 
     # What the run's earlier processes have logged and this one comes to again: once is enough, and it is the same.
@@ -120,16 +121,43 @@ def _wandb(plan: Plan, record: dict[str, Any]) -> Logger:
     for row in read_metrics(_metrics(plan.run_dir)):
         logged.setdefault(int(row["step"]), set()).update(key for key, value in row.items() if value)
 
+    # What it has missed, if its own process was gone before the run: the signal to a whole job ends it at once.
+    gone = Path(plan.run_dir) / "wandb-gone"
+    since = int(gone.read_text()) if gone.exists() else None
+    missed = [] if since is None else [row for row in read_metrics(_metrics(plan.run_dir)) if int(row["step"]) >= since]
+
     class Continued(WandbLogger):
+        is_gone = False
+
         @rank_zero_only
         def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+            if missed:
+                for row in missed:
+                    values = {key: float(value) for key, value in row.items() if value and key != "step"}
+                    self._tell(super().log_metrics, values, int(row["step"]))
+                missed.clear()
+                if not self.is_gone:
+                    gone.unlink(missing_ok=True)
             known = logged.get(-1 if step is None else step, set())
             if new := {key: value for key, value in metrics.items() if key not in known}:
-                super().log_metrics(new, step)
+                self._tell(super().log_metrics, new, step)
 
         @rank_zero_only
         def leaves(self) -> None:
-            self.experiment.mark_preempting()  # W&B's word for: it will be run again
+            self._tell(self.experiment.mark_preempting)  # W&B's word for: it will be run again
+
+        def _tell(self, function: Callable[..., Any], *words: Any) -> None:
+            """A tracker that is gone does not take the run with it."""
+            if self.is_gone:
+                return
+            try:
+                function(*words)
+            except (OSError, wandb.Error) as error:
+                self.is_gone = True
+                told = f"W&B is gone ({type(error).__name__}: {error}): what comes now it gets when the run goes on"
+                print(told, flush=True)
+                if len(words) > 1 and not gone.exists():
+                    gone.write_text(str(words[1]))
 
     offline = plan.logger.mode == "offline" or (plan.logger.mode == "auto" and not _wandb_reachable())
     os.environ.setdefault("WANDB_SILENT", "true")

@@ -11,6 +11,7 @@ import pytest
 
 from tests.distributed.chaos import Life
 from tests.distributed.commands import OWN, RECIPE, check, make_home, run
+from tests.unit.test_loggers import history
 
 WORDS = [*RECIPE, "max_steps=100000", "devices=2", "checkpoint.monitor=null", "strategy=fsdp"]
 # Rank 1 does in its third step what a test asks for.
@@ -89,6 +90,28 @@ def test_a_single_signal_saves_and_leaves(home: Path, devices: int) -> None:
     assert len(saved) == 2, saved
     assert f"shardwise: stopped by Ctrl-C: step {int(saved[-1][5:13])} is saved as " in life.text()
     assert life.text().endswith("; resume=auto goes on\n")
+
+
+def test_a_tracker_that_is_gone_does_not_take_its_run_along(home: Path) -> None:
+    """A signal to a whole job ends W&B's own process at once."""
+    words = [*WORDS, "devices=1", "logger=wandb", "logger.mode=offline"]
+    life = Life(home, "tracked", 0, words, 0)
+    try:
+        life.running.wait_for("step 5/")
+        (tracker,) = (pid for pid in life.running.alive() if "wandb-core" in Path(f"/proc/{pid}/comm").read_text())
+        os.kill(tracker, signal.SIGTERM)
+        life.running.wait_for("W&B is gone")
+        life.running.wait_for(f"step {life.step() + 5}/")
+        life.process.send_signal(signal.SIGTERM)
+        assert life.end() == 5, life.text()
+    finally:
+        life.running.__exit__()
+    saved = max(int(path.name[5:13]) for path in (home / "runs/tracked/checkpoints").iterdir())
+    check(run(home, *words, "name=tracked", "resume=auto", f"max_steps={saved + 2}"))
+    records = sorted((home / "runs/tracked").glob("wandb/offline-run-*-tracked/run-tracked.wandb"))
+    rows = [row for record in records for row in history(record) if "train/loss" in row]
+    steps = [int(row["trainer/global_step"]) for row in rows]  # but what W&B had not written yet when it was ended
+    assert steps == list(range(steps[0], saved + 3)) and steps[0] < saved - 4
 
 
 def test_what_broke_is_said_once_and_the_rest_is_in_files(home: Path) -> None:

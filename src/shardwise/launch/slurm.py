@@ -108,7 +108,9 @@ def read_array_member(jobs: int, environ: Mapping[str, str] = os.environ) -> int
     """
     if read_run_id(environ) is None or "SLURM_ARRAY_TASK_ID" not in environ:
         return None
-    member = int(environ["SLURM_ARRAY_TASK_ID"])
+    member, members = int(environ["SLURM_ARRAY_TASK_ID"]), int(environ.get("SLURM_ARRAY_TASK_COUNT", jobs))
+    if members < jobs and environ["SLURM_PROCID"] == "0":
+        print(f"this array has {members} of the sweep's {jobs} runs: sbatch --array=0-{jobs - 1} has all", flush=True)
     if member >= jobs:
         raise ConfigError(
             f"member {member} of a job array, and -m makes {jobs} runs, numbered from 0: sbatch --array=0-{jobs - 1} …"
@@ -161,13 +163,20 @@ def note(name: str, text: str) -> None:
 
 def has_begun(run_dir: str) -> bool:
     """Whether this job has been at this run before: it was requeued, and goes on."""
+    return run_dir in _begun()
+
+
+def note_begun(run_dir: str, is_ours: bool = True) -> None:
+    """Of the runs that this job is at, one after the other, this is one; or it turns out to be somebody else's."""
+    note("begun", "\n".join([*(before for before in _begun() if before != run_dir), *[run_dir] * is_ours]))
+
+
+def _begun() -> list[str]:
     folder = job_folder()
-    if folder is None:
-        return False
     try:
-        return (folder / "begun").read_text() == run_dir + "\n"
+        return [] if folder is None else (folder / "begun").read_text().splitlines()
     except OSError:
-        return False
+        return []
 
 
 def is_first_to_end(code: int, text: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.cli import find_checkpoint, headline
+from shardwise.cli import check_weights, find_checkpoint, headline
 from shardwise.compose import ROOT, Job, compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
@@ -20,7 +21,8 @@ from shardwise.schema import Accelerator, bind
 HELP = """\
 usage: shardwise submit nodes=N cluster=NAME [time=24:00:00 …] [--dry-run] [what train.py takes]
 
-Checks that the run can work, prints the sbatch command and runs it, with slurm/NAME.sbatch, or generic.sbatch.
+Makes the Plan: values that cannot work never queue (classes and data are looked at on the nodes). Prints the sbatch
+command and runs it, with slurm/NAME.sbatch, or generic.sbatch.
 
   nodes=N                   of the job
   devices=N                 ranks and GPUs a node; the cluster's own number when left out
@@ -28,10 +30,10 @@ Checks that the run can work, prints the sbatch command and runs it, with slurm/
   time=HH:MM:SS  partition=NAME  account=NAME  qos=NAME  reservation=NAME  job_name=NAME      sbatch's own
   container=IMAGE           run in it (pyxis)
   array_limit=N             of a sweep's runs (-m), how many at a time
-  follow=true               show the log until the job is over
+  follow=true               show the log until the job is over, and end with the run's exit code
   --dry-run                 print the command only
 
-  shardwise submit nodes=4 cluster=dgx_h100 recipe=language_modeling model=llama3_8b strategy=fsdp_hybrid
+  shardwise submit nodes=4 cluster=dgx_h100 model=llama3_8b strategy=fsdp_hybrid global_batch_size=128
   shardwise submit nodes=1 cluster=dgx_h100 -m optimizer.lr=1e-4,3e-4      a job array, one run a member
 """
 
@@ -61,21 +63,21 @@ def run(words: list[str]) -> int:
     dry_run = "--dry-run" in words
     options, overrides = _split([word for word in words if word != "--dry-run"])
     command, plans = make_command(options, overrides)
-    for plan in plans:
-        print(headline(plan))
-    print(shlex.join(command), flush=True)
+    for number, plan in enumerate(plans):
+        member = f"[{number}] " if len(plans) > 1 else ""
+        print(member + headline(plan))
+    more = {"SHARDWISE_HOME": str(ROOT)} | ({} if options.container is None else {"CONTAINER": options.container})
+    print(" ".join([*(f"{key}={shlex.quote(value)}" for key, value in more.items()), shlex.join(command)]), flush=True)
     if dry_run:
         return 0
     if shutil.which("sbatch") is None:
         raise ConfigError("there is no sbatch here: submit from a login node of the cluster, or --dry-run")
-    environment = os.environ | {"SHARDWISE_HOME": str(ROOT)}
-    if options.container is not None:
-        environment["CONTAINER"] = options.container
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, env=os.environ | more, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise ConfigError(f"sbatch refuses the job (exit code {done.returncode}); its own words are above")
     job = done.stdout.strip().split(";")[0]
-    print(f"job {job}; its log is {Path.cwd() / f'slurm-{job}.log'}, of an array one a member", flush=True)
+    log = f"slurm-{job}_<member>.log" if len(plans) > 1 else f"slurm-{job}.log"
+    print(f"job {job}; its log is {Path.cwd() / log}", flush=True)
     if options.follow:
         return _follow(job)
     return 0
@@ -92,20 +94,24 @@ def make_command(options: Options, overrides: Sequence[str]) -> tuple[list[str],
     devices, cluster = plans[0].topology.devices, jobs[0].config.cluster
     if any(plan.topology.devices != devices or job.config.cluster != cluster for plan, job in zip(plans, jobs)):  # noqa: B905
         raise ConfigError("an array's members are alike: devices= and cluster= have one value each")
+    if any(job.config.dry_run for job in jobs):
+        raise ConfigError("dry_run=true: the job would wait in the queue to print a Plan; give --dry-run")
     if len(jobs) > 1 and options.follow:
         raise ConfigError(f"follow=true shows the log of one job, and this array has {len(jobs)}: leave it out")
     template = ROOT / "slurm" / f"{cluster.name}.sbatch"
     if not template.exists():
         template = ROOT / "slurm" / "generic.sbatch"
     words = ["sbatch", "--parsable", f"--nodes={options.nodes}"]
-    if devices != cluster.devices_per_node:
+    if devices != cluster.devices_per_node or template.stem == "generic":
         words.append(f"--ntasks-per-node={devices}")
         if plans[0].accelerator == "cuda":
             words.append(f"--gpus-per-node={devices}")
     words += [f"--{key.replace('_', '-')}={value}" for key in _SBATCH if (value := getattr(options, key)) is not None]
     if len(jobs) > 1:
         limit = "" if options.array_limit is None else f"%{options.array_limit}"
-        words.append(f"--array=0-{len(jobs) - 1}{limit}")
+        words += [f"--array=0-{len(jobs) - 1}{limit}", "--output=slurm-%A_%a.log"]
+    elif options.array_limit is not None:
+        raise ConfigError(f"array_limit={options.array_limit}: this is one run, and no array; a sweep has -m")
     return [*words, str(template), *train], plans
 
 
@@ -120,8 +126,9 @@ def _plan(options: Options, job: Job, number: int, jobs: int) -> Plan:
         cuda_devices=0 if cpu else devices, launcher="slurm", nodes=options.nodes, devices=devices, run_id="slurm-JOB",
         gpu=None if cpu else config.cluster.gpu,
     )  # fmt: skip
-    plan = make_plan(config, host, job.clusters)
-    return plan if run_id is None else find_checkpoint(plan, Host(0))
+    plan = find_checkpoint(make_plan(config, host, job.clusters), Host(0))
+    check_weights(plan)
+    return plan
 
 
 def _split(words: list[str]) -> tuple[Options, list[str]]:
@@ -143,18 +150,21 @@ def _split(words: list[str]) -> tuple[Options, list[str]]:
 
 
 def _follow(job: str) -> int:
-    """The log as it grows, over requeues, until Slurm knows the job no more. Ctrl-C leaves the job alone."""
+    """The log as it grows, over requeues, until the job is over. Its exit code. Ctrl-C leaves the job alone."""
     log, done = Path(f"slurm-{job}.log"), Path("runs/jobs") / f"slurm-{job}" / "done"
     place = 0
     while True:
-        asked = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
-        alive = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+        asked = subprocess.run(
+            ["squeue", "--noheader", f"--jobs={job}", "--format=%T"], capture_output=True, text=True, check=False
+        )
         if log.exists():
             with log.open("rb") as file:
                 file.seek(place)
                 said = file.read()
                 place += len(said)
                 print(said.decode(errors="replace"), end="", flush=True)
-        if not alive:
-            return 0 if done.exists() else 1
+        # A controller that does not answer knows nothing of the job's end
+        if "Invalid job id" in asked.stderr or (asked.returncode == 0 and not asked.stdout.strip()):
+            ended = re.findall(r"exit code (\d+)", log.read_text(errors="replace")) if log.exists() else []
+            return 0 if done.exists() else int((ended or ["1"])[-1])
         time.sleep(1)
