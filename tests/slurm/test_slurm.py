@@ -129,10 +129,10 @@ def test_the_readmes_line_and_what_reaches_the_plan(home: Path) -> None:
     """Two nodes × two tasks; `shardwise submit` says the same as sbatch would, and shows the log."""
     words = [*WORDS, "max_steps=20", "name=two-by-two", "strategy=fsdp", "preflight=false"]
     said = call(
-        sys.executable, "-m", "shardwise", "submit", "nodes=2", "devices=2", "time=00:10:00", "follow=true", *words,
+        sys.executable, "-m", "shardwise", "submit", "nodes=2", "devices=2", "time=00:20:00", "follow=true", *words,
         cwd=home, PYTHONPATH=f"{ROOT}/src:{ROOT}",
     )  # fmt: skip
-    assert "--nodes=2 --ntasks-per-node=2 --time=00:10:00" in said and said.endswith("shardwise: done")
+    assert "--nodes=2 --ntasks-per-node=2 --time=00:20:00" in said and said.endswith("shardwise: done")
     plan = json.loads((home / "runs/two-by-two/plan.json").read_text())
     assert (plan["launcher"], plan["topology"]["nodes"], plan["topology"]["devices"]) == ("slurm", 2, 2)
     assert plan["topology"]["shard"] == 4
@@ -275,32 +275,45 @@ if words[:3] == ["-m", "shardwise", "preflight"]:
 """
 
 
-@pytest.mark.parametrize("may_exclude", [True, False])
-def test_a_bad_node_is_named_and_left_out(home: Path, may_exclude: bool) -> None:
+@pytest.mark.parametrize(
+    ("options", "words", "told"),
+    [
+        ([], [], None),
+        ([], ["exclude_bad_nodes=false"], "the others"),
+        (["--exclude=dgx04"], [], "too few nodes are left without it"),
+    ],
+)
+def test_a_bad_node_is_named_and_left_out(home: Path, options: list[str], words: list[str], told: str | None) -> None:
     program, _ = recorder(home, then=SICK + DONE)
-    words = ["accelerator=cpu", f"exclude_bad_nodes={str(may_exclude).lower()}"]
-    job = Submitted(home, ["--nodes=3"], *words, PYTHON=str(program))
-    assert job.wait_for_end() == ("COMPLETED" if may_exclude else "FAILED"), job.text()
+    job = Submitted(home, ["--nodes=3", *options], "accelerator=cpu", *words, PYTHON=str(program))
+    assert job.wait_for_end() == ("FAILED" if told else "COMPLETED"), job.text()
     assert "preflight: dgx02: lightning another, the others" in job.text(), job.text()
     first, *later = re.findall(r"start \d of \S+ on (\S+) ", job.text())
-    assert first == "dgx[01-03]" and later == ["dgx[01,03-04]"] * may_exclude
-    if not may_exclude:
-        assert last_line(job).startswith("shardwise: not requeued: exit code 7: ")
+    assert first == "dgx[01-03]" and later == ["dgx[01,03-04]"] * (told is None)
+    if told:
+        assert last_line(job).startswith("shardwise: not requeued: exit code 7: ") and told in last_line(job)
 
 
 def test_a_sweep_is_a_job_array(home: Path) -> None:
-    words = [*WORDS, "max_steps=3", "name=sweep", "-m", "seed=5,6,7"]
-    job = Submitted(home, ["--nodes=1", "--array=0-2"], *words)
+    """And a member is a job of its own: the last has the array's number, and comes back alone."""
+    (home / "third.py").write_text(
+        "from subject import *\n\nclass Own(Subject):\n    def training_step(self, batch, batch_idx):\n"
+        "        bad = self.global_step == 4 and self.trainer.loggers[0].version == 'sweep-0'\n"
+        "        return super().training_step(batch, batch_idx) * (float('nan') if bad else 1)\n"
+    )
+    words = [*WORDS, "module._target_=third.Own", "max_steps=60", "name=sweep", "-m", "seed=5,6,7"]
+    job = Submitted(home, ["--nodes=1", "--array=0-2", "--output=slurm-%A_%a.log"], *words, PAUSE="0.1")
+    logs = [home / f"slurm-{job.id}_{member}.log" for member in range(3)]
+    job.wait(lambda: logs[2].exists() and "\nstep 10/" in logs[2].read_text(), "the last member's tenth step")
+    call("scancel", "--signal=TERM", f"{job.id}_2")
     job.wait(lambda: not call("squeue", "--noheader", f"--jobs={job.id}", check=False), "the array's end")
-    for member, seed in enumerate((5, 6, 7)):
+    texts = [log.read_text() for log in logs]
+    assert [text.count("shardwise: start ") for text in texts] == [1, 1, 2], texts
+    assert "not requeued: exit code 3: " in texts[0].splitlines()[-1]
+    for member, seed in ((1, 6), (2, 7)):
+        assert texts[member].endswith("shardwise: done\n")
         assert json.loads((home / f"runs/sweep-{member}/plan.json").read_text())["seed"] == seed
-        assert (home / f"runs/sweep-{member}/summary.json").exists()
-        assert (home / f"runs/jobs/slurm-{job.id}_{member}/done").exists()
-
-
-def plan_from(text: str) -> dict[str, object]:
-    found: dict[str, object] = json.loads(text[text.index("# plan\n") + 7 :])
-    return found
+        assert metrics(home / f"runs/sweep-{member}", "train/loss").keys() == set(range(1, 61))
 
 
 DRY = f"{sys.executable} {ROOT}/train.py recipe=custom module._target_=a.B data._target_=a.C micro_batch_size=1 " \

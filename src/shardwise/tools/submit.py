@@ -53,6 +53,7 @@ class Options:
 
 
 _SBATCH = ("time", "partition", "account", "qos", "reservation", "job_name")
+_SIGNAL_SECONDS = 300  # --signal of slurm/*.sbatch
 _TRUTH = {"true": True, "false": False}
 
 
@@ -101,6 +102,11 @@ def make_command(options: Options, overrides: Sequence[str]) -> tuple[list[str],
     template = ROOT / "slurm" / f"{cluster.name}.sbatch"
     if not template.exists():
         template = ROOT / "slurm" / "generic.sbatch"
+    if options.time is not None and (seconds := _seconds(options.time)) is not None and seconds <= 2 * _SIGNAL_SECONDS:
+        raise ConfigError(
+            f"time={options.time}: the templates ask for the signal to leave {_SIGNAL_SECONDS} s before the end, and it "
+            f"may come a minute earlier: give more than {2 * _SIGNAL_SECONDS // 60} minutes, or sbatch --signal=USR2@30 …"
+        )
     words = ["sbatch", "--parsable", f"--nodes={options.nodes}"]
     if devices != cluster.devices_per_node or template.stem == "generic":
         words.append(f"--ntasks-per-node={devices}")
@@ -147,6 +153,17 @@ def _split(words: list[str]) -> tuple[Options, list[str]]:
         if (number := getattr(options, key)) is not None and number < 1:
             raise ConfigError(f"{key}={number}: must be at least 1")
     return options, rest
+
+
+def _seconds(time_limit: str) -> int | None:
+    """Of Slurm's forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time_limit)
+    if found is None:
+        return None  # sbatch says what is wrong with it
+    days, *rest = (int(number or 0) for number in found.groups())
+    if found[1] is None and found[4] is None:
+        return rest[0] * 60 + rest[1]
+    return ((days * 24 + rest[0]) * 60 + rest[1]) * 60 + rest[2]
 
 
 def _follow(job: str) -> int:
