@@ -102,10 +102,11 @@ def make_command(options: Options, overrides: Sequence[str]) -> tuple[list[str],
     template = ROOT / "slurm" / f"{cluster.name}.sbatch"
     if not template.exists():
         template = ROOT / "slurm" / "generic.sbatch"
-    if options.time is not None and (seconds := _seconds(options.time)) is not None and seconds <= 2 * _SIGNAL_SECONDS:
+    minutes = 2 * _SIGNAL_SECONDS // 60
+    if options.time is not None and (seconds := _seconds(options.time)) is not None and seconds <= minutes * 60:
         raise ConfigError(
-            f"time={options.time}: the templates ask for the signal to leave {_SIGNAL_SECONDS} s before the end, and it "
-            f"may come a minute earlier: give more than {2 * _SIGNAL_SECONDS // 60} minutes, or sbatch --signal=USR2@30 …"
+            f"time={options.time}: the templates ask for the signal to leave {_SIGNAL_SECONDS} s before the end, and "
+            f"it may come a minute earlier: give more than {minutes} minutes, or sbatch --signal=USR2@30 …"
         )
     words = ["sbatch", "--parsable", f"--nodes={options.nodes}"]
     if devices != cluster.devices_per_node or template.stem == "generic":
