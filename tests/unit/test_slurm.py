@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli import make_run_plans
+from shardwise.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.launch import slurm
 from shardwise.launch.host import inspect_host
@@ -12,10 +14,12 @@ from shardwise.launch.slurm import (
     has_begun,
     is_first_to_end,
     note,
+    note_begun,
     read_array_member,
     read_run_id,
     read_task,
 )
+from shardwise.plan import Host
 
 JOB = {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
 STEP = JOB | {
@@ -109,9 +113,33 @@ def test_what_the_batch_script_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("SHARDWISE_START", "3")
     assert slurm.job_folder() == tmp_path
     assert not has_begun("/runs/a")
-    note("begun", "/runs/a")
+    note_begun("/runs/a")
     assert has_begun("/runs/a") and not has_begun("/runs/b")
+    note_begun("/runs/b")
+    note_begun("/runs/c")
+    note_begun("/runs/b", is_ours=False)
+    assert has_begun("/runs/a") and has_begun("/runs/c") and not has_begun("/runs/b")
     assert is_first_to_end(1, "rank 1:\nTraceback\n  File\nValueError: x\n") and not is_first_to_end(1, "another")
     assert is_first_to_end(2, "error: y\nmore\n")
     assert (tmp_path / "start-3" / "code-1").read_text() == "ValueError: x\n"
     assert (tmp_path / "start-3" / "code-2").read_text() == "error: y\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "step"),
+    [([], 20), (["resume=STEP5"], 20), (["stage=validate", "resume=STEP5"], 5), (["name=another", "resume=STEP5"], 5)],
+)
+def test_a_requeued_job_goes_on_with_its_own_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], step: int
+) -> None:
+    """Whatever it was begun from; what looks at a checkpoint looks at the same one again."""
+    for number in (5, 20):
+        folder = tmp_path / f"runs/own/checkpoints/step-{number:08d}.ckpt"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text('{"format": 1, "files": {}}')
+    monkeypatch.setenv("SHARDWISE_JOB_DIR", str(tmp_path))
+    note_begun(str(tmp_path / "runs/own"))
+    first = str(tmp_path / "runs/own/checkpoints/step-00000005.ckpt")
+    words = ["name=own", *(word.replace("STEP5", first) for word in words)]
+    _, [plan] = make_run_plans(compose([f"runs_dir={tmp_path}/runs", *words]).jobs, Host(0))
+    assert plan.resume is not None and plan.resume.endswith(f"step-{step:08d}.ckpt")
