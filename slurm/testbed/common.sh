@@ -7,6 +7,7 @@ marker=$folder/.shardwise-testbed # nothing is removed from a folder without it
 hosts=/etc/hosts
 hosts_begin="# shardwise testbed in $folder: begin"
 hosts_end="# shardwise testbed in $folder: end"
+daemon_path=/usr/sbin:/usr/bin:/sbin:/bin # all of the caller's environment that daemons get, and could hand on to jobs
 nodes=(dgx01 dgx02 dgx03 dgx04)
 export PATH=$PATH:/usr/sbin:/sbin # where Debian keeps the daemons, and su without "-" leaves out
 
@@ -87,7 +88,7 @@ wait_for_nodes() {
         [[ ${#left[@]} -gt 0 ]]
     do
         if [[ $SECONDS -ge $deadline ]]; then
-            echo "${0##*/}: not up after 60 s: ${left[*]}; logs are in $folder/log" >&2
+            echo "${0##*/}: not up after 60 s: ${left[*]}" >&2
             return 1
         fi
         sleep 0.25
