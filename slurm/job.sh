@@ -23,8 +23,16 @@ if [[ ! $RESTARTS_WITHOUT_PROGRESS =~ ^[0-9]{1,6}$ ]]; then
     exit 2
 fi
 
-# A signal to the batch script, or to the whole job: the ranks get it as well, and srun tells when they have left.
-trap : TERM USR1 USR2 HUP INT
+# A signal to the batch script (scancel --batch, --full) is meant for the run. On SIGTERM srun would kill its tasks at once:
+# it has a process group of its own (-m), and is told in words that it passes on.
+set -m
+child='' told=''
+pass_on() { # SIGNAL
+    [[ $1 == USR1 ]] || told=$1
+    [[ -z $child ]] || kill -"$1" "$child" 2> /dev/null
+}
+trap 'pass_on USR2' TERM USR2 HUP INT
+trap 'pass_on USR1' USR1
 
 read_number() { # FILE
     local number=
@@ -84,6 +92,7 @@ begin() { # OVERRIDE...
     TRAIN=("$PYTHON" "$home/train.py" ${cluster:+"$cluster"})
 
     look_at_nodes ${cluster:+"$cluster"} "$@"
+    [[ -z $told ]] || end 140
 }
 
 look_at_nodes() { # OVERRIDE...
@@ -98,6 +107,14 @@ look_at_nodes() { # OVERRIDE...
     srun "${SRUN[@]}" "$PYTHON" -m shardwise preflight "$@"
     local code=$?
     ((code == 0)) || end "$code"
+}
+
+finish() { # THE PROCESS OF SRUN. As long as it lives: a signal ends bash's wait
+    local code
+    child=$1
+    while wait "$child"; code=$?; kill -0 "$child" 2> /dev/null; do :; done
+    child=''
+    end "$code"
 }
 
 # After the run: done, or run it again, or leave it.
