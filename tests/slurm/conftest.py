@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def slurm() -> Iterator[dict[str, str]]:
     """The environment in which Slurm's commands work. The testbed is left as it was found: up or down."""
     was_up = subprocess.run(["pgrep", "-f", "slurmctld.*shardwise-testbed"], capture_output=True, check=False)
-    subprocess.run([TESTBED / "up"], check=False, timeout=300)
+    subprocess.run([TESTBED / "up"], check=True, timeout=300)
     said = subprocess.run(
         ["bash", "-c", ". /var/lib/shardwise-testbed/env && env -0"], capture_output=True, text=True, check=True
     )
