@@ -51,15 +51,15 @@ begin() { # OVERRIDE...
     fi
 
     start=$(($(read_number "$job/starts") + 1))
-    local without=0
-    ((start == 1)) || without=$(without_progress)
+    local fruitless=0
+    ((start == 1)) || fruitless=$(without_progress)
     local tasks=$(((${SLURM_NTASKS:-1} + SLURM_JOB_NUM_NODES - 1) / SLURM_JOB_NUM_NODES))
     tasks=${SLURM_NTASKS_PER_NODE:-$tasks}
     echo "$start" > "$job/starts"
-    echo "$without" > "$job/without-progress"
+    echo "$fruitless" > "$job/without-progress"
     read_number "$job/saved" > "$job/saved-before"
     say "start $start of $run_id on $SLURM_JOB_NODELIST ($(date '+%F %T')), $tasks tasks a node"
-    stop_after "$without" 1
+    stop_after "$fruitless" 1
 
     export SHARDWISE_JOB_DIR=$job SHARDWISE_START=$start
     export PYTHONPATH=$home/src:$home${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1

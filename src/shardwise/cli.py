@@ -35,13 +35,19 @@ from shardwise.plan import Host, Plan, make_plan
 
 def train(argv: list[str]) -> int:
     """`python train.py …`. Exit code: 0 done, 2 a user's mistake (one message on stderr), else the run's own."""
+    code = _train(argv)
+    if code == 0 and os.environ.get("RANK", "0") == "0":
+        note("done", "")
+    return code
+
+
+def _train(argv: list[str]) -> int:
     outlive_console()
     overlook()
     try:
         command = compose(argv)
         if command.print is not None:
             print(command.print)
-            note("done", "")
             return 0
         host = inspect_host()
         if host.launcher == "slurm" and (task := read_task()) is not None:
@@ -52,7 +58,6 @@ def train(argv: list[str]) -> int:
         if any(job.config.dry_run for job in jobs):
             for job, plan in zip(jobs, plans, strict=True):
                 print(f"# config\n{job.yaml}\n# plan\n{plan.to_json()}")
-            note("done", "")
             return 0
         check_targets(plans)
         # In a batch script's job it has been looked already
@@ -61,10 +66,7 @@ def train(argv: list[str]) -> int:
 
             if code := run_alone(argv, jobs[0].config):  # once, for all jobs of a sweep
                 return code
-        code = start_all(jobs, plans)
-        if code == 0 and os.environ.get("RANK", "0") == "0":
-            note("done", "")
-        return code
+        return start_all(jobs, plans)
     except ConfigError as error:
         return report(error)
     except KeyboardInterrupt:
@@ -90,11 +92,16 @@ def make_run_plans(jobs: tuple[Job, ...], host: Host) -> tuple[tuple[Job, ...], 
     for number, job in enumerate(jobs):
         plan = make_plan(job.config, host, job.clusters)
         if len(jobs) > 1 and (member is None or job.config.name is not None):  # an array's own id has the number
-            run_id = f"{plan.run_id}-{number}"
-            plan = dataclasses.replace(plan, run_id=run_id, run_dir=str(Path(plan.run_dir).parent / run_id))
+            plan = number_run(plan, number)
         if member in (None, number):
             plans.append(find_checkpoint(plan, host))
     return jobs if member is None else (jobs[member],), plans
+
+
+def number_run(plan: Plan, number: int) -> Plan:
+    """The Plan of one job of a sweep, with a folder of its own."""
+    run_id = f"{plan.run_id}-{number}"
+    return dataclasses.replace(plan, run_id=run_id, run_dir=str(Path(plan.run_dir).parent / run_id))
 
 
 def find_checkpoint(plan: Plan, host: Host) -> Plan:

@@ -112,7 +112,9 @@ class _Start:
         try:
             with self._signals():
                 for number in range(self.plan.topology.world_size):
-                    self.ranks.append(_Rank(number, self.plan, _environment(self.plan, store.port)))
+                    self.ranks.append(
+                        _Rank(number, self.plan, rank_environment(self.plan.topology.world_size, store.port))
+                    )
                     if self.told is not None:  # before this one was there
                         self.ranks[-1].send(self.told)
                 self._wait()
@@ -195,10 +197,10 @@ def outcome(ranks: Sequence[_Rank], told: int | None) -> tuple[int, str]:
     return (0, "") if said is None else (int(said["code"]), str(said["text"]))
 
 
-def _environment(plan: Plan, port: int) -> dict[str, str]:
+def rank_environment(ranks: int, port: int) -> dict[str, str]:
+    """Of `ranks` processes on this node, whose store is this process's; RANK and LOCAL_RANK are each one's own."""
     here = [str(ROOT / "src"), str(ROOT), os.getcwd()]
     before = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in here]
-    ranks = plan.topology.world_size
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return os.environ | {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks))),

@@ -8,9 +8,10 @@ import sys
 import time
 from contextlib import suppress
 
-from shardwise.compose import ROOT, compose
+from shardwise.compose import compose
 from shardwise.errors import ConfigError, ExitCode
 from shardwise.launch.host import count_cuda_devices
+from shardwise.launch.local import rank_environment
 from shardwise.launch.slurm import read_task
 from shardwise.launch.worker import PARENT, die_with_parent
 from shardwise.preflight import rank
@@ -85,14 +86,7 @@ def run_alone(words: list[str], config: RunConfig) -> int:
 
     # Here, where it outlives every rank; on a port that the system chooses
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    here = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0",
-        "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's word for: the store is there, be its client
-        PARENT: str(os.getpid()),
-    }  # fmt: skip
+    here = rank_environment(ranks, store.port)
     command = [sys.executable, "-m", "shardwise", "preflight", *words]
     started: list[subprocess.Popen[bytes]] = []
     try:

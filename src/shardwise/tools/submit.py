@@ -1,4 +1,4 @@
-"""`shardwise submit nodes=4 cluster=dgx_h100 recipe=…`: the Plan, then sbatch. What cannot work never queues."""
+"""`shardwise submit nodes=4 cluster=dgx_h100 recipe=…`: the Plan, then sbatch. Values that cannot work never queue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.cli import check_weights, find_checkpoint, headline
+from shardwise.cli import check_weights, find_checkpoint, headline, number_run
 from shardwise.compose import ROOT, Job, compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
@@ -93,7 +93,7 @@ def make_command(options: Options, overrides: Sequence[str]) -> tuple[list[str],
     jobs = command.jobs
     plans = [_plan(options, job, number, len(jobs)) for number, job in enumerate(jobs)]
     devices, cluster = plans[0].topology.devices, jobs[0].config.cluster
-    if any(plan.topology.devices != devices or job.config.cluster != cluster for plan, job in zip(plans, jobs)):  # noqa: B905
+    if any(plan.topology.devices != devices for plan in plans) or any(job.config.cluster != cluster for job in jobs):
         raise ConfigError("an array's members are alike: devices= and cluster= have one value each")
     if any(job.config.dry_run for job in jobs):
         raise ConfigError("dry_run=true: the job would wait in the queue to print a Plan; give --dry-run")
@@ -126,14 +126,14 @@ def _plan(options: Options, job: Job, number: int, jobs: int) -> Plan:
     config = job.config
     devices = config.devices if config.devices is not None else config.cluster.devices_per_node or 1
     cpu = config.accelerator is Accelerator.cpu
-    # An array's members have their number in their name
-    run_id = config.name if config.name is None or jobs == 1 else f"{config.name}-{number}"
-    config.name = run_id
     host = Host(
         cuda_devices=0 if cpu else devices, launcher="slurm", nodes=options.nodes, devices=devices, run_id="slurm-JOB",
         gpu=None if cpu else config.cluster.gpu,
     )  # fmt: skip
-    plan = find_checkpoint(make_plan(config, host, job.clusters), Host(0))
+    plan = make_plan(config, host, job.clusters)
+    if jobs > 1 and config.name is not None:
+        plan = number_run(plan, number)
+    plan = find_checkpoint(plan, Host(0))
     check_weights(plan)
     return plan
 
