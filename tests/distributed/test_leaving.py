@@ -111,7 +111,7 @@ def test_a_tracker_that_is_gone_does_not_take_its_run_along(home: Path) -> None:
     records = sorted((home / "runs/tracked").glob("wandb/offline-run-*-tracked/run-tracked.wandb"))
     rows = [row for record in records for row in history(record) if "train/loss" in row]
     steps = [int(row["trainer/global_step"]) for row in rows]  # but what W&B had not written yet when it was ended
-    assert steps == list(range(steps[0], saved + 3)) and steps[0] < saved - 4
+    assert steps == list(range(steps[0], saved + 3)) and steps[0] <= saved
 
 
 def test_what_broke_is_said_once_and_the_rest_is_in_files(home: Path) -> None:
