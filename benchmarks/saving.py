@@ -34,6 +34,7 @@ from lightning.pytorch import Callback  # noqa: E402
 
 from benchmarks.overhead import TINY, Held, wait_for  # noqa: E402
 from shardwise.callbacks.saving import Saving  # noqa: E402
+from shardwise.checkpoint.find import list_checkpoints  # noqa: E402
 from shardwise.compose import compose  # noqa: E402
 from shardwise.environment import describe_environment  # noqa: E402
 from shardwise.plan import Host, Plan, make_plan  # noqa: E402
@@ -61,8 +62,9 @@ class Ticks:
 class Watch(Callback):
     """Saves when it is time to; comes after every other callback."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        self.saving, self.device = Saving(plan), device
+    def __init__(self, plan: Plan, device: torch.device, one_at_a_time: bool) -> None:
+        self.saving, self.device, self.run_dir = Saving(plan), device, plan.run_dir
+        self.one_at_a_time = one_at_a_time
         self.held: list[float] = []
         self.behind: list[float] = []  # seconds per step, of each save
         self.begun: float | None = None
@@ -84,12 +86,23 @@ class Watch(Callback):
             elif self.begun is not None:
                 self.behind.append((self._now() - self.begun) / BEHIND)
             if len(self.held) < SAVES:
+                if self.one_at_a_time:
+                    self._remove_earlier()
                 wait_for(self.device)
                 began = time.perf_counter()
                 self.saving.save_step(trainer)
                 self.held.append(time.perf_counter() - began)
                 self.begun = time.perf_counter()
                 self.next_save += BEHIND
+
+    def _remove_earlier(self) -> None:
+        if self.saving.writer is not None:
+            self.saving.writer.wait()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for path in list_checkpoints(self.run_dir):
+                shutil.rmtree(path)
+        dist.barrier()
 
     def on_train_end(self, trainer: Any, *args: Any) -> None:
         writer = self.saving.writer
@@ -127,11 +140,13 @@ def device_of(accelerator: str) -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if accelerator == "cuda" else torch.device("cpu")
 
 
-def save(words: list[str], strategy: str, ranks: int, accelerator: str, folder: Path) -> dict[str, Any]:
+def save(
+    words: list[str], strategy: str, ranks: int, accelerator: str, folder: Path, one_at_a_time: bool
+) -> dict[str, Any]:
     quiet_lightning()
     plan = plan_of(words, strategy, ranks, accelerator, folder, "saved", WARM_UP + QUIET + SAVES * BEHIND)
     init_process_group(plan)
-    watch = Watch(plan, device_of(accelerator))
+    watch = Watch(plan, device_of(accelerator), one_at_a_time)
     module = build_module(plan)
     trainer = build_trainer(plan, module)
     trainer.callbacks.append(watch)  # type: ignore[attr-defined]
@@ -186,6 +201,7 @@ def main() -> None:
     parser.add_argument("--cells", default=";".join(CELLS), help="separated by semicolons")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--folder", type=Path, help="where checkpoints are written; default: a temporary one")
+    parser.add_argument("--one-at-a-time", action="store_true", help="for a folder that has room for one checkpoint")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for a cell's saving, and for its loading")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--commit", help="of this code, where it was copied without its history")
@@ -206,7 +222,7 @@ def main() -> None:
         folder = Path(tempfile.mkdtemp(dir=arguments.folder))
         try:
             what = (words, strategy, ranks, arguments.accelerator, folder)
-            cell |= spawn(ranks, save, *what, timeout_seconds=arguments.timeout)[0]
+            cell |= spawn(ranks, save, *what, arguments.one_at_a_time, timeout_seconds=arguments.timeout)[0]
             few = ranks // part
             loading = (words, other, few, arguments.accelerator, folder, cell.pop("checkpoint"))
             cell |= spawn(few, load, *loading, timeout_seconds=arguments.timeout)[0]

@@ -302,6 +302,7 @@ Run-level values:
   max_steps=N | max_epochs=N | max_samples=N              exactly one; a step is an optimizer step
   gradient_clip_val=X       bound on the global gradient norm
   seed=N  log_every_n_steps=N  validate_every_n_steps=N  max_validation_batches=N
+  deterministic=true        the same bits in every run on the same GPUs, at some cost
   compile=none|layer|model  torch.compile on each repeated layer, or on the whole step
   activation_checkpointing=none|full                      recompute each repeated layer in the backward pass
   ema_decay=X               keep an exponential moving average of the weights and validate with it

@@ -160,6 +160,7 @@ class Plan:
     progress_bar: bool
     optimizer: dict[str, Any] | None
     optimizer_override: bool
+    deterministic: bool  # the same bits in every run on the same hardware
     compile: CompileName
     activation_checkpointing: ActivationCheckpointingName
     ema_decay: float | None  # of the averaged weights that validation and checkpoints see as well; None: no average
@@ -294,6 +295,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         progress_bar=host.is_terminal,
         optimizer=optimizer,
         optimizer_override=config.optimizer_override,
+        deterministic=config.deterministic,
         compile=config.compile.value,
         activation_checkpointing=config.activation_checkpointing.value,
         ema_decay=config.ema_decay,

@@ -231,6 +231,7 @@ class RunConfig:
     validate_every_n_steps: int | None = None
     max_validation_batches: int | None = None
     optimizer_override: bool = False
+    deterministic: bool = False
     compile: Compile = Compile.none
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
     ema_decay: float | None = None

@@ -215,6 +215,7 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
         val_check_interval=1.0 if validate_every is None else validate_every * accumulate,
         check_val_every_n_epoch=1 if validate_every is None else None,
         log_every_n_steps=plan.log_every_n_steps,
+        deterministic=plan.deterministic or None,  # False would undo what a module has chosen
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
         inference_mode=False,  # FSDP2 reuses gathered parameters between training and validation

@@ -95,7 +95,7 @@ STRATEGIES = ["ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3"]
 
 def words_for(strategy: str, accelerator: str) -> list[str]:
     more = ["strategy.shard_size=2"] if strategy == "fsdp_hybrid" else []
-    return [*WORDS, f"strategy={strategy}", f"accelerator={accelerator}", *more]
+    return [*WORDS, f"strategy={strategy}", f"accelerator={accelerator}", "deterministic=true", *more]
 
 
 @dataclass

@@ -1,0 +1,94 @@
+"""Is a run that was stopped and resumed, bit for bit, the one that was not? The table of docs/checkpointing.md.
+
+    python benchmarks/exact_resume.py                                 all GPUs, deterministic=true
+    python benchmarks/exact_resume.py --accelerator cpu --ranks 2
+
+Every configuration of tests/distributed/test_exact_resume.py and a language model; three steps, a checkpoint, four
+more, beside seven in one go: rows of metrics.csv, weights and buffers of every rank. Writes
+benchmarks/results/exact-<device>-x<ranks>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+
+import torch  # noqa: E402
+
+from shardwise.environment import describe_environment  # noqa: E402
+from shardwise.plan import Plan  # noqa: E402
+from tests.distributed.cells import cell_plan  # noqa: E402
+from tests.distributed.processes import spawn  # noqa: E402
+from tests.distributed.test_exact_resume import CONFIGS, STEPS, STOP, plan_for, stopped_and_not, unlike  # noqa: E402
+
+LANGUAGE_MODEL = [
+    "precision=bf16", "model.dim=512", "model.n_heads=8", "model.n_kv_heads=2", "model.ffn_dim=1024",
+    "micro_batch_size=2", "gradient_clip_val=1.0", f"checkpoint.save_every_n_steps={STOP}", "checkpoint=async",
+]  # fmt: skip
+LANGUAGE = {f"language model, bf16, {s}": [*LANGUAGE_MODEL, f"strategy={s}"] for s in ("ddp", "fsdp", "zero3")}
+
+
+def plan_of(name: str, folder: Path, ranks: int, accelerator: str, *more: str) -> Plan:
+    if name in LANGUAGE:
+        words = [*LANGUAGE[name], f"global_batch_size={4 * ranks}", f"max_steps={STEPS}", "deterministic=true", *more]
+        return cell_plan(folder, ranks, *words, accelerator=accelerator)
+    return plan_for(folder, ranks, STEPS, *CONFIGS[name], "deterministic=true", *more, accelerator=accelerator)
+
+
+def compared(folder: Path, ranks: int, names: list[str], accelerator: str) -> dict[str, list[str]]:
+    """In each rank: what is not the same bits."""
+    found = {}
+    for number, name in enumerate(names):
+        runs = stopped_and_not(
+            folder / f"{number}",
+            lambda run_dir, *more, name=name: plan_of(name, run_dir, ranks, accelerator, *more),
+        )
+        assert runs["straight"]["losses"] or os.environ["RANK"] != "0"
+        found[name] = unlike(**runs)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--accelerator", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--ranks", type=int, help="default: all GPUs")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for all")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--commit", help="of this code, where it was copied without its history")
+    arguments = parser.parse_args()
+    ranks = arguments.ranks or torch.cuda.device_count()
+    environment = describe_environment()
+    gpu = environment["gpus"][0] if arguments.accelerator == "cuda" else "cpu"
+    del environment["hostname"]
+    environment["commit"] = arguments.commit or environment["commit"]
+    names = [*CONFIGS, *LANGUAGE]
+    with tempfile.TemporaryDirectory() as folder:
+        what = (Path(folder), ranks, names, arguments.accelerator)
+        found = spawn(ranks, compared, *what, timeout_seconds=arguments.timeout)
+    result: dict[str, Any] = {
+        "command": " ".join(["python", "benchmarks/exact_resume.py", *sys.argv[1:]]),
+        "ranks": ranks,
+        "environment": environment,
+        "settings": {"steps": STEPS, "stopped_after": STOP},
+        "overrides": {**CONFIGS, **LANGUAGE},
+        "unlike": {name: sorted({what for rank in found for what in rank[name]}) for name in names},
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"exact-{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}-x{ranks}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["unlike"], indent=1), flush=True)
+    return 1 if any(result["unlike"].values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
