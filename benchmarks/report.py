@@ -165,16 +165,18 @@ def saving() -> list[str]:
             if "error" in cell:
                 lines.append(f"| {cell['name']} | not measured: {cell['error'][:200]} | | | | | | |")
                 continue
-            gigabytes = cell["bytes"] / 1e9
+            gigabytes, quiet = cell["bytes"] / 1e9, cell["step_seconds"]
+            slower = [f"{seconds / quiet - 1:+.1%}" for seconds in cell["behind_seconds"] if seconds is not None]
+            loaded = f"{gigabytes / cell['load_seconds']:,.2f} ({cell['loaded_ranks']} ranks)"
             said = [
                 cell["name"],
-                f"{1e3 * cell['step_seconds']:,.1f}",
+                f"{1e3 * quiet:,.1f}",
                 f"{1e3 * cell['held_seconds'][0]:,.0f}",
                 ", ".join(f"{1e3 * seconds:,.0f}" for seconds in cell["held_seconds"][1:]),
-                f"{cell['behind_seconds'] / cell['step_seconds'] - 1:+.1%}",
+                ", ".join(slower) or "none",
                 f"{gigabytes:,.1f}",
-                f"{gigabytes / cell['write_seconds']:,.2f}",
-                f"{gigabytes / cell['load_seconds']:,.2f}",
+                f"{gigabytes / median(cell['write_seconds']):,.2f}",
+                loaded,
             ]
             lines.append(f"| {' | '.join(said)} |")
         lines.append("")

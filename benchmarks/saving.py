@@ -4,9 +4,9 @@
     python benchmarks/saving.py --cells "llama3_8b fsdp" --ranks 4
     python benchmarks/saving.py --accelerator cpu --ranks 2 --tiny    tries it out
 
-Random tokens in memory, accumulation 1. Steps without a save, then three saves, each with steps behind it: the time
-the host spends in a save and the time of the steps until it is written, between two synchronisations. Then the last is
-loaded: on all ranks, on half of them, or under another strategy. Writes
+Random tokens in memory, accumulation 1. Steps without a save, then three saves, each with steps behind it. How much
+longer the step after a save takes is how long the loop is held; the steps after that are those behind it, for as long
+as it is being written. Then the last is loaded: on all ranks, on half of them, or under another strategy. Writes
 benchmarks/results/saving-<device>-x<ranks>.json after every cell.
 """
 
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
+from statistics import mean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,18 +35,19 @@ from lightning.pytorch import Callback  # noqa: E402
 from benchmarks.overhead import TINY, Held, wait_for  # noqa: E402
 from shardwise.callbacks.saving import Saving  # noqa: E402
 from shardwise.checkpoint.find import list_checkpoints  # noqa: E402
+from shardwise.checkpoint.save import Outcome  # noqa: E402
 from shardwise.compose import compose  # noqa: E402
 from shardwise.environment import describe_environment  # noqa: E402
 from shardwise.plan import Host, Plan, make_plan  # noqa: E402
 from shardwise.trainer import build_module, build_trainer, init_process_group, quiet_lightning  # noqa: E402
 from tests.distributed.processes import spawn  # noqa: E402
 
+EIGHT = ["model=llama3_8b", "micro_batch_size=1", "data.sequence_length=8192", "activation_checkpointing=full"]
 CELLS = {  # strategy, further words, (what it is loaded under, on which part of the ranks)
     "llama3_1b fsdp": ("fsdp", ["model=llama3_1b", "micro_batch_size=2"], ("fsdp", 1)),
     "llama3_1b zero2, then fsdp": ("zero2", ["model=llama3_1b", "micro_batch_size=2"], ("fsdp", 1)),
-    "llama3_8b fsdp": ("fsdp", ["model=llama3_8b", "micro_batch_size=1", "activation_checkpointing=full"], ("fsdp", 1)),
-    "llama3_8b fsdp, then half the ranks": (
-        "fsdp", ["model=llama3_8b", "micro_batch_size=1", "activation_checkpointing=full"], ("fsdp", 2)),
+    "llama3_8b fsdp": ("fsdp", EIGHT, ("fsdp", 1)),
+    "llama3_8b fsdp, then half the ranks": ("fsdp", EIGHT, ("fsdp", 2)),
 }  # fmt: skip
 WARM_UP, QUIET, SAVES = 4, 8, 3
 BEHIND = 12  # steps after a save, at most, that are timed while it is written
@@ -60,69 +61,90 @@ class Ticks:
 
 
 class Watch(Callback):
-    """Saves when it is time to; comes after every other callback."""
+    """Saves when it is time to; comes after every other callback. Nothing is waited for between the steps of a save."""
 
     def __init__(self, plan: Plan, device: torch.device, one_at_a_time: bool) -> None:
         self.saving, self.device, self.run_dir = Saving(plan), device, plan.run_dir
         self.one_at_a_time = one_at_a_time
-        self.held: list[float] = []
-        self.behind: list[float] = []  # seconds per step, of each save
-        self.begun: float | None = None
-        self.quiet = float("nan")
-        self.next_save = WARM_UP + QUIET
-        self.mark = 0.0
-
-    def _now(self) -> float:
-        wait_for(self.device)
-        return time.perf_counter()
+        self.ends: dict[int, Any] = {}  # when a step was over, on the device
+        self.saved_after: list[int] = []
+        self.host_seconds: list[float] = []
+        self.written: list[Outcome] = []
+        self.busy: set[int] = set()  # steps after which a save was still being written
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         step = trainer.global_step
-        if step == WARM_UP:
-            self.mark = self._now()
-        elif step == self.next_save:
-            if not self.held:
-                self.quiet = (self._now() - self.mark) / QUIET
-            elif self.begun is not None:
-                self.behind.append((self._now() - self.begun) / BEHIND)
-            if len(self.held) < SAVES:
-                if self.one_at_a_time:
-                    self._remove_earlier()
+        self.ends[step] = self._now()
+        if self.saving.writer is not None and self.saving.writer.busy:
+            self.busy.add(step)
+        if step in range(WARM_UP + QUIET, WARM_UP + QUIET + SAVES * BEHIND, BEHIND):
+            if self.saved_after:
+                self._wait_for_last()
                 wait_for(self.device)
-                began = time.perf_counter()
-                self.saving.save_step(trainer)
-                self.held.append(time.perf_counter() - began)
-                self.begun = time.perf_counter()
-                self.next_save += BEHIND
+                self.ends[step] = self._now()
+            began = time.perf_counter()
+            self.saving.save_step(trainer)
+            self.host_seconds.append(time.perf_counter() - began)
+            self.saved_after.append(step)
 
-    def _remove_earlier(self) -> None:
-        if self.saving.writer is not None:
-            self.saving.writer.wait()
+    def on_train_end(self, trainer: Any, *args: Any) -> None:
+        self._wait_for_last(keep=True)
+        wait_for(self.device)
+
+    def _now(self) -> Any:
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _wait_for_last(self, keep: bool = False) -> None:
+        assert self.saving.writer is not None
+        outcome = self.saving.writer.wait()
+        assert outcome is not None and outcome.error is None, outcome
+        self.written.append(outcome)
         dist.barrier()
-        if dist.get_rank() == 0:
+        if self.one_at_a_time and not keep and dist.get_rank() == 0:
             for path in list_checkpoints(self.run_dir):
                 shutil.rmtree(path)
         dist.barrier()
 
-    def on_train_end(self, trainer: Any, *args: Any) -> None:
-        writer = self.saving.writer
-        assert writer is not None
-        outcome = writer.wait()
-        assert outcome is not None and outcome.error is None, outcome
-        self.written = outcome
+    def found(self) -> dict[str, Any]:
+        seconds = {step: self._between(step - 1, step) for step in self.ends if step - 1 in self.ends}
+        quiet = mean(seconds[step] for step in range(WARM_UP + 1, WARM_UP + QUIET + 1))
+        behind = [
+            [seconds[step] for step in range(after + 2, after + BEHIND) if step in self.busy]
+            for after in self.saved_after
+        ]
+        return {
+            "step_seconds": quiet,
+            "held_seconds": [max(0.0, seconds[after + 1] - quiet) for after in self.saved_after],
+            "held_host_seconds": self.host_seconds,
+            "behind_seconds": [mean(steps) if steps else None for steps in behind],
+            "behind_steps": [len(steps) for steps in behind],
+            "steps": list(seconds.values()),
+            "write_seconds": [one.seconds for one in self.written],
+            "bytes": self.written[-1].bytes,
+            "checkpoint": str(self.written[-1].path),
+        }
+
+    def _between(self, first: int, second: int) -> float:
+        if self.device.type == "cpu":
+            return float(self.ends[second] - self.ends[first])
+        return float(self.ends[first].elapsed_time(self.ends[second]) / 1e3)
 
 
 def plan_of(words: list[str], strategy: str, ranks: int, accelerator: str, folder: Path, name: str, steps: int) -> Plan:
-    micro = next(w.split("=")[1] for w in words if w.startswith("micro_batch_size="))
+    micro = [w.split("=")[1] for w in words if w.startswith("micro_batch_size=")][-1]
     argv = [
         "schedule=none", "optimizer.lr=1e-5", "module.sample_tokens=0", "data._target_=benchmarks.overhead.Held",
         "~data.corpus", "~data.directory", "~data.max_validation_sequences", "~data.num_workers", "precision=bf16",
         "checkpoint=async", "checkpoint.monitor=null", "checkpoint.save_every_n_steps=null",
         "checkpoint.save_at_end=false", "validate_every_n_steps=1000000", f"strategy={strategy}", *words,
         f"devices={ranks}", f"global_batch_size={int(micro) * ranks}", f"accelerator={accelerator}",
-        f"max_steps={steps}", f"runs_dir={folder}", f"name={name}", "data.sequence_length=2048",
+        f"max_steps={steps}", f"runs_dir={folder}", f"name={name}",
     ]  # fmt: skip
-    argv += [word for word in words if word.startswith("data.sequence_length=")]
+    argv += [] if any(word.startswith("data.sequence_length=") for word in words) else ["data.sequence_length=2048"]
     plan = make_plan(compose(argv).jobs[0].config, Host(cuda_devices=torch.cuda.device_count()))
     Path(plan.run_dir).mkdir(parents=True, exist_ok=True)
     return plan
@@ -151,16 +173,7 @@ def save(
     trainer = build_trainer(plan, module)
     trainer.callbacks.append(watch)  # type: ignore[attr-defined]
     trainer.fit(module, datamodule=tokens_for(plan))
-    return {
-        "step_seconds": watch.quiet,
-        "held_seconds": watch.held,
-        "behind_seconds": median(watch.behind[1:] or watch.behind),
-        "behind_each": watch.behind,
-        "write_seconds": watch.written.seconds,
-        "bytes": watch.written.bytes,
-        "checkpoint": str(watch.written.path),
-        "peak_host_gib": peak_host_gib(),
-    }
+    return {**watch.found(), "peak_host_gib": peak_host_gib()}
 
 
 def load(words: list[str], strategy: str, ranks: int, accelerator: str, folder: Path, path: str) -> dict[str, Any]:

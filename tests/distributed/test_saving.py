@@ -145,7 +145,7 @@ def damaged(folder: Path) -> dict[str, Any]:
 
 
 def shard(folder: Path) -> Path:
-    return folder / "__1_0.distcp"
+    return folder / "__1_0_0.distcp"
 
 
 def flip(path: Path) -> None:
@@ -164,13 +164,13 @@ CHANGES = {
     "two": lambda folder: (flip(shard(folder)), flip(shard(folder.with_name("step-00000004.ckpt")))),
 }
 SAID = {
-    "truncated": r"__1_0\.distcp has \d+ bytes of \d+",
-    "flipped": r"__1_0\.distcp is not what was written",
-    "missing": r"__1_0\.distcp is missing",
+    "truncated": r"__1_0_0\.distcp has \d+ bytes of \d+",
+    "flipped": r"__1_0_0\.distcp is not what was written",
+    "missing": r"__1_0_0\.distcp is missing",
     "metadata": r"\.metadata is not what was written",
     "manifest": r"manifest\.json cannot be read",
     "unsealed": r"manifest\.json cannot be read",
-    "two": r"__1_0\.distcp is not what was written",
+    "two": r"__1_0_0\.distcp is not what was written",
 }
 
 

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardwise.checkpoint.tensors import Box, Spread, range_of, read_metadata, read_tensors, whole, write_tensors
+from shardwise.checkpoint.tensors import (
+    Box,
+    RankError,
+    Spread,
+    range_of,
+    read_metadata,
+    read_tensors,
+    whole,
+    write_tensors,
+)
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
@@ -48,15 +57,29 @@ def parts(tensor: Tensor, *cuts: int) -> Spread:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("cuts", [(), (17,), (1, 2, 29)])
 @pytest.mark.parametrize("others", [(), (4, 5), (23,)])
-def test_what_is_written_in_some_boxes_is_read_into_others(tmp_path: Path, cuts: Any, others: Any) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_is_written_in_some_boxes_is_read_into_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuts: Any, others: Any, threads: int
+) -> None:
+    monkeypatch.setattr("shardwise.checkpoint.tensors.io_threads", lambda: threads)
     tensor, scalar = torch.randn(5, 3, 2), torch.tensor(3.0)
     write_tensors(tmp_path / "written", {"a": parts(tensor, *cuts), "b": whole(scalar)}, None)
     into, number = torch.zeros(5, 3, 2), torch.tensor(0.0)
     read_tensors(tmp_path / "written", {"a": parts(into, *others), "b": whole(number)}, None)
+    assert len(list((tmp_path / "written").glob("__0_*"))) == min(threads, len(cuts) + 2)
     assert torch.equal(into, tensor) and torch.equal(number, scalar)
     plain = {"a": torch.zeros(5, 3, 2)}
     dcp.load(plain, checkpoint_id=str(tmp_path / "written"), no_dist=True)  # as anybody's code would
     assert torch.equal(plain["a"], tensor)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_goes_wrong_in_a_thread_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.checkpoint.tensors.io_threads", lambda: 3)
+    (tmp_path / "__0_1_0.distcp").mkdir()
+    tensors = {str(number): whole(torch.ones(4)) for number in range(3)}
+    with pytest.raises(RankError, match="rank 0: IsADirectoryError"):
+        write_tensors(tmp_path, tensors, None)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.find import MANIFEST, damage, list_checkpoints
+from shardwise.checkpoint.tensors import io_threads, sha256_of
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 
@@ -63,15 +64,16 @@ def _damage(folder: Path) -> str | None:
 def changed(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
     """What the checksums of a rank's share of the files find wrong."""
     files = json.loads((folder / MANIFEST).read_text())["files"]
-    for name in sorted(files)[rank::ranks]:
+
+    def look(name: str) -> str | None:
         try:
-            with (folder / name).open("rb") as content:
-                digest = hashlib.file_digest(content, "sha256").hexdigest()
+            digest = sha256_of(folder / name)
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
-        if digest != files[name]["sha256"]:
-            return f"{name} is not what was written (another checksum)"
-    return None
+        return None if digest == files[name]["sha256"] else f"{name} is not what was written (another checksum)"
+
+    with ThreadPoolExecutor(io_threads()) as pool:
+        return next(filter(None, pool.map(look, sorted(files)[rank::ranks])), None)
 
 
 def load_rest(folder: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ go into manifest.json, the last to be written; then the folder gets its name. Wh
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint.find import FORMAT, MANIFEST
-from shardwise.checkpoint.tensors import Box, RankError, Spread, write_tensors
+from shardwise.checkpoint.tensors import Box, RankError, Spread, io_threads, sha256_of, write_tensors
 
 _T = TypeVar("_T")
 
@@ -228,7 +227,9 @@ def publish(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None) -> 
         own = [_save(partial / f"rank-{rank:05d}.pt", snapshot.own)]
         if rank == 0:
             own += [_save(partial / "trainer.pt", snapshot.rest), partial / ".metadata"]
-        return {file.name: describe(file) for file in [*own, *partial.glob(f"__{rank}_*")]}
+        with ThreadPoolExecutor(io_threads()) as pool:
+            files = [*own, *partial.glob(f"__{rank}_*")]
+            return dict(zip((file.name for file in files), pool.map(describe, files), strict=True))
 
     def seal() -> None:
         if rank == 0:
@@ -297,5 +298,4 @@ def _sync(folder: Path) -> None:
 
 
 def describe(file: Path) -> dict[str, Any]:
-    with file.open("rb") as content:
-        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(content, "sha256").hexdigest()}
+    return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
