@@ -45,7 +45,7 @@ def main() -> None:
 
 def with_tables(text: str) -> str:
     """The text with what stands between `<!-- table: NAME -->` and `<!-- end -->` made anew."""
-    tables = {made.__name__: made for made in (peaks, attention, resumed, saving, faults, stock, exit_codes)}
+    tables = {made.__name__: made for made in (peaks, attention, resumed, exact, saving, faults, stock, exit_codes)}
     return re.sub(
         r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
         lambda found: found[1] + "\n".join(tables[found[2]]()) + "\n" + found[3],
@@ -145,6 +145,26 @@ def resumed() -> list[str]:
                     for c in cells]  # fmt: skip
             lines.append(f"| {name} | {' | '.join(said)} |")
         lines.append("")
+    return lines
+
+
+def exact() -> list[str]:
+    """A run that was stopped and resumed, beside the one that was not."""
+    lines: list[str] = []
+    for result in read("exact"):
+        environment, settings = result["environment"], result["settings"]
+        device = environment["gpus"][0] if "--accelerator cpu" not in result["command"] else "CPU ranks"
+        lines += [
+            f"{result['ranks']} × {device}, torch {environment['packages']['torch']}, commit "
+            f"{str(environment['commit'])[:10]}. `{result['command']}`: {settings['steps']} steps, stopped after "
+            f"{settings['stopped_after']}.",
+            "",
+            "| | losses, norms, weights, buffers |",
+            "|---|---|",
+            *(f"| {name} | {'the same bits' if not other else 'other: ' + ', '.join(other)[:200]} |"
+              for name, other in result["unlike"].items()),
+            "",
+        ]  # fmt: skip
     return lines
 
 
