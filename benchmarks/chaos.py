@@ -16,6 +16,7 @@ import dataclasses
 import json
 import os
 import random
+import shlex
 import shutil
 import sys
 import tempfile
@@ -55,7 +56,7 @@ def main() -> int:
     del environment["hostname"]
     environment["commit"] = arguments.commit or environment["commit"]
     result: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/chaos.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/chaos.py", *sys.argv[1:]]),
         "environment": environment,
         "settings": {"steps": STEPS, "save_every_n_steps": SAVE_EVERY, "hang_seconds": HANG_SECONDS, "ranks": 2},
         "rounds": [],

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import sys
 import tempfile
 import time
@@ -49,7 +50,7 @@ def main() -> None:
     del environment["hostname"]
     environment["commit"] = arguments.commit or environment["commit"]
     result: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/checkpoint_matrix.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/checkpoint_matrix.py", *sys.argv[1:]]),
         "environment": environment,
         "settings": {"saved_after": SAVED, "further_steps": FURTHER, "bound": BOUND, "optimizers": optimizers},
         "sides": [vars(side) for side in mine],

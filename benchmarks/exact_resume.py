@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -76,7 +77,7 @@ def main() -> int:
         what = (Path(folder), ranks, names, arguments.accelerator)
         found = spawn(ranks, compared, *what, timeout_seconds=arguments.timeout)
     result: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/exact_resume.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/exact_resume.py", *sys.argv[1:]]),
         "ranks": ranks,
         "environment": environment,
         "settings": {"steps": STEPS, "stopped_after": STOP},

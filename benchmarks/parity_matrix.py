@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import sys
 import tempfile
 import time
@@ -226,7 +227,7 @@ def main() -> None:
     for ranks in [int(n) for n in arguments.ranks.split(",")] if arguments.ranks else default:
         began = time.monotonic()
         result: dict[str, Any] = {
-            "command": " ".join(["python", "benchmarks/parity_matrix.py", *sys.argv[1:]]),
+            "command": shlex.join(["python", "benchmarks/parity_matrix.py", *sys.argv[1:]]),
             "ranks": ranks, "environment": environment, "cells": [], "stock": [],
             "settings": {"steps": STEPS, "global_batch_size": BATCH, "clip": CLIP, "weight_decay": WEIGHT_DECAY},
         }  # fmt: skip

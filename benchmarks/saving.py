@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -224,7 +225,7 @@ def main() -> None:
     gpu = environment["gpus"][0] if arguments.accelerator == "cuda" else "cpu"
     del environment["hostname"]
     environment["commit"] = arguments.commit or environment["commit"]
-    command = " ".join(["python", "benchmarks/saving.py", *sys.argv[1:]])
+    command = shlex.join(["python", "benchmarks/saving.py", *sys.argv[1:]])
     result: dict[str, Any] = {"command": command, "ranks": ranks, "environment": environment, "cells": []}
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"saving-{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}-x{ranks}.json"
