@@ -68,6 +68,8 @@ def _rank(rank: int, ranks: int, port: int, folder: str, function: Callable[...,
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
     }
+    # A child of a fork server would have data workers of one of its own, which import everything: half a minute a run
+    multiprocessing.set_start_method("fork", force=True)
     errors = Path(folder) / f"{rank}.error"
     faulthandler.register(signal.SIGQUIT, file=errors.open("w"), all_threads=False)
     try:
