@@ -229,6 +229,11 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         raise ConfigError(f"guard.max_in_a_row={config.guard.max_in_a_row}: must be at least 0")
     if not config.guard.spike_z > 0:
         raise ConfigError(f"guard.spike_z={config.guard.spike_z}: must be above 0; guard.on_spike=ignore looks at none")
+    if config.guard.on_spike.value == "rollback" and not _checkpointing(config.checkpoint, accelerator).saves:
+        raise ConfigError(
+            "guard.on_spike=rollback goes back to the last checkpoint, and checkpoint=none writes none: the whole run "
+            "would be lost to one loss; save some, or give guard.on_spike=skip"
+        )
     if config.logger.mode not in ("auto", "online", "offline"):
         raise ConfigError(f"logger.mode={config.logger.mode}: must be one of auto, online, offline")
     if config.ema_decay is not None and not 0 < config.ema_decay < 1:

@@ -156,6 +156,7 @@ WORDS: list[tuple[str, list[str]]] = [
     ("max_steps=0", ["max_steps=0: must be at least 1"]),
     ("devices=0", ["devices=0: must be at least 1"]),
     ("nodes=0", ["nodes=0: must be at least 1"]),
+    ("guard.on_spike=rollback checkpoint=none", ["goes back to the last checkpoint", "guard.on_spike=skip"]),
     ("log_every_n_steps=0", ["log_every_n_steps=0: must be at least 1"]),
     ("validate_every_n_steps=0", ["validate_every_n_steps=0: must be at least 1, or null"]),
     ("max_validation_batches=-1", ["max_validation_batches=-1: must be at least 1, or null"]),

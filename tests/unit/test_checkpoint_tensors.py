@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +84,19 @@ def test_what_goes_wrong_in_a_thread_is_said(tmp_path: Path, monkeypatch: pytest
     tensors = {str(number): whole(torch.ones(4)) for number in range(3)}
     with pytest.raises(RankError, match="rank 0: IsADirectoryError"):
         write_tensors(tmp_path, tensors, None)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_the_system_says_is_passed_on(tmp_path: Path) -> None:
+    """torch.save has words of its own where a file cannot be written to its end."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
+    try:
+        with pytest.raises(RankError, match=f"rank 0: OSError: .*{os.strerror(errno.EFBIG)}"):
+            write_tensors(tmp_path, {"a": whole(torch.ones(2**16))}, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ def rank(number: int, code: int, said: tuple[float, int, str] | None = None, kil
         # Nor is a death without a word
         ([rank(0, 1, (1.0, CRASH, "lost rank 1")), rank(1, -9)], None, 137, "rank 1 was killed by SIGKILL (out of"),
         ([rank(0, -9, killed=True), rank(1, 4, (1.0, 4, "memory"))], None, 4, "memory"),
-        ([rank(0, 3), rank(1, -9, killed=True)], None, 3, "rank 0 ended with exit code 3"),
+        ([rank(0, 5), rank(1, -9, killed=True)], None, 1, "rank 0 ended by itself with exit code 5"),
+        ([rank(0, 1, (1.0, CRASH, "lost rank 1")), rank(1, 0)], None, 1, "rank 1 ended by itself with exit code 0"),
         ([rank(0, -9, killed=True), rank(1, -11)], None, 139, "rank 1 was killed by SIGSEGV"),
         ([rank(0, 6, (1.0, HANG, "no progress")), rank(1, -9, killed=True)], None, 6, "no progress"),
         # Told to stop

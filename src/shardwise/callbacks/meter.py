@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ class Meter:
         self.rest = Sums()
         self.interval = Sums()  # since the last row
         self.spent_before = 0.0  # in steps of earlier processes that count: those up to their checkpoint
-        self.started = time.time()  # the run's first process
+        self.started = process_start()  # of the run's first process
 
     def on_start(self) -> None:
         """Find what this run has been through; on rank 0, note that it starts."""
@@ -96,3 +97,13 @@ def memory_gib(plan: Plan) -> tuple[float, float]:
     if plan.accelerator != "cuda":
         return 0.0, 0.0
     return torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
+
+
+def process_start() -> float:
+    """When this process was started, in seconds since 1970: imports are a run's time too."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):  # not Linux
+        return time.time()
+    return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")

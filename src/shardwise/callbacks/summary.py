@@ -44,7 +44,7 @@ class Summary(Callback):
             f"{unit}_per_second": steady.weight / seconds or None,
             "mfu": meter.mfu(steady),
             "data_wait": steady.waiting_seconds / seconds,
-            "goodput": meter.goodput,
+            "goodput": meter.goodput if self.steps.steps else None,
             # under DeepSpeed the one inside, which is not always the one that was asked for
             "optimizers": [type(getattr(o, "optimizer", o)).__name__ for o in trainer.optimizers],
             "graphs_compiled": self.steps.graphs or None,
@@ -76,7 +76,8 @@ class Summary(Callback):
         if summary["mfu"] is not None:
             lines["MFU"] = f"{summary['mfu']:.1%} of {self.plan.peak_tflops:,.0f} TFLOP/s a GPU"
         lines["waiting for data"] = f"{summary['data_wait']:.1%} of the time"
-        lines["goodput"] = f"{summary['goodput']:.1%} of the time since the run was first started became steps"
+        if summary["goodput"] is not None:
+            lines["goodput"] = f"{summary['goodput']:.1%} of the time since the run was first started became steps"
         if summary["graphs_compiled"] is not None:
             later = f", {self.steps.recompiled} of them after the first step" * (self.steps.recompiled > 0)
             lines["compiled"] = f"{summary['graphs_compiled']} graph{'s' * (summary['graphs_compiled'] > 1)}{later}"

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint.find import FORMAT, MANIFEST
-from shardwise.checkpoint.tensors import Box, RankError, Spread, io_threads, sha256_of, write_tensors
+from shardwise.checkpoint.tensors import Box, RankError, Spread, cause_of, io_threads, sha256_of, write_tensors
 
 _T = TypeVar("_T")
 
@@ -259,7 +259,7 @@ def _together(work: Callable[[], _T], group: dist.ProcessGroup | None) -> list[_
     except RankError as raised:
         error = str(raised)
     except Exception as raised:  # whatever a file system may say
-        error = str(RankError(dist.get_rank(), raised))
+        error = str(RankError(dist.get_rank(), cause_of(raised)))
     results: list[Any] = [(result, error)]
     if group is not None:
         results = [None] * dist.get_world_size()

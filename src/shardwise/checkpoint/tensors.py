@@ -121,6 +121,14 @@ class RankError(Exception):
         super().__init__(f"rank {rank}: " + " ".join(f"{type(error).__name__}: {error}".split())[:500])
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """What the system has said, where torch.save hides it, a full disk say, behind a complaint about its own file."""
+    found: BaseException | None = error if isinstance(error, RuntimeError) else None
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found or error
+
+
 class _Saving(DefaultSavePlanner):
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self.state_dict, self.is_coordinator = state_dict, is_coordinator
@@ -225,7 +233,10 @@ class _Writer(FileSystemWriter):
             for number, items in enumerate(_shares(plan.items, io_threads()))
         ]
         with ThreadPoolExecutor(len(shares)) as pool:
-            written = list(pool.map(lambda share: FileSystemWriter.write_data(self, share, planner).wait(), shares))
+            try:
+                written = list(pool.map(lambda share: FileSystemWriter.write_data(self, share, planner).wait(), shares))
+            except RuntimeError as error:
+                raise cause_of(error) from error
         return _done([result for results in written for result in results])
 
 

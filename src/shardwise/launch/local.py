@@ -40,7 +40,8 @@ def launch(plan: Plan, in_process: bool) -> int:
     restarts = fruitless = 0
     while True:
         code = _Start(plan).run()
-        crashed = code in (ExitCode.crash, ExitCode.hang) or code > 128
+        # Not what a signal to one rank ended before it could save: it was told to leave
+        crashed = code in (ExitCode.crash, ExitCode.hang) or (code > 128 and code - 128 not in (*LEAVE, SAVE))
         if not crashed or plan.stage != "fit" or restarts == plan.max_restarts:
             return code
         newest, before = newest_whole(plan.run_dir), plan.resume
@@ -187,11 +188,15 @@ def outcome(ranks: Sequence[_Rank], told: int | None) -> tuple[int, str]:
     if told is not None and not known and (any(rank.code == -told for rank in silent) or not (failed or reports)):
         ended = any(rank.code for rank in ranks)  # before there was anything to save, or by force
         return (128 + told, f"shardwise: stopped by {in_words(told)}\n") if ended else (0, "")
+    if reports and not known:  # no rank is through before all are: somebody's own sys.exit()
+        silent += [rank for rank in ranks if rank.code == 0 and rank.report() is None]
     if not known and silent:
         code = int(silent[0].code or 0)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended by itself with exit code {code}"
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
         text = f"shardwise: rank {silent[0].number} {how}{hint}; the other ranks are stopped\n"
+        if 0 <= code <= 128:  # not one of ours
+            code = int(ExitCode.crash)
         return (code if code > 0 else 128 - code), text
     said = next(iter(known or reports), None)
     return (0, "") if said is None else (int(said["code"]), str(said["text"]))
