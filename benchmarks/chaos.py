@@ -28,8 +28,8 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from tqdm import tqdm  # noqa: E402
 
-from shardwise.environment import describe_environment  # noqa: E402
-from tests.distributed.chaos import (  # noqa: E402  # noqa: E402
+from benchmarks.machine import measured_on  # noqa: E402
+from tests.distributed.chaos import (  # noqa: E402
     FAULTS,
     HANG_SECONDS,
     MOUNTS,
@@ -52,9 +52,7 @@ def main() -> int:
     parser.add_argument("--commit", help="of this code, where it was copied without its history")
     arguments = parser.parse_args()
     arguments.out = arguments.out or ROOT / "benchmarks" / "results" / f"chaos-{arguments.accelerator}.json"
-    environment = describe_environment()
-    del environment["hostname"]
-    environment["commit"] = arguments.commit or environment["commit"]
+    environment, _ = measured_on(arguments)
     result: dict[str, Any] = {
         "command": shlex.join(["python", "benchmarks/chaos.py", *sys.argv[1:]]),
         "environment": environment,

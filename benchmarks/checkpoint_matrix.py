@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import os
-import re
 import shlex
 import sys
 import tempfile
@@ -25,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
 
-from shardwise.environment import describe_environment  # noqa: E402
+from benchmarks.machine import measured_on  # noqa: E402
 from tests.distributed.across import BOUND, FURTHER, NAMES, SAVED, resume_all, save_all, sides  # noqa: E402
 from tests.distributed.processes import spawn  # noqa: E402
 
@@ -45,10 +44,7 @@ def main() -> None:
     arguments = parser.parse_args()
     ranks, optimizers = [int(n) for n in arguments.ranks.split(",")], arguments.optimizers.split(",")
     mine = [side for n in ranks for side in sides(arguments.strategies.split(";"), n)]
-    environment = describe_environment()
-    gpu = environment["gpus"][0] if arguments.accelerator == "cuda" else "cpu"
-    del environment["hostname"]
-    environment["commit"] = arguments.commit or environment["commit"]
+    environment, device = measured_on(arguments)
     result: dict[str, Any] = {
         "command": shlex.join(["python", "benchmarks/checkpoint_matrix.py", *sys.argv[1:]]),
         "environment": environment,
@@ -56,7 +52,7 @@ def main() -> None:
         "sides": [vars(side) for side in mine],
         "pairs": [],
     }
-    path = arguments.out / f"resume-{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}.json"
+    path = arguments.out / f"resume-{device}.json"
     arguments.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shlex
 import sys
 import tempfile
@@ -26,7 +25,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.env
 
 import torch  # noqa: E402
 
-from shardwise.environment import describe_environment  # noqa: E402
+from benchmarks.machine import measured_on  # noqa: E402
 from shardwise.plan import Plan  # noqa: E402
 from tests.distributed.cells import cell_plan  # noqa: E402
 from tests.distributed.processes import spawn  # noqa: E402
@@ -40,10 +39,11 @@ LANGUAGE = {f"language model, bf16, {s}": [*LANGUAGE_MODEL, f"strategy={s}"] for
 
 
 def plan_of(name: str, folder: Path, ranks: int, accelerator: str, *more: str) -> Plan:
+    more = ("deterministic=true", *more)
     if name in LANGUAGE:
-        words = [*LANGUAGE[name], f"global_batch_size={4 * ranks}", f"max_steps={STEPS}", "deterministic=true", *more]
+        words = [*LANGUAGE[name], f"global_batch_size={4 * ranks}", f"max_steps={STEPS}", *more]
         return cell_plan(folder, ranks, *words, accelerator=accelerator)
-    return plan_for(folder, ranks, STEPS, *CONFIGS[name], "deterministic=true", *more, accelerator=accelerator)
+    return plan_for(folder, ranks, STEPS, *CONFIGS[name], *more, accelerator=accelerator)
 
 
 def compared(folder: Path, ranks: int, names: list[str], accelerator: str) -> dict[str, list[str]]:
@@ -68,10 +68,7 @@ def main() -> int:
     parser.add_argument("--commit", help="of this code, where it was copied without its history")
     arguments = parser.parse_args()
     ranks = arguments.ranks or torch.cuda.device_count()
-    environment = describe_environment()
-    gpu = environment["gpus"][0] if arguments.accelerator == "cuda" else "cpu"
-    del environment["hostname"]
-    environment["commit"] = arguments.commit or environment["commit"]
+    environment, device = measured_on(arguments)
     names = [*CONFIGS, *LANGUAGE]
     with tempfile.TemporaryDirectory() as folder:
         what = (Path(folder), ranks, names, arguments.accelerator)
@@ -85,7 +82,7 @@ def main() -> int:
         "unlike": {name: sorted({what for rank in found for what in rank[name]}) for name in names},
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"exact-{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}-x{ranks}.json"
+    path = arguments.out / f"exact-{device}-x{ranks}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result["unlike"], indent=1), flush=True)
     return 1 if any(result["unlike"].values()) else 0

@@ -30,7 +30,7 @@ from lightning.pytorch import LightningModule, Trainer  # noqa: E402
 from lightning.pytorch import strategies as lightning_strategies  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
-from shardwise.environment import describe_environment  # noqa: E402
+from benchmarks.machine import measured_on  # noqa: E402
 from shardwise.trainer import init_process_group, quiet_lightning  # noqa: E402
 from tests.distributed.everything import BATCH, Network, rows  # noqa: E402
 from tests.distributed.parity import (  # noqa: E402
@@ -220,10 +220,7 @@ def main() -> None:
     arguments = parser.parse_args()
     there = torch.cuda.device_count()
     default = [1, 2, 4] if arguments.accelerator == "cpu" else [n for n in (2, 4, 8) if n <= there]
-    environment = describe_environment()
-    gpu = environment["gpus"][0] if arguments.accelerator == "cuda" else "cpu"
-    del environment["hostname"]
-    environment["commit"] = arguments.commit or environment["commit"]
+    environment, device = measured_on(arguments)
     for ranks in [int(n) for n in arguments.ranks.split(",")] if arguments.ranks else default:
         began = time.monotonic()
         result: dict[str, Any] = {
@@ -232,7 +229,7 @@ def main() -> None:
             "settings": {"steps": STEPS, "global_batch_size": BATCH, "clip": CLIP, "weight_decay": WEIGHT_DECAY},
         }  # fmt: skip
         arguments.out.mkdir(parents=True, exist_ok=True)
-        path = arguments.out / f"matrix-{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}-x{ranks}.json"
+        path = arguments.out / f"matrix-{device}-x{ranks}.json"
         if arguments.stock_only:
             recorded = json.loads(path.read_text())
             result |= {key: recorded[key] for key in ("cells", "command", "environment")}

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -33,20 +32,21 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from lightning.pytorch import Callback  # noqa: E402
 
+from benchmarks.machine import measured_on  # noqa: E402
 from benchmarks.overhead import TINY, Held, wait_for  # noqa: E402
 from shardwise.callbacks.saving import Saving  # noqa: E402
 from shardwise.checkpoint.find import list_checkpoints  # noqa: E402
 from shardwise.checkpoint.save import Outcome  # noqa: E402
 from shardwise.compose import compose  # noqa: E402
-from shardwise.environment import describe_environment  # noqa: E402
 from shardwise.plan import Host, Plan, make_plan  # noqa: E402
 from shardwise.trainer import build_module, build_trainer, init_process_group, quiet_lightning  # noqa: E402
 from tests.distributed.processes import spawn  # noqa: E402
 
+ONE = ["model=llama3_1b", "micro_batch_size=2", "data.sequence_length=2048"]
 EIGHT = ["model=llama3_8b", "micro_batch_size=1", "data.sequence_length=8192", "activation_checkpointing=full"]
 CELLS = {  # strategy, further words, (what it is loaded under, on which part of the ranks)
-    "llama3_1b fsdp": ("fsdp", ["model=llama3_1b", "micro_batch_size=2"], ("fsdp", 1)),
-    "llama3_1b zero2, then fsdp": ("zero2", ["model=llama3_1b", "micro_batch_size=2"], ("fsdp", 1)),
+    "llama3_1b fsdp": ("fsdp", ONE, ("fsdp", 1)),
+    "llama3_1b zero2, then fsdp": ("zero2", ONE, ("fsdp", 1)),
     "llama3_8b fsdp": ("fsdp", EIGHT, ("fsdp", 1)),
     "llama3_8b fsdp, then half the ranks": ("fsdp", EIGHT, ("fsdp", 2)),
 }  # fmt: skip
@@ -145,7 +145,6 @@ def plan_of(words: list[str], strategy: str, ranks: int, accelerator: str, folde
         f"devices={ranks}", f"global_batch_size={int(micro) * ranks}", f"accelerator={accelerator}",
         f"max_steps={steps}", f"runs_dir={folder}", f"name={name}",
     ]  # fmt: skip
-    argv += [] if any(word.startswith("data.sequence_length=") for word in words) else ["data.sequence_length=2048"]
     plan = make_plan(compose(argv).jobs[0].config, Host(cuda_devices=torch.cuda.device_count()))
     Path(plan.run_dir).mkdir(parents=True, exist_ok=True)
     return plan
@@ -221,14 +220,11 @@ def main() -> None:
     parser.add_argument("--commit", help="of this code, where it was copied without its history")
     arguments = parser.parse_args()
     ranks = arguments.ranks or torch.cuda.device_count()
-    environment = describe_environment()
-    gpu = environment["gpus"][0] if arguments.accelerator == "cuda" else "cpu"
-    del environment["hostname"]
-    environment["commit"] = arguments.commit or environment["commit"]
+    environment, device = measured_on(arguments)
     command = shlex.join(["python", "benchmarks/saving.py", *sys.argv[1:]])
     result: dict[str, Any] = {"command": command, "ranks": ranks, "environment": environment, "cells": []}
     arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"saving-{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}-x{ranks}.json"
+    path = arguments.out / f"saving-{device}-x{ranks}.json"
     for name in arguments.cells.split(";"):
         strategy, words, (other, part) = CELLS[name]
         words = [*words, *(TINY if arguments.tiny else [])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,3 +141,14 @@ def test_a_resumed_run_never_stopped(runs: Any) -> None:
         straight = found[0][name]["straight"]
         assert len(straight["losses"]) == STEPS and straight["losses"][0] != straight["losses"][-1]
         assert [unlike(**rank[name]) for rank in found] == [[]] * ranks, name
+
+
+def chosen(folder: Path) -> list[Any]:
+    words = ("deterministic=true", "checkpoint=none")
+    found: list[Any] = [torch.are_deterministic_algorithms_enabled()]
+    fit(plan_for(folder, 1, 1, *words))
+    return [*found, torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")]
+
+
+def test_deterministic_reaches_torch(tmp_path: Path) -> None:
+    assert spawn(1, chosen, tmp_path / "run") == [[False, True, ":4096:8"]]

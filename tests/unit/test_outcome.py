@@ -1,12 +1,14 @@
 """What a launcher makes of its ranks' ends."""
 
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from shardwise.launch.local import outcome
+from shardwise.launch import local
+from shardwise.launch.local import launch, outcome
 
 CRASH, USER, SAVED, HANG = 1, 2, 5, 6
 
@@ -45,3 +47,18 @@ def test_the_outcome_of_a_start(ranks: list[Any], told: int | None, code: int, t
     found, said = outcome(ranks, told)
     assert found == code
     assert text in said and bool(text) == bool(said)
+
+
+ENDS = [(143, 1), (140, 1), (SAVED, 1), (USER, 1), (CRASH, 2), (HANG, 2), (137, 2)]
+
+
+@pytest.mark.parametrize(("code", "starts"), ENDS)
+def test_what_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, starts: int) -> None:
+    """Not what a signal has told to leave, though it had nothing to save yet."""
+    begun = []
+    monkeypatch.setattr(local, "_Start", lambda plan: begun.append(plan) or SimpleNamespace(run=lambda: code))
+    size = SimpleNamespace(world_size=2)
+    plan: Any = SimpleNamespace(
+        launcher="local", topology=size, max_restarts=1, stage="fit", run_dir=str(tmp_path), resume=None
+    )
+    assert launch(plan, True) == code and len(begun) == starts

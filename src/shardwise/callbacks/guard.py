@@ -154,13 +154,12 @@ class Guard(Callback):
         saved = self._stop(trainer, step.number - self.in_a_row)
         row = f"; {self.in_a_row} in a row" if self.in_a_row > 1 else ""
         guard = self.plan.guard
-        more = "guard.on_nonfinite=skip passes over such steps;"
-        if self.in_a_row > guard.max_in_a_row:
-            more = f"guard.max_in_a_row={guard.max_in_a_row} are passed over;"
+        more = "guard.on_nonfinite=skip passes over such steps"
+        if guard.on_nonfinite == "skip" or kind == "spike":  # as it was told to
+            more = f"at most guard.max_in_a_row={guard.max_in_a_row} are passed over"
         raise NonFiniteError(
             f"{said}{row}. {saved} Every sample is named in {Path(self.plan.run_dir) / 'guard.jsonl'}. "
-            f"{more} a smaller optimizer.lr, gradient_clip_val= or "
-            f"precision=bf16 may avoid them"
+            f"{more}; a smaller optimizer.lr, gradient_clip_val= or precision=bf16 may avoid them"
         )
 
     def _stop(self, trainer: Trainer, good: int) -> str:

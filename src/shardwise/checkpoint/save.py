@@ -228,8 +228,8 @@ def publish(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None) -> 
         if rank == 0:
             own += [_save(partial / "trainer.pt", snapshot.rest), partial / ".metadata"]
         with ThreadPoolExecutor(io_threads()) as pool:
-            files = [*own, *partial.glob(f"__{rank}_*")]
-            return dict(zip((file.name for file in files), pool.map(describe, files), strict=True))
+            own += partial.glob(f"__{rank}_*")
+            return dict(zip((file.name for file in own), pool.map(describe, own), strict=True))
 
     def seal() -> None:
         if rank == 0:

@@ -50,6 +50,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from shardwise.launch.host import count_cpus
+
 _T = TypeVar("_T")
 
 
@@ -268,7 +270,7 @@ def io_threads() -> int:
     Two of these are often one core, and the training needs the rest: of half, every step was a third slower.
     """
     share = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return max(1, min(8, share // 4, len(os.sched_getaffinity(0)) // 4))
+    return max(1, min(8, share // 4, count_cpus() // 4))
 
 
 def sha256_of(file: Path) -> str:
@@ -282,7 +284,7 @@ def sha256_of(file: Path) -> str:
 
 @contextmanager
 def _without_crc() -> Iterator[None]:
-    """torch.save would compute a CRC-32 of everything, six times slower than writing; the manifest has SHA-256."""
+    """torch.save would compute a CRC-32 of everything, slower than to write it; the manifest has SHA-256."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:

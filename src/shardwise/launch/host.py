@@ -59,6 +59,11 @@ def _run_id(environ: Mapping[str, str], nodes: int | None) -> str | None:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
+def count_cpus() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 def count_cuda_devices(environ: Mapping[str, str] = os.environ) -> int:
     """CUDA devices visible to this process, without importing torch (NVML, else the device files)."""
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:

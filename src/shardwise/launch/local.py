@@ -17,6 +17,7 @@ from typing import Any
 from shardwise.checkpoint.find import newest_whole, step_of
 from shardwise.compose import ROOT
 from shardwise.errors import ExitCode
+from shardwise.launch.host import count_cpus
 from shardwise.launch.scratch import remove_abandoned
 from shardwise.launch.signals import LEAVE, SAVE, in_words
 from shardwise.launch.slurm import is_first_to_end
@@ -206,9 +207,8 @@ def rank_environment(ranks: int, port: int) -> dict[str, str]:
     """Of `ranks` processes on this node, whose store is this process's; RANK and LOCAL_RANK are each one's own."""
     here = [str(ROOT / "src"), str(ROOT), os.getcwd()]
     before = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in here]
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return os.environ | {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, count_cpus() // ranks))),
         "PYTHONPATH": os.pathsep.join([*here, *before]),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
