@@ -26,6 +26,11 @@ class Tick:
         else:
             self.seconds = time.perf_counter()
 
+    def wait(self) -> None:
+        """For the device, where it is not there yet."""
+        if self.event is not None:
+            self.event.synchronize()
+
     def until(self, later: Tick) -> float:
         """Seconds. On CUDA both must have been reached."""
         if self.event is not None and later.event is not None:
@@ -38,15 +43,11 @@ class Readback:
 
     def __init__(self, values: Tensor) -> None:
         self.values = values.to("cpu", non_blocking=True)  # pinned
-        self.event: torch.cuda.Event | None = None
-        if values.is_cuda:
-            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.event.record()
+        self.there = Tick(values.device)
 
     def read(self) -> list[float]:
         """Waits only where the device is not there yet."""
-        if self.event is not None:
-            self.event.synchronize()
+        self.there.wait()
         return [float(value) for value in self.values.tolist()]
 
 
@@ -59,15 +60,19 @@ class Step:
     learning_rate: float
     loss_scale: float | None
     passed_over: bool | None  # the optimizer left everything as it was; None: `values` will tell
-    # Loss, gradient norm, passed over, passed over on purpose (1, or not); of several ranks: the sums of `own`
+    # Loss, gradient norm, passed over, passed over on purpose (1, or not); of several ranks: the sums of the loss and
+    # of `own`
     values: Readback
     own: tuple[int, int, int]  # loss weight and FLOPs of this rank's micro-batches; what signals have asked it for
     losses: list[Tensor]  # what each of this rank's micro-batches added to the loss
     gradients: list[tuple[nn.Parameter, Tensor]]  # with the norm of what this rank holds of its gradient
     begin: Tick
     arrived: Tick  # of its first batch on the device
-    end: Tick
     fetching_seconds: float  # of the host, in the data loader
+
+    @property
+    def end(self) -> Tick:
+        return self.values.there
 
 
 def robust_z_of(loss: float, before: Collection[float]) -> float:

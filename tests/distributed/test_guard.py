@@ -138,7 +138,9 @@ def watched(plan: Plan) -> dict[str, Any]:
         except NonFiniteError as raised:
             error = str(raised)
     lines = Path(plan.run_dir, "guard.jsonl")
-    noted = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    # A bare NaN is not JSON
+    read = json.JSONDecoder(parse_constant=pytest.fail).decode
+    noted = [read(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     return {"steps": look.steps, "error": error, "out": out.getvalue(), "noted": noted}
 
 
@@ -210,7 +212,7 @@ def check_names(cells: Any, name: str, kind: str) -> None:
         assert [r["rank"] for r in noted["ranks"]] == [0, 1]
         micro_batches = noted["ranks"][1]["micro_batches"]
         assert micro_batches[1]["samples"] == [22, 23]
-        bad = [not math.isfinite(m["loss"]) for r in noted["ranks"] for m in r["micro_batches"]]
+        bad = [not math.isfinite(float(m["loss"])) for r in noted["ranks"] for m in r["micro_batches"]]
         parameters = {name for r in noted["ranks"] for name in r["parameters"]}
         if kind == "loss":
             assert bad == [False, False, False, True]

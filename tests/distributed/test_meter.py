@@ -120,10 +120,11 @@ def step_of(seconds: float, waiting: float, fetching: float) -> Step:
     ticks = [Tick(torch.device("cpu")) for _ in range(3)]
     for tick, at in zip(ticks, (0.0, waiting, seconds), strict=True):
         tick.seconds = at
+    values = Readback(torch.zeros(4))
+    values.there = ticks[2]
     return Step(
-        number=1, start=0, learning_rate=0.0, loss_scale=None, passed_over=False, values=Readback(torch.zeros(4)),
-        own=(10, 10**12, 0), losses=[], gradients=[], begin=ticks[0], arrived=ticks[1], end=ticks[2],
-        fetching_seconds=fetching,
+        number=1, start=0, learning_rate=0.0, loss_scale=None, passed_over=False, values=values,
+        own=(10, 10**12, 0), losses=[], gradients=[], begin=ticks[0], arrived=ticks[1], fetching_seconds=fetching,
     )  # fmt: skip
 
 

@@ -102,7 +102,8 @@ class Guard(Callback):
 
     def _read(self, trainer: Trainer, step: Step) -> None:
         loss, norm, passed_over, spiked, *of_ranks = step.values.read()
-        weight, flops, wishes = of_ranks or step.own
+        total, weight, flops, wishes = of_ranks or (loss, *step.own)
+        loss = total / dist.get_world_size()
         self.leave, self.save = self.leave or to_leave(wishes), self.save or to_save(wishes)
         if step.passed_over is not None:
             passed_over = step.passed_over
@@ -204,8 +205,9 @@ class Guard(Callback):
     def _note(self, trainer: Trainer, step: Step, kind: str, action: str, found: dict[str, Any]) -> None:
         if trainer.is_global_zero:
             with (Path(self.plan.run_dir) / "guard.jsonl").open("a") as file:
-                file.write(json.dumps({"time": time.time(), "step": step.number, "what": kind, "action": action,
-                                       "samples_consumed_before": step.start, **found}) + "\n")  # fmt: skip
+                row = {"time": time.time(), "step": step.number, "what": kind, "action": action,
+                       "samples_consumed_before": step.start, **found}  # fmt: skip
+                file.write(json.dumps(_strict(row), allow_nan=False) + "\n")
 
     def _say(self, trainer: Trainer, text: str) -> None:
         if trainer.is_global_zero:
@@ -226,6 +228,15 @@ def _in_words(kind: str, ranks: list[dict[str, Any]], loss: float) -> str:
         return f"the loss is not finite ({_few(found, 3, '; ')})"
     names = sorted({name for rank in ranks for name in rank["parameters"]})
     return f"the gradients are not finite ({_few(names, 3, ', ') or 'of no parameter by itself'})"
+
+
+def _strict(value: Any) -> Any:
+    """JSON has no word for what is not finite: "nan", "inf", "-inf"."""
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_strict(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _few(values: list[Any], many: int, between: str) -> str:

@@ -80,6 +80,8 @@ class PlannedStrategy(ParallelStrategy):
         self._spikes: list[Tensor] = []  # the losses before, on the device, where a spike is skipped
         self._zero: Tensor | None = None
         self._one: Tensor | None = None
+        self._own: tuple[int, int, int] | None = None  # see `Step.own`; and the same on the device
+        self._own_there = torch.empty(0)
         self._places: dict[str, tuple[nn.Parameter, int]] | None = None  # parameters, and which optimizer has them
         self._shards: dict[int, nn.Parameter] = {}  # what an optimizer was given in place of a parameter, by its id
         self._files: dist.ProcessGroup | None = None
@@ -165,21 +167,24 @@ class PlannedStrategy(ParallelStrategy):
         return batch
 
     def _copied_beside(self, batch: Any) -> Any:
-        """A batch of tensors, copied to the device while that still works on the step before."""
+        """A batch of tensors, copied to the device; a large one while that still works on the step before."""
         if self.root_device.type != "cuda":
             return batch
-        self._copies = self._copies or torch.cuda.Stream(self.root_device)  # type: ignore[no-untyped-call]
-        computing = torch.cuda.current_stream(self.root_device)
+        tensors: list[Tensor] = []
 
         def copy(tensor: Tensor) -> Tensor:
-            if tensor.is_cuda:
-                return tensor
-            tensor = tensor.to(self.root_device, non_blocking=True)
-            tensor.record_stream(computing)
-            return tensor
+            copied = tensor if tensor.is_cuda else tensor.to(self.root_device, non_blocking=True)
+            tensors.append(copied)
+            return copied
 
+        if _is_plain(batch) and _is_small_and_pinned(batch):
+            return map_tensors(copy, batch)
+        self._copies = self._copies or torch.cuda.Stream(self.root_device)  # type: ignore[no-untyped-call]
+        computing = torch.cuda.current_stream(self.root_device)
         with torch.cuda.stream(self._copies):
             batch = map_tensors(copy, batch)
+        for tensor in tensors:
+            tensor.record_stream(computing)
         computing.wait_stream(self._copies)
         return batch
 
@@ -276,10 +281,15 @@ class PlannedStrategy(ParallelStrategy):
         if isinstance(closure_loss, DTensor):
             raise self._weights_are_sharded()
         scaled = closure_loss if self._scale is None else closure_loss * self._scale.to(closure_loss.dtype)
-        self._losses.append(scaled.detach())
-        assert self.lightning_module is not None
-        if self.lightning_module.automatic_optimization and len(self._losses) == self.plan.accumulate_grad_batches:
-            scaled = scaled * self._one_or_nan().to(scaled.dtype)
+        self._losses.append(scaled.detach().reshape(()))
+        module = self.lightning_module
+        assert module is not None
+        if module.automatic_optimization and len(self._losses) == self.plan.accumulate_grad_batches:
+            one = self._one_or_nan().to(scaled.dtype).reshape(scaled.shape)
+            if self.plan.strategy.zero_stage or is_overridden("backward", module):
+                scaled = scaled * one
+            else:  # what backward starts from anyway, for three kernels less
+                kwargs["gradient"] = one
         return super().backward(scaled, optimizer, *args, **kwargs)
 
     def _one_or_nan(self) -> Tensor:
@@ -394,39 +404,42 @@ class PlannedStrategy(ParallelStrategy):
         module = self.lightning_module
         assert loader is not None and module is not None and self._begin is not None and self._arrived is not None
         if self._zero is None:
-            self._zero = torch.zeros((), dtype=torch.float64, device=self.root_device)
-        loss, norm, passed_over, zero = self._zero, precision.gradient_norm, precision.passed_over, self._zero
-        if module.automatic_optimization:
-            loss = self._window_loss()
-        if norm is None:
-            norm = zero
-        elif norm.device != zero.device:  # DeepSpeed's
-            norm = torch.full_like(zero, norm.item())
-        values = [loss, norm, passed_over if isinstance(passed_over, Tensor) else zero, precision.unwanted]
+            self._zero = torch.zeros((), device=self.root_device)
+        norm, passed_over = precision.gradient_norm, precision.passed_over
+        loss = self._window_loss() if module.automatic_optimization else self._zero
+        if norm is not None and norm.device != loss.device:  # DeepSpeed's
+            norm = torch.full_like(self._zero, norm.item())
+        values = [loss, norm, passed_over if isinstance(passed_over, Tensor) else None, precision.unwanted]
+        # Of one dtype, as they mostly are, one kernel
+        numbers = torch.stack([self._zero if value is None else value for value in values])
         own = (loader.window_weight, loader.window_flops, asked.take())
         if dist.get_world_size() > 1:
-            numbers = (torch.full_like(zero, number) if number else zero for number in own)
-            of_ranks = torch.stack([loss.double(), *numbers])
-            dist.all_reduce(of_ranks)
-            values = [of_ranks[0] / dist.get_world_size(), *values[1:], *of_ranks[1:]]
-        end = Tick(self.root_device)  # before the event that is waited for
+            numbers = torch.cat([numbers, self._sums_of_ranks(loss, own)])
         step = Step(
             number=number,
             start=loader.window_start,
             learning_rate=self.learning_rate,
             loss_scale=precision.loss_scale,
             passed_over=None if isinstance(passed_over, Tensor) else passed_over,
-            values=Readback(torch.stack([zero if value is None else value for value in values])),
+            values=Readback(numbers),
             own=own,
             losses=self._losses,
             gradients=precision.gradients,
             begin=self._begin,
             arrived=self._arrived,
-            end=end,
             fetching_seconds=loader.fetching_seconds,
         )
         self._begin, precision.unwanted = step.end, None
         return step
+
+    def _sums_of_ranks(self, loss: Tensor, own: tuple[int, int, int]) -> Tensor:
+        """Collective; does not wait."""
+        if own != self._own:  # seldom: every step of a language model has as many tokens
+            self._own = own
+            self._own_there = torch.stack([torch.full_like(loss, n, dtype=torch.float64) for n in own])
+        sums = torch.cat([loss.double().reshape(1), self._own_there])
+        dist.all_reduce(sums)
+        return sums
 
     def rewind(self, steps: int) -> bool:
         """Take the last `steps` back, in which no weight has changed: counters and training clock. Not beyond the
@@ -732,6 +745,13 @@ def _in_micro_batches(loops: dict[str, Any], before: int, now: int) -> None:
         ready = counters["ready"]
         for key, count in counters.items():  # a save comes before the last micro-batch of its window is completed
             counters[key] = ready // before * now - (ready - count)
+
+
+def _is_small_and_pinned(batch: Any) -> bool:
+    """Its copy would keep the device for less time than another stream takes the host; pageable memory would make the
+    host wait for the stream."""
+    tensors = [batch] if isinstance(batch, Tensor) else list(batch.values() if isinstance(batch, dict) else batch)
+    return sum(t.nbytes for t in tensors) < 2**20 and all(t.is_cuda or t.is_pinned() for t in tensors)
 
 
 def _is_plain(batch: Any) -> bool:
