@@ -1,6 +1,6 @@
 """What Lightning does around every hook of every batch though nobody has that hook: left out, for Trainers made here.
 
-It calls each hook of the module and of every callback, overridden or not, under a profiler that notes nothing and with
+It calls each hook of module, strategy and callbacks, overridden or not, under a profiler that notes nothing and with
 two assignments through `nn.Module.__setattr__`: about 70 times a step, which short steps feel.
 """
 
@@ -15,7 +15,8 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-_original_callback_hooks, _original_module_hook = call._call_callback_hooks, call._call_lightning_module_hook
+_original_callback_hooks = call._call_callback_hooks
+_original_module_hook, _original_strategy_hook = call._call_lightning_module_hook, call._call_strategy_hook
 
 # LightningModule's own of these do nothing
 _EMPTY = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward",
@@ -35,7 +36,8 @@ def take_shortcuts(trainer: Trainer, module: LightningModule) -> None:
     """For the rest of this Trainer's life. Callbacks may be added until it starts."""
     trainer._callbacks_with = {}  # type: ignore[attr-defined] # (hook, number of callbacks) → those that have it
     trainer._idle_hooks = set()  # type: ignore[attr-defined] # of the module; found when training starts
-    call._call_callback_hooks, call._call_lightning_module_hook = _callback_hooks, _module_hook
+    call._call_callback_hooks = _callback_hooks
+    call._call_lightning_module_hook, call._call_strategy_hook = _module_hook, _strategy_hook
     takes_index: list[bool] = []  # looked up once, at the first batch
 
     def build_kwargs(kwargs: dict[str, Any], batch: Any, batch_idx: int) -> dict[str, Any]:
@@ -57,7 +59,9 @@ def _callback_hooks(trainer: Any, hook_name: str, *args: Any, monitoring_callbac
     if hook_name == "on_train_start":  # set-up is over: what hooks there are is known
         known.clear()
         module = trainer.lightning_module
-        trainer._idle_hooks = {n for n in _EMPTY if not is_overridden(n, module) and n not in vars(module)}
+        # The strategy has zeroed gradients behind the step before
+        empty = (*_EMPTY, "optimizer_zero_grad") if module.automatic_optimization else _EMPTY
+        trainer._idle_hooks = {n for n in empty if not is_overridden(n, module) and n not in vars(module)}
     key = hook_name, len(trainer.callbacks)
     if key not in known:
         known[key] = [c for c in trainer.callbacks if is_overridden(hook_name, c, Callback) or hook_name in vars(c)]
@@ -73,4 +77,20 @@ def _callback_hooks(trainer: Any, hook_name: str, *args: Any, monitoring_callbac
 def _module_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
     if hook_name in getattr(trainer, "_idle_hooks", ()):
         return None
-    return _original_module_hook(trainer, hook_name, *args, **kwargs)
+    if not hasattr(trainer, "_callbacks_with") or "pl_module" in kwargs:
+        return _original_module_hook(trainer, hook_name, *args, **kwargs)
+    return _named(trainer.lightning_module, hook_name, trainer.lightning_module, *args, **kwargs)
+
+
+def _strategy_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+    if not hasattr(trainer, "_callbacks_with"):
+        return _original_strategy_hook(trainer, hook_name, *args, **kwargs)
+    return _named(trainer.lightning_module, hook_name, trainer.strategy, *args, **kwargs)
+
+
+def _named(module: LightningModule, hook_name: str, host: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a hook; `self.log` looks at its name."""
+    before, module.__dict__["_current_fx_name"] = module._current_fx_name, hook_name
+    output = getattr(host, hook_name)(*args, **kwargs)
+    module.__dict__["_current_fx_name"] = before
+    return output

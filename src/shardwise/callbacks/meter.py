@@ -96,7 +96,8 @@ def memory_gib(plan: Plan) -> tuple[float, float]:
     """This rank's peaks: allocated by tensors, reserved by the allocator. Zero on the CPU."""
     if plan.accelerator != "cuda":
         return 0.0, 0.0
-    return torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
+    peaks = torch.cuda.memory_stats_as_nested_dict()  # the functions for one of them each make all of them flat first
+    return peaks["allocated_bytes"]["all"]["peak"] / 2**30, peaks["reserved_bytes"]["all"]["peak"] / 2**30
 
 
 def process_start() -> float:

@@ -47,8 +47,9 @@ def rank_log(run_dir: str | Path, rank: int) -> Path:
 
 def keep_nccl_record(run_dir: str) -> None:
     """NCCL's own watchdog, too, writes what every rank was doing there. What the user has set stays."""
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its older name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives
     for name, value in (
-        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),  # collectives
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
         ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{run_dir}/logs/nccl-trace-rank-"),
     ):
