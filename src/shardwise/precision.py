@@ -203,7 +203,7 @@ class PlannedPrecision(LightningPrecision):
 
     def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
         """Those that have the gradients, whatever the optimizer steps on."""
-        yield from getattr(optimizer, "sharded_parameters", None) or super().main_params(optimizer)
+        return iter(getattr(optimizer, "sharded_parameters", None) or super().main_params(optimizer))
 
     def let_copies_end(self) -> None:
         """The device goes on when a checkpoint that is being written has its copies of weights and state."""

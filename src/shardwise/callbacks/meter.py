@@ -28,8 +28,11 @@ class Sums:
     flops: float = 0.0
 
     def add(self, other: Sums) -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+        self.steps += other.steps
+        self.seconds += other.seconds
+        self.waiting_seconds += other.waiting_seconds
+        self.weight += other.weight
+        self.flops += other.flops
 
 
 class Meter:
