@@ -381,7 +381,8 @@ def parity_lines(results: list[dict[str, Any]]) -> list[str]:
         "Made by `python benchmarks/report.py`; measured by `make parity` and `make parity-gpu`. "
         f"{settings['steps']} steps of a small model (tests/distributed/everything.py) with a tied weight, a frozen "
         "part, sizes that no number of ranks divides, padded sequences with different numbers of valid tokens, and, in "
-        "most cells, weights that no rank or one rank alone needs in a step; SGD with momentum and AdamW, accumulation "
+        "most cells, weights that no rank or one rank alone needs in a step (`ddp` and `zero*` are told so: "
+        "`strategy.find_unused_parameters=true`); SGD with momentum and AdamW, accumulation "
         f"1 and 4, without clipping and clipped to {settings['clip']}, which bites in every step. The reference is one "
         "process, the whole global batch, no Lightning (tests/reference.py). *update*: per tensor, norm of the "
         "difference of the update over the norm of the reference's; each number is the largest over tensors, steps and "
@@ -596,8 +597,8 @@ def small_steps(name: str, part: dict[str, Any]) -> list[str]:
         if name == "host"
         else f"**A step of which the GPU needs 2 ms**, {name.removeprefix('gpu2ms ')}: {size['layers'] + 1} layers of "
         f"{size['width']}, {precision}, {part.get('rows', 0):,} rows, of which the host of the plain loop issues one "
-        f"in {part.get('plain_host_ms', float('nan')):.2f} ms."
-        + " Stock Lightning's optimizer is not fused: it refuses to clip before one in bf16"
+        f"in {part.get('plain_host_ms', float('nan')):.2f} ms"
+        + ". Stock Lightning's optimizer is not fused: it refuses to clip before one in bf16"
         * (precision == "bf16")
     )
     quiet = name == "host"

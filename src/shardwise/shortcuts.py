@@ -59,8 +59,9 @@ def _callback_hooks(trainer: Any, hook_name: str, *args: Any, monitoring_callbac
     if hook_name == "on_train_start":  # set-up is over: what hooks there are is known
         known.clear()
         module = trainer.lightning_module
-        # The strategy has zeroed gradients behind the step before
-        empty = (*_EMPTY, "optimizer_zero_grad") if module.automatic_optimization else _EMPTY
+        # The strategy has zeroed gradients behind the step before, where there always is one
+        steps = module.automatic_optimization and not is_overridden("optimizer_step", module)
+        empty = (*_EMPTY, "optimizer_zero_grad") if steps else _EMPTY
         trainer._idle_hooks = {n for n in empty if not is_overridden(n, module) and n not in vars(module)}
     key = hook_name, len(trainer.callbacks)
     if key not in known:

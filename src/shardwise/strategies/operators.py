@@ -4,18 +4,23 @@ does not stop the others for ever."""
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from deepspeed.ops.op_builder.builder import OpBuilder
-from torch.utils.cpp_extension import _get_build_directory
+from torch.utils.cpp_extension import _get_build_directory, get_default_build_root
 
 
 def watch_builds() -> None:
     """For every operator that is loaded from here on."""
+    # torch has one folder a home: two environments there would build anew, for minutes, whenever the other has run.
+    own = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{get_default_build_root()}/shardwise-{own}")
     OpBuilder.jit_load = _load
 
 
