@@ -56,7 +56,12 @@ def main() -> int:
     result: dict[str, Any] = {
         "command": shlex.join(["python", "benchmarks/chaos.py", *sys.argv[1:]]),
         "environment": environment,
-        "settings": {"steps": STEPS, "save_every_n_steps": SAVE_EVERY, "hang_seconds": HANG_SECONDS, "ranks": 2},
+        "settings": {
+            "steps": STEPS,
+            "save_every_n_steps": SAVE_EVERY,
+            "hang_seconds": HANG_SECONDS[arguments.accelerator],
+            "ranks": 2,
+        },
         "rounds": [],
     }
     before = json.loads(arguments.out.read_text()) if arguments.out.exists() else result
