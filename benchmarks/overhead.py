@@ -44,13 +44,13 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.data import DataLoader, Dataset, DistributedSampler  # noqa: E402
 
+from benchmarks.machine import measured_on  # noqa: E402
 from shardwise.build import build  # noqa: E402
 from shardwise.compose import compose  # noqa: E402
-from shardwise.environment import describe_environment  # noqa: E402
 from shardwise.initialize import Materializer  # noqa: E402
 from shardwise.optimizers import parameter_groups  # noqa: E402
 from shardwise.plan import Host, Plan, make_plan  # noqa: E402
-from shardwise.precision import (  # noqa: E402  # noqa: E402
+from shardwise.precision import (  # noqa: E402
     Places,
     compute_in,
     dtype_of,
@@ -592,13 +592,10 @@ def main() -> None:
     arguments = parser.parse_args()
     cuda = arguments.accelerator == "cuda"
     every = sorted({1, torch.cuda.device_count() if cuda else 2})
-    environment = describe_environment()
-    del environment["hostname"]
-    commit = arguments.commit or environment["commit"]
-    environment |= {"commit": commit, "cpus": os.cpu_count()}
-    gpu = environment["gpus"][0] if cuda else "cpu"
+    environment, device = measured_on(arguments)
+    environment["cpus"] = os.cpu_count()
     for ranks in map(int, arguments.ranks.split(",")) if arguments.ranks else every:
-        path = arguments.out / f"overhead-{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}-x{ranks}.json"
+        path = arguments.out / f"overhead-{device}-x{ranks}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         earlier = json.loads(path.read_text()) if path.exists() else {"parts": {}}
         command = "python benchmarks/overhead.py" + " --accelerator cpu" * (not cuda) + f" --ranks {ranks}"
@@ -616,7 +613,7 @@ def main() -> None:
                 continue
             parts = parts_of(section, ranks, arguments.accelerator, arguments.tiny)
             for part in (part for part in parts if re.search(arguments.only, part.name)):
-                content["parts"][part.name] = result_of(part, commit)
+                content["parts"][part.name] = result_of(part, environment["commit"])
                 path.write_text(json.dumps(content, indent=1) + "\n")  # at once: what is cut short keeps what it has
                 show(part, content["parts"][part.name])
 

@@ -21,7 +21,7 @@ class Tick:
     def __init__(self, device: torch.device) -> None:
         self.event: torch.Event | None = None
         if device.type == "cuda":
-            self.event = torch.Event(device, enable_timing=True)  # a third of torch.cuda.Event's time to record
+            self.event = torch.Event(device, enable_timing=True)  # a quarter of torch.cuda.Event's time to record
             self.event.record()
         else:
             self.seconds = time.perf_counter()

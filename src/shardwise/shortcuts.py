@@ -59,10 +59,12 @@ def _callback_hooks(trainer: Any, hook_name: str, *args: Any, monitoring_callbac
     if hook_name == "on_train_start":  # set-up is over: what hooks there are is known
         known.clear()
         module = trainer.lightning_module
-        # The strategy has zeroed gradients behind the step before, where there always is one
-        steps = module.automatic_optimization and not is_overridden("optimizer_step", module)
-        empty = (*_EMPTY, "optimizer_zero_grad") if steps else _EMPTY
-        trainer._idle_hooks = {n for n in empty if not is_overridden(n, module) and n not in vars(module)}
+        idle = {name for name in _EMPTY if not _has(module, name)}
+        if module.automatic_optimization and not (
+            _has(module, "optimizer_step") or _has(module, "optimizer_zero_grad")
+        ):
+            idle.add("optimizer_zero_grad")  # the strategy has zeroed gradients behind the step before
+        trainer._idle_hooks = idle
     key = hook_name, len(trainer.callbacks)
     if key not in known:
         known[key] = [c for c in trainer.callbacks if is_overridden(hook_name, c, Callback) or hook_name in vars(c)]
@@ -73,6 +75,11 @@ def _callback_hooks(trainer: Any, hook_name: str, *args: Any, monitoring_callbac
     for callback in known[key]:
         getattr(callback, hook_name)(trainer, module, *args, **kwargs)
     module.__dict__["_current_fx_name"] = before
+
+
+def _has(module: LightningModule, hook_name: str) -> bool:
+    """A hook of its own, in its class or set on it."""
+    return is_overridden(hook_name, module) or hook_name in vars(module)
 
 
 def _module_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:

@@ -267,7 +267,7 @@ def _done(result: _T) -> Future[_T]:
 def io_threads() -> int:
     """Of a rank, to write, read and check files with, at most eight: a quarter of its share of the machine's CPUs.
 
-    Two of these are often one core, and the training needs the rest: of half, every step was a third slower.
+    Two of these are often one core, and the training needs the rest.
     """
     share = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return max(1, min(8, share // 4, count_cpus() // 4))
