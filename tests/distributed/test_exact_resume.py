@@ -21,10 +21,10 @@ from tests.distributed.cells import fit
 from tests.distributed.processes import spawn
 
 BATCH, STOP, STEPS = 16, 3, 7  # an epoch has five steps
-WIDTH = 600  # 1.4 MB a layer: several buckets of 1 MiB
+WIDTH = 600  # 1.4 MB a layer: several buckets of 1 or 2 MiB
 
 CONFIGS = {
-    "ddp": ["strategy=ddp", "strategy.bucket_cap_mb=1"],
+    "ddp": ["strategy=ddp", "strategy.bucket_cap_mb=2"],
     "ddp, workers, ema, asynchronous": [
         "strategy=ddp", "strategy.bucket_cap_mb=1", "+data.num_workers=2", "ema_decay=0.9", "checkpoint=async",
         "precision=bf16",

@@ -152,8 +152,8 @@ def _buckets_as_before(order: list[int], cap_mb: int) -> Iterator[None]:
     assign = torch_dist._compute_bucket_assignment_by_size
 
     def in_order(parameters: list[Tensor], _: Any, sparse: list[bool]) -> Any:
-        limits = [torch_dist._DEFAULT_FIRST_BUCKET_BYTES, cap_mb * 2**20]
-        buckets, sizes = assign([parameters[i] for i in order], limits, [sparse[i] for i in order], order)
+        # One limit for all of them: torch has a smaller one for the first bucket only where no cap is given
+        buckets, sizes = assign([parameters[i] for i in order], [cap_mb * 2**20], [sparse[i] for i in order], order)
         return buckets[::-1], sizes[::-1]  # DDP turns them round: its own are in the order of the parameters
 
     with patch.object(dist, "_compute_bucket_assignment_by_size", in_order) if order else nullcontext():
