@@ -26,6 +26,7 @@ from shardwise.checkpoint.find import FORMAT, MANIFEST
 from shardwise.checkpoint.tensors import Box, RankError, Spread, cause_of, io_threads, sha256_of, write_tensors
 
 _T = TypeVar("_T")
+_SPARE = 0.05  # of a device's memory: stays free where a save takes some of it
 
 
 class SaveError(Exception):
@@ -61,6 +62,7 @@ class Writer:
     outcome: Outcome | None = None  # of the last save that has ended
     _pending: Future[Outcome] | None = None
     _staged: dict[tuple[str, tuple[int, ...]], Tensor] = field(default_factory=dict)  # memory of the host, reused
+    _room_since: int | None = None  # how often the allocator had run out when it last gave memory for a copy aside
 
     def __post_init__(self) -> None:
         self.group = dist.new_group(backend="gloo", timeout=self.timeout) if dist.get_world_size() > 1 else None
@@ -83,8 +85,12 @@ class Writer:
         if self._thread is None:
             self.outcome = _write(path, snapshot, self.group, then, None)
             return None
-        snapshot, copied = self._stage(snapshot)
-        self._pending = self._thread.submit(_write, path, snapshot, self.group, then, copied)
+        if self._copies is None:
+            staged, arrived, copied = self._on_host(snapshot.tensors), None, None
+        else:
+            staged, arrived, copied = self._stage(snapshot, self._copies)
+        snapshot = replace(snapshot, tensors=staged)
+        self._pending = self._thread.submit(_write, path, snapshot, self.group, then, arrived)
         return copied
 
     def also(self, work: Callable[[], None]) -> None:
@@ -111,37 +117,63 @@ class Writer:
             dist.destroy_process_group(self.group)
             self.group = None
 
-    def _stage(self, snapshot: Snapshot) -> tuple[Snapshot, torch.cuda.Event | None]:
-        """Copies in the host's memory. On CUDA they are under way when this returns, beside the computation."""
-        copied = None
-        if self._copies is None:
-            tensors = {name: self._stage_one(name, spread) for name, spread in snapshot.tensors.items()}
-        else:
-            computing = torch.cuda.current_stream(self.device)
-            self._copies.wait_stream(computing)
-            tensors = {}
-            with torch.cuda.stream(self._copies):
-                for name in sorted(snapshot.tensors, key=lambda name: name not in snapshot.volatile):
-                    if name not in snapshot.volatile and copied is None:
-                        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                        computing.wait_stream(self._copies)
-                    tensors[name] = self._stage_one(name, snapshot.tensors[name])
-                copied = copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
-                copied.record(self._copies)
-        return replace(snapshot, tensors=tensors), copied
+    def _stage(
+        self, snapshot: Snapshot, copies: torch.cuda.Stream
+    ) -> tuple[dict[str, Spread], torch.cuda.Event, torch.cuda.Event | None]:
+        """Copies in the host's memory, under way when this returns: when they are there, and what `save` returns."""
+        computing = torch.cuda.current_stream(self.device)
+        copies.wait_stream(computing)
+        arrived, copied = torch.cuda.Event(), None  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(copies):
+            aside = self._aside(snapshot.tensors)
+            if aside is not None:
+                computing.wait_stream(copies)
+                staged = self._on_host(aside)
+            else:
+                volatile = {name: spread for name, spread in snapshot.tensors.items() if name in snapshot.volatile}
+                staged = self._on_host(volatile)
+                computing.wait_stream(copies)
+                staged |= self._on_host({n: spread for n, spread in snapshot.tensors.items() if n not in volatile})
+                copied = arrived
+            arrived.record(copies)
+        return staged, arrived, copied
 
-    def _stage_one(self, name: str, spread: Spread) -> Spread:
-        boxes = []
-        for box in spread.boxes:
-            key = (name, box.offsets)
-            held = self._staged.get(key)
-            if held is None or held.shape != box.values.shape or held.dtype != box.values.dtype:
-                pinned = self._copies is not None
-                held = torch.empty(box.values.shape, dtype=box.values.dtype, pin_memory=pinned)
-                self._staged[key] = held
-            held.copy_(box.values, non_blocking=True)
-            boxes.append(Box(box.offsets, held))
-        return Spread(spread.shape, boxes)
+    def _aside(self, tensors: dict[str, Spread]) -> dict[str, Spread] | None:
+        """Copies on the device, if there is room: made in milliseconds, and the training waits for these alone.
+
+        Their memory is the copying stream's from then on, until the allocator runs out and takes it back.
+        """
+        ran_out = torch.cuda.memory_stats(self.device)["num_alloc_retries"]
+        if self._room_since != ran_out:
+            free, total = torch.cuda.mem_get_info(self.device)
+            needed = sum(box.values.nbytes for s in tensors.values() for box in s.boxes if box.values.is_cuda)
+            if free - needed < _SPARE * total:
+                return None
+            self._room_since = ran_out
+        try:
+            return _each(tensors, lambda _, box: box.values.clone() if box.values.is_cuda else box.values)
+        except torch.OutOfMemoryError:
+            self._room_since = None
+            return None
+
+    def _on_host(self, tensors: dict[str, Spread]) -> dict[str, Spread]:
+        return _each(tensors, self._stage_one)
+
+    def _stage_one(self, name: str, box: Box) -> Tensor:
+        key = (name, box.offsets)
+        held = self._staged.get(key)
+        if held is None or held.shape != box.values.shape or held.dtype != box.values.dtype:
+            pinned = self._copies is not None
+            held = torch.empty(box.values.shape, dtype=box.values.dtype, pin_memory=pinned)
+            self._staged[key] = held
+        return held.copy_(box.values, non_blocking=True)
+
+
+def _each(tensors: dict[str, Spread], of: Callable[[str, Box], Tensor]) -> dict[str, Spread]:
+    return {
+        name: Spread(spread.shape, [Box(box.offsets, of(name, box)) for box in spread.boxes])
+        for name, spread in tensors.items()
+    }
 
 
 def _write(
@@ -149,13 +181,13 @@ def _write(
     snapshot: Snapshot,
     group: dist.ProcessGroup | None,
     then: Callable[[], None],
-    copied: torch.cuda.Event | None,
+    arrived: torch.cuda.Event | None,
 ) -> Outcome:
     began = time.monotonic()
     outcome = Outcome(path)
     try:
-        if copied is not None:
-            copied.synchronize()
+        if arrived is not None:
+            arrived.synchronize()
         outcome.bytes = publish(path, snapshot, group)
         if dist.get_rank() == 0:
             try:
