@@ -10,11 +10,12 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from shardwise.checkpoint.tensors import Box, RankError, Spread, cause_of, io_th
 
 _T = TypeVar("_T")
 _SPARE = 0.05  # of a device's memory: stays free where a save takes some of it
+_PIECE = 2**25  # bytes
 
 
 class SaveError(Exception):
@@ -85,12 +87,8 @@ class Writer:
         if self._thread is None:
             self.outcome = _write(path, snapshot, self.group, then, None)
             return None
-        if self._copies is None:
-            staged, arrived, copied = self._on_host(snapshot.tensors), None, None
-        else:
-            staged, arrived, copied = self._stage(snapshot, self._copies)
-        snapshot = replace(snapshot, tensors=staged)
-        self._pending = self._thread.submit(_write, path, snapshot, self.group, then, arrived)
+        bring, copied = self._stage(snapshot)
+        self._pending = self._thread.submit(_write, path, replace(snapshot, tensors={}), self.group, then, bring)
         return copied
 
     def also(self, work: Callable[[], None]) -> None:
@@ -117,26 +115,30 @@ class Writer:
             dist.destroy_process_group(self.group)
             self.group = None
 
-    def _stage(
-        self, snapshot: Snapshot, copies: torch.cuda.Stream
-    ) -> tuple[dict[str, Spread], torch.cuda.Event, torch.cuda.Event | None]:
-        """Copies in the host's memory, under way when this returns: when they are there, and what `save` returns."""
+    def _stage(self, snapshot: Snapshot) -> tuple[Callable[[], dict[str, Spread]], torch.cuda.Event | None]:
+        """What gives the copies in the host's memory, for the thread to call, and what `save` returns."""
+        if self._copies is None:
+            staged = _each(snapshot.tensors, self._stage_one)
+            return lambda: staged, None
         computing = torch.cuda.current_stream(self.device)
-        copies.wait_stream(computing)
-        arrived, copied = torch.cuda.Event(), None  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(copies):
+        self._copies.wait_stream(computing)
+        with torch.cuda.stream(self._copies):
             aside = self._aside(snapshot.tensors)
             if aside is not None:
-                computing.wait_stream(copies)
-                staged = self._on_host(aside)
-            else:
-                volatile = {name: spread for name, spread in snapshot.tensors.items() if name in snapshot.volatile}
-                staged = self._on_host(volatile)
-                computing.wait_stream(copies)
-                staged |= self._on_host({n: spread for n, spread in snapshot.tensors.items() if n not in volatile})
-                copied = arrived
-            arrived.record(copies)
-        return staged, arrived, copied
+                computing.wait_stream(self._copies)
+                return partial(self._bring, aside, self._copies), None
+            volatile = {name: spread for name, spread in snapshot.tensors.items() if name in snapshot.volatile}
+            staged = _each(volatile, self._stage_one)
+            computing.wait_stream(self._copies)
+            staged |= _each({n: s for n, s in snapshot.tensors.items() if n not in volatile}, self._stage_one)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(self._copies)
+
+        def arrived() -> dict[str, Spread]:
+            copied.synchronize()
+            return staged
+
+        return arrived, copied
 
     def _aside(self, tensors: dict[str, Spread]) -> dict[str, Spread] | None:
         """Copies on the device, if there is room: made in milliseconds, and the training waits for these alone.
@@ -151,22 +153,58 @@ class Writer:
                 return None
             self._room_since = ran_out
         try:
-            return _each(tensors, lambda _, box: box.values.clone() if box.values.is_cuda else box.values)
+            return _each(tensors, lambda n, box: box.values.clone() if box.values.is_cuda else self._stage_one(n, box))
         except torch.OutOfMemoryError:
             self._room_since = None
             return None
 
-    def _on_host(self, tensors: dict[str, Spread]) -> dict[str, Spread]:
-        return _each(tensors, self._stage_one)
+    def _bring(self, aside: dict[str, Spread], copies: torch.cuda.Stream) -> dict[str, Spread]:
+        """To the host, and none is left aside. In the thread, a piece at a time: whatever else the training brings to
+        the host, one number even, waits behind all that is queued (94 ms behind 5 GB on an H200)."""
+        passed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        staged: dict[str, Spread] = {}
+        queued = 0
+
+        def pass_by() -> None:
+            passed.record(copies)
+            passed.synchronize()
+
+        def bring(name: str, box: Box) -> Tensor:
+            nonlocal queued
+            held = self._held(name, box)
+            if held is not box.values:
+                for target, source in _pieces(held, box.values):
+                    target.copy_(source, non_blocking=True)
+                    queued += source.nbytes
+                    if queued >= _PIECE:
+                        pass_by()
+                        queued = 0
+            return held
+
+        with torch.cuda.stream(copies):
+            for name in list(aside):
+                staged |= _each({name: aside.pop(name)}, bring)
+            pass_by()
+        return staged
 
     def _stage_one(self, name: str, box: Box) -> Tensor:
+        return self._held(name, box).copy_(box.values, non_blocking=True)
+
+    def _held(self, name: str, box: Box) -> Tensor:
         key = (name, box.offsets)
         held = self._staged.get(key)
         if held is None or held.shape != box.values.shape or held.dtype != box.values.dtype:
             pinned = self._copies is not None
             held = torch.empty(box.values.shape, dtype=box.values.dtype, pin_memory=pinned)
             self._staged[key] = held
-        return held.copy_(box.values, non_blocking=True)
+        return held
+
+
+def _pieces(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    if not source.is_contiguous():
+        return iter([(target, source)])
+    many = _PIECE // source.element_size()
+    return zip(torch.split(target.view(-1), many), torch.split(source.view(-1), many), strict=True)
 
 
 def _each(tensors: dict[str, Spread], of: Callable[[str, Box], Tensor]) -> dict[str, Spread]:
@@ -181,13 +219,13 @@ def _write(
     snapshot: Snapshot,
     group: dist.ProcessGroup | None,
     then: Callable[[], None],
-    arrived: torch.cuda.Event | None,
+    bring: Callable[[], dict[str, Spread]] | None,
 ) -> Outcome:
     began = time.monotonic()
     outcome = Outcome(path)
     try:
-        if arrived is not None:
-            arrived.synchronize()
+        if bring is not None:
+            _together(lambda: snapshot.tensors.update(bring()), group)
         outcome.bytes = publish(path, snapshot, group)
         if dist.get_rank() == 0:
             try:
