@@ -236,13 +236,9 @@ def kill_in_a_write(life: Life, chance: random.Random, folder: Path) -> set[int]
 def fill_up(life: Life, chance: random.Random, folder: Path) -> set[int]:
     """Every byte of the file system that the checkpoints are on."""
     before = life.text().count("could not be written")
-    with (folder / "filler").open("wb") as filler:
-        try:
-            while True:
-                filler.write(bytes(2**16))
-                filler.flush()
-        except OSError:
-            pass
+    with (folder / "filler").open("wb", buffering=0) as filler, suppress(OSError):
+        while True:
+            filler.write(bytes(2**16))
     life.wait(lambda: life.text().count("could not be written") > before, "a save that fails")
     (folder / "filler").unlink()
     return set()
@@ -251,8 +247,8 @@ def fill_up(life: Life, chance: random.Random, folder: Path) -> set[int]:
 def make_read_only(life: Life, chance: random.Random, folder: Path) -> set[int]:
     before = life.text().count("could not be written")
     mount("--bind", folder, folder)
-    mount("-o", "remount,ro,bind", folder)
     try:
+        mount_read_only(folder)
         life.wait(lambda: life.text().count("could not be written") > before, "a save that fails")
     finally:
         unmount(folder)
@@ -282,6 +278,15 @@ def newest_shards(folder: Path) -> list[Path]:
     """Of the newest checkpoint, unless it is the only one."""
     saved = list_checkpoints(folder.parent)
     return sorted(p for p in saved[-1].iterdir() if p.stat().st_size) if len(saved) > 1 else []
+
+
+def mount_read_only(folder: Path) -> None:
+    """As soon as nothing that was opened since is being written there."""
+    for _ in range(100):
+        with suppress(subprocess.CalledProcessError):
+            return mount("-o", "remount,ro,bind", folder)
+        time.sleep(0.05)
+    raise AssertionError(f"{folder} is always being written to")
 
 
 def mount(*words: Any) -> None:
