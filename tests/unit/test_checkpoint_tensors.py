@@ -7,11 +7,13 @@ import os
 import pickle
 import resource
 import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,12 +24,14 @@ from shardwise.checkpoint.tensors import (
     Box,
     RankError,
     Spread,
+    TensorWriter,
+    _Saving,
     range_of,
     read_metadata,
     read_tensors,
     whole,
-    write_tensors,
 )
+from tests.distributed.processes import spawn
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
@@ -67,7 +71,7 @@ def test_what_is_written_in_some_boxes_is_read_into_others(
 ) -> None:
     monkeypatch.setattr("shardwise.checkpoint.tensors.io_threads", lambda: threads)
     tensor, scalar = torch.randn(5, 3, 2), torch.tensor(3.0)
-    write_tensors(tmp_path / "written", {"a": parts(tensor, *cuts), "b": whole(scalar)}, None)
+    TensorWriter(None).write(tmp_path / "written", {"a": parts(tensor, *cuts), "b": whole(scalar)})
     into, number = torch.zeros(5, 3, 2), torch.tensor(0.0)
     read_tensors(tmp_path / "written", {"a": parts(into, *others), "b": whole(number)}, None)
     assert len(list((tmp_path / "written").glob("__0_*"))) == min(threads, len(cuts) + 2)
@@ -78,12 +82,65 @@ def test_what_is_written_in_some_boxes_is_read_into_others(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_who_writes_what_is_worked_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans, make = [], _Saving.create_local_plan
+    monkeypatch.setattr(_Saving, "create_local_plan", lambda planner: plans.append(0) or make(planner))
+    writer = TensorWriter(None)
+
+    def write(name: str, value: float, width: int = 2) -> None:
+        tensors = {key: whole(torch.full((3, width), value)) for key in "abc"}
+        writer.write(tmp_path / name, tensors)
+        into = {key: whole(torch.zeros(3, width)) for key in "abc"}
+        read_tensors(tmp_path / name, into, None)
+        assert all(torch.equal(into[key].boxes[0].values, tensors[key].boxes[0].values) for key in "abc")
+
+    monkeypatch.setattr("shardwise.checkpoint.tensors.io_threads", lambda: 2)
+    write("first", 1.0)
+    write("second", 2.0)
+    assert len(plans) == 1
+    assert (tmp_path / "first" / ".metadata").read_bytes() == (tmp_path / "second" / ".metadata").read_bytes()
+    (tmp_path / "third" / "__0_1_0.distcp").mkdir(parents=True)
+    with pytest.raises(RankError, match="rank 0: IsADirectoryError"):
+        write("third", 3.0)
+    write("fourth", 4.0)  # anew: something went wrong
+    write("fifth", 5.0)
+    assert len(plans) == 2
+    write("sixth", 6.0, width=3)  # another shape
+    assert len(plans) == 3
+    monkeypatch.setattr("shardwise.checkpoint.tensors.io_threads", lambda: 3)
+    write("seventh", 7.0, width=3)  # in other files
+    assert len(plans) == 4
+
+
+def of_two_ranks(folder: Path) -> int:
+    """In each rank: the second holds other boxes than before, the first does not."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    writer = TensorWriter(dist.new_group(backend="gloo"))
+    for number, cuts in enumerate(((3, 6), (3, 6), (3, 4, 6))):
+        values = torch.full((6,), float(number))
+        ranges = [(0, 3)] if rank == 0 else list(pairwise(cuts))
+        boxes = [box for start, end in ranges for box in range_of((6,), start, values[start:end])]
+        tensors = {"a": Spread((6,), boxes)}
+        writer.write(folder / f"{number}", tensors)
+        dist.barrier()
+    into = torch.full((6,), -1.0)
+    read_tensors(folder / "2", {"a": whole(into)}, writer.group)
+    assert into.tolist() == [2.0] * 6
+    return len(list((folder / "1").iterdir()))
+
+
+def test_what_one_rank_holds_otherwise_is_worked_out_by_all(tmp_path: Path) -> None:
+    assert spawn(2, of_two_ranks, tmp_path) == [3, 3]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_goes_wrong_in_a_thread_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.checkpoint.tensors.io_threads", lambda: 3)
     (tmp_path / "__0_1_0.distcp").mkdir()
     tensors = {str(number): whole(torch.ones(4)) for number in range(3)}
     with pytest.raises(RankError, match="rank 0: IsADirectoryError"):
-        write_tensors(tmp_path, tensors, None)
+        TensorWriter(None).write(tmp_path, tensors)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -93,7 +150,7 @@ def test_what_the_system_says_is_passed_on(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
     try:
         with pytest.raises(RankError, match=f"rank 0: OSError: .*{os.strerror(errno.EFBIG)}"):
-            write_tensors(tmp_path, {"a": whole(torch.ones(2**16))}, None)
+            TensorWriter(None).write(tmp_path, {"a": whole(torch.ones(2**16))})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
@@ -115,7 +172,7 @@ def test_metadata_that_ask_for_code_are_refused(tmp_path: Path, content: bytes) 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_does_not_fit_is_not_read(tmp_path: Path) -> None:
-    write_tensors(tmp_path / "written", {"a": whole(torch.ones(4, 1))}, None)
+    TensorWriter(None).write(tmp_path / "written", {"a": whole(torch.ones(4, 1))})
     with pytest.raises(CheckpointException) as raised:
         read_tensors(tmp_path / "written", {"a": whole(torch.zeros(4, 6))}, None)
     assert str(raised.value.failures[0][0]) == "a is of shape (4, 1) there and (4, 6) here"

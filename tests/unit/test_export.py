@@ -21,7 +21,7 @@ from recipes.language_modeling.module import LanguageModel
 from shardwise.checkpoint.find import checkpoint_path
 from shardwise.checkpoint.save import Snapshot, publish
 from shardwise.checkpoint.state import persistent_buffers
-from shardwise.checkpoint.tensors import Spread, range_of
+from shardwise.checkpoint.tensors import Spread, TensorWriter, range_of
 from shardwise.checkpoint.weights import Entry, list_weights, shards
 from shardwise.tools import main
 
@@ -74,7 +74,7 @@ def save(run: Path, module: LightningModule, node: dict[str, Any], step: int = 3
         tensors |= {f"average.{name}": parts(tensor + 1) for name, tensor in module.named_parameters()}
     tensors |= {f"optimizer.0.{name}.exp_avg": parts(tensor * 0) for name, tensor in module.named_parameters()}
     path = checkpoint_path(run, step)
-    publish(path, Snapshot(tensors, {}, {}, {"step": step}, frozenset()), None)
+    publish(path, Snapshot(tensors, {}, {}, {"step": step}, frozenset()), TensorWriter(None))
     (run / "plan.json").write_text(json.dumps({"module": node}))
     return path
 

@@ -24,7 +24,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint.find import FORMAT, MANIFEST
-from shardwise.checkpoint.tensors import Box, RankError, Spread, cause_of, io_threads, sha256_of, write_tensors
+from shardwise.checkpoint.tensors import (
+    Box,
+    RankError,
+    Spread,
+    TensorWriter,
+    cause_of,
+    io_threads,
+    sha256_of,
+    write_through,
+)
 
 _T = TypeVar("_T")
 _SPARE = 0.05  # of a device's memory: stays free where a save takes some of it
@@ -68,6 +77,7 @@ class Writer:
 
     def __post_init__(self) -> None:
         self.group = dist.new_group(backend="gloo", timeout=self.timeout) if dist.get_world_size() > 1 else None
+        self._writer = TensorWriter(self.group)
         self._thread = ThreadPoolExecutor(1, "checkpoint") if self.asynchronous else None
         self._copies: torch.cuda.Stream | None = None
         if self.asynchronous and self.device.type == "cuda":
@@ -85,10 +95,10 @@ class Writer:
         """
         self.wait()
         if self._thread is None:
-            self.outcome = _write(path, snapshot, self.group, then, None)
+            self.outcome = _write(path, snapshot, self._writer, then, None)
             return None
         bring, copied = self._stage(snapshot)
-        self._pending = self._thread.submit(_write, path, replace(snapshot, tensors={}), self.group, then, bring)
+        self._pending = self._thread.submit(_write, path, replace(snapshot, tensors={}), self._writer, then, bring)
         return copied
 
     def also(self, work: Callable[[], None]) -> None:
@@ -217,7 +227,7 @@ def _each(tensors: dict[str, Spread], of: Callable[[str, Box], Tensor]) -> dict[
 def _write(
     path: Path,
     snapshot: Snapshot,
-    group: dist.ProcessGroup | None,
+    writer: TensorWriter,
     then: Callable[[], None],
     bring: Callable[[], dict[str, Spread]] | None,
 ) -> Outcome:
@@ -225,8 +235,8 @@ def _write(
     outcome = Outcome(path)
     try:
         if bring is not None:
-            _together(lambda: snapshot.tensors.update(bring()), group)
-        outcome.bytes = publish(path, snapshot, group)
+            _together(lambda: snapshot.tensors.update(bring()), writer.group)
+        outcome.bytes = publish(path, snapshot, writer)
         if dist.get_rank() == 0:
             try:
                 then()
@@ -279,12 +289,13 @@ def _rename(partial: Path, path: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def publish(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None) -> int:
+def publish(path: Path, snapshot: Snapshot, writer: TensorWriter) -> int:
     """Write `snapshot` to `path`, which is there when this returns, whole. Its size in bytes. Collective.
 
     Raises:
         SaveError: on every rank, what went wrong on any; what was there before is there still.
     """
+    group = writer.group
     rank, partial = dist.get_rank(), path.with_name(path.name + ".partial")
     files: dict[str, Any] = {}
 
@@ -304,12 +315,12 @@ def publish(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None) -> 
     def seal() -> None:
         if rank == 0:
             manifest = {"format": FORMAT, **snapshot.about, "ranks": dist.get_world_size(), "files": files}
-            _write_through(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
+            write_through(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
             _rename(partial, path)
 
     try:
         _together(prepare, group)
-        _together(lambda: write_tensors(partial, snapshot.tensors, group), group)
+        _together(lambda: writer.write(partial, snapshot.tensors), group)
         for own in _together(write_own, group):
             files |= own
         _together(seal, group)
@@ -348,13 +359,6 @@ def _save(path: Path, content: Any) -> Path:
         path, map_location="cpu", weights_only=True
     )  # as it will be: of a class that is not admitted there nobody could resume
     return path
-
-
-def _write_through(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync(folder: Path) -> None:

@@ -40,7 +40,7 @@ from shardwise.checkpoint.state import (
     restore,
     shapes_of,
 )
-from shardwise.checkpoint.tensors import read_metadata, slice_of
+from shardwise.checkpoint.tensors import TensorWriter, read_metadata, slice_of
 from shardwise.data.loaders import EvaluationLoader, TrainLoader
 from shardwise.errors import ConfigError
 from shardwise.initialize import broadcast_from_rank_zero, derived_seed, random_state, set_random_state
@@ -494,7 +494,7 @@ class PlannedStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Lightning's `trainer.save_checkpoint`. Collective; waits until it is written."""
         try:
-            publish(Path(filepath), self.snapshot(checkpoint), self._file_group())
+            publish(Path(filepath), self.snapshot(checkpoint), TensorWriter(self._file_group()))
         except SaveError as error:
             raise OSError(f"{filepath} could not be written: {error}") from None
 
