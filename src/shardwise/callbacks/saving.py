@@ -40,6 +40,7 @@ class Saving(Callback):
         self.writer: Writer | None = None
         self.failures = 0  # in a row
         self._reported: Outcome | None = None
+        self._told: Outcome | None = None
         self.validated_step = -1
         # What a checkpoint would have held just before validation, and the random state
         self.before_validation: tuple[dict[str, Any], dict[str, Any]] | None = None
@@ -93,6 +94,10 @@ class Saving(Callback):
     ) -> None:
         every = self.plan.checkpoint.save_every_n_steps
         step = trainer.global_step
+        if trainer.is_global_zero and self.writer is not None and (ended := self.writer.ended) and ended.error:
+            self._tell(
+                trainer, ended, self.failures + 1
+            )  # at once; what follows from it, all ranks see at the next save
         ends_window = (batch_idx + 1) % self.plan.accumulate_grad_batches == 0
         self.before_validation = None
         validates = ends_window and self._is_due(trainer)
@@ -232,17 +237,24 @@ class Saving(Callback):
             return
         self.saved_step = -1
         self.best_score, self.best_path = trainer.strategy.broadcast(self._read_best())
-        said = f"{outcome.path} could not be written: {outcome.error}"
-        for logger in trainer.loggers:
-            logger.log_metrics({"checkpoint/failures": float(self.failures)}, trainer.global_step)
+        self._tell(trainer, outcome, self.failures)
         if self.failures > self.plan.checkpoint.max_failures or last:
             row = f", {self.failures} in a row" if self.failures > 1 else ""
             raise CheckpointError(
-                f"{said}{row}; make room or give another runs_dir=, then resume=auto goes on from the last that is "
-                f"whole; checkpoint.max_failures={self.plan.checkpoint.max_failures} may fail"
+                f"{outcome.path} could not be written: {outcome.error}{row}; make room or give another runs_dir=, then "
+                f"resume=auto goes on from the last that is whole; "
+                f"checkpoint.max_failures={self.plan.checkpoint.max_failures} may fail"
             )
-        if trainer.is_global_zero:
-            print(f"checkpoint {said}; the run goes on, and tries again at the next save", flush=True)
+
+    def _tell(self, trainer: Trainer, outcome: Outcome, failures: int) -> None:
+        if outcome is self._told:
+            return
+        self._told = outcome
+        for logger in trainer.loggers:
+            logger.log_metrics({"checkpoint/failures": float(failures)}, trainer.global_step)
+        if trainer.is_global_zero and failures <= self.plan.checkpoint.max_failures:
+            said = f"checkpoint {outcome.path} could not be written: {outcome.error}"
+            print(f"{said}; the run goes on, and tries again at the next save", flush=True)
 
     def _read_best(self) -> tuple[float | None, str | None]:
         try:

@@ -87,6 +87,11 @@ class Writer:
     def busy(self) -> bool:
         return self._pending is not None and not self._pending.done()
 
+    @property
+    def ended(self) -> Outcome | None:
+        """What `wait` would return, if it need not wait for it."""
+        return None if self._pending is None or not self._pending.done() else self._pending.result()
+
     def save(self, path: Path, snapshot: Snapshot, then: Callable[[], None]) -> torch.cuda.Event | None:
         """Write `snapshot`; on rank 0, `then` when it is published. Collective; waits for the save before.
 
