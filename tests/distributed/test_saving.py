@@ -82,6 +82,8 @@ def test_a_save_that_fails_on_one_rank_costs_that_save(tmp_path: Path, words: tu
     said = found[0]["goes-on said"]
     assert re.search(r"step-00000004\.ckpt could not be written: rank 1: .*; the run goes on, and tries again", said)
     assert metrics(tmp_path / "goes-on", "checkpoint/failures") == {4: [1.0]}  # at once, not at the next save
+    at_once = "the run stops at the next save" in found[0]["stops said"]
+    assert at_once == (words == ("checkpoint=async",)) and "goes on" not in found[0]["stops said"]
     for told in (found[0]["stops"], found[1]["stops"]):
         assert "step-00000004.ckpt could not be written: rank 1:" in told
         assert "resume=auto goes on from the last" in told

@@ -95,9 +95,9 @@ class Saving(Callback):
         every = self.plan.checkpoint.save_every_n_steps
         step = trainer.global_step
         if trainer.is_global_zero and self.writer is not None and (ended := self.writer.ended) and ended.error:
-            self._tell(
-                trainer, ended, self.failures + 1
-            )  # at once; what follows from it, all ranks see at the next save
+            stops = self.failures >= self.plan.checkpoint.max_failures
+            then = "stops" if stops else "goes on, and tries again"  # what follows, all ranks see at the next save
+            self._tell(trainer, ended, self.failures + 1, f"the run {then} at the next save")
         ends_window = (batch_idx + 1) % self.plan.accumulate_grad_batches == 0
         self.before_validation = None
         validates = ends_window and self._is_due(trainer)
@@ -237,8 +237,11 @@ class Saving(Callback):
             return
         self.saved_step = -1
         self.best_score, self.best_path = trainer.strategy.broadcast(self._read_best())
-        self._tell(trainer, outcome, self.failures)
-        if self.failures > self.plan.checkpoint.max_failures or last:
+        stops = last or self.failures > self.plan.checkpoint.max_failures
+        self._tell(
+            trainer, outcome, self.failures, "" if stops else "the run goes on, and tries again at the next save"
+        )
+        if stops:
             row = f", {self.failures} in a row" if self.failures > 1 else ""
             raise CheckpointError(
                 f"{outcome.path} could not be written: {outcome.error}{row}; make room or give another runs_dir=, then "
@@ -246,15 +249,15 @@ class Saving(Callback):
                 f"checkpoint.max_failures={self.plan.checkpoint.max_failures} may fail"
             )
 
-    def _tell(self, trainer: Trainer, outcome: Outcome, failures: int) -> None:
+    def _tell(self, trainer: Trainer, outcome: Outcome, failures: int, then: str) -> None:
+        """Once. Without `then` an error tells it."""
         if outcome is self._told:
             return
         self._told = outcome
         for logger in trainer.loggers:
             logger.log_metrics({"checkpoint/failures": float(failures)}, trainer.global_step)
-        if trainer.is_global_zero and failures <= self.plan.checkpoint.max_failures:
-            said = f"checkpoint {outcome.path} could not be written: {outcome.error}"
-            print(f"{said}; the run goes on, and tries again at the next save", flush=True)
+        if trainer.is_global_zero and then:
+            print(f"checkpoint {outcome.path} could not be written: {outcome.error}; {then}", flush=True)
 
     def _read_best(self) -> tuple[float | None, str | None]:
         try:

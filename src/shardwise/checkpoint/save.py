@@ -73,14 +73,15 @@ class Writer:
     outcome: Outcome | None = None  # of the last save that has ended
     _pending: Future[Outcome] | None = None
     _staged: dict[tuple[str, tuple[int, ...]], Tensor] = field(default_factory=dict)  # memory of the host, reused
-    _room_since: int | None = None  # how often the allocator had run out when it last gave memory for a copy aside
+    _kept: tuple[int, int, int] | None = None  # when the copying stream got its memory; see _aside
 
     def __post_init__(self) -> None:
         self.group = dist.new_group(backend="gloo", timeout=self.timeout) if dist.get_world_size() > 1 else None
         self._writer = TensorWriter(self.group)
         self._thread = ThreadPoolExecutor(1, "checkpoint") if self.asynchronous else None
         self._copies: torch.cuda.Stream | None = None
-        if self.asynchronous and self.device.type == "cuda":
+        if self._thread is not None and self.device.type == "cuda":
+            self._thread.submit(torch.cuda.set_device, self.device)  # else it would open a context on the first GPU
             self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     @property
@@ -90,7 +91,8 @@ class Writer:
     @property
     def ended(self) -> Outcome | None:
         """What `wait` would return, if it need not wait for it."""
-        return None if self._pending is None or not self._pending.done() else self._pending.result()
+        pending = self._pending
+        return pending.result() if pending is not None and pending.done() and not pending.exception() else None
 
     def save(self, path: Path, snapshot: Snapshot, then: Callable[[], None]) -> torch.cuda.Event | None:
         """Write `snapshot`; on rank 0, `then` when it is published. Collective; waits for the save before.
@@ -123,12 +125,14 @@ class Writer:
 
     def close(self) -> None:
         """Ends the thread and the group, once nothing is being written."""
-        self.wait()
-        if self._thread is not None:
-            self._thread.shutdown()
-        if self.group is not None:
-            dist.destroy_process_group(self.group)
-            self.group = None
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+            if self.group is not None:
+                dist.destroy_process_group(self.group)
+                self.group = self._writer.group = None
 
     def _stage(self, snapshot: Snapshot) -> tuple[Callable[[], dict[str, Spread]], torch.cuda.Event | None]:
         """What gives the copies in the host's memory, for the thread to call, and what `save` returns."""
@@ -160,18 +164,26 @@ class Writer:
 
         Their memory is the copying stream's from then on, until the allocator runs out and takes it back.
         """
-        ran_out = torch.cuda.memory_stats(self.device)["num_alloc_retries"]
-        if self._room_since != ran_out:
-            free, total = torch.cuda.mem_get_info(self.device)
-            needed = sum(box.values.nbytes for s in tensors.values() for box in s.boxes if box.values.is_cuda)
-            if free - needed < _SPARE * total:
-                return None
-            self._room_since = ran_out
-        try:
-            return _each(tensors, lambda n, box: box.values.clone() if box.values.is_cuda else self._stage_one(n, box))
-        except torch.OutOfMemoryError:
-            self._room_since = None
+        stats = torch.cuda.memory_stats(self.device)
+        ran_out, reserved = stats["num_alloc_retries"], stats["reserved_bytes.all.current"]
+        needed = sum(box.values.nbytes for s in tensors.values() for box in s.boxes if box.values.is_cuda)
+        kept = (
+            self._kept is not None
+            and self._kept[0] == ran_out
+            and needed <= self._kept[1]
+            and reserved >= self._kept[2]
+        )
+        free, total = torch.cuda.mem_get_info(self.device)
+        if free - (0 if kept else needed) < _SPARE * total:
             return None
+        try:
+            aside = _each(tensors, lambda n, box: box.values.clone() if box.values.is_cuda else self._stage_one(n, box))
+        except torch.OutOfMemoryError:
+            self._kept = None
+            return None
+        if not kept:
+            self._kept = ran_out, needed, torch.cuda.memory_reserved(self.device)
+        return aside
 
     def _bring(self, aside: dict[str, Spread], copies: torch.cuda.Stream) -> dict[str, Spread]:
         """To the host, and none is left aside. In the thread, a piece at a time: whatever else the training brings to
