@@ -186,7 +186,9 @@ def saving() -> list[str]:
                 lines.append(f"| {cell['name']} | not measured: {cell['error'][:200]} | | | | | | |")
                 continue
             gigabytes, quiet = cell["bytes"] / 1e9, cell["step_seconds"]
-            slower = [f"{seconds / quiet - 1:+.1%}" for seconds in cell["behind_seconds"] if seconds is not None]
+            before = cell.get("quiet_seconds", [quiet] * len(cell["behind_seconds"]))
+            behind = zip(cell["behind_seconds"], before, strict=True)
+            slower = [f"{seconds / quiet - 1:+.1%}" for seconds, quiet in behind if seconds is not None]
             loaded = f"{gigabytes / cell['load_seconds']:,.2f} ({cell['loaded_ranks']} ranks)"
             said = [
                 cell["name"],

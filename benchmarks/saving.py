@@ -4,10 +4,11 @@
     python benchmarks/saving.py --cells "llama3_8b fsdp" --ranks 4
     python benchmarks/saving.py --accelerator cpu --ranks 2 --tiny    tries it out
 
-Random tokens in memory, accumulation 1. Steps without a save, then three saves, each with steps behind it. How much
-longer the step after a save takes is how long the loop is held; the steps after that are those behind it, for as long
-as it is being written. Then the last is loaded: on all ranks, on half of them, or under another strategy. Writes
-benchmarks/results/saving-<device>-x<ranks>.json after every cell.
+Random tokens in memory, accumulation 1. Three saves, each with quiet steps before it, which it is compared with: a host
+that others use is not equally fast all the time. How much longer the step after a save takes is how long the loop is
+held; the steps after that are those behind it, for as long as it is being written. Then the last is loaded: on all
+ranks, on half of them, or under another strategy. Writes benchmarks/results/saving-<device>-x<ranks>.json after every
+cell.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ CELLS = {  # strategy, further words, (what it is loaded under, on which part of
 }  # fmt: skip
 WARM_UP, QUIET, SAVES = 4, 8, 3
 BEHIND = 12  # steps after a save, at most, that are timed while it is written
+STRIDE = BEHIND + 1 + QUIET  # from one save to the next: it is waited for in between
+STEPS = WARM_UP + QUIET + (SAVES - 1) * STRIDE + BEHIND
 
 
 class Ticks:
@@ -78,11 +81,12 @@ class Watch(Callback):
         self.ends[step] = self._now()
         if self.saving.writer is not None and self.saving.writer.busy:
             self.busy.add(step)
-        if step in range(WARM_UP + QUIET, WARM_UP + QUIET + SAVES * BEHIND, BEHIND):
-            if self.saved_after:
-                self._wait_for_last()
-                wait_for(self.device)
-                self.ends[step] = self._now()
+        since, place = divmod(step - WARM_UP - QUIET, STRIDE)
+        if place == BEHIND and 0 <= since < SAVES - 1:
+            self._wait_for_last()
+            wait_for(self.device)
+            self.ends[step] = self._now()
+        if place == 0 and 0 <= since < SAVES:
             began = time.perf_counter()
             self.saving.save_step(trainer)
             self.host_seconds.append(time.perf_counter() - began)
@@ -112,14 +116,20 @@ class Watch(Callback):
 
     def found(self) -> dict[str, Any]:
         seconds = {step: self._between(step - 1, step) for step in self.ends if step - 1 in self.ends}
-        quiet = mean(seconds[step] for step in range(WARM_UP + 1, WARM_UP + QUIET + 1))
+        quiet = [
+            mean(seconds[step] for step in range(after - QUIET + 1, after + 1) if step in seconds)
+            for after in self.saved_after
+        ]
         behind = [
             [seconds[step] for step in range(after + 2, after + BEHIND) if step in self.busy]
             for after in self.saved_after
         ]
         return {
-            "step_seconds": quiet,
-            "held_seconds": [max(0.0, seconds[after + 1] - quiet) for after in self.saved_after],
+            "step_seconds": mean(quiet),
+            "quiet_seconds": quiet,
+            "held_seconds": [
+                max(0.0, seconds[after + 1] - before) for after, before in zip(self.saved_after, quiet, strict=True)
+            ],
             "held_host_seconds": self.host_seconds,
             "behind_seconds": [mean(steps) if steps else None for steps in behind],
             "behind_steps": [len(steps) for steps in behind],
@@ -166,7 +176,7 @@ def save(
     words: list[str], strategy: str, ranks: int, accelerator: str, folder: Path, one_at_a_time: bool
 ) -> dict[str, Any]:
     quiet_lightning()
-    plan = plan_of(words, strategy, ranks, accelerator, folder, "saved", WARM_UP + QUIET + SAVES * BEHIND)
+    plan = plan_of(words, strategy, ranks, accelerator, folder, "saved", STEPS)
     init_process_group(plan)
     watch = Watch(plan, device_of(accelerator), one_at_a_time)
     module = build_module(plan)
@@ -178,8 +188,7 @@ def save(
 
 def load(words: list[str], strategy: str, ranks: int, accelerator: str, folder: Path, path: str) -> dict[str, Any]:
     quiet_lightning()
-    steps = WARM_UP + QUIET + SAVES * BEHIND
-    plan = plan_of([*words, f"resume={path}"], strategy, ranks, accelerator, folder, "loaded", steps)
+    plan = plan_of([*words, f"resume={path}"], strategy, ranks, accelerator, folder, "loaded", STEPS)
     init_process_group(plan)
     module = build_module(plan)
     trainer = build_trainer(plan, module)
