@@ -12,7 +12,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from shardwise.callbacks.saving import Saving
 from shardwise.checkpoint import save as saving
@@ -29,7 +30,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from tests.distributed.cells import fit
 from tests.distributed.commands import RECIPE, Running, check, make_home, metrics, run
 from tests.distributed.processes import spawn
-from tests.distributed.test_exact_resume import plan_for
+from tests.distributed.test_exact_resume import BATCH, Dropping, Noise, NoiseData, plan_for
 
 WIDE = 1536  # 9 MB a layer, 28 MB with what AdamW keeps
 
@@ -117,6 +118,95 @@ def test_a_save_is_left_out_while_one_is_being_written(tmp_path: Path) -> None:
     [said] = spawn(1, busy, tmp_path)
     assert [path.name for path in list_checkpoints(tmp_path / "busy")] == ["step-00000001.ckpt", "step-00000004.ckpt"]
     assert re.findall(r"checkpoint (step-\d+)\.ckpt is left out", said) == ["step-00000002", "step-00000003"]
+
+
+# The best
+
+
+class Scored(Dropping):
+    """Of which validation says what the test has written down for a step."""
+
+    scores: ClassVar[list[float]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", self.scores[self.global_step - 1])
+
+
+class ScoredData(NoiseData):
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Noise(), batch_size=5 * BATCH)
+
+
+class Obstacle(Callback):
+    """In the way of one save, from the first step on; each validation begins when nothing is being written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.path.parent.mkdir(exist_ok=True)
+        self.path.with_name(self.path.name + ".partial").touch()
+
+    def on_validation_start(self, trainer: Any, *args: Any) -> None:
+        (saver,) = (one for one in trainer.callbacks if isinstance(one, Saving))
+        while saver.writer is not None and saver.writer.busy:
+            time.sleep(0.01)
+
+
+class HeldUp(Obstacle):
+    """What is being written, until the third validation."""
+
+    go: ClassVar[threading.Event] = threading.Event()
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        pass
+
+    def on_validation_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 3:
+            self.go.set()
+            super().on_validation_start(trainer, *args)
+
+
+def scored(folder: Path) -> dict[str, list[str]]:
+    found = {}
+    real = saving.publish
+
+    def held_up(*args: Any) -> int:
+        assert HeldUp.go.wait(60)
+        return real(*args)
+
+    for name, in_the_way, Scored.scores in (
+        ("best-fails", "best-00000001.ckpt", [5.0, 6.0, 7.0, 7.0]),
+        ("another-fails", "step-00000002.ckpt", [5.0, 6.0, 4.0, 4.5]),
+        ("left-out", None, [5.0, 4.0, 6.0, 6.0]),
+    ):
+        plan = plan_for(folder / name, 1, 4, "strategy=ddp", "checkpoint=async")
+        plan = replace(
+            plan,
+            module={**plan.module, "_target_": "tests.distributed.test_saving.Scored"},
+            data={**plan.data, "_target_": "tests.distributed.test_saving.ScoredData"},
+            validate_every_n_steps=1,
+            checkpoint=replace(
+                plan.checkpoint, monitor="score", keep_last=9, when_busy="wait" if in_the_way else "skip",
+                save_every_n_steps=2 if name == "another-fails" else None,
+            ),
+        )  # fmt: skip
+        checkpoints = folder / name / "checkpoints"
+        watch = Obstacle(checkpoints / in_the_way) if in_the_way else HeldUp(checkpoints)
+        with patch.object(saving, "publish", real if in_the_way else held_up):
+            fit(plan, watch)
+        best = [json.loads((checkpoints / "best.json").read_text())["checkpoint"]]
+        found[name] = best + sorted(path.name for path in checkpoints.glob("best-*.ckpt"))
+    return found
+
+
+def test_what_could_not_be_written_is_not_the_best(tmp_path: Path) -> None:
+    [found] = spawn(1, scored, tmp_path)
+    assert found == {
+        "best-fails": ["best-00000002.ckpt"] * 2,
+        "another-fails": ["best-00000003.ckpt"] * 2,
+        "left-out": ["best-00000001.ckpt"] * 2,
+    }
 
 
 # Damage

@@ -116,6 +116,8 @@ class Saving(Callback):
         monitor = self.plan.checkpoint.monitor
         if monitor is None:
             return
+        if self.writer is not None and not trainer.strategy.broadcast(self.writer.busy):
+            self.settle(trainer)  # what could not be written is not the best
         measured = validation_metrics(trainer)
         if monitor not in measured:
             raise ConfigError(
@@ -127,9 +129,13 @@ class Saving(Callback):
         sign = -1 if self.plan.checkpoint.mode == "max" else 1
         if math.isnan(score) or (self.best_score is not None and sign * score >= sign * self.best_score):
             return
-        previous, self.best_score = self.best_path, score
         path = self.folder / f"best-{trainer.global_step:08d}.ckpt"
-        self.best_path = str(path)
+        with_step = self.writer is not None and self.saved_step == trainer.global_step  # it is written, or on its way
+        if not with_step:
+            if self._leaves_out(trainer, path):
+                return
+            self.settle(trainer)
+        previous, self.best_score, self.best_path = self.best_path, score, str(path)
 
         def published() -> None:
             best = {"checkpoint": path.name, "monitor": monitor, "score": score}
@@ -139,16 +145,17 @@ class Saving(Callback):
             if previous is not None and previous != str(path):
                 _remove(Path(previous))
 
-        if self.writer is not None and self.saved_step == trainer.global_step:  # it is written, or on its way
+        if with_step:
+            assert self.writer is not None
             written = checkpoint_path(self.plan.run_dir, trainer.global_step)
 
             def again() -> None:
                 publish_again(written, path)
                 published()
 
-            self.writer.also(again)
-        elif not self._save(trainer, path, published):
-            self.best_score, self.best_path = trainer.strategy.broadcast(self._read_best())
+            self.writer.also(path, again)
+        else:
+            self._save(trainer, path, published)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         every = self.plan.checkpoint.save_every_n_steps
@@ -196,21 +203,26 @@ class Saving(Callback):
                 if kept is None or step_of(old) % kept:
                     _remove(old)
 
-        self._save(trainer, checkpoint_path(self.plan.run_dir, step), published, step, must)
+        path = checkpoint_path(self.plan.run_dir, step)
+        if not self._leaves_out(trainer, path, must):
+            self._save(trainer, path, published, step)
 
-    def _save(
-        self, trainer: Trainer, path: Path, published: Callable[[], None], step: int | None = None, must: bool = False
-    ) -> bool:
-        """Whether it was begun. `step`: is saved then, unless writing fails. `must`: it is not left out. Collective."""
+    def _leaves_out(self, trainer: Trainer, path: Path, must: bool = False) -> bool:
+        """Whether it is left out, while the one before is still being written; never the last. Collective."""
+        if self.writer is None or must or trainer.global_step == self.plan.max_steps:
+            return False
+        if self.plan.checkpoint.when_busy != "skip" or not trainer.strategy.broadcast(self.writer.busy):
+            return False
+        if trainer.is_global_zero:
+            print(f"checkpoint {path.name} is left out: the one before is still being written", flush=True)
+        return True
+
+    def _save(self, trainer: Trainer, path: Path, published: Callable[[], None], step: int | None = None) -> None:
+        """`step`: is saved then, unless writing fails. Collective."""
         strategy = strategy_of(trainer)
         if self.writer is None:
             self.writer = Writer(self.plan.checkpoint.asynchronous, strategy.root_device, group_timeout(self.plan))
             strategy.at_teardown(self.writer.close)
-        ends = must or trainer.global_step == self.plan.max_steps
-        if self.plan.checkpoint.when_busy == "skip" and not ends and strategy.broadcast(self.writer.busy):
-            if trainer.is_global_zero:
-                print(f"checkpoint {path.name} is left out: the one before is still being written", flush=True)
-            return False
         progress.doing(f"saving {path.name}")
         self.settle(trainer)
         if step is not None:
@@ -223,7 +235,6 @@ class Saving(Callback):
         if not self.plan.checkpoint.asynchronous:
             self.settle(trainer)
         strategy.restart_clock()
-        return True
 
     def settle(self, trainer: Trainer, *, last: bool = False) -> None:
         """Wait for the save before, and say whether it failed: the same on all ranks, where they all are."""
@@ -235,7 +246,8 @@ class Saving(Callback):
         self._reported = outcome
         if outcome.error is None:
             return
-        self.saved_step = -1
+        if outcome.path == checkpoint_path(self.plan.run_dir, self.saved_step):
+            self.saved_step = -1
         self.best_score, self.best_path = trainer.strategy.broadcast(self._read_best())
         stops = last or self.failures > self.plan.checkpoint.max_failures
         self._tell(
@@ -243,10 +255,11 @@ class Saving(Callback):
         )
         if stops:
             row = f", {self.failures} in a row" if self.failures > 1 else ""
+            may = self.plan.checkpoint.max_failures
+            limit = f"; checkpoint.max_failures={may} may fail" if self.failures > may else ""
             raise CheckpointError(
                 f"{outcome.path} could not be written: {outcome.error}{row}; make room or give another runs_dir=, then "
-                f"resume=auto goes on from the last that is whole; "
-                f"checkpoint.max_failures={self.plan.checkpoint.max_failures} may fail"
+                f"resume=auto goes on from the last that is whole{limit}"
             )
 
     def _tell(self, trainer: Trainer, outcome: Outcome, failures: int, then: str) -> None:

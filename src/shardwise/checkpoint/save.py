@@ -108,13 +108,13 @@ class Writer:
         self._pending = self._thread.submit(_write, path, replace(snapshot, tensors={}), self._writer, then, bring)
         return copied
 
-    def also(self, work: Callable[[], None]) -> None:
+    def also(self, path: Path, work: Callable[[], None]) -> None:
         """On rank 0, when the save that is under way, or was the last, is published. Nothing if it failed."""
         if self._thread is not None and self._pending is not None:
-            self._pending = self._thread.submit(_afterwards, self._pending.result, work, self.group)
+            self._pending = self._thread.submit(_afterwards, self._pending.result, path, work, self.group)
         elif self.outcome is not None:
             last = self.outcome
-            self.outcome = _afterwards(lambda: last, work, self.group)
+            self.outcome = _afterwards(lambda: last, path, work, self.group)
 
     def wait(self) -> Outcome | None:
         """Until nothing is being written. The last outcome, the same on all ranks."""
@@ -266,14 +266,14 @@ def _write(
 
 
 def _afterwards(
-    outcome_of: Callable[[], Outcome], work: Callable[[], None], group: dist.ProcessGroup | None
+    outcome_of: Callable[[], Outcome], path: Path, work: Callable[[], None], group: dist.ProcessGroup | None
 ) -> Outcome:
     outcome = outcome_of()
     if outcome.error is None:
         try:
             _together(lambda: work() if dist.get_rank() == 0 else None, group)
         except SaveError as error:
-            outcome = replace(outcome, error=str(error))
+            outcome = replace(outcome, path=path, error=str(error))
     return outcome
 
 
