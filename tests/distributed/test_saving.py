@@ -38,6 +38,12 @@ WIDE = 1536  # 9 MB a layer, 28 MB with what AdamW keeps
 # Failures
 
 
+def until_written(trainer: Any) -> None:
+    (saver,) = (one for one in trainer.callbacks if isinstance(one, Saving))
+    while saver.writer is not None and saver.writer.busy:
+        time.sleep(0.01)
+
+
 class Full(Callback):
     """While these steps are made rank 1's files may have no more than some bytes, as on a disk that is nearly full."""
 
@@ -45,9 +51,7 @@ class Full(Callback):
         self.steps = steps
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        (saver,) = (one for one in trainer.callbacks if isinstance(one, Saving))
-        while saver.writer is not None and saver.writer.busy:  # its disk is that of the step it was begun in
-            time.sleep(0.01)
+        until_written(trainer)  # its disk is that of the step it was begun in
         if dist.get_rank() == 1:
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             soft = 4096 if trainer.global_step + 1 in self.steps else hard
@@ -148,9 +152,7 @@ class Obstacle(Callback):
         self.path.with_name(self.path.name + ".partial").touch()
 
     def on_validation_start(self, trainer: Any, *args: Any) -> None:
-        (saver,) = (one for one in trainer.callbacks if isinstance(one, Saving))
-        while saver.writer is not None and saver.writer.busy:
-            time.sleep(0.01)
+        until_written(trainer)
 
 
 class HeldUp(Obstacle):

@@ -95,9 +95,7 @@ class Saving(Callback):
         every = self.plan.checkpoint.save_every_n_steps
         step = trainer.global_step
         if trainer.is_global_zero and self.writer is not None and (ended := self.writer.ended) and ended.error:
-            stops = self.failures >= self.plan.checkpoint.max_failures
-            then = "stops" if stops else "goes on, and tries again"  # what follows, all ranks see at the next save
-            self._tell(trainer, ended, self.failures + 1, f"the run {then} at the next save")
+            self._tell(trainer, ended, self.failures + 1)
         ends_window = (batch_idx + 1) % self.plan.accumulate_grad_batches == 0
         self.before_validation = None
         validates = ends_window and self._is_due(trainer)
@@ -116,8 +114,6 @@ class Saving(Callback):
         monitor = self.plan.checkpoint.monitor
         if monitor is None:
             return
-        if self.writer is not None and not trainer.strategy.broadcast(self.writer.busy):
-            self.settle(trainer)  # what could not be written is not the best
         measured = validation_metrics(trainer)
         if monitor not in measured:
             raise ConfigError(
@@ -125,13 +121,16 @@ class Saving(Callback):
                 f"these, or checkpoint.monitor=null"
             )
         # A metric that its module has not synchronised differs between ranks, and so would their verdicts.
-        score: float = trainer.strategy.broadcast(measured[monitor])
+        busy = self.writer is not None and self.writer.busy
+        score, busy = trainer.strategy.broadcast((measured[monitor], busy))
+        if not busy:
+            self.settle(trainer)  # what could not be written is not the best
         sign = -1 if self.plan.checkpoint.mode == "max" else 1
         if math.isnan(score) or (self.best_score is not None and sign * score >= sign * self.best_score):
             return
         path = self.folder / f"best-{trainer.global_step:08d}.ckpt"
-        with_step = self.writer is not None and self.saved_step == trainer.global_step  # it is written, or on its way
-        if not with_step:
+        with_step = self.writer if self.saved_step == trainer.global_step else None  # it is written, or on its way
+        if with_step is None:
             if self._leaves_out(trainer, path):
                 return
             self.settle(trainer)
@@ -145,15 +144,14 @@ class Saving(Callback):
             if previous is not None and previous != str(path):
                 _remove(Path(previous))
 
-        if with_step:
-            assert self.writer is not None
+        if with_step is not None:
             written = checkpoint_path(self.plan.run_dir, trainer.global_step)
 
             def again() -> None:
                 publish_again(written, path)
                 published()
 
-            self.writer.also(path, again)
+            with_step.also(path, again)
         else:
             self._save(trainer, path, published)
 
@@ -250,9 +248,7 @@ class Saving(Callback):
             self.saved_step = -1
         self.best_score, self.best_path = trainer.strategy.broadcast(self._read_best())
         stops = last or self.failures > self.plan.checkpoint.max_failures
-        self._tell(
-            trainer, outcome, self.failures, "" if stops else "the run goes on, and tries again at the next save"
-        )
+        self._tell(trainer, outcome, self.failures, raised=stops)
         if stops:
             row = f", {self.failures} in a row" if self.failures > 1 else ""
             may = self.plan.checkpoint.max_failures
@@ -262,15 +258,17 @@ class Saving(Callback):
                 f"resume=auto goes on from the last that is whole{limit}"
             )
 
-    def _tell(self, trainer: Trainer, outcome: Outcome, failures: int, then: str) -> None:
-        """Once. Without `then` an error tells it."""
+    def _tell(self, trainer: Trainer, outcome: Outcome, failures: int, *, raised: bool = False) -> None:
+        """Once: by rank 0 as soon as it knows, which all ranks act on at the next save. `raised`: an error says it."""
         if outcome is self._told:
             return
         self._told = outcome
         for logger in trainer.loggers:
             logger.log_metrics({"checkpoint/failures": float(failures)}, trainer.global_step)
-        if trainer.is_global_zero and then:
-            print(f"checkpoint {outcome.path} could not be written: {outcome.error}; {then}", flush=True)
+        if trainer.is_global_zero and not raised:
+            does = "stops" if failures > self.plan.checkpoint.max_failures else "goes on, and tries again"
+            said = f"checkpoint {outcome.path} could not be written: {outcome.error}"
+            print(f"{said}; the run {does} at the next save", flush=True)
 
     def _read_best(self) -> tuple[float | None, str | None]:
         try:

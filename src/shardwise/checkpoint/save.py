@@ -76,8 +76,8 @@ class Writer:
     _kept: tuple[int, int, int] | None = None  # when the copying stream got its memory; see _aside
 
     def __post_init__(self) -> None:
-        self.group = dist.new_group(backend="gloo", timeout=self.timeout) if dist.get_world_size() > 1 else None
-        self._writer = TensorWriter(self.group)
+        group = dist.new_group(backend="gloo", timeout=self.timeout) if dist.get_world_size() > 1 else None
+        self._writer = TensorWriter(group)
         self._thread = ThreadPoolExecutor(1, "checkpoint") if self.asynchronous else None
         self._copies: torch.cuda.Stream | None = None
         if self._thread is not None and self.device.type == "cuda":
@@ -111,10 +111,10 @@ class Writer:
     def also(self, path: Path, work: Callable[[], None]) -> None:
         """On rank 0, when the save that is under way, or was the last, is published. Nothing if it failed."""
         if self._thread is not None and self._pending is not None:
-            self._pending = self._thread.submit(_afterwards, self._pending.result, path, work, self.group)
+            self._pending = self._thread.submit(_afterwards, self._pending.result, path, work, self._writer.group)
         elif self.outcome is not None:
             last = self.outcome
-            self.outcome = _afterwards(lambda: last, path, work, self.group)
+            self.outcome = _afterwards(lambda: last, path, work, self._writer.group)
 
     def wait(self) -> Outcome | None:
         """Until nothing is being written. The last outcome, the same on all ranks."""
@@ -130,9 +130,9 @@ class Writer:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
-            if self.group is not None:
-                dist.destroy_process_group(self.group)
-                self.group = self._writer.group = None
+            if self._writer.group is not None:
+                dist.destroy_process_group(self._writer.group)
+                self._writer.group = None
 
     def _stage(self, snapshot: Snapshot) -> tuple[Callable[[], dict[str, Spread]], torch.cuda.Event | None]:
         """What gives the copies in the host's memory, for the thread to call, and what `save` returns."""

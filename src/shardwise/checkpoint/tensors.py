@@ -358,6 +358,7 @@ class TensorWriter:
     def _write_anew(self, folder: Path, tensors: dict[str, Spread]) -> None:
         writer, planner = _Writer(folder), _Saving(tensors)
         try:
+            # Nothing in it: the planner has them, and DCP would wrap and log each
             save({}, storage_writer=writer, planner=planner, process_group=self.group, no_dist=self.group is None)
         except CheckpointException as error:
             rank, (failure, _) = next(iter(error.failures.items()))
