@@ -79,7 +79,7 @@ OURS_LOGGING, OURS = "shardwise, logging every 10", "shardwise, never logging"
 SMALL_CONTENDERS = (PLAIN, STOCK, STOCK_LOGGING, OURS_LOGGING, OURS)
 UNCLIPPED = "plain loop, no clipping"
 EVERY, DEFERRED = "every micro-batch", "deferred"
-LLM_CONTENDERS = (PLAIN, OURS_LOGGING, UNCLIPPED)  # two rounds in which the two that are compared stand close together
+LLM_CONTENDERS = (PLAIN, OURS_LOGGING, UNCLIPPED)  # the two that are compared stand close together
 
 LLM = [
     "schedule=none", "optimizer.lr=1e-4", "module.sample_tokens=0", "data._target_=benchmarks.overhead.Held",
@@ -115,7 +115,7 @@ SIZES = {
     # `rows` is where calibrating starts
     FEW: Size(warm_up=50, timed=500, rounds=4, layers=2, width=8192, rows=1024),
     MANY: Size(warm_up=50, timed=500, rounds=4, width=2048, rows=4096),
-    "llm": Size(warm_up=10, timed=30, rounds=2, limit_seconds=180),
+    "llm": Size(warm_up=10, timed=30, rounds=4, limit_seconds=180),
     "sync": Size(warm_up=2 * ACCUMULATE, timed=10 * ACCUMULATE, rounds=2, limit_seconds=180),  # micro-batches
 }
 TINY_SIZES = {
