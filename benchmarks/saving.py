@@ -105,6 +105,8 @@ class Watch(Callback):
 
     def _wait_for_last(self, keep: bool = False) -> None:
         assert self.saving.writer is not None
+        while self.saving.writer.busy:  # to wait for it would hurry it
+            time.sleep(0.01)
         outcome = self.saving.writer.wait()
         assert outcome is not None and outcome.error is None, outcome
         self.written.append(outcome)

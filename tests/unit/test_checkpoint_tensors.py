@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import pickle
 import resource
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,8 +23,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from shardwise.checkpoint.save import describe
 from shardwise.checkpoint.tensors import (
     Box,
+    Pace,
     RankError,
     Spread,
     TensorWriter,
@@ -110,6 +115,41 @@ def test_who_writes_what_is_worked_out_once(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("shardwise.checkpoint.tensors.io_threads", lambda: 3)
     write("seventh", 7.0, width=3)  # in other files
     assert len(plans) == 4
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_one_thread_writes_beside_the_training_and_all_once_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.checkpoint.tensors.io_threads", lambda: 3)
+    sha256, here, together = hashlib.sha256, threading.Semaphore(0), threading.Barrier(3)
+    first = iter("abc")
+
+    class Digest:
+        def __init__(self) -> None:
+            self.pieces: list[bytes] = []
+
+        def update(self, piece: memoryview) -> None:
+            if not self.pieces and next(first, None):  # not of .metadata
+                here.release()
+                together.wait(20)
+            self.pieces.append(bytes(piece))
+
+        def hexdigest(self) -> str:
+            return sha256(b"".join(self.pieces)).hexdigest()
+
+    monkeypatch.setattr(hashlib, "sha256", Digest)
+    writer = TensorWriter(None)
+    writer.pace = Pace(beside_training=True)
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(writer.write, tmp_path, {key: whole(torch.randn(1000)) for key in "abc"})
+        assert here.acquire(timeout=20)
+        assert not here.acquire(timeout=0.3)  # no second one is at work
+        writer.pace.hurry()
+        described = written.result(20)
+    monkeypatch.undo()
+    assert described == {file.name: describe(file) for file in tmp_path.glob("__*")}
+    assert len(described) == 3
 
 
 def of_two_ranks(folder: Path) -> int:

@@ -26,11 +26,11 @@ from torch import Tensor
 from shardwise.checkpoint.find import FORMAT, MANIFEST
 from shardwise.checkpoint.tensors import (
     Box,
+    Pace,
     RankError,
     Spread,
     TensorWriter,
     cause_of,
-    io_threads,
     sha256_of,
     write_through,
 )
@@ -101,6 +101,7 @@ class Writer:
             What the next change of weights or optimizer state has to wait for. Everything else is copied already.
         """
         self.wait()
+        self._writer.pace = Pace(beside_training=self.asynchronous)
         if self._thread is None:
             self.outcome = _write(path, snapshot, self._writer, then, None)
             return None
@@ -119,6 +120,7 @@ class Writer:
     def wait(self) -> Outcome | None:
         """Until nothing is being written. The last outcome, the same on all ranks."""
         if self._pending is not None:
+            self._writer.pace.hurry()
             pending, self._pending = self._pending, None
             self.outcome = pending.result()
         return self.outcome
@@ -325,9 +327,7 @@ def publish(path: Path, snapshot: Snapshot, writer: TensorWriter) -> int:
         own = [_save(partial / f"rank-{rank:05d}.pt", snapshot.own)]
         if rank == 0:
             own += [_save(partial / "trainer.pt", snapshot.rest), partial / ".metadata"]
-        with ThreadPoolExecutor(io_threads()) as pool:
-            own += partial.glob(f"__{rank}_*")
-            return dict(zip((file.name for file in own), pool.map(describe, own), strict=True))
+        return {file.name: describe(file) for file in own}
 
     def seal() -> None:
         if rank == 0:
@@ -337,9 +337,10 @@ def publish(path: Path, snapshot: Snapshot, writer: TensorWriter) -> int:
 
     try:
         _together(prepare, group)
-        _together(lambda: writer.write(partial, snapshot.tensors), group)
-        for own in _together(write_own, group):
-            files |= own
+        for described in _together(lambda: writer.write(partial, snapshot.tensors), group):
+            files |= described
+        for described in _together(write_own, group):
+            files |= described
         _together(seal, group)
     except SaveError:
         if rank == 0:

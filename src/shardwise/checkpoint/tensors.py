@@ -8,8 +8,10 @@ a handful of boxes, and boxes are what DCP writes and reads: nothing is ever gat
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import pickle
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,14 +19,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -56,6 +58,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from shardwise.launch.host import count_cpus
 
 _T = TypeVar("_T")
+_PIECE = 2**24  # bytes. Large: a thread that asks for the interpreter's lock often gets nowhere beside a busy one
 
 
 @dataclass(frozen=True)
@@ -239,12 +242,70 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
+class Pace:
+    """How many of a rank's threads write at a time: one beside the training, all where it waits for them.
+
+    Four of a rank slow down a step that its host is busy to issue by a fifth, and as much from another process: what
+    they share is the machine's memory. One costs a tenth of that and writes a third as fast.
+    """
+
+    def __init__(self, beside_training: bool = False) -> None:
+        self._turns = threading.Semaphore(1 if beside_training else io_threads())
+        self._beside = beside_training
+
+    def __enter__(self) -> None:
+        self._turns.acquire()
+
+    def __exit__(self, *args: object) -> None:
+        self._turns.release()
+
+    def hurry(self) -> None:
+        if self._beside:
+            self._beside = False
+            self._turns.release(io_threads())
+
+
+class _Files(FileSystem):
+    """Sums up what it writes on the way: what is to be there, and no second look at it."""
+
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
+        self.described: dict[str, dict[str, Any]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with Path(path).open(mode) as file:
+            stream = _Summed(file, self.pace)
+            yield cast(io.IOBase, stream)
+        self.described[Path(path).name] = {"bytes": stream.bytes, "sha256": stream.digest.hexdigest()}
+
+
+class _Summed:
+    """As much of a file as DCP asks for."""
+
+    def __init__(self, file: Any, pace: Pace) -> None:
+        self.pace, self.bytes, self.digest = pace, 0, hashlib.sha256()
+        self._write = file.write
+        self.tell, self.flush, self.fileno, self.close = file.tell, file.flush, file.fileno, file.close
+
+    def write(self, content: Any) -> int:
+        view = memoryview(content).cast("B")
+        for start in range(0, len(view), _PIECE):
+            piece = view[start : start + _PIECE]
+            with self.pace:
+                self.digest.update(piece)
+                self._write(piece)
+        self.bytes += len(view)
+        return len(view)
+
+
 class _Writer(FileSystemWriter):
     """DCP's, in several threads. An error of one is an error here: those that DCP would start lose theirs."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, pace: Pace) -> None:
         # Nothing copied ahead: DCP would wait for the training's stream
         super().__init__(path, sync_files=True, overwrite=True, per_thread_copy_ahead=0)
+        self.fs = self._files = _Files(pace)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # not where it was first written: .metadata is the same in every checkpoint
@@ -262,6 +323,7 @@ class _Writer(FileSystemWriter):
             except RuntimeError as error:
                 raise cause_of(error) from error
         self.results = [result for results in written for result in results]
+        self.described = dict(self._files.described)
         return _done(self.results)
 
 
@@ -297,8 +359,7 @@ def io_threads() -> int:
 
 
 def sha256_of(file: Path) -> str:
-    """In large pieces: a thread that asks for the interpreter's lock often gets nowhere beside a busy one."""
-    digest, piece = hashlib.sha256(), memoryview(bytearray(min(2**24, file.stat().st_size + 1)))
+    digest, piece = hashlib.sha256(), memoryview(bytearray(min(_PIECE, file.stat().st_size + 1)))
     with file.open("rb", buffering=0) as content:
         while many := content.readinto(piece):
             digest.update(piece[:many])
@@ -333,11 +394,15 @@ class TensorWriter:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
+        self.pace = Pace()
         self._known: tuple[list[Any], int] | None = None  # what was written last, in how many threads
         self._metadata = b""  # rank 0's
 
-    def write(self, folder: Path, tensors: dict[str, Spread]) -> None:
+    def write(self, folder: Path, tensors: dict[str, Spread]) -> dict[str, dict[str, Any]]:
         """Every rank its boxes; what several hold is written by one of them. Collective.
+
+        Returns:
+            Of this rank's files, by name: `bytes` and `sha256`.
 
         Raises:
             RankError: what went wrong on a rank, on that one or on every rank.
@@ -350,13 +415,14 @@ class TensorWriter:
         known, self._known = self._known, None
         with _without_crc():
             if self._everywhere(known == (boxes, io_threads())):
-                self._write_again(folder, tensors)
+                writer = self._write_again(folder, tensors)
             else:
-                self._write_anew(folder, tensors)
+                writer = self._write_anew(folder, tensors)
         self._known = boxes, io_threads()
+        return writer.described
 
-    def _write_anew(self, folder: Path, tensors: dict[str, Spread]) -> None:
-        writer, planner = _Writer(folder), _Saving(tensors)
+    def _write_anew(self, folder: Path, tensors: dict[str, Spread]) -> _Writer:
+        writer, planner = _Writer(folder, self.pace), _Saving(tensors)
         try:
             # Nothing in it: the planner has them, and DCP would wrap and log each
             save({}, storage_writer=writer, planner=planner, process_group=self.group, no_dist=self.group is None)
@@ -366,17 +432,20 @@ class TensorWriter:
         self._plan, self._results = writer.plan, writer.results
         if _rank(self.group) == 0:
             self._metadata = (folder / ".metadata").read_bytes()
+        return writer
 
-    def _write_again(self, folder: Path, tensors: dict[str, Spread]) -> None:
+    def _write_again(self, folder: Path, tensors: dict[str, Spread]) -> _Writer:
+        writer = _Writer(folder, self.pace)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            results = _Writer(folder).write_data(self._plan, _Saving(tensors)).wait()
+            results = writer.write_data(self._plan, _Saving(tensors)).wait()
             if results != self._results:
                 raise RuntimeError("what is written does not stand where it stood in the checkpoint before")
             if _rank(self.group) == 0:
                 write_through(folder / ".metadata", self._metadata)
         except Exception as error:
             raise RankError(_rank(self.group), error) from None
+        return writer
 
     def _everywhere(self, mine: bool) -> bool:
         if self.group is None:
