@@ -7,6 +7,7 @@ go into manifest.json, the last to be written; then the folder gets its name. Wh
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import time
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.cuda import check_error, cudart
 
 from shardwise.checkpoint.find import FORMAT, MANIFEST
 from shardwise.checkpoint.tensors import (
@@ -38,6 +40,7 @@ from shardwise.checkpoint.tensors import (
 _T = TypeVar("_T")
 _SPARE = 0.05  # of a device's memory: stays free where a save takes some of it
 _PIECE = 2**25  # bytes
+_SLAB = 2**26  # bytes
 
 
 class SaveError(Exception):
@@ -63,6 +66,47 @@ class Outcome:
     error: str | None = None
 
 
+class _Pinned:
+    """Pinned memory of the host.
+
+    Not torch's, for which the driver makes the pages while it holds its lock: the training could launch nothing in the
+    meantime, 16 s for 24 GB. Here they are made first.
+    """
+
+    def __init__(self) -> None:
+        self._slabs: list[tuple[mmap.mmap, int]] = []  # and where
+        self._shared, self._used = mmap.mmap(-1, 1), 1  # by small tensors, and how much of it
+
+    def like(self, values: Tensor) -> Tensor:
+        """Uninitialized. Its storage is its own, as DCP wants it."""
+        bytes_ = values.nbytes
+        if not bytes_:
+            return torch.empty(values.shape, dtype=values.dtype)
+        if bytes_ > _SLAB // 8:
+            slab, begin = self._slab(bytes_), 0
+        else:
+            if self._used + bytes_ > len(self._shared):
+                self._shared, self._used = self._slab(_SLAB), 0
+            slab, begin = self._shared, self._used
+            self._used += (bytes_ + 63) // 64 * 64
+        return torch.frombuffer(slab, dtype=values.dtype, count=values.numel(), offset=begin).view(values.shape)
+
+    def _slab(self, bytes_: int) -> mmap.mmap:
+        slab = mmap.mmap(-1, bytes_, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        slab.madvise(mmap.MADV_DONTFORK)  # the parent's pages could become the child's, and copies go there
+        with suppress(OSError):  # a kernel without
+            slab.madvise(mmap.MADV_HUGEPAGE)
+        address = torch.frombuffer(slab, dtype=torch.uint8).zero_().data_ptr()
+        check_error(int(cudart().cudaHostRegister(address, bytes_, 0)))  # type: ignore[no-untyped-call]
+        self._slabs.append((slab, address))
+        return slab
+
+    def close(self) -> None:
+        while self._slabs:
+            cudart().cudaHostUnregister(self._slabs.pop()[1])  # type: ignore[no-untyped-call]
+        self._used = len(self._shared)
+
+
 @dataclass
 class Writer:
     """Saves, one at a time. Its group is its own: a save in a thread does not meet the training's collectives."""
@@ -73,6 +117,7 @@ class Writer:
     outcome: Outcome | None = None  # of the last save that has ended
     _pending: Future[Outcome] | None = None
     _staged: dict[tuple[str, tuple[int, ...]], Tensor] = field(default_factory=dict)  # memory of the host, reused
+    _pinned: _Pinned = field(default_factory=_Pinned)
     _kept: tuple[int, int, int] | None = None  # when the copying stream got its memory; see _aside
 
     def __post_init__(self) -> None:
@@ -132,6 +177,8 @@ class Writer:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
+            self._staged.clear()
+            self._pinned.close()
             if self._writer.group is not None:
                 dist.destroy_process_group(self._writer.group)
                 self._writer.group = None
@@ -223,9 +270,8 @@ class Writer:
         key = (name, box.offsets)
         held = self._staged.get(key)
         if held is None or held.shape != box.values.shape or held.dtype != box.values.dtype:
-            pinned = self._copies is not None
-            held = torch.empty(box.values.shape, dtype=box.values.dtype, pin_memory=pinned)
-            self._staged[key] = held
+            of_host = self._pinned.like if self._copies is not None else partial(torch.empty_like, device="cpu")
+            self._staged[key] = held = of_host(box.values)
         return held
 
 
