@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--folder", type=Path, help="where checkpoints are written; default: a temporary one")
     parser.add_argument("--one-at-a-time", action="store_true", help="for a folder that has room for one checkpoint")
-    parser.add_argument("--timeout", type=float, default=240, help="seconds for a cell's saving, and for its loading")
+    parser.add_argument("--timeout", type=float, default=400, help="seconds for a cell's saving, and for its loading")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--commit", help="of this code, where it was copied without its history")
     arguments = parser.parse_args()

@@ -12,6 +12,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from shardwise.checkpoint import save
 from shardwise.checkpoint.save import describe
 from shardwise.checkpoint.tensors import (
     Box,
@@ -150,6 +152,30 @@ def test_one_thread_writes_beside_the_training_and_all_once_it_waits(
     monkeypatch.undo()
     assert described == {file.name: describe(file) for file in tmp_path.glob("__*")}
     assert len(described) == 3
+
+
+def test_pinned_memory_is_cut_into_parts_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And lie in what is registered. Copies into them: benchmarks/exact_resume.py, on GPUs."""
+    registered: dict[int, int] = {}
+    monkeypatch.setattr(save, "cudart", lambda: SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: registered.update({address: size}) or 0,
+        cudaHostUnregister=registered.pop,
+    ))  # fmt: skip
+    monkeypatch.setattr(save, "check_error", lambda code: None)
+    memory = save._Pinned()
+    sizes = [3, 0, save._SLAB // 16, 1, save._SLAB // 4, 7, *[save._SLAB // 40] * 12, 5]
+    values = [torch.randn(size) for size in sizes] + [torch.tensor(2.0), torch.randn(5, 7).bfloat16()]
+    held = [memory.like(one).copy_(one) for one in values]
+    for one, copy in zip(values, held, strict=True):
+        assert torch.equal(one, copy) and one.dtype == copy.dtype
+        assert copy.untyped_storage().size() == one.nbytes  # DCP would copy it out of a larger one
+        begins = [
+            b for b, size in registered.items() if b <= copy.data_ptr() and copy.data_ptr() + one.nbytes <= b + size
+        ]
+        assert len(begins) == (1 if one.numel() else 0)
+    assert sum(registered.values()) < 1.2 * sum(one.nbytes for one in values) + save._SLAB
+    memory.close()
+    assert not registered
 
 
 def of_two_ranks(folder: Path) -> int:

@@ -70,7 +70,7 @@ class _Pinned:
     """Pinned memory of the host.
 
     Not torch's, for which the driver makes the pages while it holds its lock: the training could launch nothing in the
-    meantime, 16 s for 24 GB. Here they are made first.
+    meantime, 15 s for 24 GB. Here they are made first.
     """
 
     def __init__(self) -> None:
