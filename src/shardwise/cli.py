@@ -171,6 +171,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
     """Write down what will run, then run it."""
     run_dir = Path(plan.run_dir)
     fresh = not run_dir.exists()
+    earlier: dict[Path, Path | None] = {}
     if os.environ.get("RANK", "0") == "0":
         told = resumption(plan)
         records = {"config.yaml": job.yaml, "plan.json": plan.to_json()}
@@ -182,8 +183,9 @@ def start(job: Job, plan: Plan, single: bool) -> int:
             if plan.stage == "fit" and job.config.resume is None and not begun:
                 (run_dir / "plan.json").touch(exist_ok=False)  # of two runs that want one name, the first has it
             for name, text in records.items():
-                keep_earlier(run_dir / stage_file(name, plan.stage), text)
-                (run_dir / stage_file(name, plan.stage)).write_text(text)
+                path = run_dir / stage_file(name, plan.stage)
+                earlier[path] = keep_earlier(path, text)
+                path.write_text(text)
         except OSError as error:
             if isinstance(error, FileExistsError) and run_dir.is_dir():
                 note_begun(plan.run_dir, is_ours=False)
@@ -192,7 +194,12 @@ def start(job: Job, plan: Plan, single: bool) -> int:
                 f"cannot write the run's folder {run_dir}: {error.strerror}; give another runs_dir="
             ) from None
         print("\n".join([headline(plan), *told]), flush=True)
+    saved = list_checkpoints(run_dir)
     code = launch(plan, in_process=single)
+    if code == 2 and list_checkpoints(run_dir) == saved:  # it never went on like this
+        for path, kept in earlier.items():
+            if kept is not None:
+                kept.replace(path)
     written = {stage_file(name, plan.stage) for name in ("config.yaml", "plan.json", "environment.json")} | {"logs"}
     if code == 2 and fresh and os.environ.get("RANK", "0") == "0" and {p.name for p in run_dir.glob("*")} <= written:
         shutil.rmtree(run_dir, ignore_errors=True)  # a mistake seen before the first step: the name stays free

@@ -89,11 +89,15 @@ def test_one_rank_sees_the_same_losses(home: Path, two: subprocess.CompletedProc
 
 
 def test_resume_is_one_word_as_well(home: Path, two: subprocess.CompletedProcess[str]) -> None:
-    """With a data worker in each rank, stopped within an epoch of 2 steps; a taken name needs the word."""
+    """With a data worker in each rank, stopped within an epoch of 2 steps; a taken name needs the word. A start that is
+    refused leaves no record."""
     words = [*SHORT, "devices=2", "data.num_workers=1", "name=resumed"]
     check(run(home, *words, "max_steps=1"))
     taken = check(run(home, *words), 2)
     assert taken.stderr.startswith("error: ") and "already holds a run" in taken.stderr
+    records = {path.name: path.read_text() for path in (home / "runs" / "resumed").glob("[cp]*.*")}
+    assert "holds no average" in check(run(home, *words, "resume=auto", "ema_decay=0.9"), 2).stderr
+    assert records == {path.name: path.read_text() for path in (home / "runs" / "resumed").glob("[cp]*.*")}
     done = check(run(home, *words, "resume=auto"))
     assert "from step-00000001.ckpt" in done.stdout and done.stderr == ""
     columns = ("train/loss", "train/gradient_norm", "train/samples")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.checkpoint.save import _Pinned
 from shardwise.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.out_of_memory import (
@@ -270,4 +271,11 @@ def test_a_host_without_memory_is_told_apart_from_its_gpus() -> None:
     assert said[0] == "rank 0 is out of host memory: while starting, micro_batch_size=6"
     assert said[1] == "  1.00 GiB were asked for"
     assert said[3:] == ["    strategy.offload_optimizer=false",
+                        "    checkpoint.asynchronous=false (a save then needs no copy of what a rank holds)",
                         "    fewer data.num_workers than 4, of each of the ranks on this machine"]  # fmt: skip
+    with pytest.raises(MemoryError) as raised:
+        _Pinned().like(torch.empty(2**46, device="meta"))
+    said = explain(planned("checkpoint.asynchronous=false", gpus=1), raised.value, "saving").splitlines()
+    assert said[0] == "rank 0 is out of host memory: saving, micro_batch_size=6"
+    assert said[1] == "  262,144.00 GiB were asked for"
+    assert "asynchronous" not in "".join(said)

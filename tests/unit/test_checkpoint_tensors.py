@@ -9,11 +9,12 @@ import pickle
 import resource
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,11 +25,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardwise.checkpoint import save
-from shardwise.checkpoint.save import describe
+from shardwise.checkpoint import save, tensors
+from shardwise.checkpoint.find import damage
+from shardwise.checkpoint.load import changed
+from shardwise.checkpoint.save import Snapshot, Writer
 from shardwise.checkpoint.tensors import (
     Box,
-    Pace,
     RankError,
     Spread,
     TensorWriter,
@@ -119,39 +121,55 @@ def test_who_writes_what_is_worked_out_once(tmp_path: Path, monkeypatch: pytest.
     assert len(plans) == 4
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_one_thread_writes_beside_the_training_and_all_once_it_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shardwise.checkpoint.tensors.io_threads", lambda: 3)
-    sha256, here, together = hashlib.sha256, threading.Semaphore(0), threading.Barrier(3)
-    first = iter("abc")
+def one_then_all(folder: Path) -> None:
+    """In a process of its own: a file's first piece is not summed up before three files are at it."""
+    dist.init_process_group("gloo")
+    here, sha256 = threading.Semaphore(0), hashlib.sha256
+    pieces: list[int] = []
+    values = {key: torch.randn(1000) for key in "abc"}
+    snapshot = Snapshot({key: whole(value) for key, value in values.items()}, {}, {}, {}, frozenset())
 
-    class Digest:
-        def __init__(self) -> None:
-            self.pieces: list[bytes] = []
+    def save_watched(asynchronous: bool) -> None:
+        first, together = iter("abc"), threading.Barrier(3)
 
-        def update(self, piece: memoryview) -> None:
-            if not self.pieces and next(first, None):  # not of .metadata
-                here.release()
-                together.wait(20)
-            self.pieces.append(bytes(piece))
+        class Digest:
+            def __init__(self) -> None:
+                self.real, self.seen = sha256(), 0
 
-        def hexdigest(self) -> str:
-            return sha256(b"".join(self.pieces)).hexdigest()
+            def update(self, piece: memoryview) -> None:
+                if not self.seen and next(first, None):  # not of .metadata
+                    here.release()
+                    together.wait(20)
+                self.seen += len(piece)
+                pieces.append(len(piece))
+                self.real.update(piece)
 
-    monkeypatch.setattr(hashlib, "sha256", Digest)
-    writer = TensorWriter(None)
-    writer.pace = Pace(beside_training=True)
-    with ThreadPoolExecutor(1) as pool:
-        written = pool.submit(writer.write, tmp_path, {key: whole(torch.randn(1000)) for key in "abc"})
-        assert here.acquire(timeout=20)
-        assert not here.acquire(timeout=0.3)  # no second one is at work
-        writer.pace.hurry()
-        described = written.result(20)
-    monkeypatch.undo()
-    assert described == {file.name: describe(file) for file in tmp_path.glob("__*")}
-    assert len(described) == 3
+            def hexdigest(self) -> str:
+                return self.real.hexdigest()
+
+        with patch.object(tensors, "hashlib", SimpleNamespace(sha256=Digest)):
+            writer = Writer(asynchronous, torch.device("cpu"), timedelta(seconds=60))
+            writer.save(folder / f"{asynchronous}", snapshot, lambda: None)
+            assert here.acquire(timeout=20)
+            if asynchronous:
+                assert not here.acquire(timeout=0.3), "a second one is at work beside the training"
+            outcome = writer.wait()
+        assert outcome is not None and outcome.error is None, outcome
+        writer.close()
+
+    with patch.object(tensors, "io_threads", lambda: 3), patch.object(tensors, "_PIECE", 1000):
+        for asynchronous in (True, False):
+            save_watched(asynchronous)
+            path = folder / f"{asynchronous}"
+            assert len(list(path.glob("__*"))) == 3 and damage(path) is None and changed(path) is None
+            into = {key: torch.zeros(1000) for key in values}
+            read_tensors(path, {key: whole(value) for key, value in into.items()}, None)
+            assert all(torch.equal(into[key], values[key]) for key in values)
+    assert max(pieces) == 1000
+
+
+def test_one_thread_writes_beside_the_training_and_all_once_it_waits(tmp_path: Path) -> None:
+    spawn(1, one_then_all, tmp_path)
 
 
 def test_pinned_memory_is_cut_into_parts_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,14 +23,19 @@ def stage_file(name: str, stage: str) -> str:
     return name if stage == "fit" else f"-{stage}.".join(name.rsplit(".", 1))
 
 
-def keep_earlier(path: Path, text: str) -> None:
-    """What a run was started with stays beside what it goes on with: `plan.json` → `plan-1.json`, the oldest first."""
+def keep_earlier(path: Path, text: str) -> Path | None:
+    """What a run was started with stays beside what it goes on with: `plan.json` → `plan-1.json`, the oldest first.
+
+    Returns:
+        Where it is now, if it had to go.
+    """
     if "-" in path.stem or not path.exists() or path.read_text() in ("", text):
-        return
+        return None
     number = 1
     while (kept := path.with_stem(f"{path.stem}-{number}")).exists():
         number += 1
     path.rename(kept)
+    return kept
 
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:
