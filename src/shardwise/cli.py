@@ -171,7 +171,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
     """Write down what will run, then run it."""
     run_dir = Path(plan.run_dir)
     fresh = not run_dir.exists()
-    earlier: dict[Path, Path | None] = {}
+    earlier: dict[Path, Path] = {}  # where the records of this run went that were there before
     if os.environ.get("RANK", "0") == "0":
         told = resumption(plan)
         records = {"config.yaml": job.yaml, "plan.json": plan.to_json()}
@@ -184,7 +184,8 @@ def start(job: Job, plan: Plan, single: bool) -> int:
                 (run_dir / "plan.json").touch(exist_ok=False)  # of two runs that want one name, the first has it
             for name, text in records.items():
                 path = run_dir / stage_file(name, plan.stage)
-                earlier[path] = keep_earlier(path, text)
+                if (kept := keep_earlier(path, text)) is not None:
+                    earlier[path] = kept
                 path.write_text(text)
         except OSError as error:
             if isinstance(error, FileExistsError) and run_dir.is_dir():
@@ -198,8 +199,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
     code = launch(plan, in_process=single)
     if code == 2 and list_checkpoints(run_dir) == saved:  # it never went on like this
         for path, kept in earlier.items():
-            if kept is not None:
-                kept.replace(path)
+            kept.replace(path)
     written = {stage_file(name, plan.stage) for name in ("config.yaml", "plan.json", "environment.json")} | {"logs"}
     if code == 2 and fresh and os.environ.get("RANK", "0") == "0" and {p.name for p in run_dir.glob("*")} <= written:
         shutil.rmtree(run_dir, ignore_errors=True)  # a mistake seen before the first step: the name stays free

@@ -121,6 +121,19 @@ def test_who_writes_what_is_worked_out_once(tmp_path: Path, monkeypatch: pytest.
     assert len(plans) == 4
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_whole_files_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """.metadata as well, whoever writes it."""
+    sync = os.fsync
+    synced: dict[int, int] = {}
+    monkeypatch.setattr(os, "fsync", lambda n: (sync(n), synced.update({os.fstat(n).st_ino: os.fstat(n).st_size})))
+    writer = TensorWriter(None)
+    for name in ("anew", "again"):
+        writer.write(tmp_path / name, {"a": whole(torch.randn(1000)), "b": whole(torch.tensor(1.0))})
+        files = [path.stat() for path in (tmp_path / name).iterdir()]
+        assert len(files) >= 2 and all(synced.get(file.st_ino) == file.st_size for file in files)
+
+
 def one_then_all(folder: Path) -> None:
     """In a process of its own: a file's first piece is not summed up before three files are at it."""
     dist.init_process_group("gloo")

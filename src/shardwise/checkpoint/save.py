@@ -379,10 +379,11 @@ def publish(path: Path, snapshot: Snapshot, writer: TensorWriter) -> int:
             partial.mkdir(parents=True)
 
     def write_own() -> dict[str, Any]:
+        written = writer.write(partial, snapshot.tensors)
         own = [_save(partial / f"rank-{rank:05d}.pt", snapshot.own)]
         if rank == 0:
             own += [_save(partial / "trainer.pt", snapshot.rest), partial / ".metadata"]
-        return {file.name: describe(file) for file in own}
+        return written | {file.name: describe(file) for file in own}
 
     def seal() -> None:
         if rank == 0:
@@ -392,10 +393,8 @@ def publish(path: Path, snapshot: Snapshot, writer: TensorWriter) -> int:
 
     try:
         _together(prepare, group)
-        for described in _together(lambda: writer.write(partial, snapshot.tensors), group):
-            files |= described
-        for described in _together(write_own, group):
-            files |= described
+        for own in _together(write_own, group):
+            files |= own
         _together(seal, group)
     except SaveError:
         if rank == 0:
