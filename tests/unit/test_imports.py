@@ -72,7 +72,7 @@ def test_shardwise_knows_no_recipe(module: str) -> None:
     "module",
     [
         "schema", "topology", "plan", "errors", "checkpoint.find", "compose", "launch.host", "build", "cli",
-        "preflight.look", "preflight.rounds", "preflight.verdict",
+        "preflight.look", "preflight.rounds", "preflight.verdict", "coming_from_lightning",
     ],
 )  # fmt: skip
 def test_a_dry_run_needs_no_torch(module: str) -> None:
