@@ -75,7 +75,7 @@ _ARGUMENTS = _rows(
             "is `bf16_true`, `32-true` is `fp32`, `64-true` is `fp64`"
         ),
         "logger": _word(
-            "`logger=csv|wandb|tensorboard`; one of your own is `loggers.NAME._target_=…`. metrics.csv is always written"
+            "`logger=csv|wandb|tensorboard`; one of your own: `loggers.NAME._target_=…`. metrics.csv is always written"
         ),
         "callbacks": _word("`callbacks.NAME._target_=…`, as many as you like, each with its arguments"),
         "fast_dev_run": _word("`quick_check=true`"),
