@@ -23,6 +23,11 @@ class Units:
     rule: str  # how they were found
 
     @property
+    def rest(self) -> int:
+        """Parameters outside them, which a strategy that gathers layer by layer gathers as one piece."""
+        return self.total - self.covered
+
+    @property
     def share(self) -> float:
         return self.covered / self.total if self.total else 0.0
 
@@ -32,16 +37,29 @@ class Units:
         return f"{layers}: {self.share:.1%} of {self.total:,} parameters ({self.rule})"
 
 
-def find_units(root: nn.Module, names: Sequence[str] | None = None) -> Units:
-    """Find the layers that repeat.
+def find_units(root: nn.Module, names: Sequence[str] | None = None, needed_by: Sequence[str] = ()) -> Units:
+    """Find the layers that repeat. There may be none: then the module is one piece.
 
     `names` (class names) decides when given, an empty list meaning the module is one piece. Else the model's own
     `_no_split_modules` (Hugging Face's convention), else every outermost class that repeats among siblings:
-    encoder and decoder layers, the blocks of every ResNet stage.
+    encoder and decoder layers, the blocks of every ResNet stage. `needed_by`: words of the config that act on these
+    layers and on nothing else.
 
     Raises:
-        ConfigError: a name that no layer has, or found layers that hold less than half of the parameters.
+        ConfigError: a name that no layer has, or no layers for a word that would then do nothing.
     """
+    units = _find(root, names)
+    if needed_by and not units.modules:
+        none = "units=[] names none" if names is not None else f"{type(root).__name__} has none"
+        act, them = ("act", "them") if len(needed_by) > 1 else ("acts", "it")
+        raise ConfigError(
+            f"{' and '.join(needed_by)} {act} on the layers that repeat, and {none}: leave {them} out, or name layers "
+            f"by their classes, e.g. units=[{_example(root)}]; {_classes(root)}"
+        )
+    return units
+
+
+def _find(root: nn.Module, names: Sequence[str] | None) -> Units:
     if names is not None:
         found = list(_outermost(root, set(names)))
         missing = sorted(set(names) - {type(module).__name__ for module in root.modules() if module is not root})
@@ -54,13 +72,7 @@ def find_units(root: nn.Module, names: Sequence[str] | None = None) -> Units:
     else:
         rule = "repeated among siblings"
         found = list(_repeated(root, "", leaves=False)) or list(_repeated(root, "", leaves=True))
-    units = _units(root, found, rule)
-    if units.total and units.share < 0.5:
-        raise ConfigError(
-            f"the repeated layers found hold {units.share:.0%} of the parameters, less than half: {units}. Name the "
-            f"layers to shard, e.g. units=[Block], or units=[] to treat the module as one piece; {_classes(root)}"
-        )
-    return units
+    return _units(root, found, rule)
 
 
 def _units(root: nn.Module, found: list[tuple[str, nn.Module]], rule: str) -> Units:
@@ -98,7 +110,16 @@ def _repeated(module: nn.Module, prefix: str, leaves: bool) -> Iterator[tuple[st
 
 
 def _classes(root: nn.Module) -> str:
-    counts = Counter(type(m).__name__ for m in root.modules() if m is not root and any(True for _ in m.parameters()))
+    counts = _counts(root)
     return "the module has " + (
         ", ".join(f"{n} × {c}" for c, n in counts.most_common(8)) or "no layers with parameters"
     )
+
+
+def _example(root: nn.Module) -> str:
+    return next(iter(_counts(root)), "Block")
+
+
+def _counts(root: nn.Module) -> Counter[str]:
+    """The classes of its layers that have parameters, and how many layers there are of each."""
+    return Counter(type(m).__name__ for m in root.modules() if m is not root and any(True for _ in m.parameters()))

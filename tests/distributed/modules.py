@@ -155,6 +155,28 @@ class Moody(Bare):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, weight_decay=0.1)
 
 
+class Alone(Bare):
+    """One layer and nothing that repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.Sequential(nn.Linear(6, 6)), nn.ModuleList()
+
+
+class Reader(Bare):
+    """Nothing that repeats: a table that holds most of the parameters, and an LSTM, which keeps a list of its own
+    weights."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.5)
+        self.layers, self.last = nn.Sequential(nn.Embedding(500, 6)), nn.ModuleList()
+        self.lstm, self.head = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 40)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.lstm(self.layers(tokens))[0])[:, :-1]
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
 class Clips(Bare):
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
         self.clip_gradients(*args, gradient_clip_val=0.01)

@@ -25,9 +25,10 @@ from tests.reference import update_deviation
 
 STEPS, MICRO, RANKS = 4, 4, 2
 STRATEGIES = ["ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3"]
-KINDS = {"ConvNet": "images", "CausalLM": "tokens", "Gan": "pairs", "Bare": "pairs", "Moody": "pairs"}
+KINDS = {"ConvNet": "images", "CausalLM": "tokens", "Gan": "pairs", "Bare": "pairs", "Moody": "pairs", "Alone": "pairs",
+         "Reader": "tokens"}  # fmt: skip
 BOUNDS = {"fp32": (1e-4, 1e-5), "bf16": (0.15, 0.03)}  # of an update, of a buffer
-FP32_ONLY = ("Bare", "Moody")
+FP32_ONLY = ("Bare", "Moody", "Alone")
 # Module, strategy and what the refusal says
 REFUSED = [
     ("Clips", "zero1", "Clips has its own configure_gradient_clipping, and under zero1 gradients are in DeepSpeed's"),
@@ -36,6 +37,7 @@ REFUSED = [
     ("Searches", "ddp", "Searches uses LBFGS, which asks for the loss several times a step"),
     ("Penalized", "fsdp", "Penalized.training_step computes with weights outside the layers that own them"),
     ("Penalized", "zero3", "Penalized.training_step computes with weights outside the layers that own them"),
+    ("Alone", "ddp compile=layer", "compile=layer acts on the layers that repeat, and Alone has none"),
     ("Silent", "fsdp", "Silent.training_step returned None"),
     ("Idle", "ddp", "Idle has parameters that took no part in the loss: give strategy.find_unused_parameters=true"),
 ]
@@ -57,7 +59,8 @@ def plan_for(run_dir: Path, module: str, ranks: int, *words: str) -> Plan:
 
 
 def words_for(strategy: str) -> list[str]:
-    return [f"strategy={strategy}", *(["strategy.shard_size=2"] if strategy == "fsdp_hybrid" else [])]
+    strategy, *more = strategy.split()
+    return [f"strategy={strategy}", *(["strategy.shard_size=2"] if strategy == "fsdp_hybrid" else []), *more]
 
 
 def run_all(folder: Path, ranks: int, accelerator: str = "cpu") -> dict[tuple[str, str, str], dict[str, Any]]:
@@ -88,9 +91,8 @@ def reference(module: str, folder: Path) -> tuple[dict[str, Tensor], dict[str, T
     net: Any = build_module(plan_for(folder, module, RANKS))
     start = {name: p.detach().clone() for name, p in net.named_parameters()}
     data = modules.samples(KINDS[module], 40, 0)
-    steps = {"ConvNet": conv_step, "CausalLM": text_step, "Gan": gan_step, "Bare": bare_step, "Moody": bare_step}
-    step_of = steps[module]
-    step_of(net, data)
+    steps = {"ConvNet": conv_step, "CausalLM": text_step, "Gan": gan_step}
+    steps.get(module, bare_step)(net, data)
     return start, {n: p.detach() for n, p in net.named_parameters()}, dict(net.named_buffers())
 
 
@@ -209,9 +211,9 @@ def test_the_rate_in_the_log_is_the_one_that_the_step_was_made_with(runs: dict[i
 def run_refused(folder: Path) -> list[str]:
     """In each rank: what each of the refused says."""
     said = []
-    for module, strategy, _ in REFUSED:
+    for number, (module, strategy, _) in enumerate(REFUSED):
         try:
-            fit(plan_for(folder / f"{module}-{strategy}", module, RANKS, *words_for(strategy)))
+            fit(plan_for(folder / str(number), module, RANKS, *words_for(strategy)))
         except ConfigError as error:
             said.append(str(error))
         else:

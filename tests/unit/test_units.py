@@ -136,19 +136,30 @@ def test_wrong_names_are_told_what_there_is_and_it_works() -> None:
         assert find_units(Translator(), [name]).modules
 
 
-def test_where_embeddings_dominate_both_remedies_work() -> None:
+def test_where_embeddings_dominate_the_layers_are_found_and_the_rest_is_counted() -> None:
     class Large(Translator):
         def __init__(self) -> None:
             super().__init__()
             self.embedding = nn.Embedding(10_000, 8)
 
-    with pytest.raises(
-        ConfigError, match=r"hold 3% of the parameters, less than half: 3 × Block.*units=\[Block\]"
-    ) as error:
-        find_units(Large())
-    assert "units=[] to treat the module as one piece" in str(error.value) and "1 × Embedding" in str(error.value)
-    assert len(find_units(Large(), ["Block", "DecoderBlock"]).modules) == 5
+    units = find_units(Large())
+    assert names(units) == names(find_units(Translator()))
+    assert units.share < 0.5 and units.rest == 10_000 * 8 + count(nn.LayerNorm(8))
     assert find_units(Large(), []).modules == ()
+
+
+@pytest.mark.parametrize("model", [nn.Sequential(nn.Linear(32, 2)), nn.ModuleList([nn.LSTM(4, 8), nn.Linear(8, 1)])])
+def test_no_repeated_layers_are_refused_only_where_a_word_would_do_nothing(model: nn.Module) -> None:
+    assert find_units(model).modules == ()
+    with pytest.raises(
+        ConfigError, match=r"^compile=layer and activation_checkpointing=full act on the layers that repeat, and "
+    ) as error:
+        find_units(model, None, ["compile=layer", "activation_checkpointing=full"])
+    (remedy,) = re.findall(r"units=\[(\w+)\]", str(error.value))
+    assert f"1 × {remedy}" in str(error.value)
+    assert find_units(model, [remedy], ["compile=layer"]).modules
+    with pytest.raises(ConfigError, match=r"^compile=layer acts on the layers that repeat, and units=\[\] names none"):
+        find_units(model, [], ["compile=layer"])
 
 
 def test_one_piece() -> None:

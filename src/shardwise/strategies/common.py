@@ -97,12 +97,23 @@ class PlannedStrategy(ParallelStrategy):
     # Set-up
 
     def _find_units(self, module: LightningModule) -> Units:
-        self.units = find_units(module, self.plan.units)
+        plan = self.plan
+        words = {"compile=layer": plan.compile == "layer",
+                 "activation_checkpointing=full": plan.activation_checkpointing == "full"}  # fmt: skip
+        needed_by = [word for word, given in words.items() if given]
+        self.units = find_units(module, plan.units, needed_by)
         self.module_name = type(module).__name__  # FSDP2 gives it another
         if not any(p.requires_grad for p in module.parameters()) and self.plan.stage == "fit":
             raise ConfigError(f"{type(module).__name__} has no parameter that needs a gradient: nothing can be trained")
-        if self.is_global_zero:
-            print(f"layers: {self.units}", flush=True)
+        gathers = plan.strategy.zero_stage == 3 or plan.strategy.name.startswith("fsdp")
+        if self.is_global_zero and (gathers or needed_by or plan.units is not None):
+            said = f"layers: {self.units}"
+            if gathers and plan.units is None and self.units.share < 0.5:
+                said += (
+                    f"; the other {self.units.rest:,} are gathered as one piece; units=[Name] names layers to gather "
+                    f"one by one, by their class"
+                )
+            print(said, flush=True)
         return self.units
 
     def _parallelize(self, module: LightningModule, *, makes_copies: bool = False, casts_inputs: bool) -> None:
