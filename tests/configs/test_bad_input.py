@@ -3,7 +3,6 @@
 import json
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +14,7 @@ import shardwise.cli
 import shardwise.tools.preflight
 from shardwise.data.tokens import write_token_shards
 from shardwise.plan import Host
+from tests.patience import run_patiently
 
 ROOT = Path(__file__).parents[2]
 FOREIGN = "tests.configs.foreign"
@@ -461,11 +461,9 @@ def test_mistakes_are_told_without_torch(files: Path) -> None:
         "codes = [train(shlex.split(line)) for line in json.loads(sys.argv[1])]\n"
         "print(json.dumps([codes, [m for m in ('torch', 'lightning') if m in sys.modules]]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(lines)],
-        env={"PYTHONPATH": str(ROOT / "src"), "HOME": str(files), "CUDA_VISIBLE_DEVICES": ""},
-        cwd=files, capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+    env = {"PYTHONPATH": str(ROOT / "src"), "HOME": str(files), "CUDA_VISIBLE_DEVICES": ""}
+    done = run_patiently([sys.executable, "-c", code, json.dumps(lines)], 60, env=env, cwd=files)
+    assert done.returncode == 0, done.stderr
     codes, loaded = json.loads(done.stdout)
     assert len(codes) >= 12 and set(codes) == {2} and loaded == []
     assert done.stderr.count("\n") == done.stderr.count("error: ") == len(codes)

@@ -26,10 +26,11 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from shardwise.checkpoint.find import list_checkpoints
 from shardwise.checkpoint.load import changed
 from tests.distributed.commands import Running, check, run
+from tests.patience import exit_code, slowness, wait_until
 
 STEPS, SAVE_EVERY, RANKS = 120, 5, 2
-PATIENCE = 90.0  # seconds until something that must come has come
-HANG_SECONDS = {"cpu": 6.0, "cuda": 15.0}  # without progress; three times as long in set-up
+PATIENCE = 90.0  # seconds until something that must come has come, on an idle machine: see tests/patience.py
+HANG_SECONDS = {"cpu": 6.0, "cuda": 15.0}  # on an idle machine without progress; three times as long in set-up
 SUBJECT = """
 import os, time
 import torch
@@ -95,7 +96,7 @@ STRATEGIES = ["ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3"]
 
 def words_for(strategy: str, accelerator: str) -> list[str]:
     more = ["strategy.shard_size=2"] if strategy == "fsdp_hybrid" else []
-    hangs = f"strategy.timeout_minutes={HANG_SECONDS[accelerator] / 60}"
+    hangs = f"strategy.timeout_minutes={HANG_SECONDS[accelerator] * slowness() / 60}"
     return [*WORDS, f"strategy={strategy}", f"accelerator={accelerator}", "deterministic=true", hangs, *more]
 
 
@@ -137,21 +138,15 @@ class Life:
 
     def wait(self, until: Callable[[], Any], what: str) -> None:
         """Until then, or its end."""
-        deadline = time.monotonic() + PATIENCE
-        while not until() and self.process.poll() is None:
-            if time.monotonic() > deadline:
-                raise Trouble(f"{what} has not come in {PATIENCE:.0f} s:\n{self.text()[-3000:]}")
-            time.sleep(0.02)
+        is_done = lambda: until() or self.process.poll() is not None  # noqa: E731
+        wait_until(is_done, what, PATIENCE, lambda: self.text()[-3000:], pause=0.02)
 
     def ranks(self) -> dict[int, int]:
         return self.running.ranks()
 
     def end(self) -> int:
         """Its exit code, once nothing of it is left."""
-        try:
-            code = self.process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            raise Trouble(f"it hangs:\n{self.text()[-3000:]}") from None
+        code = exit_code(self.process, PATIENCE, lambda: self.text()[-3000:])
         self.running.wait_until_gone()
         return code
 

@@ -7,16 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardwise.data.tokens import write_token_shards
+from tests.patience import exit_code, run_patiently, wait_until
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 120.0  # on an idle machine, as all limits here: see tests/patience.py
 RECIPE = [
     "model.dim=32", "model.n_layers=2", "model.ffn_dim=64", "model.n_heads=2", "model.n_kv_heads=1",
     "model.max_seq_len=32", "module.sample_tokens=0", "data.sequence_length=32", "data.corpus=null",
@@ -81,10 +81,9 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """`python train.py …` in `home`; fails the test when it hangs."""
     command = [sys.executable] if command is None else command
-    return subprocess.run(
-        [*command, str(TRAIN), *words], cwd=home, env=environment(**more), capture_output=True, text=True,
-        timeout=timeout, stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
+    return run_patiently(
+        [*command, str(TRAIN), *words], timeout, cwd=home, env=environment(**more), stdin=subprocess.DEVNULL
+    )
 
 
 def check(done: subprocess.CompletedProcess[str], code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -121,7 +120,7 @@ class Running:
     def __exit__(self, *_: Any) -> None:
         for pid in self.pids():
             os.kill(pid, signal.SIGKILL)
-        self.process.wait(TIMEOUT_SECONDS)
+        exit_code(self.process, TIMEOUT_SECONDS)
 
     def pids(self) -> list[int]:
         found = []
@@ -150,16 +149,16 @@ class Running:
         return [pid for pid in self.pids() if not _is_zombie(pid)]
 
     def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while text not in self.log.read_text():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.1)
+        def is_there() -> bool:
+            if text in self.log.read_text():
+                return True
+            assert self.process.poll() is None, self.log.read_text()
+            return False
+
+        wait_until(is_there, repr(text), TIMEOUT_SECONDS, self.log.read_text)
 
     def wait_until_gone(self) -> None:
-        deadline = time.monotonic() + 60
-        while pids := self.alive():
-            assert time.monotonic() < deadline, f"still there: {pids}"
-            time.sleep(0.1)
+        wait_until(lambda: not self.alive(), "the end of every process", 60, lambda: f"still there: {self.alive()}")
 
 
 def _is_zombie(pid: int) -> bool:

@@ -15,9 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.patience import Patience
+
 
 def spawn(ranks: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = 240) -> list[Any]:
-    """`function(*arguments)` on every rank, RANK and friends in its environment. A failed or hung rank fails all."""
+    """`function(*arguments)` on every rank, RANK and friends in its environment. A failed or hung rank fails all.
+    `timeout_seconds` is for an idle machine; see tests/patience.py."""
     context = _context()
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -29,16 +32,16 @@ def spawn(ranks: int, function: Callable[..., Any], *arguments: Any, timeout_sec
         ]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + timeout_seconds
+        patience = Patience(timeout_seconds)
         try:
             while any(p.is_alive() for p in processes):
                 if failed := [p for p in processes if p.exitcode]:
                     failed[0].join()
                     raise AssertionError(_failure(folder, ranks))
-                if time.monotonic() > deadline:
+                if patience.is_over():
                     for process in processes:  # each writes where it is
                         os.kill(process.pid or 0, signal.SIGQUIT)
-                    raise AssertionError(f"still running after {timeout_seconds} s:\n{_failure(folder, ranks)}")
+                    raise AssertionError(f"still running: {patience}\n{_failure(folder, ranks)}")
                 time.sleep(0.05)
             if any(p.exitcode for p in processes):
                 raise AssertionError(_failure(folder, ranks))

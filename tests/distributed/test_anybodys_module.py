@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from shardwise.trainer import build_module
 from tests.distributed import modules
 from tests.distributed.cells import fit
 from tests.distributed.processes import spawn
+from tests.patience import run_patiently
 from tests.reference import update_deviation
 
 STEPS, MICRO, RANKS = 4, 4, 2
@@ -233,9 +233,7 @@ def test_a_mistake_that_only_a_rank_sees_is_one_message_and_leaves_no_folder(tmp
         "data._target_=tests.distributed.modules.Samples", "data.kind=pairs", "data.batch_size=4",
         "micro_batch_size=4", "global_batch_size=4", f"runs_dir={tmp_path}", "strategy=fsdp",
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "train.py", *words], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
-    )
+    done = run_patiently([sys.executable, "train.py", *words], 100, cwd=ROOT)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert "Forgetful has 2 optimizers, and automatic optimization steps one" in done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from shardwise.compose import CONF, ROOT
 from shardwise.data.tokens import write_token_shards
 from shardwise.loggers import read_metrics
+from tests.patience import run_patiently
 
 SMALL = [
     "model.vocab_size=256", "model.dim=32", "model.n_layers=2", "model.n_heads=2", "model.n_kv_heads=1",
@@ -26,10 +26,7 @@ def test_an_experiment_runs(tmp_path: Path, experiment: str) -> None:
     tokens = np.random.default_rng(0).integers(0, 256, 2000)
     write_token_shards(tmp_path / "data", {s: [tokens] for s in ("train", "validation")}, vocab_size=256)
     words = [f"experiment={experiment}", *SMALL, f"data.directory={tmp_path / 'data'}", "name=run"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *words],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = run_patiently([sys.executable, str(ROOT / "train.py"), *words], 120, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = read_metrics(tmp_path / "runs" / "run" / "metrics.csv")
     assert [row["step"] for row in rows if row["train/loss"]] == ["1", "2", "3"]

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.commands import OWN, RECIPE, TRAIN, Running, check, environment, make_home, metrics, run
+from tests.patience import exit_code, run_patiently
 
 FILES = {"config.yaml", "plan.json", "environment.json", "starts.json", "metrics.csv", "summary.json", "loss.png",
          "checkpoints", "logs"}  # fmt: skip
@@ -70,7 +71,7 @@ def test_a_terminal_gets_a_progress_bar(home: Path) -> None:
         with suppress(OSError):  # at the end
             while data := os.read(main, 65536):
                 shown += data
-        assert shell.wait(60) == 0
+        assert exit_code(shell, 60) == 0
     os.close(main)
     assert "100%|█" in shown.decode() and "step 1/3" not in shown.decode()
 
@@ -110,7 +111,7 @@ def test_of_two_runs_that_want_one_name_the_first_has_it(home: Path) -> None:
     words = [*SHORT, "name=wanted", "checkpoint=none"]
     with Running(home, "one-of-two", *words) as one:
         two = run(home, *words)
-        codes = sorted([one.process.wait(60), two.returncode])
+        codes = sorted([exit_code(one.process, 60), two.returncode])
     assert codes == [0, 2]
     assert sorted(metrics(home / "runs" / "wanted", "train/loss")) == [1, 2, 3]
 
@@ -123,11 +124,9 @@ def test_a_run_outlives_its_terminal(home: Path, unbuffered: str) -> None:
     listens, speaks = os.pipe()
     os.close(listens)
     env = environment(PYTHONUNBUFFERED=unbuffered)
-    done = subprocess.run(
-        [sys.executable, str(TRAIN), *words], cwd=home, env=env, stdout=speaks, stderr=subprocess.PIPE, timeout=120
-    )
+    done = run_patiently([sys.executable, str(TRAIN), *words], 120, cwd=home, env=env, stdout=speaks)
     os.close(speaks)
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert (done.returncode, done.stderr) == (0, "")
     assert sorted(metrics(home / "runs" / name, "train/loss")) == [1, 2, 3]
 
 
@@ -203,7 +202,7 @@ def test_nothing_outlives_the_launcher(home: Path, sent: int, whole_group: bool,
         running.wait_for("step 10/")
         assert len(running.pids()) >= 5
         os.killpg(running.process.pid, sent) if whole_group else running.process.send_signal(sent)
-        assert running.process.wait(60) == code
+        assert exit_code(running.process, 60) == code
         running.wait_until_gone()
     _check_last_words(running, says)
 
@@ -212,7 +211,7 @@ def test_ctrl_c_of_a_single_process(home: Path) -> None:
     with Running(home, "single", *ENDLESS, "name=single") as running:
         running.wait_for("step 10/")
         os.killpg(running.process.pid, signal.SIGINT)
-        assert running.process.wait(60) == 130
+        assert exit_code(running.process, 60) == 130
         running.wait_until_gone()
     _check_last_words(running, "shardwise: stopped by Ctrl-C: nothing is saved, as checkpoint=none asks for")
 

@@ -20,6 +20,7 @@ import pytest
 from shardwise.preflight.place import Limits
 from tests.distributed.commands import RECIPE, check, environment, make_home, run
 from tests.distributed.processes import _context
+from tests.patience import Patience, slowness
 
 WORDS = ["accelerator=cpu", "runs_dir=runs"]
 LIMITS = Limits(arrive=40.0, total=60.0, grace=2.0)
@@ -51,7 +52,9 @@ def fly(
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    context, begin = _context(), time.monotonic()
+    slow = slowness()
+    limits = Limits(limits.arrive * slow, limits.total * slow, limits.grace * slow)
+    context, patience = _context(), Patience(90)
     ranks = {
         rank: context.Process(target=_rank, args=(rank, nodes, devices, port, folder, breaks, [*WORDS, *words], limits))
         for rank in range(nodes * devices) if rank not in absent
@@ -59,15 +62,14 @@ def fly(
     try:
         for process in ranks.values():
             process.start()
-        for process in ranks.values():
-            process.join(90)
-        seconds = time.monotonic() - begin
+        while any(process.is_alive() for process in ranks.values()) and not patience.is_over():
+            time.sleep(0.05)
         codes = [ranks[rank].exitcode if rank in ranks else None for rank in range(nodes * devices)]
     finally:
         for process in ranks.values():
             process.kill()
             process.join()
-    done = Done(folder, codes, seconds)
+    done = Done(folder, codes, patience.spent)
     expected = {code for rank, code in enumerate(codes) if rank not in absent and code != -signal.SIGKILL}
     assert len(expected) == 1, (codes, done.out, done.err, done.others)
     if told:

@@ -31,6 +31,7 @@ from tests.distributed.cells import fit
 from tests.distributed.commands import RECIPE, Running, check, make_home, metrics, run
 from tests.distributed.processes import spawn
 from tests.distributed.test_exact_resume import BATCH, Dropping, Noise, NoiseData, plan_for
+from tests.patience import slowness, wait_until
 
 WIDE = 1536  # 9 MB a layer, 28 MB with what AdamW keeps
 
@@ -101,7 +102,7 @@ def busy(folder: Path) -> str:
     real = saving.publish
 
     def held_up(*args: Any) -> int:
-        assert go.wait(60)
+        assert go.wait(60 * slowness())
         return real(*args)
 
     class Release(Callback):
@@ -174,7 +175,7 @@ def scored(folder: Path) -> dict[str, list[str]]:
     real = saving.publish
 
     def held_up(*args: Any) -> int:
-        assert HeldUp.go.wait(60)
+        assert HeldUp.go.wait(60 * slowness())
         return real(*args)
 
     for name, in_the_way, Scored.scores in (
@@ -299,12 +300,10 @@ def test_killed_while_it_saves_a_run_goes_on(tmp_path: Path) -> None:
              "checkpoint.monitor=null", "checkpoint.keep_last=9"]  # fmt: skip
     with Running(home, "killed", *words, "name=killed", "max_steps=1000") as killed:
         partial = home / "runs" / "killed" / "checkpoints" / "step-00000006.ckpt.partial"
-        deadline = time.monotonic() + 100
-        while not partial.exists() and not partial.with_suffix("").exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_until(lambda: partial.exists() or partial.with_suffix("").exists(), "a save", 100, pause=0.001)
         killed.process.kill()
         killed.process.wait()
-    time.sleep(1)  # its ranks die with it
+    killed.wait_until_gone()  # its ranks die with it
     assert newest_whole(home / "runs" / "killed") is not None
     check(run(home, *words, "name=killed", "max_steps=10", "resume=auto"))
     check(run(home, *words, "name=straight", "max_steps=10"))

@@ -5,23 +5,21 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.distributed.commands import environment
+from tests.patience import run_patiently, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERIC = ROOT / "slurm" / "generic.sbatch"
-PATIENCE = 120.0  # seconds
+PATIENCE = 120.0  # seconds on an idle machine: see tests/patience.py
 
 
 def call(*words: Any, check: bool = True, cwd: Path | None = None, **more: str) -> str:
-    done = subprocess.run(
-        [str(word) for word in words], cwd=cwd, env=clean(**more), capture_output=True, text=True, timeout=PATIENCE,
-        stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
+    command = [str(word) for word in words]
+    done = run_patiently(command, PATIENCE, cwd=cwd, env=clean(**more), stdin=subprocess.DEVNULL)
     assert done.returncode == 0 or not check, f"{words}\n{done.stdout}{done.stderr}"
     return done.stdout.strip()
 
@@ -57,11 +55,7 @@ class Submitted:
         return int(found[-1]) if found else 0
 
     def wait(self, until: Callable[[], Any], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not until():
-            told = f"{what} has not come; the job is {self.state()}\n{self.text()[-4000:]}"
-            assert time.monotonic() < deadline, told
-            time.sleep(0.1)
+        wait_until(until, what, PATIENCE, lambda: f"the job is {self.state()}\n{self.text()[-4000:]}")
 
     def wait_for_end(self) -> str:
         """How Slurm says that it ended."""

@@ -41,6 +41,7 @@ from shardwise.checkpoint.tensors import (
     whole,
 )
 from tests.distributed.processes import spawn
+from tests.patience import slowness
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
@@ -152,7 +153,7 @@ def one_then_all(folder: Path) -> None:
             def update(self, piece: memoryview) -> None:
                 if not self.seen and next(first, None):  # not of .metadata
                     here.release()
-                    together.wait(20)
+                    together.wait(20 * slowness())
                 self.seen += len(piece)
                 pieces.append(len(piece))
                 self.real.update(piece)
@@ -163,7 +164,7 @@ def one_then_all(folder: Path) -> None:
         with patch.object(tensors, "hashlib", SimpleNamespace(sha256=Digest)):
             writer = Writer(asynchronous, torch.device("cpu"), timedelta(seconds=60))
             writer.save(folder / f"{asynchronous}", snapshot, lambda: None)
-            assert here.acquire(timeout=20)
+            assert here.acquire(timeout=20 * slowness())
             if asynchronous:
                 assert not here.acquire(timeout=0.3), "a second one is at work beside the training"
             outcome = writer.wait()

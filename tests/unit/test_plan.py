@@ -3,7 +3,6 @@
 import ctypes
 import dataclasses
 import re
-import subprocess
 import sys
 from itertools import combinations, product
 from pathlib import Path
@@ -33,6 +32,7 @@ from shardwise.schema import (
     RunConfig,
     Stage,
 )
+from tests.patience import run_patiently
 
 SRC = Path(__file__).parents[2] / "src"
 HOST = Host(cuda_devices=0, run_id="made-up")
@@ -461,12 +461,5 @@ def test_a_plan_is_frozen() -> None:
 def test_planning_needs_neither_torch_nor_numpy_nor_hydra() -> None:
     foreign = ("torch", "lightning", "numpy", "hydra", "omegaconf")
     code = f"import sys, shardwise.plan; print([m for m in {foreign} if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": str(SRC)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert done.stdout.strip() == "[]"
+    done = run_patiently([sys.executable, "-c", code], 60, env={"PYTHONPATH": str(SRC)})
+    assert done.returncode == 0 and done.stdout.strip() == "[]"

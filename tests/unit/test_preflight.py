@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections import Counter
 from itertools import combinations
@@ -22,6 +21,7 @@ from shardwise.preflight.show import save_json, table
 from shardwise.preflight.verdict import Found, Verdict, blame, judge
 from shardwise.schema import ClusterConfig
 from shardwise.tools import main
+from tests.patience import run_patiently
 
 H100 = ClusterConfig(
     name="dgx_h100", devices_per_node=8, gpu="H100", gpu_memory_gib=80.0, nvlink_gb_per_second=450.0,
@@ -407,9 +407,9 @@ def test_the_words_are_a_runs_and_the_exit_code_is_the_tools(
 
 def test_a_clusters_environment_comes_before_torch() -> None:
     code = "import shardwise.tools.preflight, sys; print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True,
-                          env=os.environ | {"PYTHONPATH": str(Path(looking.__file__).parents[2])})  # fmt: skip
-    assert done.stdout.strip() == "[]"
+    env = os.environ | {"PYTHONPATH": str(Path(looking.__file__).parents[2])}
+    done = run_patiently([sys.executable, "-c", code], 30, env=env)
+    assert done.returncode == 0 and done.stdout.strip() == "[]"
 
 
 def test_slurm_says_nodes_in_short() -> None:
