@@ -21,6 +21,7 @@ from shardwise.checkpoint.find import (
     resolve_resume,
     stage_file,
     step_of,
+    stopped_before,
 )
 from shardwise.checkpoint.weights import list_weights
 from shardwise.compose import Job, compose
@@ -110,7 +111,17 @@ def find_checkpoint(plan: Plan, host: Host) -> Plan:
     resume, begun = plan.resume, has_begun(plan.run_dir)
     if begun and plan.stage == "fit" and (resume is None or newest_whole(plan.run_dir) is not None):
         plan = dataclasses.replace(plan, resume="auto", may_fall_back=True)
-    return dataclasses.replace(plan, resume=resolve_resume(plan.resume, plan.run_dir, plan.stage, first and not begun))
+    plan = dataclasses.replace(plan, resume=resolve_resume(plan.resume, plan.run_dir, plan.stage, first and not begun))
+    stop = _early_stop(plan)
+    return plan if stop is None else dataclasses.replace(plan, max_steps=stop["step"])
+
+
+def _early_stop(plan: Plan) -> dict[str, Any] | None:
+    """The early stop that `resume=auto` has come back to, unless the callbacks are others now."""
+    if plan.stage != "fit" or plan.resume is None or not plan.may_fall_back:
+        return None
+    stop = stopped_before(plan.run_dir, step_of(plan.resume))
+    return stop if stop is not None and stop.get("callbacks") == plan.callbacks else None
 
 
 def check_targets(plans: list[Plan]) -> None:
@@ -118,6 +129,7 @@ def check_targets(plans: list[Plan]) -> None:
     from importlib.util import find_spec
 
     from shardwise.build import build, check, locate
+    from shardwise.callbacks.configured import check_callbacks
     from shardwise.optimizers import check_ownership, try_optimizer
 
     for plan in plans:
@@ -129,6 +141,7 @@ def check_targets(plans: list[Plan]) -> None:
             )
         check(plan.module, "module")
         check(plan.data, "data")
+        check_callbacks(plan)
         if plan.optimizer is not None:
             check(plan.optimizer, "optimizer", positional=1)  # the parameters
         if plan.schedule is not None:
@@ -269,7 +282,12 @@ def resumption(plan: Plan) -> list[str]:
                 )
         if any(line.startswith(("optimizer", "schedule")) for line in changed):
             told.append("the checkpoint's optimizer state, its learning rate included, is kept")
-    if plan.max_steps is not None and step_of(plan.resume) >= plan.max_steps:
+    if (stop := _early_stop(plan)) is not None:
+        told.append(
+            f"nothing left to train: {stop['by']} stopped this run at step {stop['step']}; other values of callbacks.* "
+            f"or resume={plan.resume} go on from there"
+        )
+    elif plan.max_steps is not None and step_of(plan.resume) >= plan.max_steps:
         told.append(f"nothing left to train: max_steps={plan.max_steps}, and {Path(plan.resume).name} is there already")
     return told
 

@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 
 _FIELDS: dict[str, Any] = get_type_hints(RunConfig)
+_NAMED = ("callbacks.",)  # mappings whose names the user makes up
 _TEXT = (str, str | None)
 
 
@@ -100,7 +101,9 @@ def _with_plus(words: list[str]) -> list[str]:
     """`module.lr=3e-4` beside `module._target_=my.Module`: an argument of a class that conf/ knows nothing of, so that
     it is no option there yet. What the class does not take is said when the class has been looked at."""
     own = {w.partition("._target_=")[0] for w in words if "._target_=" in w and not w.startswith(("+", "~"))}
-    return ["++" + w if w.partition(".")[0] in own and "._target_=" not in w else w for w in words]
+    return [
+        "++" + w if w.startswith(_NAMED) or (w.partition(".")[0] in own and "._target_=" not in w) else w for w in words
+    ]
 
 
 def _read_override(word: str, groups: dict[str, list[str]]) -> Override:
@@ -312,6 +315,7 @@ Run-level values:
   memory_history=true       on CUDA: the snapshot of a rank that runs out of memory says what allocated each block
   units=[ClassName,…]       the repeated layers, where they are not found
   optimizer_override=true   optimizer= overrules the module's own configure_optimizers
+  callbacks.NAME._target_=… callbacks.NAME.argument=…     a Lightning callback, any number: docs/callbacks.md
   module._target_=my.Module data._target_=my.Data         your own classes, with recipe=custom
 
   --cfg job                 print the composed config

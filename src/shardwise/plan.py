@@ -171,6 +171,7 @@ class Plan:
     environment: dict[str, str]  # of every rank, where the user's own does not say otherwise
     module: dict[str, Any]
     data: dict[str, Any]
+    callbacks: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # the user's own, in order
 
     def logs(self, step: int) -> bool:
         """Whether the step's numbers are logged."""
@@ -311,6 +312,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         environment=_environment(config.cluster),
         module=_target("module", config.module),
         data=_target("data", config.data),
+        callbacks=_named_targets("callbacks", config.callbacks),
     )
 
 
@@ -579,6 +581,11 @@ def _target(word: str, node: Any) -> dict[str, Any]:
         raise ConfigError(f"{word} names no class: give {word}._target_=package.Class")
     _check_plain(word, node)
     return node
+
+
+def _named_targets(word: str, nodes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Name → node. A name that is null has been taken out again."""
+    return {name: _target(f"{word}.{name}", node) for name, node in nodes.items() if node is not None}
 
 
 def _check_plain(where: str, node: Any) -> None:

@@ -248,6 +248,7 @@ class RunConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
     optimizer: Any = None
     schedule: Any = None
+    callbacks: dict[str, Any] = field(default_factory=dict)  # of the user's own, each a node with a `_target_`
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 

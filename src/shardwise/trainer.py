@@ -18,10 +18,12 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from torch._C._distributed_c10d import HashStore
 
 from shardwise.build import build, locate
 from shardwise.callbacks.average import WeightAverage
+from shardwise.callbacks.configured import build_callbacks
 from shardwise.callbacks.guard import Guard, RollBack
 from shardwise.callbacks.heartbeat import Heartbeat
 from shardwise.callbacks.leaving import Leaving
@@ -35,6 +37,7 @@ from shardwise.errors import ConfigError
 from shardwise.initialize import derived_seed, initializes_itself, parameters_on_meta
 from shardwise.launch.watchdog import keep_nccl_record, progress
 from shardwise.loggers import build_loggers
+from shardwise.loops import StoppableTrainer, WindowLoop
 from shardwise.optimizers import configure_optimizers
 from shardwise.out_of_memory import OutOfMemoryWatch, start_history
 from shardwise.plan import Plan
@@ -194,12 +197,13 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
     guard = Guard(plan, steps, saving)
     # Who leaves comes last: everybody else has seen the step.
     summary, leaving = Summary(plan, steps, saving), Leaving(plan, guard, saving)
-    callbacks: list[Callback] = [*more, *average, Heartbeat(plan), guard, steps, saving, summary, leaving]
+    own = build_callbacks(plan)
+    callbacks: list[Callback] = [*more, *average, *own, Heartbeat(plan), guard, steps, saving, summary, leaving]
     accumulate = plan.accumulate_grad_batches
     validate_every = plan.validate_every_n_steps
     # Who started the ranks is known. Lightning would look for srun, warn where it is there, and refuse SLURM_NTASKS.
     SLURMEnvironment.detect = staticmethod(lambda: False)  # type: ignore[method-assign]
-    trainer = Trainer(
+    trainer = StoppableTrainer(
         accelerator=plan.accelerator,
         devices=plan.topology.devices,
         num_nodes=plan.topology.nodes,
@@ -219,12 +223,13 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
         inference_mode=False,  # FSDP2 reuses gathered parameters between training and validation
-        enable_checkpointing=False,
-        enable_progress_bar=False,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in own),
+        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in own),
         enable_model_summary=False,
         default_root_dir=plan.run_dir,
         profiler=Unprofiled(),
     )
+    trainer.fit_loop.epoch_loop.__class__ = WindowLoop
     take_shortcuts(trainer, module)
     # Lightning's SIGTERM handler is a collective: a signal that reaches one rank only would hang it.
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from tqdm import tqdm
 
+from shardwise.callbacks.configured import refuse_callbacks
 from shardwise.callbacks.meter import SPENT, Meter, Sums, memory_gib
 from shardwise.loggers import CsvLogger
 from shardwise.plan import Plan
@@ -37,6 +38,11 @@ class StepLog(Callback):
         self._evaluated = False
         self._last_step = 0
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        refuse_callbacks(trainer.callbacks)  # type: ignore[attr-defined] # with those of the module
+        # One progress bar at a time: the user's own, where there is one
+        self.shows_bar = self.plan.progress_bar and trainer.progress_bar_callback is None
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for logger in trainer.loggers:
             if isinstance(logger, CsvLogger):
@@ -44,7 +50,7 @@ class StepLog(Callback):
         if trainer.is_global_zero:
             self.meter.on_start()
         self._last_step = trainer.global_step
-        if trainer.is_global_zero and self.plan.progress_bar:
+        if trainer.is_global_zero and self.shows_bar:
             total = None if trainer.max_steps < 0 else trainer.max_steps
             self.bar = tqdm(total=total, initial=trainer.global_step, unit="step", dynamic_ncols=True)
 

@@ -11,7 +11,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from shardwise.callbacks.meter import memory_gib
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog, validation_metrics, weight_unit
+from shardwise.checkpoint.find import stopped_before
 from shardwise.loggers import read_metrics
+from shardwise.loops import early_stop
 from shardwise.plan import Plan
 
 
@@ -33,6 +35,7 @@ class Summary(Callback):
         allocated, reserved = memory_gib(self.plan)
         summary: dict[str, Any] = {
             "steps": trainer.global_step,
+            "stopped_early": self._stop(trainer),
             "samples": trainer.strategy.train_loader.consumed,  # type: ignore[attr-defined]
             "steps_this_process": self.steps.steps,
             f"{unit}_this_process": round(meter.first.weight + meter.rest.weight) or None,
@@ -61,6 +64,13 @@ class Summary(Callback):
         picture = plot_losses(rows, baselines, run_dir / "loss.png")
         print_table(self._lines(summary, validation_metrics(trainer), unit, picture))
 
+    def _stop(self, trainer: Trainer) -> dict[str, Any] | None:
+        """With the callbacks of the run: `resume=auto` goes on only with others."""
+        stop = early_stop(trainer)
+        if stop is None:
+            return stopped_before(self.plan.run_dir, trainer.global_step)
+        return stop | {"callbacks": self.plan.callbacks}
+
     def _lines(
         self, summary: dict[str, Any], measured: dict[str, float], unit: str, picture: Path | None
     ) -> dict[str, str]:
@@ -73,6 +83,9 @@ class Summary(Callback):
             f"{first:,.1f} s",
             "speed": ", ".join(f"{speed:,.0f} {word}/s" for word, speed in speeds if speed) or "no step was due",
         }
+        if (stop := summary["stopped_early"]) is not None:
+            why = f": {stop['reason']}" if stop["reason"] else ""
+            lines["stopped early"] = f"at step {stop['step']:,} by {stop['by']}{why}"
         if summary["mfu"] is not None:
             lines["MFU"] = f"{summary['mfu']:.1%} of {self.plan.peak_tflops:,.0f} TFLOP/s a GPU"
         lines["waiting for data"] = f"{summary['data_wait']:.1%} of the time"

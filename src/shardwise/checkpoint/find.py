@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import ConfigError
 
@@ -103,6 +104,15 @@ def step_of(path: str | Path) -> int:
     """Of `step-…` and `best-…`; -1 for a checkpoint of another name."""
     match = re.fullmatch(r"(?:step|best)-(\d{8})\.ckpt", Path(path).name)
     return int(match[1]) if match else -1
+
+
+def stopped_before(run_dir: str | Path, step: int) -> dict[str, Any] | None:
+    """What stopped this run early at `step`, as its summary has it; None where nothing did."""
+    try:
+        stop = json.loads((Path(run_dir) / "summary.json").read_text()).get("stopped_early")
+    except (OSError, ValueError):
+        return None
+    return stop if stop and stop["step"] == step else None
 
 
 def _checkpoint(resume: str) -> Path:

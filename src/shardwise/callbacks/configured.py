@@ -1,0 +1,67 @@
+"""Callbacks of the user's own, from `callbacks.NAME._target_=…` or from the module's `configure_callbacks`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from shardwise.build import build, check, locate
+from shardwise.errors import ConfigError
+from shardwise.lightning_callbacks import LIGHTNING, WORKS
+from shardwise.plan import Plan
+
+
+def check_callbacks(plan: Plan) -> None:
+    """Locate every callback and bind its arguments, building nothing.
+
+    Raises:
+        ConfigError: a target that is no Callback class, one that cannot work here, or an argument it does not take.
+    """
+    for name, node in plan.callbacks.items():
+        where = f"callbacks.{name}"
+        target = locate(node["_target_"], where)
+        if not (isinstance(target, type) and issubclass(target, Callback)):
+            raise ConfigError(
+                f"{where}._target_={node['_target_']} is no callback class: give a subclass of "
+                f"lightning.pytorch.Callback"
+            )
+        _refuse(target, f"{where}._target_={node['_target_']}")
+        check(node, where)
+
+
+def build_callbacks(plan: Plan) -> list[Callback]:
+    """The callbacks of `plan`, in its order."""
+    callbacks: list[Callback] = []
+    keys: dict[str, str] = {}  # what Lightning keeps a callback's state under → its name in the config
+    for name, node in plan.callbacks.items():
+        callback = build(node, f"callbacks.{name}")
+        has_state = is_overridden("state_dict", callback, Callback)
+        if has_state and (other := keys.setdefault(callback.state_key, name)) != name:
+            raise ConfigError(
+                f"callbacks.{other} and callbacks.{name} would keep their states under one name, "
+                f"{callback.state_key}: give them other arguments, or leave one out"
+            )
+        callbacks.append(callback)
+    return callbacks
+
+
+def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
+    """Also those of the module's `configure_callbacks`, which are known only once it is built.
+
+    Raises:
+        ConfigError: one that cannot work here.
+    """
+    for callback in callbacks:
+        _refuse(type(callback), f"callback {type(callback).__name__}")
+
+
+def _refuse(kind: type[Any], named: str) -> None:
+    for parent in kind.__mro__:
+        if parent.__module__.startswith("lightning.pytorch.callbacks") and parent.__name__ in LIGHTNING:
+            reason = LIGHTNING[parent.__name__]
+            if reason != WORKS:
+                raise ConfigError(f"{named} is refused: {reason}")
+            return

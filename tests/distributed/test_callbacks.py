@@ -1,0 +1,96 @@
+"""Callbacks of the user's own under two ranks: what works, in which order, and their state in the checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+
+from shardwise.errors import ConfigError
+from tests.distributed.cells import cell_plan, fit
+from tests.distributed.processes import spawn
+
+THEIRS = "lightning.pytorch.callbacks"
+CELLS = {"ddp": ["strategy=ddp"], "fsdp": ["strategy=fsdp"]}
+# Validation never improves by so much: with a patience of 2 the third validation stops the run.
+STOP = [
+    f"callbacks.stop._target_={THEIRS}.EarlyStopping", "callbacks.stop.monitor=validation/loss",
+    "callbacks.stop.min_delta=1000", "callbacks.stop.patience=2",
+    f"callbacks.other._target_={THEIRS}.EarlyStopping", "callbacks.other.monitor=validation/loss",
+    "callbacks.other.mode=max", "callbacks.other.patience=50",
+]  # fmt: skip
+OTHERS = [
+    f"callbacks.{name}._target_={THEIRS}.{name}"
+    for name in ("LearningRateMonitor", "DeviceStatsMonitor", "ModelSummary", "LambdaCallback", "Timer")
+]
+COMMON = ["micro_batch_size=2", "global_batch_size=8", "validate_every_n_steps=1", "checkpoint.save_at_end=true"]
+
+
+class StopsInWindow(Callback):
+    """Asks to stop after the first of two micro-batches of step 2."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            trainer.should_stop = True
+
+
+def stops(folder: Path, words: list[str]) -> dict[str, Any]:
+    """Interrupted after its second validation, the run stops where one that was not interrupted does."""
+    whole = cell_plan(folder / "whole", 2, *words, *COMMON, *STOP, *OTHERS, "max_steps=9")
+    fit(whole)
+    fit(cell_plan(folder / "parts", 2, *words, *COMMON, *STOP, "max_steps=2"))
+    resume = f"resume={folder / 'parts/checkpoints/step-00000002.ckpt'}"
+    fit(cell_plan(folder / "parts", 2, *words, *COMMON, *STOP, resume, "max_steps=9"))
+    plan = cell_plan(folder / "window", 2, *words, *COMMON, "max_steps=9", "checkpoint=none",
+                     "callbacks.mine._target_=tests.distributed.test_callbacks.StopsInWindow")  # fmt: skip
+    fit(plan)
+    summaries = {n: json.loads((folder / n / "summary.json").read_text()) for n in ("whole", "parts", "window")}
+    try:
+        fit(cell_plan(folder / "refused", 2, *words, *COMMON, "max_steps=1", "checkpoint=none",
+                      "module._target_=tests.distributed.test_callbacks.bring_checkpoint"))  # fmt: skip
+        summaries["refused"] = "trained"
+    except ConfigError as error:
+        summaries["refused"] = str(error)
+    return summaries
+
+
+def bring_checkpoint(**words: Any) -> Any:
+    """A module whose own `configure_callbacks` brings what is refused."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from recipes.language_modeling.module import LanguageModel
+
+    module = LanguageModel(**words)
+    module.configure_callbacks = lambda: ModelCheckpoint()  # type: ignore[method-assign]
+    return module
+
+
+def run_all(folder: Path) -> dict[str, Any]:
+    return {name: stops(folder / name, words) for name, words in CELLS.items()}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return spawn(2, run_all, tmp_path_factory.mktemp("callbacks"))[0]
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_an_early_stop_is_told_and_its_count_survives_a_resume(runs: Any, name: str) -> None:
+    for run in ("whole", "parts"):
+        stop = runs[name][run]["stopped_early"]
+        assert (stop["step"], stop["by"], runs[name][run]["steps"]) == (3, "EarlyStopping", 3), run
+        assert "did not improve in the last 2 records" in stop["reason"]
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_an_early_stop_waits_for_the_end_of_the_window(runs: Any, name: str) -> None:
+    summary = runs[name]["window"]
+    assert (summary["steps"], summary["samples"], summary["stopped_early"]["by"]) == (2, 16, "StopsInWindow")
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_callback_of_the_module_is_refused_by_name(runs: Any, name: str) -> None:
+    assert runs[name]["refused"].startswith("callback ModelCheckpoint is refused: ")
