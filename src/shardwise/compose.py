@@ -294,6 +294,7 @@ Run-level values:
   name=NAME                 the run's folder under runs_dir=DIR; made up when left out
   resume=auto|PATH          the newest checkpoint of this name (from the seed if there is none), or that one
   resume_allow=[seed,…]     what may be another there: data, global_batch_size, optimizer, seed
+  trust=true                read what a checkpoint holds as a pickle, which may run any code: docs/checkpointing.md
   init_from=PATH            start from the weights of a .safetensors file, or of a folder of them
   dry_run=true              print config and Plan, start nothing
   preflight=true|false      look the machines over first (docs/preflight.md); Slurm jobs on several nodes do

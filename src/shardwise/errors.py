@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
 from enum import IntEnum
+from pathlib import Path
 
 
 class ExitCode(IntEnum):
@@ -63,6 +65,15 @@ class Left(RunStopped):
 
 class DataError(ConfigError):
     """Data on disk that is missing, unreadable or not what its index says."""
+
+
+def where(error: BaseException) -> str:
+    """An error in one line: what was raised, and the line of the user's own code that it came through last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = Path(__file__).parent
+    own = [f for f in frames if "site-packages" not in f.filename and ours not in Path(f.filename).parents]
+    place = f" ({own[-1].filename}:{own[-1].lineno}, in {own[-1].name})" if own else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -172,6 +172,7 @@ class Plan:
     module: dict[str, Any]
     data: dict[str, Any]
     callbacks: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # the user's own, in order
+    trust: bool = False  # what a checkpoint holds as a pickle, which may run any code, is read
 
     def logs(self, step: int) -> bool:
         """Whether the step's numbers are logged."""
@@ -313,6 +314,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         module=_target("module", config.module),
         data=_target("data", config.data),
         callbacks=_named_targets("callbacks", config.callbacks),
+        trust=config.trust,
     )
 
 

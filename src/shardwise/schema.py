@@ -211,6 +211,7 @@ class RunConfig:
     runs_dir: str = "runs"
     resume: str | None = None
     resume_allow: list[str] = field(default_factory=list)  # what may be another than in the run that is resumed
+    trust: bool = False  # read what a checkpoint holds as a pickle, which may run any code
     init_from: str | None = None  # safetensors to start from, instead of the seed's weights
     dry_run: bool = False
     preflight: bool | None = None  # look the machines over before the run; None: under Slurm, on more than one node

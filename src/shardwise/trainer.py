@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from shardwise.plan import Plan
 from shardwise.precision import default_dtype, set_matmul_mode, set_parameter_dtype
 from shardwise.shortcuts import Unprofiled, take_shortcuts
 from shardwise.strategies import build_strategy
-from shardwise.strategies.common import group_timeout
+from shardwise.strategies.common import group_timeout, strategy_of
 
 
 def run(plan: Plan) -> None:
@@ -231,6 +232,7 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
     )
     trainer.fit_loop.epoch_loop.__class__ = WindowLoop
     take_shortcuts(trainer, module)
+    explain_what_is_missing(trainer)
     # Lightning's SIGTERM handler is a collective: a signal that reaches one rank only would hang it.
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     # And its loop would ask rank 0 for one in every micro-batch, which the host waits for.
@@ -238,6 +240,18 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
     # It would replace the batch sampler of a predict loader, whose order EvaluationLoader makes.
     trainer._data_connector._prepare_dataloader = lambda dataloader, shuffle, mode: dataloader  # type: ignore[method-assign]
     return trainer
+
+
+def explain_what_is_missing(trainer: Trainer) -> None:
+    """Where hooks take up a checkpoint, whose content may not have been read whole: see checkpoint/plain.py."""
+    connector = trainer._checkpoint_connector
+
+    def explained(original: Callable[..., None], *arguments: Any, **more: Any) -> None:
+        with strategy_of(trainer).restoring():
+            original(*arguments, **more)
+
+    for name in ("_restore_modules_and_callbacks", "restore_training_state"):
+        setattr(connector, name, partial(explained, getattr(connector, name)))
 
 
 def init_process_group(plan: Plan) -> None:

@@ -290,8 +290,8 @@ def test_damage_is_said_before_anything_starts(tmp_path: Path) -> None:
         resolve_resume("auto", tmp_path / "run", "fit")
     with pytest.raises(ConfigError, match=r"is damaged: a is missing; resume=auto takes the newest that is whole"):
         resolve_resume(str(path), tmp_path / "other", "fit")
-    (path / "manifest.json").write_text(json.dumps({"format": 2, "files": {}}))
-    assert damage(path) == "manifest.json is of format 2, and this version reads 1"
+    (path / "manifest.json").write_text(json.dumps({"format": 3, "files": {}}))
+    assert damage(path) == "manifest.json is of format 3, and this version reads 1 and 2"
 
 
 def test_killed_while_it_saves_a_run_goes_on(tmp_path: Path) -> None:

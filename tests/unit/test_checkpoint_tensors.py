@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from shardwise.checkpoint import save, tensors
 from shardwise.checkpoint.find import damage
 from shardwise.checkpoint.load import changed
+from shardwise.checkpoint.plain import Packed
 from shardwise.checkpoint.save import Snapshot, Writer
 from shardwise.checkpoint.tensors import (
     Box,
@@ -141,7 +142,7 @@ def one_then_all(folder: Path) -> None:
     here, sha256 = threading.Semaphore(0), hashlib.sha256
     pieces: list[int] = []
     values = {key: torch.randn(1000) for key in "abc"}
-    snapshot = Snapshot({key: whole(value) for key, value in values.items()}, {}, {}, {}, frozenset())
+    snapshot = Snapshot({key: whole(value) for key, value in values.items()}, Packed(), Packed(), {}, frozenset())
 
     def save_watched(asynchronous: bool) -> None:
         first, together = iter("abc"), threading.Barrier(3)

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 from recipes.language_modeling.model import Transformer
 from recipes.language_modeling.module import LanguageModel
 from shardwise.checkpoint.find import checkpoint_path
+from shardwise.checkpoint.plain import Packed
 from shardwise.checkpoint.save import Snapshot, publish
 from shardwise.checkpoint.state import persistent_buffers
 from shardwise.checkpoint.tensors import Spread, TensorWriter, range_of
@@ -74,7 +75,7 @@ def save(run: Path, module: LightningModule, node: dict[str, Any], step: int = 3
         tensors |= {f"average.{name}": parts(tensor + 1) for name, tensor in module.named_parameters()}
     tensors |= {f"optimizer.0.{name}.exp_avg": parts(tensor * 0) for name, tensor in module.named_parameters()}
     path = checkpoint_path(run, step)
-    publish(path, Snapshot(tensors, {}, {}, {"step": step}, frozenset()), TensorWriter(None))
+    publish(path, Snapshot(tensors, Packed(), Packed(), {"step": step}, frozenset()), TensorWriter(None))
     (run / "plan.json").write_text(json.dumps({"module": node}))
     return path
 

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.callbacks.steps import validation_metrics
 from shardwise.checkpoint.find import checkpoint_path, damage, list_checkpoints, step_of
+from shardwise.checkpoint.plain import Packed
 from shardwise.checkpoint.save import Outcome, Writer, publish_again
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.initialize import random_state
@@ -43,7 +44,7 @@ class Saving(Callback):
         self._told: Outcome | None = None
         self.validated_step = -1
         # What a checkpoint would have held just before validation, and the random state
-        self.before_validation: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self.before_validation: tuple[Packed, dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"validated_step": self.validated_step}
@@ -97,6 +98,8 @@ class Saving(Callback):
         if trainer.is_global_zero and self.writer is not None and (ended := self.writer.ended) and ended.error:
             self._tell(trainer, ended, self.failures + 1)
         ends_window = (batch_idx + 1) % self.plan.accumulate_grad_batches == 0
+        if ends_window and not strategy_of(trainer).rehearsed:
+            strategy_of(trainer).rehearse_saving(last=True)
         self.before_validation = None
         validates = ends_window and self._is_due(trainer)
         # At the end validation comes first: a run that is resumed there would have nothing left to do.
@@ -104,8 +107,7 @@ class Saving(Callback):
         if now and 0 < step != self.saved_step:  # saved: since, all were skipped
             self.save_step(trainer)
         if validates:
-            dumped = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-            self.before_validation = dumped, random_state(trainer.strategy.root_device)
+            self.before_validation = strategy_of(trainer).dump(), random_state(trainer.strategy.root_device)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit":
@@ -228,7 +230,7 @@ class Saving(Callback):
         if self.before_validation is not None and trainer.validating:
             snapshot = strategy.snapshot(*self.before_validation)
         else:
-            snapshot = strategy.snapshot(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+            snapshot = strategy.snapshot(strategy.dump())
         strategy.planned_precision.copied = self.writer.save(path, snapshot, published)
         if not self.plan.checkpoint.asynchronous:
             self.settle(trainer)

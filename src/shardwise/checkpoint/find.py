@@ -9,7 +9,8 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 
-FORMAT = 1
+FORMAT = 2
+_READS = (1, 2)  # in 1, everything but tensors by name was what torch.load reads by itself: see plain.py
 MANIFEST = "manifest.json"  # the last file to be written: a folder without it is no checkpoint
 
 _STEP = re.compile(r"step-\d{8}\.ckpt")
@@ -17,6 +18,11 @@ _STEP = re.compile(r"step-\d{8}\.ckpt")
 
 def checkpoint_path(run_dir: str | Path, step: int) -> Path:
     return Path(run_dir) / "checkpoints" / f"step-{step:08d}.ckpt"
+
+
+def unsafe_file(path: Path) -> Path:
+    """Beside a file of a checkpoint: what only a pickle can hold, for those who trust whoever wrote it."""
+    return path.with_suffix(".unsafe.pkl")
 
 
 def stage_file(name: str, stage: str) -> str:
@@ -58,8 +64,9 @@ def damage(checkpoint: Path) -> str | None:
                 return f"{name} has {path.stat().st_size} bytes of {file['bytes']}"
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
-    if manifest.get("format") != FORMAT:
-        return f"{MANIFEST} is of format {manifest.get('format')}, and this version reads {FORMAT}"
+    if manifest.get("format") not in _READS:
+        reads = " and ".join(map(str, _READS))
+        return f"{MANIFEST} is of format {manifest.get('format')}, and this version reads {reads}"
     return None
 
 

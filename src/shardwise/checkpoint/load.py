@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.find import MANIFEST, damage, list_checkpoints
+from shardwise.checkpoint.find import MANIFEST, damage, list_checkpoints, unsafe_file
+from shardwise.checkpoint.plain import unpack
 from shardwise.checkpoint.tensors import io_threads, sha256_of
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
@@ -76,17 +78,21 @@ def changed(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
         return next(filter(None, pool.map(look, sorted(files)[rank::ranks])), None)
 
 
-def load_rest(folder: Path) -> dict[str, Any]:
-    """Everything but tensors by name."""
-    loaded: dict[str, Any] = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
-    return loaded
+def load_rest(folder: Path, trust: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
+    """Everything but tensors by name; and which keys are missing, and of which class they are."""
+    return _load(folder / "trainer.pt", trust)
 
 
-def load_own(folder: Path) -> dict[str, Any] | None:
-    """What this rank has written, if as many did."""
+def load_own(folder: Path, trust: bool = False) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    """What this rank has written, if as many did; and which keys of it are missing."""
     about = json.loads((folder / MANIFEST).read_text())
     if about["ranks"] != dist.get_world_size():
-        return None
-    path = folder / f"rank-{dist.get_rank():05d}.pt"
-    loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return loaded
+        return None, {}
+    return _load(folder / f"rank-{dist.get_rank():05d}.pt", trust)
+
+
+def _load(path: Path, trust: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """`trust`: the pickle beside it may be read, and with it any code may run."""
+    written = torch.load(path, map_location="cpu", weights_only=True)
+    unsafe = unsafe_file(path)
+    return unpack(written, pickle.loads(unsafe.read_bytes()) if trust and unsafe.exists() else None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import pickle
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.cuda import CudaError, check_error, cudart
 
-from shardwise.checkpoint.find import FORMAT, MANIFEST
+from shardwise.checkpoint.find import FORMAT, MANIFEST, unsafe_file
+from shardwise.checkpoint.plain import Packed, write_down
 from shardwise.checkpoint.tensors import (
     Box,
     Pace,
@@ -52,8 +54,8 @@ class Snapshot:
     """A moment of a run."""
 
     tensors: dict[str, Spread]
-    rest: dict[str, Any]  # the same on all ranks: rank 0 writes it
-    own: dict[str, Any]  # this rank's
+    rest: Packed  # rank 0's, which writes it for all
+    own: Packed  # this rank's
     about: dict[str, Any]  # what the manifest says, for people and for tools that have no torch
     volatile: frozenset[str]  # tensors that change before the next step of an optimizer: buffers
 
@@ -380,9 +382,9 @@ def publish(path: Path, snapshot: Snapshot, writer: TensorWriter) -> int:
 
     def write_own() -> dict[str, Any]:
         written = writer.write(partial, snapshot.tensors)
-        own = [_save(partial / f"rank-{rank:05d}.pt", snapshot.own)]
+        own = _save(partial / f"rank-{rank:05d}.pt", snapshot.own)
         if rank == 0:
-            own += [_save(partial / "trainer.pt", snapshot.rest), partial / ".metadata"]
+            own += [*_save(partial / "trainer.pt", snapshot.rest), partial / ".metadata"]
         return written | {file.name: describe(file) for file in own}
 
     def seal() -> None:
@@ -422,15 +424,17 @@ def _together(work: Callable[[], _T], group: dist.ProcessGroup | None) -> list[_
     return [result for result, _ in results]
 
 
-def _save(path: Path, content: Any) -> Path:
+def _save(path: Path, packed: Packed) -> list[Path]:
+    """The files that are written: one that anybody may read, and one for those who trust it, where it is needed."""
     with path.open("wb") as file:
-        torch.save(content, file)
+        torch.save(write_down(packed), file)
         file.flush()
         os.fsync(file.fileno())
-    torch.load(
-        path, map_location="cpu", weights_only=True
-    )  # as it will be: of a class that is not admitted there nobody could resume
-    return path
+    torch.load(path, map_location="cpu", weights_only=True)  # as it will be: what cannot be read is found now
+    if not packed.pickles:
+        return [path]
+    write_through(unsafe_file(path), pickle.dumps(packed.pickles))
+    return [path, unsafe_file(path)]
 
 
 def _sync(folder: Path) -> None:

@@ -28,6 +28,7 @@ from torchmetrics import Metric
 
 from shardwise.checkpoint.initial import read_initial
 from shardwise.checkpoint.load import load_own, load_rest
+from shardwise.checkpoint.plain import PLAIN, LeftOut, Packed, pack
 from shardwise.checkpoint.save import SaveError, Snapshot, publish
 from shardwise.checkpoint.state import (
     Held,
@@ -42,7 +43,7 @@ from shardwise.checkpoint.state import (
 )
 from shardwise.checkpoint.tensors import TensorWriter, read_metadata, slice_of
 from shardwise.data.loaders import EvaluationLoader, TrainLoader
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, RunStopped, where
 from shardwise.initialize import broadcast_from_rank_zero, derived_seed, random_state, set_random_state
 from shardwise.launch.signals import asked
 from shardwise.parallelize import parallelize
@@ -88,6 +89,9 @@ class PlannedStrategy(ParallelStrategy):
         self._closing: list[Callable[[], Any]] = []
         self._random: dict[str, Any] | None = None  # this rank's random state, to go on with
         self._before_validation: dict[str, Any] | None = None
+        self._told: set[str] = set()  # keys that are not plain data
+        self.missing: dict[str, str] = {}  # of the checkpoint that is resumed, and why
+        self.rehearsed = True  # nothing that is put into a checkpoint raises
         self.before_training: Callable[[], None] | None = None  # when everything is in place
         self._begin: Tick | None = None  # of the step that is under way
         self._arrived: Tick | None = None
@@ -271,6 +275,8 @@ class PlannedStrategy(ParallelStrategy):
                 f"it to one of them, or checkpoint=none"
             )
         super().on_train_start()
+        if self.plan.checkpoint.saves:
+            self.rehearse_saving(last=False)
         if self.before_training is not None:
             self.before_training()
 
@@ -505,25 +511,60 @@ class PlannedStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Lightning's `trainer.save_checkpoint`. Collective; waits until it is written."""
         try:
-            publish(Path(filepath), self.snapshot(checkpoint), TensorWriter(self._file_group()))
+            publish(Path(filepath), self.snapshot(self.pack(checkpoint)), TensorWriter(self._file_group()))
         except SaveError as error:
             raise OSError(f"{filepath} could not be written: {error}") from None
 
-    def snapshot(self, checkpoint: dict[str, Any], own: dict[str, Any] | None = None) -> Snapshot:
+    def dump(self) -> Packed:
+        """What Lightning and the hooks of module, data and callbacks put into a checkpoint, as it is now. Collective
+        where a hook is."""
+        assert self.lightning_module is not None
+        connector = self.lightning_module.trainer._checkpoint_connector
+        return self.pack(connector.dump_checkpoint(weights_only=False))
+
+    def pack(self, checkpoint: dict[str, Any]) -> Packed:
+        """Copied, on rank 0, which writes it. Says which keys are not plain data, once."""
+        assert self.lightning_module is not None
+        if not self.is_global_zero:
+            return Packed()
+        data = getattr(self.lightning_module.trainer, "datamodule", None)
+        packed = pack(
+            {key: value for key, value in checkpoint.items() if key not in _NOT_SAVED},
+            {**_DEPTHS, type(data).__qualname__: 1},
+            quiet=_HYPERPARAMETERS,
+        )
+        if new := [left for left in packed.left_out if left.name not in self._told]:
+            self._told |= {left.name for left in new}
+            print(f"checkpoints: {_in_words(new)}", flush=True)
+        return packed
+
+    def rehearse_saving(self, *, last: bool) -> None:
+        """What the hooks give is looked at before anything depends on it. Not the `last` time, a hook may raise: what
+        it needs may be made by the first step."""
+        self.rehearsed = True
+        try:
+            self.dump()
+        except Exception as error:
+            if last:
+                raise
+            self.rehearsed = False
+            if self.is_global_zero:
+                print(
+                    f"checkpoints: before the first step nothing can be saved: {where(error)}; if the hook raises this "
+                    f"after the first step, too, the run ends there",
+                    flush=True,
+                )
+
+    def snapshot(self, checkpoint: Packed, own: dict[str, Any] | None = None) -> Snapshot:
         """Everything that a checkpoint holds, as it is: what changes later must be copied first. Collective.
 
-        `checkpoint`: Lightning's. `own`: this rank's random state, if not as it is now.
+        `checkpoint`: from `dump`. `own`: this rank's random state, if not as it is now.
         """
         module, loader = self.lightning_module, self.train_loader
         assert module is not None
         self.synchronize_buffers()
         training = self._is_training
-        # Hyperparameters are the config's, and may be of any class.
-        left_out = ("state_dict", "optimizer_states")
         rest = {
-            k: v for k, v in checkpoint.items() if k not in left_out and "hparams" not in k and "hyper_param" not in k
-        }
-        rest |= {
             "accumulate_grad_batches": self.plan.accumulate_grad_batches,
             "optimizers": describe_optimizers(self._own_optimizers(), self._group_names()) if training else [],
             "loss_scale": self._loss_scale_state(),
@@ -531,7 +572,7 @@ class PlannedStrategy(ParallelStrategy):
             "gradient_order": self._gradient_order(),
         }
         about = {
-            "step": checkpoint["global_step"],
+            "step": module.trainer.global_step,
             "samples": 0 if loader is None else loader.consumed,
             "strategy": self.plan.strategy.name,
             "precision": self.plan.precision.name,
@@ -542,14 +583,16 @@ class PlannedStrategy(ParallelStrategy):
             f"model.{name}" for name in shapes_of(module) if name not in stepped or not module.automatic_optimization
         )
         own = random_state(self.root_device) if own is None else own
-        return Snapshot(gather(self, module, training), rest, own, about, volatile)
+        tensors = gather(self, module, training)
+        return Snapshot(tensors, checkpoint | self.pack(rest), pack(own, {}), about, volatile)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Tensors into their places; Lightning's own words are returned for it to take up. Collective."""
         folder, module = Path(checkpoint_path), self.lightning_module
         assert module is not None
         with self._loading():
-            rest = load_rest(folder)
+            rest, missing = load_rest(folder, self.plan.trust)
+            self._read_all_but(missing)
             training = self._is_training
             mine = self._own_optimizers() if training else []
             optimizers = training and self._takes_up(rest["optimizers"], mine)
@@ -569,8 +612,42 @@ class PlannedStrategy(ParallelStrategy):
                 self._load_loss_scale(rest["loss_scale"])
             if training:
                 _in_micro_batches(rest["loops"], rest["accumulate_grad_batches"], self.plan.accumulate_grad_batches)
-                self._random = load_own(folder)
+                self._random, missing = load_own(folder, self.plan.trust)
+                self._read_all_but(missing)
         return {**rest, "state_dict": {}, "optimizer_states": []}
+
+    def _read_all_but(self, missing: dict[str, str]) -> None:
+        if not missing:
+            return
+        self.missing |= missing
+        listed = ", ".join(f"{key} ({kind})" for key, kind in missing.items())
+        trusted = (
+            "trust=true was given, and this is what could not be read"
+            if self.plan.trust
+            else "they are pickles, and reading a pickle runs any code that is in it; trust=true reads them"
+        )
+        if self.is_global_zero:
+            print(f"resume: left out of the checkpoint's content: {listed}: {trusted}", flush=True)
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Around the hooks that take up a checkpoint: one that misses a key says why the key is not there.
+
+        Raises:
+            ConfigError
+        """
+        try:
+            yield
+        except RunStopped:
+            raise
+        except Exception as error:
+            if not self.missing:
+                raise
+            remedy = "" if self.plan.trust else "; trust=true reads them: do so where you trust whoever wrote them"
+            raise ConfigError(
+                f"resume={self.plan.resume}: {where(error)}. The checkpoint's content came without "
+                f"{', '.join(self.missing)}, which are not plain data{remedy}"
+            ) from error
 
     def _load_tensors(self, folder: Path, metadata: Metadata, optimizers: bool) -> None:
         module = self.lightning_module
@@ -723,6 +800,29 @@ class PlannedStrategy(ParallelStrategy):
         """Whole master weights on the CPU, on every rank: for tests and small models. Collective."""
         assert self.lightning_module is not None
         return {n: _whole(p.detach()).cpu().clone() for n, p in self.lightning_module.named_parameters()}
+
+
+# Of Lightning's checkpoint: tensors have files of their own, and a class is no data
+_NOT_SAVED = ("state_dict", "optimizer_states", "hparams_type", "datamodule_hparams_type")
+# The config's own words, which nothing needs in order to go on: what is not plain data there goes without a word
+_HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+# Down to which level a key that is not plain data is left out by itself
+_DEPTHS = {"loops": 9, "optimizers": 9, "callbacks": 2, "lr_schedulers": 2, "layers": 1,
+           **dict.fromkeys(_HYPERPARAMETERS, 1)}  # fmt: skip
+
+
+def _in_words(left_out: list[LeftOut]) -> str:
+    pickled = [str(left) for left in left_out if left.pickled]
+    lost = [str(left) for left in left_out if not left.pickled]
+    said = []
+    if pickled:
+        said.append(
+            f"{', '.join(pickled)}: not plain data, so it is kept in trainer.unsafe.pkl, a pickle, which is read only "
+            f"where trust=true is given; a run that goes on without it does not get it"
+        )
+    if lost:
+        said.append(f"{', '.join(lost)}: not plain data, and it cannot be pickled: it is left out")
+    return f"{'; '.join(said)} ({PLAIN})"
 
 
 def group_timeout(plan: Plan) -> timedelta:

@@ -139,7 +139,7 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         if self.plan.resume is None or not self._is_training:
             return []
         with self._loading():
-            order: list[int] = load_rest(Path(self.plan.resume))["gradient_order"]
+            order: list[int] = load_rest(Path(self.plan.resume))[0]["gradient_order"]
         assert self.lightning_module is not None
         trained = sum(p.requires_grad for p in self.lightning_module.parameters())
         return order if sorted(order) == list(range(trained)) else []
