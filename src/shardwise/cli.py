@@ -58,7 +58,8 @@ def _train(argv: list[str]) -> int:
         jobs, plans = make_run_plans(command.jobs, host)
         if any(job.config.dry_run for job in jobs):
             for job, plan in zip(jobs, plans, strict=True):
-                print(f"# config\n{job.yaml}\n# plan\n{plan.to_json()}")
+                told = "".join(f"# {line}\n" for line in job.told)
+                print(f"{told}# config\n{job.yaml}\n# plan\n{plan.to_json()}")
             return 0
         check_targets(plans)
         # In a batch script's job it has been looked already
@@ -207,7 +208,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
             raise ConfigError(
                 f"cannot write the run's folder {run_dir}: {error.strerror}; give another runs_dir="
             ) from None
-        print("\n".join([headline(plan), *told]), flush=True)
+        print("\n".join([*job.told, headline(plan), *told]), flush=True)
     saved = list_checkpoints(run_dir)
     code = launch(plan, in_process=single)
     if code == 2 and list_checkpoints(run_dir) == saved:  # it never went on like this

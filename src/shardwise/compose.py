@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import math
 import sys
 import warnings
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from yaml import MarkedYAMLError  # type: ignore[import-untyped]
 
 from shardwise.errors import ConfigError, did_you_mean
 from shardwise.schema import MISSING, STRATEGY_CONFIGS, ClusterConfig, RunConfig, StrategyName, bind, say
+from shardwise.translate import translate
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
@@ -46,6 +48,7 @@ class Job:
     yaml: str
     overrides: tuple[str, ...]
     clusters: tuple[ClusterConfig, ...] = ()
+    told: tuple[str, ...] = ()  # what the user's words were read as
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,15 @@ def compose(argv: list[str], config_name: str = "train") -> Command:
         if arguments.help:
             return Command(print=help_text(directories))
         groups = config_groups(directories)
-        overrides = [_read_override(word, groups) for word in _with_plus(arguments.overrides)]
+        ours = translate(arguments.overrides)
+        overrides = [_read_override(word, groups) for word in _with_plus(ours.words)]
         searchpath = [f"hydra.searchpath=[{Path(d).resolve().as_uri()}]" for d in directories[1:]]
         combinations = _combinations(overrides, arguments.multirun)
         for word in sorted({word for words in combinations for word in words}):
             _check_override(_read_override(word, groups), groups)
         if arguments.cfg and len(combinations) > 1:
             raise ConfigError(f"--cfg prints one job, and this sweep has {len(combinations)}: give one value each")
-        jobs = tuple(_compose_job(config_name, words, searchpath) for words in combinations)
+        jobs = tuple(_compose_job(config_name, words, searchpath, ours.told) for words in combinations)
         return Command(print=jobs[0].yaml) if arguments.cfg else Command(jobs=jobs)
 
 
@@ -176,16 +180,82 @@ def _combinations(overrides: list[Override], multirun: bool) -> list[tuple[str, 
     return list(itertools.product(*choices))
 
 
-def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str]) -> Job:
+def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str], told: tuple[str, ...] = ()) -> Job:
     try:
         composed = hydra_compose(config_name, overrides=[*words, *searchpath])
+        _check_belongs(composed, words)
+        if replaced := _replaced_lengths(composed, words):
+            composed = hydra_compose(config_name, overrides=[*words, *replaced, *searchpath])
+            given = next(word for word in words if word.partition("=")[0] in _LENGTHS)
+            told += (f"{given} takes the place of the recipe's length: {' '.join(replaced)}",)
         plain = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=False))
     except MarkedYAMLError as error:
         raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, config_name, words, searchpath)) from None
+    _check_numbers(plain)
     yaml = OmegaConf.to_yaml(OmegaConf.create(plain))
-    return Job(config=_typed(plain), yaml=yaml, overrides=words, clusters=read_clusters())
+    return Job(config=_typed(plain), yaml=yaml, overrides=words, clusters=read_clusters(), told=told)
+
+
+_LENGTHS = ("max_steps", "max_epochs", "max_samples")
+
+
+def _replaced_lengths(composed: DictConfig, words: tuple[str, ...]) -> list[str]:
+    """The command line's `max_epochs=3` takes the place of a recipe's max_steps. Two on the command line stay two."""
+    said = {word.partition("=")[0]: word.partition("=")[2] for word in words if word.partition("=")[0] in _LENGTHS}
+    if sum(value != "null" for value in said.values()) != 1:
+        return []
+    return [f"{word}=null" for word in _LENGTHS if word not in said and composed.get(word) is not None]
+
+
+def _check_belongs(composed: DictConfig, words: tuple[str, ...]) -> None:
+    """A recipe's model or data with another recipe's module: two classes that were not made for each other."""
+    recipe = _recipe_of(composed, "module")
+    for group in ("model", "data"):
+        other = _recipe_of(composed, group)
+        if other not in (None, recipe) and recipe is not None:
+            said = next((word for word in reversed(words) if word.startswith(f"{group}=")), group)
+            raise ConfigError(f"{said} belongs to the recipe {other}, and this run's is {recipe}: add recipe={other}")
+
+
+def _recipe_of(composed: DictConfig, key: str) -> str | None:
+    """`recipes.NAME.…` → NAME; None for a class of the user's own."""
+    node = composed.get(key)
+    if not isinstance(node, DictConfig) or OmegaConf.is_missing(node, "_target_"):
+        return None
+    package, _, rest = str(node.get("_target_")).partition(".")
+    name = rest.partition(".")[0]
+    return name if package == "recipes" and (CONF / "recipe" / f"{name}.yaml").is_file() else None
+
+
+def _check_numbers(plain: dict[str, Any]) -> None:
+    """What is a number in conf/ is a finite number: optimizers and schedules check little, and only when they run."""
+    for group in ("optimizer", "schedule"):
+        node = plain.get(group)
+        if not isinstance(node, dict):
+            continue
+        for key, default in _defaults_of(group, node.get("_target_")).items():
+            value, expected = node.get(key, default), "a number"
+            if isinstance(default, list):
+                expected = f"a list of {len(default)} numbers, e.g. {say(default)}"
+                is_right = isinstance(value, list) and len(value) == len(default) and all(map(_is_number, value))
+            else:
+                is_right = _is_number(value) or not _is_number(default)
+            if not is_right and value != MISSING:
+                raise ConfigError(f"{group}.{key}={say(value)}: must be {expected}, as it is in conf/{group}/")
+
+
+@functools.cache
+def _defaults_of(group: str, target: Any) -> dict[str, Any]:
+    """The values in conf/GROUP of this class or function; none for one that conf/ does not have."""
+    nodes = (OmegaConf.to_container(OmegaConf.load(file)) for file in sorted((CONF / group).glob("*.yaml")))
+    found = next((node for node in nodes if isinstance(node, dict) and node.get("_target_") == target), {})
+    return {str(key): value for key, value in found.items() if key != "_target_"} if target else {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @functools.cache

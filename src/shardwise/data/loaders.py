@@ -45,7 +45,7 @@ class TrainLoader:
         if loader.batch_size != plan.micro_batch_size:
             raise ConfigError(
                 f"the training loader's batch_size is {loader.batch_size}, and micro_batch_size="
-                f"{plan.micro_batch_size}: make them equal, e.g. data.batch_size=${{micro_batch_size}}"
+                f"{plan.micro_batch_size}: make them equal, e.g. 'data.batch_size=${{micro_batch_size}}'"
             )
         self.plan, self.rank, self.device, self.loss_weight, self.flops = plan, rank, device, loss_weight, flops
         self.iterable = loader if isinstance(loader.dataset, IterableDataset) else None

@@ -17,6 +17,7 @@ from shardwise.compose import ROOT, Job, compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.schema import Accelerator, bind
+from shardwise.translate import translate
 
 HELP = """\
 usage: shardwise submit nodes=N cluster=NAME [time=24:00:00 …] [--dry-run] [what train.py takes]
@@ -62,8 +63,11 @@ def run(words: list[str]) -> int:
     ConfigError: what train.py would say on the nodes, or no sbatch here.
     """
     dry_run = "--dry-run" in words
-    options, overrides = _split([word for word in words if word != "--dry-run"])
+    ours = translate([word for word in words if word != "--dry-run"])
+    options, overrides = _split(ours.words)
     command, plans = make_command(options, overrides)
+    for line in ours.told:
+        print(line)
     for number, plan in enumerate(plans):
         member = f"[{number}] " if len(plans) > 1 else ""
         print(member + headline(plan))
