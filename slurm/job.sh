@@ -58,7 +58,7 @@ begin() { # OVERRIDE...
     echo "$start" > "$job/starts"
     echo "$fruitless" > "$job/without-progress"
     read_number "$job/saved" > "$job/saved-before"
-    say "start $start of $run_id on $SLURM_JOB_NODELIST ($(date '+%F %T')), $tasks tasks a node"
+    say "start $start of $run_id on $SLURM_JOB_NODELIST ($(date '+%F %T')), tasks a node: $tasks"
     stop_after "$fruitless" 1
 
     export SHARDWISE_JOB_DIR=$job SHARDWISE_START=$start
@@ -142,7 +142,7 @@ end() { # SRUN'S EXIT CODE
     local state
     state=$(patiently squeue --noheader --jobs="$id" --format=%T)
     if [[ $state != RUNNING ]]; then # Slurm has taken it back already, or somebody has cancelled it
-        say "exit code $code: $said; the job is ${state:-over}"
+        say "exit code $code: $said; Slurm itself ends this job, or starts it again${state:+ (its state is $state)}"
         exit "$code"
     fi
     stop_after "$(without_progress)" "$code" "$said"
@@ -168,7 +168,9 @@ without_progress() { # How many starts in a row, this one too, have saved nothin
 
 stop_after() { # STARTS EXIT-CODE [REASON]
     (($1 > RESTARTS_WITHOUT_PROGRESS)) || return 0
-    say "not requeued: $RESTARTS_WITHOUT_PROGRESS restarts have saved nothing new: exit code $2${3:+: $3}"
+    local have="restarts have"
+    ((RESTARTS_WITHOUT_PROGRESS == 1)) && have="restart has"
+    say "not requeued: $RESTARTS_WITHOUT_PROGRESS $have saved nothing new: exit code $2${3:+: $3}"
     exit "$2"
 }
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from shardwise.data.order import permute
-from shardwise.errors import ConfigError, DataError
+from shardwise.errors import ConfigError, DataError, count
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 INDEX_VERSION = 2
@@ -233,7 +233,9 @@ class ImageFiles(Dataset[Sample]):
             if not self.undecodable[place] and (image := self._decode(place)) is not None:
                 # The index is the one asked for: a stand-in is augmented in its own way.
                 return {"image": image, "label": int(self.labels[place]), "index": index}
-        raise UndecodableImage(f"none of {len(self)} images can be decoded, {self.where(0)} among them; look at them")
+        raise UndecodableImage(
+            f"none of {count(len(self), 'image')} can be decoded, {self.where(0)} among them; look at them"
+        )
 
     def _decode(self, place: int) -> Tensor | None:
         try:
@@ -284,12 +286,13 @@ class ImageFolder(ImageData):
             if odd := sorted(set(names) ^ set(classes["train"])):
                 has = split if odd[0] in names else "train"
                 raise ConfigError(
-                    f"{self.directory / split} has {len(names)} class folders and train {len(classes['train'])}, and "
+                    f"{self.directory / split} has {count(len(names), 'class folder')} and train "
+                    f"{len(classes['train'])}, and "
                     f"they differ: {odd[0]} is in {has} only; every split needs the same classes"
                 )
         if len(classes["train"]) != self.num_classes:
             raise ConfigError(
-                f"{self.directory / 'train'} has {len(classes['train'])} class folders, and data.num_classes="
+                f"{self.directory / 'train'} has {count(len(classes['train']), 'class folder')}, and data.num_classes="
                 f"{self.num_classes}: use data.num_classes={len(classes['train'])}"
             )
         for split in classes:
@@ -475,7 +478,8 @@ def read_tar_index(shard: Path) -> TarIndex:
             opened.seek(end)
             if opened.read(512).strip(b"\0") or shard.stat().st_size < end + 512:
                 raise ConfigError(
-                    f"{shard} has {shard.stat().st_size} bytes, {len(images)} images and no end mark of a tar: the "
+                    f"{shard} has {shard.stat().st_size} bytes, {count(len(images), 'image')} and no end mark of a "
+                    f"tar: the "
                     f"shard is cut short; copy or pack it again"
                 )
     except (tarfile.TarError, OSError) as error:

@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from recipes.image_classification.augment import Augment, Draw, beta_table, mixup
 from recipes.image_classification.data import ImageData
 from recipes.image_classification.model import ResNet, VisionTransformer
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, a_or_an, count
 
 Batch = dict[str, Tensor]
 
@@ -78,12 +78,14 @@ class ImageClassifier(LightningModule):
         super().__init__()
         if missing := [name for name in ("num_classes", "in_channels", "image_size") if not hasattr(model, name)]:
             raise ConfigError(
-                f"module.model is a {type(model).__name__} without {', '.join(missing)}: use a model of images, e.g. "
+                f"module.model is {a_or_an(type(model).__name__)} without {', '.join(missing)}: use a model of "
+                f"images, e.g. "
                 f"model=resnet_tiny"
             )
         if not len(mean) == len(std) == model.in_channels:
             raise ConfigError(
-                f"module.mean has {len(mean)} values, module.std {len(std)}, and model.in_channels={model.in_channels}:"
+                f"module.mean has {count(len(mean), 'value')}, module.std {len(std)}, and "
+                f"model.in_channels={model.in_channels}:"
                 f" give one of each for every channel"
             )
         if min(std) <= 0:

@@ -20,7 +20,7 @@ from shardwise.data.tokens import (
     unigram_bigram_baselines,
     write_token_shards,
 )
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, count
 
 NOT_CORPUS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
@@ -68,7 +68,8 @@ class TextData(LightningDataModule):
         tokens = TokenShards(self.directory, "train").vocab_size
         if tokens > vocab_size:
             raise ConfigError(
-                f"{self.directory} holds a vocabulary of {tokens} tokens, and model.vocab_size={vocab_size}: use at "
+                f"{self.directory} holds a vocabulary of {count(tokens, 'token')}, and "
+                f"model.vocab_size={vocab_size}: use at "
                 f"least model.vocab_size={tokens}"
             )
         if self.sequence_length > max_seq_len:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
-from shardwise.errors import ConfigError, did_you_mean
+from shardwise.errors import ConfigError, a_or_an, did_you_mean
 from shardwise.schema import say
 
 
@@ -39,7 +39,7 @@ def locate(path: str, where: str) -> Callable[..., Any]:
             raise ConfigError(f"{where}._target_={path}: {parent} has no {name}{near}")
         found = getattr(found, name)
     if not callable(found):
-        raise ConfigError(f"{where}._target_={path}: a {type(found).__name__}, neither a class nor a function")
+        raise ConfigError(f"{where}._target_={path}: {a_or_an(type(found).__name__)}, neither a class nor a function")
     return cast(Callable[..., Any], found)
 
 

@@ -25,7 +25,7 @@ from shardwise.checkpoint.find import (
 )
 from shardwise.checkpoint.weights import list_weights
 from shardwise.compose import Job, compose
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, count
 from shardwise.launch.host import inspect_host
 from shardwise.launch.local import launch
 from shardwise.launch.signals import overlook
@@ -310,18 +310,18 @@ def headline(plan: Plan) -> str:
     """What is about to run, in two lines."""
     topology = plan.topology
     mesh = " × ".join(f"{axis} {size}" for axis, size in topology.mesh.items() if size > 1) or "one rank"
-    length = f"{plan.max_steps} steps" if plan.max_steps else f"{plan.max_epochs} epochs"
+    length = count(plan.max_steps, "step") if plan.max_steps else count(plan.max_epochs or 0, "epoch")
     if plan.stage == "fit":
         batches = (
-            f"{length}, global batch {plan.global_batch_size} = {plan.micro_batch_size} samples × "
-            f"{topology.data_parallel_size} ranks × {plan.accumulate_grad_batches} micro-batches"
+            f"{length}, global batch {plan.global_batch_size} = {count(plan.micro_batch_size, 'sample')} × "
+            f"{count(topology.data_parallel_size, 'rank')} × {count(plan.accumulate_grad_batches, 'micro-batch')}"
         )
     else:
         batches = "every sample once"
     begin = plan.resume or plan.init_from
     resumed = f", from {Path(begin).name}" if begin else ""
     return (
-        f"run {plan.run_id}: {plan.stage} with {plan.strategy.name}, {plan.precision.name}, on {topology.world_size} "
-        f"{plan.accelerator} rank{'s' * (topology.world_size > 1)} ({mesh}){resumed}\n"
+        f"run {plan.run_id}: {plan.stage} with {plan.strategy.name}, {plan.precision.name}, on "
+        f"{count(topology.world_size, f'{plan.accelerator} rank')} ({mesh}){resumed}\n"
         f"{batches}; in {plan.run_dir}"
     )

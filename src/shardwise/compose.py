@@ -185,9 +185,11 @@ def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str]
         composed = hydra_compose(config_name, overrides=[*words, *searchpath])
         _check_belongs(composed, words)
         if replaced := _replaced_lengths(composed, words):
-            composed = hydra_compose(config_name, overrides=[*words, *replaced, *searchpath])
-            given = next(word for word in words if word.partition("=")[0] in _LENGTHS)
-            told += (f"{given} takes the place of the recipe's length: {' '.join(replaced)}",)
+            composed = hydra_compose(
+                config_name, overrides=[*words, *(f"{w.partition('=')[0]}=null" for w in replaced), *searchpath]
+            )
+            given = next(w for w in words if w.partition("=")[0] in _LENGTHS and not w.endswith("=null"))
+            told += tuple(f"{given} is given, so the recipe's {old} does not count" for old in replaced)
         plain = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=False))
     except MarkedYAMLError as error:
         raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from None
@@ -203,10 +205,10 @@ _LENGTHS = ("max_steps", "max_epochs", "max_samples")
 
 def _replaced_lengths(composed: DictConfig, words: tuple[str, ...]) -> list[str]:
     """The command line's `max_epochs=3` takes the place of a recipe's max_steps. Two on the command line stay two."""
-    said = {word.partition("=")[0]: word.partition("=")[2] for word in words if word.partition("=")[0] in _LENGTHS}
-    if sum(value != "null" for value in said.values()) != 1:
+    said = dict(word.split("=", 1) for word in words if word.partition("=")[0] in _LENGTHS)
+    if all(value == "null" for value in said.values()):
         return []
-    return [f"{word}=null" for word in _LENGTHS if word not in said and composed.get(word) is not None]
+    return [f"{word}={composed[word]}" for word in _LENGTHS if word not in said and composed.get(word) is not None]
 
 
 def _check_belongs(composed: DictConfig, words: tuple[str, ...]) -> None:

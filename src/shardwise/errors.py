@@ -76,6 +76,16 @@ def where(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
 
 
+def count(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`, `1,000 steps`. The plurals are those that an s or es makes."""
+    return f"{number:,} {noun if number == 1 else noun + ('es' if noun.endswith(('s', 'x', 'ch')) else 's')}"
+
+
+def a_or_an(noun: str) -> str:
+    """`an int`, `a list`."""
+    return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint to append to a message: the known word that is nearest, or nothing."""
     near = difflib.get_close_matches(word, list(known), n=1)

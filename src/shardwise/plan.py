@@ -17,7 +17,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, a_or_an, count
 from shardwise.schema import (
     Accelerator,
     CheckpointConfig,
@@ -259,7 +259,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
     if schedule is not None and max_steps is None and stage == "fit":
         raise ConfigError(
             f"schedule={schedule['_target_']} needs the number of steps, which max_epochs={max_epochs} does not say "
-            f"before the data is read: give max_steps=N max_epochs=null, or schedule=none"
+            f"before the data is read: give max_steps=N in its place, or schedule=none"
         )
     return Plan(
         run_id=run_id,
@@ -389,11 +389,12 @@ def _topology(config: RunConfig, host: Host, accelerator: str) -> Topology:
     if accelerator == "cuda" and devices > host.cuda_devices:
         if host.launcher == "slurm":
             raise ConfigError(
-                f"srun started {devices} tasks a node, and each sees {host.cuda_devices} of its CUDA devices: give "
+                f"srun started {count(devices, 'task')} a node, and each sees {host.cuda_devices} of its CUDA "
+                f"devices: give "
                 f"--gpus-per-node={devices}, not --gpus-per-task, which hides a rank's GPUs from its peers"
             )
         raise ConfigError(
-            f"devices={devices} is more than the {host.cuda_devices} CUDA devices that this process sees; use "
+            f"devices={devices} is more than the {count(host.cuda_devices, 'CUDA device')} that this process sees; use "
             f"devices={host.cuda_devices} or fewer, or accelerator=cpu"
         )
     shard_size = config.strategy.shard_size if isinstance(config.strategy, FsdpHybridConfig) else None
@@ -603,5 +604,6 @@ def _check_plain(where: str, node: Any) -> None:
         for i, value in enumerate(node):
             _check_plain(f"{where}[{i}]", value)
     elif not isinstance(node, (str, int, float, bool, NoneType)):
-        raise ConfigError(f"{where} is a {type(node).__name__}: must be text, a number, true, false, null, a list or "
+        raise ConfigError(f"{where} is {a_or_an(type(node).__name__)}: must be text, a number, true, false, null, "
+        f"a list or "
                           f"a mapping; quote it")  # fmt: skip

@@ -34,7 +34,7 @@ from shardwise.callbacks.summary import Summary, print_table, words
 from shardwise.checkpoint.find import keep_earlier, list_checkpoints, stage_file, step_of
 from shardwise.checkpoint.load import settle_resume
 from shardwise.environment import describe_environment
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, a_or_an, count
 from shardwise.initialize import derived_seed, initializes_itself, parameters_on_meta
 from shardwise.launch.watchdog import keep_nccl_record, progress
 from shardwise.loggers import build_loggers
@@ -101,7 +101,7 @@ def _run(plan: Plan, *more: Callback) -> None:
         batches = gather_predictions(results if trainer.predict_loop.num_dataloaders > 1 else [results])
         if trainer.is_global_zero:
             path.write_text(json.dumps(batches if len(batches) > 1 else batches[0], indent=2) + "\n")
-        lines["predictions"] = f"{sum(map(len, batches))} batches, in {path}"
+        lines["predictions"] = f"{count(sum(map(len, batches)), 'batch')}, in {path}"
     elif trainer.is_global_zero:
         measured = validation_metrics(trainer)
         (Path(plan.run_dir) / f"{plan.stage}.json").write_text(json.dumps({**lines, **measured}, indent=2) + "\n")
@@ -134,7 +134,7 @@ def build_module(plan: Plan) -> LightningModule:
         module = build(plan.module, "module")
     if not isinstance(module, LightningModule):
         raise ConfigError(
-            f"module._target_={plan.module['_target_']} is a {type(module).__name__}: a LightningModule is"
+            f"module._target_={plan.module['_target_']} is {a_or_an(type(module).__name__)}: a LightningModule is"
         )
     set_parameter_dtype(module, plan.precision)
     if plan.optimizer is not None:
@@ -178,7 +178,7 @@ def build_data(plan: Plan) -> LightningDataModule:
     data = build(plan.data, "data")
     if not isinstance(data, LightningDataModule):
         raise ConfigError(
-            f"data._target_={plan.data['_target_']} is a {type(data).__name__}: a LightningDataModule is needed"
+            f"data._target_={plan.data['_target_']} is {a_or_an(type(data).__name__)}: a LightningDataModule is needed"
         )
     return data
 

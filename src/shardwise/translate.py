@@ -38,7 +38,7 @@ def translate(words: Sequence[str]) -> Translated:
     for word in words:
         new = _translate(word)
         if new != [word]:
-            told.append(f"{word} is read as {' '.join(new) or 'the default'}")
+            told.append(f"{word} is read as {' '.join(new)}{_BECAUSE.get(word, '')}")
         ours += new
     return Translated(ours, tuple(told))
 
@@ -80,7 +80,7 @@ def _instead(name: str) -> str:
         return _REFUSED[name]
     row = find("argument", name)
     assert row is not None
-    lead = "here that is said by " if row.answer == "word" else "not here: "
+    lead = "no option here; what there is: " if row.answer == "word" else "no option here: "
     return lead + row.text.replace("`", "")
 
 
@@ -169,6 +169,10 @@ _VALUES: dict[str, dict[str, str]] = {
         "deepspeed_stage_3_offload": "zero3 strategy.offload_optimizer=true strategy.offload_parameters=true",
     },
 }  # fmt: skip
+_BECAUSE = {
+    "strategy=deepspeed": ", the stage that Lightning takes where none is named",
+    "strategy=auto": ", which is right for one device and for several",
+}
 _NO_TWIN: dict[str, dict[str, str]] = {
     "precision": {
         "16-true": "weights in float16 lose what small gradients change, so there is no such run here; use "

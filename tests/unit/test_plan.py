@@ -173,7 +173,7 @@ def test_no_more_gpu_ranks_than_gpus(there: int, asked: int) -> None:
         assert plan(host, devices=asked, **sizes).topology.world_size == asked
         return
     message = refused(host, devices=asked, **sizes)
-    assert f"devices={asked} is more than the {there} CUDA devices" in message
+    assert f"devices={asked} is more than the {there} CUDA device{'s' * (there > 1)} " in message
     assert f"use devices={there} or fewer, or accelerator=cpu" in message
     plan(host, devices=there, **sizes)
     plan(host, devices=asked, accelerator=Accelerator.cpu, **sizes)
@@ -380,7 +380,7 @@ def test_a_schedule_needs_steps_and_both_remedies_work() -> None:
     nodes: dict[str, Any] = {"optimizer": {"_target_": "a.O"}, "schedule": {"_target_": "a.cosine"}}
     message = refused(**nodes, max_steps=None, max_epochs=3)
     assert "schedule=a.cosine needs the number of steps, which max_epochs=3" in message
-    assert "max_steps=N max_epochs=null, or schedule=none" in message
+    assert "max_steps=N in its place, or schedule=none" in message
     plan(**nodes, max_steps=5, max_epochs=None)
     plan(optimizer=nodes["optimizer"], schedule=None, max_steps=None, max_epochs=3)
 

@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog
-from shardwise.errors import NonFiniteError
+from shardwise.errors import NonFiniteError, count
 from shardwise.launch.signals import to_leave, to_save
 from shardwise.plan import Plan
 from shardwise.records import LAG, SPIKE_MINIMUM, SPIKE_WINDOW, Step, robust_z_of
@@ -138,7 +138,8 @@ class Guard(Callback):
         self.rows.flush(trainer)
         if len(guard.pass_over) >= guard.max_in_a_row:
             raise NonFiniteError(
-                f"{said} {len(self.before)}, after {len(guard.pass_over)} windows were passed over: guard.max_in_a_row="
+                f"{said} {len(self.before)}, after {count(len(guard.pass_over), 'window')} passed over: "
+                f"guard.max_in_a_row="
                 f"{guard.max_in_a_row}; use a smaller optimizer.lr, or look at the data (guard.jsonl names its samples)"
             )
         self.saving.settle(trainer)

@@ -12,6 +12,7 @@ from shardwise.callbacks.meter import memory_gib
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog, validation_metrics, weight_unit
 from shardwise.checkpoint.find import stopped_before
+from shardwise.errors import count
 from shardwise.loggers import read_metrics
 from shardwise.loops import early_stop
 from shardwise.plan import Plan
@@ -78,8 +79,9 @@ class Summary(Callback):
         speeds = [(unit, summary[f"{unit}_per_second"]), ("samples", summary["samples_per_second"])]
         seconds, first = summary["training_seconds"], summary["first_step_seconds"]
         lines = {
-            "trained": f"{summary['steps']:,} steps, {summary['samples']:,} samples",
-            "time": f"{seconds:,.1f} s in the {summary['steps_this_process']:,} steps of this process, the first "
+            "trained": f"{count(summary['steps'], 'step')}, {count(summary['samples'], 'sample')}",
+            "time": f"{seconds:,.1f} s in the {count(summary['steps_this_process'], 'step')} of this process, the "
+            f"first "
             f"{first:,.1f} s",
             "speed": ", ".join(f"{speed:,.0f} {word}/s" for word, speed in speeds if speed) or "no step was due",
         }
@@ -93,9 +95,9 @@ class Summary(Callback):
             lines["goodput"] = f"{summary['goodput']:.1%} of the time since the run was first started became steps"
         if summary["graphs_compiled"] is not None:
             later = f", {self.steps.recompiled} of them after the first step" * (self.steps.recompiled > 0)
-            lines["compiled"] = f"{summary['graphs_compiled']} graph{'s' * (summary['graphs_compiled'] > 1)}{later}"
+            lines["compiled"] = count(summary["graphs_compiled"], "graph") + later
         if summary["skipped_steps_this_process"]:
-            lines["skipped"] = f"{summary['skipped_steps_this_process']:,} steps whose gradients were not finite"
+            lines["skipped"] = f"{count(summary['skipped_steps_this_process'], 'step')} whose gradients were not finite"
         if summary["peak_memory_gib"] is not None:
             lines["peak memory"] = (
                 f"{summary['memory_allocated_gib']:.1f} GiB allocated, {summary['peak_memory_gib']:.1f} reserved, "

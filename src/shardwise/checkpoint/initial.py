@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from shardwise.checkpoint.state import Holder, persistent_buffers, shapes_of, unlike
 from shardwise.checkpoint.tensors import Box, whole
 from shardwise.checkpoint.weights import Stored, list_weights
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, count
 from shardwise.plan import Plan
 
 
@@ -53,7 +53,7 @@ def read_initial(holder: Holder, module: LightningModule, plan: Plan) -> str:
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{said} cannot be read: {error}; copy it again") from None
     values = sum(prod(stored[name].shape) for name in names.values())
-    return f"{len(names)} tensors, {values:,} values, of {plan.init_from}"
+    return f"{count(len(names), 'tensor')}, {count(values, 'value')}, of {plan.init_from}"
 
 
 def _names(module: LightningModule, plan: Plan, stored: dict[str, Stored], said: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from shardwise.data.order import GlobalOrder
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, a_or_an
 from shardwise.launch.signals import leave_to_parent
 from shardwise.launch.worker import kill_with_parent
 from shardwise.plan import Plan
@@ -219,14 +219,17 @@ def _shuffles(loader: DataLoader[Any]) -> bool:
     if isinstance(loader.sampler, SequentialSampler):
         return False
     raise ConfigError(
-        f"the training loader has a {type(loader.sampler).__name__}: the order of samples is a function of seed and "
+        f"the training loader has {a_or_an(type(loader.sampler).__name__)}: the order of samples is a function of "
+        f"seed and "
         f"samples consumed, so that a run can resume; give the loader shuffle=True or shuffle=False"
     )
 
 
 def _check_kind(loader: Any, plan: Plan, word: str) -> None:
     if not isinstance(loader, DataLoader):
-        raise ConfigError(f"the {word} loader is a {type(loader).__name__}: it must be a torch.utils.data.DataLoader")
+        raise ConfigError(
+            f"the {word} loader is {a_or_an(type(loader).__name__)}: it must be a torch.utils.data.DataLoader"
+        )
     iterable = isinstance(loader.dataset, IterableDataset)
     if iterable and plan.topology.data_parallel_size > 1:
         raise ConfigError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, count
 
 _ROUNDS = 6
 
@@ -51,7 +51,7 @@ class GlobalOrder:
     def __post_init__(self) -> None:
         if self.samples < self.global_batch_size:
             raise ConfigError(
-                f"the training set has {self.samples} samples, less than one global_batch_size="
+                f"the training set has {count(self.samples, 'sample')}, less than one global_batch_size="
                 f"{self.global_batch_size}: use a smaller one"
             )
 

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.errors import DataError
+from shardwise.errors import DataError, count
 
 INDEX = "index.json"
 VERSION = 1
@@ -100,7 +100,7 @@ class TokenSequences:
     def __init__(self, shards: TokenShards, sequence_length: int) -> None:
         if len(shards) <= sequence_length:
             raise DataError(
-                f"split {shards.split!r} of {shards.directory} has {len(shards)} tokens, one sequence needs "
+                f"split {shards.split!r} of {shards.directory} has {count(len(shards), 'token')}, one sequence needs "
                 f"sequence_length + 1 = {sequence_length + 1}; use a sequence_length below {len(shards)} or more data"
             )
         self.shards = shards

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, count
 from shardwise.launch.slurm import read_run_id, read_task
 from shardwise.plan import Host, Launcher
 
@@ -26,7 +26,9 @@ def inspect_host(environ: Mapping[str, str] = os.environ) -> Host:
         devices = int(environ["LOCAL_WORLD_SIZE"])
         world_size = int(environ["WORLD_SIZE"])
         if world_size % devices:
-            raise ConfigError(f"torchrun started {world_size} ranks, {devices} on this node: nodes must be alike")
+            raise ConfigError(
+                f"torchrun started {count(world_size, 'rank')}, {devices} on this node: nodes must be alike"
+            )
         nodes = world_size // devices
     elif (task := read_task(environ)) is not None:
         launcher, nodes, devices = "slurm", task.nodes, task.devices

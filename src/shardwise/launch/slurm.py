@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, count
 
 _SPECIAL = 0xFFFFFFF0  # steps from here on are no srun's: the batch script, salloc's shell
 # Below what Linux hands out by itself (32768 on)
@@ -110,7 +110,10 @@ def read_array_member(jobs: int, environ: Mapping[str, str] = os.environ) -> int
         return None
     member, members = int(environ["SLURM_ARRAY_TASK_ID"]), int(environ.get("SLURM_ARRAY_TASK_COUNT", jobs))
     if members < jobs and environ["SLURM_PROCID"] == "0":
-        print(f"this array has {members} of the sweep's {jobs} runs: sbatch --array=0-{jobs - 1} has all", flush=True)
+        print(
+            f"this array has {members} of the sweep's {count(jobs, 'run')}: sbatch --array=0-{jobs - 1} has all",
+            flush=True,
+        )
     if member >= jobs:
         raise ConfigError(
             f"member {member} of a job array, and -m makes {jobs} runs, numbered from 0: sbatch --array=0-{jobs - 1} …"

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import ExitCode
+from shardwise.errors import ExitCode, count
 from shardwise.launch.slurm import all_hosts, is_first_to_end, job_folder, note
 from shardwise.launch.worker import PARENT
 from shardwise.preflight.look import Look
@@ -202,13 +202,13 @@ class Judge:
         if not given and wrong and words == "over all ranks" and len(wrong) > ranks // 2:
             if not self.found.wrong:
                 self.found.wrong_everywhere = (
-                    f"a sum {words} is wrong on {len(wrong)} ranks, and each gave the right values"
+                    f"a sum {words} is wrong on {count(len(wrong), 'rank')}, and each gave the right values"
                 )
             return
         for rank in given or list(wrong):
             own, got = wrong[rank]
-            count, what = (own, "values of its own") if own else (got, "sums")
-            text = f"rank {rank} has {count:,} wrong {what} in an all-reduce {words}"
+            what = f"{count(own, 'wrong value')} of its own" if own else count(got, "wrong sum")
+            text = f"rank {rank} has {what} in an all-reduce {words}"
             self.found.wrong.setdefault(rank // self.place.devices, text)
 
     def say(self, verdict: Verdict) -> None:
@@ -225,7 +225,10 @@ class Judge:
             elif not self.config.exclude_bad_nodes:
                 why = "exclude_bad_nodes=false"
             elif len(names) * 2 > len(found.names):
-                why = f"{', '.join(names)} are more than half of the nodes"
+                are = "is" if len(names) == 1 else "are"
+                why = (
+                    f"{len(names)} of {count(len(found.names), 'node')} {are} bad, more than half ({', '.join(names)})"
+                )
             elif any(" " in name for name in names):  # its number only
                 why = "not all of them have said what they are called"
             if why is None:

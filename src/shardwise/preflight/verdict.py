@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
 
-from shardwise.errors import ExitCode
+from shardwise.errors import ExitCode, count
 from shardwise.plan import is_gpu
 from shardwise.preflight.look import Gpu, Look
 from shardwise.preflight.rounds import Pair
@@ -79,7 +79,8 @@ def judge(found: Found, cluster: ClusterConfig, wanted: int) -> Verdict:
     problems = [Problem(f"{found.names[node]}: {why}", node) for node, why in found.absent.items()]
     if len(found.failed) * 2 > len(found.names):  # one of them is an example
         node, text = next(iter(found.failed.items()))
-        problems.append(Problem(f"{len(found.failed)} of {len(found.names)} nodes failed; {found.names[node]}: {text}",
+        problems.append(Problem(f"{len(found.failed)} of {count(len(found.names), 'node')} failed; "
+        f"{found.names[node]}: {text}",
                                 code=ExitCode.crash))  # fmt: skip
     else:
         problems += [Problem(f"{found.names[node]}: {text}", node) for node, text in found.failed.items()]
@@ -105,8 +106,8 @@ def _gpus(node: int, look: Look, cluster: ClusterConfig, wanted: int, devices: i
     has, name = len(look.gpus), f"cluster={cluster.name}"
     per_node = cluster.devices_per_node
     if has < wanted or (wanted == per_node and has > wanted):
-        what = f"{name} has {wanted}" if wanted == per_node else f"{wanted} are needed"
-        told.append(("count", f"{has} GPU{'s' * (has != 1)}, {what}"))
+        what = f"{name} has {wanted}" if wanted == per_node else f"{wanted} {'is' if wanted == 1 else 'are'} needed"
+        told.append(("count", f"{count(has, 'GPU')}, {what}"))
     names = {gpu.name for gpu in look.gpus if gpu.name != "GPU"}
     if other := sorted(n for n in names if cluster.gpu is not None and not is_gpu(cluster.gpu, n)):
         told.append(("name", f"its GPUs are {', '.join(other)}, {name} has {cluster.gpu}"))
@@ -122,7 +123,9 @@ def _ill(gpu: Gpu) -> list[str]:
     if gpu.broken:
         told.append(f"does not answer: {gpu.broken}")
     if gpu.uncorrected:
-        told.append(f"has had {gpu.uncorrected} ECC errors that were not corrected, since its driver was loaded")
+        were = "was" if gpu.uncorrected == 1 else "were"
+        errors = f"{count(gpu.uncorrected, 'ECC error')} that {were} not corrected"
+        told.append(f"has had {errors}, since its driver was loaded")
     if gpu.remapping == "pending":
         told.append("has memory rows to replace: it needs a reset")
     if gpu.remapping == "failed":

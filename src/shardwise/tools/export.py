@@ -21,7 +21,7 @@ from typing import Any
 from shardwise.build import locate
 from shardwise.checkpoint.find import MANIFEST, damage, list_checkpoints, newest_whole
 from shardwise.checkpoint.weights import DTYPES, Entry, write_weights
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, count
 from shardwise.schema import MISSING
 from shardwise.tools import read_words
 
@@ -82,7 +82,10 @@ def run(words: list[str]) -> None:
     export = Export(checkpoint, run_dir, config)
     _publish(out, export.write)
     size = sum(file.stat().st_size for file in out.iterdir())
-    print(f"{checkpoint.name}: {len(export.entries)} tensors, {export.parameters:,} values, {size:,} bytes, in {out}")
+    print(
+        f"{checkpoint.name}: {count(len(export.entries), 'tensor')}, {count(export.parameters, 'value')}, "
+        f"{count(size, 'byte')}, in {out}"
+    )
 
 
 def find_checkpoint(said: str) -> Path:

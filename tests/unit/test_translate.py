@@ -1,0 +1,119 @@
+"""Words of Lightning's on the command line are read as ours, the user is told, and the composed config has our word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import shardwise.translate
+from shardwise.cli import train
+from shardwise.compose import compose
+from shardwise.tools import main
+from shardwise.translate import translate
+
+# What is typed, and what it is read as
+READ = {
+    "accelerator=gpu": ["accelerator=cuda"],
+    "precision=bf16-mixed": ["precision=bf16"],
+    "precision=16-mixed": ["precision=fp16"],
+    "precision=16": ["precision=fp16"],
+    "precision=bf16-true": ["precision=bf16_true"],
+    "precision=32": ["precision=fp32"],
+    "precision='32-true'": ["precision=fp32"],
+    "precision=64": ["precision=fp64"],
+    "precision=64-true": ["precision=fp64"],
+    "strategy=auto": ["strategy=ddp"],
+    "strategy=fsdp2": ["strategy=fsdp"],
+    "strategy=fsdp_native": ["strategy=fsdp"],
+    "strategy=deepspeed": ["strategy=zero2"],
+    "strategy=deepspeed_stage_1": ["strategy=zero1"],
+    "strategy=deepspeed_stage_2": ["strategy=zero2"],
+    "strategy=deepspeed_stage_3": ["strategy=zero3"],
+    "strategy=deepspeed_stage_2_offload": ["strategy=zero2", "strategy.offload_optimizer=true"],
+    "strategy=deepspeed_stage_3_offload": [
+        "strategy=zero3", "strategy.offload_optimizer=true", "strategy.offload_parameters=true",
+    ],
+    "strategy=ddp_find_unused_parameters_true": ["strategy=ddp", "strategy.find_unused_parameters=true"],
+    "strategy=ddp_find_unused_parameters_false": ["strategy=ddp"],
+    "strategy=ddp,deepspeed_stage_2": ["strategy=ddp,zero2"],
+    "num_nodes=2": ["nodes=2"],
+    "epochs=3": ["max_epochs=3"],
+    "lr=1e-4": ["optimizer.lr=1e-4"],
+    "learning_rate=1e-4": ["optimizer.lr=1e-4"],
+    "num_workers=4": ["data.num_workers=4"],
+    "default_root_dir=here": ["runs_dir=here"],
+    "ckpt_path=last": ["resume=auto"],
+    "ckpt_path=a.ckpt": ["resume=a.ckpt"],
+    "fast_dev_run=True": ["quick_check=true"],
+    "limit_train_batches=10": ["max_train_batches=10"],
+    "enable_checkpointing=false": ["checkpoint=none"],
+    "trainer.max_steps=3": ["max_steps=3"],
+    "+trainer.precision=bf16-mixed": ["precision=bf16"],
+    "trainer.num_nodes=2": ["nodes=2"],
+    "trainer.logger=wandb": ["logger=wandb"],
+}  # fmt: skip
+OURS = [
+    "accelerator=cpu", "precision=bf16", "strategy=zero2", "strategy.offload_optimizer=true", "max_epochs=3",
+    "devices=4",     "log_every_n_steps=3", "gradient_clip_val=1", "deterministic=true", "callbacks.stop.monitor=x",
+    "strategy=a,b", "foo",
+    "module.batch_size=3", "precision=[16]", "-m",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("word", "ours"), READ.items())
+def test_a_word_of_lightnings_is_read_as_ours_and_told(word: str, ours: list[str]) -> None:
+    found = translate([word, "seed=1"])
+    assert found.words == [*ours, "seed=1"]
+    assert len(found.told) == 1 and found.told[0].startswith(f"{word} is read as {' '.join(ours)}")
+
+
+def test_our_own_words_stay_what_they_are() -> None:
+    assert translate(OURS).words == OURS and translate(OURS).told == ()
+
+
+def test_all_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shardwise.translate, "count_cuda_devices", lambda: 8)
+    assert translate(["devices=-1"]).words == translate(["devices=auto"]).words == ["devices=8"]
+    assert translate(["gpus=2"]).words == ["accelerator=cuda", "devices=2"]
+    assert translate(["gpus=-1"]).words == ["accelerator=cuda", "devices=8"]
+
+
+def test_the_config_has_our_word_and_the_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["precision=bf16-mixed", "strategy=ddp_find_unused_parameters_true", "max_samples=64", "accelerator=cpu"]
+    assert train([*words, "dry_run=true", f"runs_dir={tmp_path}"]) == 0
+    said, _, config = capsys.readouterr().out.partition("# config\n")
+    assert said.splitlines() == [
+        "# precision=bf16-mixed is read as precision=bf16",
+        "# strategy=ddp_find_unused_parameters_true is read as strategy=ddp strategy.find_unused_parameters=true",
+        "# max_samples=64 is given, so the recipe's max_steps=500 does not count",
+    ]
+    written: dict[str, Any] = yaml.safe_load(config.partition("# plan\n")[0])
+    assert written["precision"]["name"] == "bf16" and written["strategy"]["find_unused_parameters"] is True
+    assert (written["max_steps"], written["max_samples"]) == (None, 64)
+
+
+def test_a_length_on_the_command_line_takes_the_place_of_the_recipes() -> None:
+    for words, lengths in (
+        (["max_epochs=3"], (None, 3, None)),
+        (["max_steps=null", "max_epochs=3"], (None, 3, None)),
+        (["max_steps=7"], (7, None, None)),
+        (["max_steps=7", "max_epochs=3"], (7, 3, None)),
+    ):
+        config = compose([*words, "schedule=none"]).jobs[0].config
+        assert (config.max_steps, config.max_epochs, config.max_samples) == lengths
+    sweep = compose(["-m", "max_steps=1,2"]).jobs
+    assert [job.config.max_steps for job in sweep] == [1, 2] and {job.told for job in sweep} == {()}
+
+
+def test_submit_reads_them_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["submit", "--dry-run", "num_nodes=2", "cluster=dgx_h100", "precision=bf16-mixed", "global_batch_size=64"]
+    assert main([*words, f"runs_dir={tmp_path}", "optimizer.lr=abc"]) == 2
+    assert capsys.readouterr().err == "error: optimizer.lr=abc: must be a number, as it is in conf/optimizer/\n"
+    assert main([*words, f"runs_dir={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "num_nodes=2 is read as nodes=2\n" in out and "--nodes=2" in out and "bf16-mixed" not in out.split("sbatch")[1]
+    )
