@@ -131,6 +131,7 @@ def check_targets(plans: list[Plan]) -> None:
 
     from shardwise.build import build, check, locate
     from shardwise.callbacks.configured import check_callbacks
+    from shardwise.loggers import check_loggers
     from shardwise.optimizers import check_ownership, try_optimizer
 
     for plan in plans:
@@ -143,6 +144,7 @@ def check_targets(plans: list[Plan]) -> None:
         check(plan.module, "module")
         check(plan.data, "data")
         check_callbacks(plan)
+        check_loggers(plan)
         if plan.optimizer is not None:
             check(plan.optimizer, "optimizer", positional=1)  # the parameters
         if plan.schedule is not None:

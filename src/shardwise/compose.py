@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 
 _FIELDS: dict[str, Any] = get_type_hints(RunConfig)
-_NAMED = ("callbacks.",)  # mappings whose names the user makes up
+_NAMED = ("callbacks.", "loggers.")  # mappings whose names the user makes up
 _TEXT = (str, str | None)
 
 
@@ -389,6 +389,7 @@ Run-level values:
   units=[ClassName,…]       the repeated layers, where they are not found
   optimizer_override=true   optimizer= overrules the module's own configure_optimizers
   callbacks.NAME._target_=… callbacks.NAME.argument=…     a Lightning callback, any number: docs/callbacks.md
+  loggers.NAME._target_=…   a Lightning logger of your own beside logger=, e.g. MLFlowLogger
   module._target_=my.Module data._target_=my.Data         your own classes, with recipe=custom
 
   --cfg job                 print the composed config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import netrc
 import os
+import re
 import socket
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from urllib.parse import urlparse
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from shardwise.build import build, check, locate
+from shardwise.checkpoint.find import stage_file, step_of
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 
@@ -26,13 +29,16 @@ def _metrics(run_dir: str | Path) -> Path:
 class CsvLogger(Logger):
     """Rows in `<run>/metrics.csv`, each written when it is logged, so that a killed run loses none.
 
-    Lightning's own deletes the file of the run it continues.
+    Lightning's own deletes the file of the run it continues. What its users read of it is here too.
     """
 
-    def __init__(self, run_dir: str | Path) -> None:
+    def __init__(self, run_dir: str | Path, stage: str = "fit") -> None:
         super().__init__()
-        self.path = _metrics(run_dir)
+        self.path = Path(run_dir) / stage_file("metrics.csv", stage)
         self._fields: list[str] = []
+        self._known: tuple[int, set[str]] = -1, set()  # the step that the run goes on from, and what is logged of it
+        self.is_awaited: Callable[[int], bool] = lambda step: False  # whether the step's own row has yet to come
+        self._held: dict[int, dict[str, Any]] = {}  # what callbacks log for such a step: it goes into that row
 
     @property
     def name(self) -> str:
@@ -42,32 +48,70 @@ class CsvLogger(Logger):
     def version(self) -> str:
         return self.path.parent.name
 
+    @property
+    def save_dir(self) -> str:
+        return str(self.path.parent)
+
+    log_dir = root_dir = save_dir
+
+    @property
+    def experiment(self) -> CsvLogger:
+        return self
+
     @rank_zero_only
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        row: dict[str, Any] = {"step": 0 if step is None else step, **metrics}
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        step = 0 if step is None else step
+        if self.is_awaited(step):
+            self._held.setdefault(step, {}).update(metrics)
+        else:
+            self._append(metrics, step)
+
+    @rank_zero_only
+    def log_row(self, metrics: Mapping[str, float], step: int) -> None:
+        """The step's own row, with what has been logged for the step before."""
+        self._append({**self._held.pop(step, {}), **metrics}, step)
+
+    @rank_zero_only
+    def release(self) -> None:
+        """Write what waits for rows that do not come: the run has ended."""
+        for step in sorted(self._held):
+            self._append(self._held.pop(step), step)
+
+    def _append(self, metrics: Mapping[str, float], step: int) -> None:
+        known = self._known[1] if step == self._known[0] else set()
+        row: dict[str, Any] = {**{key: value for key, value in metrics.items() if key not in known}, "step": step}
+        if len(row) == 1:
+            return
         if not self._fields and self.path.exists():
             with self.path.open(newline="") as file:
                 self._fields = list(csv.DictReader(file).fieldnames or ())
+        fields = self._fields or ["step"]
         if new := [key for key in row if key not in self._fields]:
-            self._write(self._fields + new, read_metrics(self.path))  # older rows leave a new column empty
+            self._write(fields + [key for key in new if key != "step"], read_metrics(self.path))  # empty in older rows
         with self.path.open("a", newline="") as file:
             csv.DictWriter(file, self._fields).writerow(row)
 
     @rank_zero_only
     def rewind(self, step: int) -> None:
-        """Forget what came after `step`: a run that goes on from its checkpoint comes there again."""
-        if kept := [row for row in read_metrics(self.path) if int(row["step"]) <= step]:
+        """Forget what came after `step`: a run that goes on from its checkpoint comes there again. What it logs of
+        `step` itself once more, a validation behind the checkpoint say, is there already."""
+        kept = [row for row in read_metrics(self.path) if int(row["step"]) <= step]
+        logged = {key for row in kept if int(row["step"]) == step for key, value in row.items() if value}
+        self._known = step, logged - {"step", "epoch"}
+        if kept:
             self._write(list(kept[0]), kept)
         else:
             self.path.unlink(missing_ok=True)
 
     @rank_zero_only
-    def forget_validation(self, step: int) -> None:
-        """Of this step: it will be run again."""
+    def rename(self, names: dict[str, str]) -> None:
+        """Columns, of old name to new."""
         rows = read_metrics(self.path)
-        kept = [row for row in rows if int(row["step"]) != step or any(row[k] for k in row if k.startswith("train/"))]
-        if len(kept) < len(rows):
-            self._write(list(rows[0]), kept)
+        if rows:
+            self._write(
+                [names.get(key, key) for key in rows[0]],
+                [{names.get(key, key): value for key, value in row.items()} for row in rows],
+            )
 
     def _write(self, fields: list[str], rows: list[dict[str, str]]) -> None:
         self._fields = fields
@@ -82,6 +126,8 @@ class CsvLogger(Logger):
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         """config.yaml and plan.json are written by the launcher."""
 
+    log_hparams = log_hyperparams
+
 
 def read_metrics(path: Path) -> list[dict[str, str]]:
     """Rows of a metrics.csv; an empty list when there is none. A last row that a kill cut short is left out."""
@@ -92,24 +138,72 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(whole))
 
 
-def build_loggers(plan: Plan, record: dict[str, Any]) -> list[Logger]:
-    """The CSV logger and the one that was asked for; none where nothing is trained: it would add to the run's curves.
+def check_loggers(plan: Plan) -> None:
+    """Locate the user's own trackers and bind their arguments, building nothing.
 
+    Raises:
+        ConfigError: a target that is no Logger class, or an argument that it does not take.
+    """
+    for name, node in plan.loggers.items():
+        where = f"loggers.{name}"
+        target = locate(node["_target_"], where)
+        if not (isinstance(target, type) and issubclass(target, Logger)):
+            raise ConfigError(
+                f"{where}._target_={node['_target_']} is no logger class: give a subclass of "
+                f"lightning.pytorch.loggers.Logger"
+            )
+        check(node, where)
+
+
+def build_loggers(plan: Plan, record: dict[str, Any]) -> list[Logger]:
+    """Trackers first, for a module's `self.logger`: that of `logger=`, then the user's own; metrics.csv is the last.
+
+    What is logged in another stage than fit goes into files and runs of its own, beside the run's curves.
     `record`: Plan and environment, kept with the run.
     """
-    if plan.stage != "fit":
-        return []
-    loggers: list[Logger] = [CsvLogger(plan.run_dir)]
+    trackers: list[Logger] = []
     if plan.logger.name == "tensorboard":
         try:
             from lightning.pytorch.loggers import TensorBoardLogger
 
-            loggers.append(TensorBoardLogger(plan.run_dir, name="", version="tensorboard"))
+            # What an earlier process logged after the checkpoint that this one goes on from is hidden
+            purge = None if plan.stage != "fit" or plan.resume is None else step_of(plan.resume) + 1
+            version = "tensorboard" if plan.stage == "fit" else f"tensorboard-{plan.stage}"
+            trackers.append(TensorBoardLogger(plan.run_dir, name="", version=version, purge_step=purge))
         except ModuleNotFoundError:
             raise ConfigError("logger=tensorboard needs a package: pip install tensorboard") from None
     if plan.logger.name == "wandb":
-        loggers.append(_wandb(plan, record))
-    return loggers
+        trackers.append(_wandb(plan, without_secrets(record)))
+    trackers += [build(node, f"loggers.{name}") for name, node in plan.loggers.items()]
+    for tracker in trackers:
+        _hide_secrets(tracker)
+    return [*trackers, CsvLogger(plan.run_dir, plan.stage)]
+
+
+def _hide_secrets(tracker: Logger) -> None:
+    original = tracker.log_hyperparams
+
+    def log_hyperparams(params: Any, *args: Any, **more: Any) -> None:
+        original(without_secrets(vars(params) if isinstance(params, Namespace) else params), *args, **more)
+
+    tracker.log_hyperparams = log_hyperparams  # type: ignore[method-assign]
+
+
+def without_secrets(value: Any) -> Any:
+    """`value` with the keys and passwords of this process's environment taken out of its texts."""
+    if isinstance(value, str):
+        for name, secret in os.environ.items():
+            if _SECRET.search(name) and len(secret) >= 8:
+                value = value.replace(secret, "***")
+        return value
+    if isinstance(value, Mapping):
+        return {key: without_secrets(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(item) for item in value]
+    return value
+
+
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL")
 
 
 def _wandb(plan: Plan, record: dict[str, Any]) -> Logger:
@@ -118,12 +212,12 @@ def _wandb(plan: Plan, record: dict[str, Any]) -> Logger:
 
     # What the run's earlier processes have logged and this one comes to again: once is enough, and it is the same.
     logged: dict[int, set[str]] = {}
-    for row in read_metrics(_metrics(plan.run_dir)):
+    for row in read_metrics(_metrics(plan.run_dir)) if plan.stage == "fit" else []:
         logged.setdefault(int(row["step"]), set()).update(key for key, value in row.items() if value)
 
     # What it has missed, if its own process was gone before the run: the signal to a whole job ends it at once.
     gone = Path(plan.run_dir) / "wandb-gone"
-    since = int(gone.read_text()) if gone.exists() else None
+    since = int(gone.read_text()) if plan.stage == "fit" and gone.exists() else None
     missed = [] if since is None else [row for row in read_metrics(_metrics(plan.run_dir)) if int(row["step"]) >= since]
 
     class Continued(WandbLogger):
@@ -159,13 +253,14 @@ def _wandb(plan: Plan, record: dict[str, Any]) -> Logger:
                 if len(words) > 1 and not gone.exists():
                     gone.write_text(str(words[1]))
 
+    run_id = plan.run_id if plan.stage == "fit" else f"{plan.run_id}-{plan.stage}"
     offline = plan.logger.mode == "offline" or (plan.logger.mode == "auto" and not _wandb_reachable())
     os.environ.setdefault("WANDB_SILENT", "true")
     logger = Continued(
         project=plan.logger.project,
         entity=plan.logger.entity,
-        id=plan.run_id,
-        name=plan.run_id,
+        id=run_id,
+        name=run_id,
         save_dir=plan.run_dir,
         offline=offline,
         resume=None if offline else "allow",

@@ -1,12 +1,21 @@
-"""Lightning's Trainer and its loop over batches, where they have to count in whole accumulation windows."""
+"""Lightning's Trainer, its loop over batches and its logging, where they have to count in optimizer steps."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, cast
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from torch import Tensor
+
+from shardwise.checkpoint.find import step_of
+from shardwise.loggers import CsvLogger
+from shardwise.plan import Plan
 
 
 class WindowLoop(_TrainingEpochLoop):
@@ -18,8 +27,122 @@ class WindowLoop(_TrainingEpochLoop):
             return self._is_training_done and self._is_validation_done
         return super().done
 
+    @property
+    def _batches_that_stepped(self) -> int:
+        """Under which step Lightning and its callbacks log: the optimizer step that the batch belongs to, from 1."""
+        return step_logging(self.trainer).number
+
+    @_batches_that_stepped.setter
+    def _batches_that_stepped(self, count: int) -> None:
+        """Lightning's own count of batches, which starts at 0, is not needed."""
+
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
         return not self._should_accumulate() and super()._should_check_val_fx(data_fetcher)
+
+
+class StepResults(_ResultCollection):
+    """What the module logs in training. A value that it logs in several micro-batches of a window is the window's."""
+
+    def __init__(self) -> None:
+        super().__init__(training=True)
+        self.micro_batch = 0
+        self._parts: dict[str, dict[int, tuple[Tensor, Any]]] = {}  # by key and micro-batch: value, weight
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        super().update_metrics(key, value, batch_size)
+        result = self[key]
+        if result.is_tensor and result.meta.on_step and result._forward_cache is not None:
+            self._parts.setdefault(key, {})[self.micro_batch] = result._forward_cache.detach(), batch_size
+
+    def take_window(self) -> dict[str, Tensor]:
+        """Name → value of the window that has just ended, on its device. Waits for nothing."""
+        parts, self._parts = self._parts, {}
+        values: dict[str, Tensor] = {}
+        for key, result in self.valid_items():
+            cache = self._get_cache(result, on_step=True) if result.meta.logger else None
+            if cache is not None:
+                _, name = self._forked_name(result, on_step=True)
+                of_window = list(parts.get(key, {}).values())
+                values[name] = _reduce(result.meta, of_window) if len(of_window) > 1 else cache
+        return values
+
+    def drop_window(self) -> None:
+        self._parts = {}
+
+    def names(self) -> set[str]:
+        """Under which the module logs, now or at the end of the epoch."""
+        return {self._forked_name(r, on_step)[1] for r in self.values() if r.meta.logger for on_step in (True, False)}
+
+
+def _reduce(meta: Any, parts: list[tuple[Tensor, Any]]) -> Tensor:
+    """As Lightning reduces over an epoch: by `reduce_fx`, a mean weighted by `batch_size`."""
+    values = torch.stack([value for value, _ in parts])
+    if meta.is_mean_reduction:
+        weights = [weight for _, weight in parts]
+        if all(weight is weights[0] or weight == weights[0] for weight in weights):
+            return torch.mean(values)
+        return cast(Tensor, torch.stack([value * weight for value, weight in parts]).sum() / sum(weights))
+    return cast(Tensor, meta.reduce_fx(values))
+
+
+class StepLogging(_LoggerConnector):
+    """Lightning's logging, with the step's number that this program logs under. The module's values of a step are
+    written in one row with the run's own: see callbacks/steps.py."""
+
+    number = 0  # of the step that the batch belongs to, or of the last step
+    plan: Plan
+    claim: Callable[[Collection[str]], None] | None = None  # is told the names that the module logs under
+
+    def start(self, trainer: Trainer, plan: Plan) -> None:
+        self.trainer, self.plan = trainer, plan
+        if plan.stage != "fit" and plan.resume is not None:
+            self.number = max(0, step_of(plan.resume))
+
+    @property
+    def should_update_logs(self) -> bool:
+        if self.trainer.training:
+            return self.plan.logs(self.number) or self.trainer.should_stop
+        return super().should_update_logs
+
+    def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
+        super().on_batch_start(batch, dataloader_idx)
+        if self.trainer.training:
+            self.number = self.trainer.global_step + 1
+            step_results(self.trainer).micro_batch += 1
+
+    def log_metrics(self, metrics: dict[str, Tensor], step: int | None = None) -> None:
+        if self.claim is not None:
+            self.claim(metrics)
+        super().log_metrics(metrics, step)
+
+    def update_eval_step_metrics(self, step: int) -> None:
+        """`step` is Lightning's count of validation batches, which is no step of the run: trackers alone get these."""
+        loggers = self.trainer.loggers
+        self.trainer.loggers = [logger for logger in loggers if not isinstance(logger, CsvLogger)]
+        super().update_eval_step_metrics(step)
+        self.trainer.loggers = loggers
+
+    def update_train_step_metrics(self) -> None:
+        """They go into the step's row."""
+
+
+def step_logging(trainer: Trainer) -> StepLogging:
+    assert isinstance(trainer._logger_connector, StepLogging)
+    return trainer._logger_connector
+
+
+def step_results(trainer: Trainer) -> StepResults:
+    results = trainer.fit_loop.epoch_loop._results
+    assert isinstance(results, StepResults)
+    return results
+
+
+def count_in_steps(trainer: Trainer, plan: Plan) -> None:
+    """Put these into a Trainer that has not started."""
+    trainer._logger_connector = StepLogging(trainer)
+    step_logging(trainer).start(trainer, plan)
+    trainer.fit_loop.epoch_loop.__class__ = WindowLoop
+    trainer.fit_loop.epoch_loop._results = StepResults()
 
 
 class StoppableTrainer(Trainer):

@@ -173,6 +173,7 @@ class Plan:
     data: dict[str, Any]
     callbacks: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # the user's own, in order
     trust: bool = False  # what a checkpoint holds as a pickle, which may run any code, is read
+    loggers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # trackers of the user's own
 
     def logs(self, step: int) -> bool:
         """Whether the step's numbers are logged."""
@@ -315,6 +316,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         data=_target("data", config.data),
         callbacks=_named_targets("callbacks", config.callbacks),
         trust=config.trust,
+        loggers=_named_targets("loggers", config.loggers),
     )
 
 

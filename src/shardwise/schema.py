@@ -249,6 +249,7 @@ class RunConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
     optimizer: Any = None
     schedule: Any = None
+    loggers: dict[str, Any] = field(default_factory=dict)  # trackers of the user's own, each a node with a `_target_`
     callbacks: dict[str, Any] = field(default_factory=dict)  # of the user's own, each a node with a `_target_`
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

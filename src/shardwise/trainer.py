@@ -38,7 +38,7 @@ from shardwise.errors import ConfigError, a_or_an, count
 from shardwise.initialize import derived_seed, initializes_itself, parameters_on_meta
 from shardwise.launch.watchdog import keep_nccl_record, progress
 from shardwise.loggers import build_loggers
-from shardwise.loops import StoppableTrainer, WindowLoop
+from shardwise.loops import StoppableTrainer, count_in_steps
 from shardwise.optimizers import configure_optimizers
 from shardwise.out_of_memory import OutOfMemoryWatch, start_history
 from shardwise.plan import Plan
@@ -230,7 +230,7 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
         default_root_dir=plan.run_dir,
         profiler=Unprofiled(),
     )
-    trainer.fit_loop.epoch_loop.__class__ = WindowLoop
+    count_in_steps(trainer, plan)
     take_shortcuts(trainer, module)
     explain_what_is_missing(trainer)
     # Lightning's SIGTERM handler is a collective: a signal that reaches one rank only would hang it.

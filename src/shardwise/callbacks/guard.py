@@ -62,6 +62,7 @@ class Guard(Callback):
             return
         self.scaler_skips = 0
         step = strategy.finish_step(trainer.global_step)
+        self.rows.collect(trainer, step.number)
         self.unread.append(step)
         self.schedules.append((step.number, _schedules(trainer)))
         known = step.passed_over or self._must_know(trainer, step.number)

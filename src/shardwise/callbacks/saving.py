@@ -20,7 +20,6 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.initialize import random_state
 from shardwise.launch.slurm import note
 from shardwise.launch.watchdog import progress
-from shardwise.loggers import CsvLogger
 from shardwise.plan import Plan
 from shardwise.strategies.common import group_timeout, strategy_of
 
@@ -59,10 +58,6 @@ class Saving(Callback):
         if loop.restarting and loop.batch_progress.current.completed >= trainer.num_training_batches:
             # Saved after an epoch: Lightning would run one more micro-batch of it, and step on that alone.
             loop.restarting = False
-        counted = loop.batch_progress.total
-        if loop.restarting and counted.completed == counted.ready and self._is_due(trainer):
-            # Saved after the validation behind it: Lightning would count that step twice, and log under the wrong ones.
-            loop._batches_that_stepped -= 1
         self.best_score, self.best_path = trainer.strategy.broadcast(self._read_best())
         if trainer.is_global_zero:
             for left in self.folder.glob("*.partial"):
@@ -81,9 +76,6 @@ class Saving(Callback):
 
     def _validate(self, trainer: Trainer) -> None:
         """The run was left, or died, between a save and the end of the validation behind it."""
-        for logger in trainer.loggers:
-            if isinstance(logger, CsvLogger):
-                logger.forget_validation(trainer.global_step)
         loop, connector = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector
         first = connector._first_loop_iter
         loop.restarting, trainer.validating = False, True

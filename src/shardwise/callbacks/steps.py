@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from tqdm import tqdm
 
 from shardwise.callbacks.configured import refuse_callbacks
 from shardwise.callbacks.meter import SPENT, Meter, Sums, memory_gib
 from shardwise.loggers import CsvLogger
+from shardwise.loops import step_logging, step_results
 from shardwise.plan import Plan
 from shardwise.records import LAG, Readback, Step
 from shardwise.strategies.common import strategy_of
 
+LOSS, OTHER_LOSS = "train/loss", "train/global_batch_loss"
 _HANDFUL = 5  # compilations after the first step that pass without a word
 
 
@@ -35,8 +40,12 @@ class StepLog(Callback):
         self.graphs = 0  # compiled so far
         self.recompiled = 0  # of these, after the first step
         self._rows: deque[tuple[int, dict[str, float], Readback]] = deque()
+        self._of_module: dict[int, Logged] = {}  # what the module logged in a step that gets a row
+        self._taken: set[str] = set()  # the names that it has logged under
+        self._written: set[str] = set()  # the names of the run's own values
         self._evaluated = False
         self._last_step = 0
+        self._row_step = 0  # of the last row
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         refuse_callbacks(trainer.callbacks)  # type: ignore[attr-defined] # with those of the module
@@ -47,9 +56,12 @@ class StepLog(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, CsvLogger):
                 logger.rewind(trainer.global_step)
+                logger.is_awaited = partial(self._is_awaited, trainer)
         if trainer.is_global_zero:
             self.meter.on_start()
-        self._last_step = trainer.global_step
+        self._row_step = trainer.global_step
+        self._last_step = step_logging(trainer).number = trainer.global_step
+        step_logging(trainer).claim = partial(self._claim, trainer)
         if trainer.is_global_zero and self.shows_bar:
             total = None if trainer.max_steps < 0 else trainer.max_steps
             self.bar = tqdm(total=total, initial=trainer.global_step, unit="step", dynamic_ncols=True)
@@ -58,7 +70,11 @@ class StepLog(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        if (batch_idx + 1) % self.plan.accumulate_grad_batches or step == self._last_step:
+        if (batch_idx + 1) % self.plan.accumulate_grad_batches:
+            return
+        step_results(trainer).drop_window()
+        step_logging(trainer).number = step  # what is logged between steps belongs to the one before
+        if step == self._last_step:
             return
         self._last_step = step
         self.steps += 1
@@ -112,6 +128,13 @@ class StepLog(Callback):
         if dist.get_world_size() == 1:
             self.flush(trainer)
 
+    def collect(self, trainer: Trainer, step: int) -> None:
+        """What the module has logged in the step that has just ended; it is on its way from the device from here on."""
+        if self.plan.logs(step):
+            results = step_results(trainer)
+            self._claim(trainer, results.names())
+            self._of_module[step] = Logged(results.take_window(), trainer.current_epoch)
+
     def flush(self, trainer: Trainer) -> None:
         """Write every row, also those whose numbers have yet to come."""
         while self._rows:
@@ -131,13 +154,36 @@ class StepLog(Callback):
 
     def _write_row(self, trainer: Trainer) -> None:
         step, row, worst = self._rows.popleft()
+        self._row_step = step
         waiting, allocated, reserved = worst.read()
         row["train/data_wait"] = waiting
         if self.plan.accelerator == "cuda":
             row |= {"train/memory_allocated_gib": allocated, "train/memory_reserved_gib": reserved}
-        for logger in trainer.loggers:
-            logger.log_metrics(row, step)
+        self._written.update(row)
+        whole = {_untaken(key, self._taken): value for key, value in row.items()}
+        logged = self._of_module.pop(step, None)
+        values = {} if logged is None else logged.read()
+        if "step" in values:  # Lightning's rule: these belong to a step that the module counts
+            self._log(trainer, values, int(values.pop("step")))
+        else:
+            whole |= values
+        self._log(trainer, whole, step)
         self._show(trainer, step, row)
+
+    def _is_awaited(self, trainer: Trainer, step: int) -> bool:
+        return self._row_step < step <= step_logging(trainer).number and self.plan.logs(step)
+
+    def _claim(self, trainer: Trainer, names: Collection[str]) -> None:
+        """Names that the module logs under are its own, from the run's first row on."""
+        new = self._written.intersection(names) - self._taken
+        self._taken.update(names)
+        for logger in trainer.loggers:
+            if new and isinstance(logger, CsvLogger):
+                logger.rename({key: _untaken(key, new) for key in new})
+
+    def _log(self, trainer: Trainer, row: dict[str, float], step: int) -> None:
+        for logger in trainer.loggers:
+            logger.log_row(row, step) if isinstance(logger, CsvLogger) else logger.log_metrics(row, step)
 
     def _show(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         if not trainer.is_global_zero:
@@ -161,24 +207,43 @@ class StepLog(Callback):
         """A line, past the progress bar."""
         tqdm.write(text) if self.bar is not None else print(text, flush=True)
 
-    # Validation is logged under the step that it follows: Lightning counts the step only afterwards
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "fit":
-            trainer.fit_loop.epoch_loop._batches_that_stepped += 1
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit":
             return
-        trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
         self._evaluated = True
         strategy_of(trainer).restart_clock()
         if trainer.is_global_zero and (measured := validation_metrics(trainer)):
             self.write(f"step {trainer.global_step}  " + "  ".join(f"{k} {v:.4f}" for k, v in measured.items()))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, CsvLogger):
+                logger.release()
         if self.bar is not None:
             self.bar.close()
+
+
+class Logged:
+    """What the module logged in a step, on its way from the device."""
+
+    def __init__(self, values: dict[str, Tensor], epoch: int) -> None:
+        self.epoch = epoch
+        self.on_host = {name: float(value) for name, value in values.items() if value.device.type == "cpu"}
+        self.names = [name for name in values if name not in self.on_host]
+        there = [values[name].reshape(()).double() for name in self.names]
+        self.readback = Readback(torch.stack(there)) if there else None
+
+    def read(self) -> dict[str, float]:
+        """With Lightning's `epoch`, where the module logged anything."""
+        values = self.on_host | dict(zip(self.names, self.readback.read() if self.readback else [], strict=True))
+        return values | {"epoch": float(self.epoch)} if values else {}
+
+
+def _untaken(key: str, taken: set[str]) -> str:
+    """The name that a value of ours goes by where the module logs under the same one, which keeps it."""
+    if key not in taken:
+        return key
+    return OTHER_LOSS if key == LOSS else key.replace("train/", "shardwise/", 1)
 
 
 def validation_metrics(trainer: Trainer) -> dict[str, float]:

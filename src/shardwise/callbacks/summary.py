@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.callbacks.meter import memory_gib
 from shardwise.callbacks.saving import Saving
-from shardwise.callbacks.steps import StepLog, validation_metrics, weight_unit
+from shardwise.callbacks.steps import LOSS, OTHER_LOSS, StepLog, validation_metrics, weight_unit
 from shardwise.checkpoint.find import stopped_before
 from shardwise.errors import count
 from shardwise.loggers import read_metrics
@@ -56,7 +56,7 @@ class Summary(Callback):
             "skipped_steps_this_process": trainer.strategy.skipped_steps,  # type: ignore[attr-defined]
             "memory_allocated_gib": round(allocated, 2) or None,  # rank 0's peaks
             "peak_memory_gib": round(reserved, 2) or None,
-            "train/loss": _last(rows, "train/loss"),
+            "train/loss": _last(rows, loss_key(rows)),
             **validation_metrics(trainer),
             "baselines": baselines,
             "best": {"checkpoint": self.saving.best_path, monitor: self.saving.best_score} if monitor else None,
@@ -131,7 +131,7 @@ def plot_losses(rows: list[dict[str, str]], baselines: dict[str, float], path: P
     """Training and validation loss over steps, baselines as lines."""
     curves = {
         name: [(int(row["step"]), float(row[key])) for row in rows if row.get(key)]
-        for name, key in (("training", "train/loss"), ("validation", "validation/loss"))
+        for name, key in (("training", loss_key(rows)), ("validation", "validation/loss"))
     }
     if not any(curves.values()):
         return None
@@ -153,6 +153,11 @@ def plot_losses(rows: list[dict[str, str]], baselines: dict[str, float], path: P
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
+
+
+def loss_key(rows: list[dict[str, str]]) -> str:
+    """The column of the loss over the global batch."""
+    return OTHER_LOSS if any(row.get(OTHER_LOSS) for row in rows) else LOSS
 
 
 def _last(rows: list[dict[str, str]], key: str) -> float | None:

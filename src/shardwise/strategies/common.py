@@ -404,7 +404,6 @@ class PlannedStrategy(ParallelStrategy):
         counters = module.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
         counters.total.completed -= 1
         counters.current.completed -= 1
-        module.trainer.fit_loop.epoch_loop._batches_that_stepped -= 1  # under which validation is logged
         if self.is_global_zero:
             print(f"step {step} skipped: its gradients are not finite; the loss scale is "
                   f"{self.planned_precision.loss_scale:g} now", flush=True)  # fmt: skip
@@ -471,7 +470,6 @@ class PlannedStrategy(ParallelStrategy):
             for counter in (progress.total, progress.current):
                 for name in vars(counter):
                     setattr(counter, name, getattr(counter, name) - count)
-        loop._batches_that_stepped -= steps
         self.train_loader.consumed -= steps * self.plan.global_batch_size
         return True
 
