@@ -96,6 +96,14 @@ def derived_seed(seed: int, *words: object) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+def seed_streams(seed: int) -> None:
+    """torch's, Python's and NumPy's streams, of which a module or its data may draw from any."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
 def random_state(device: torch.device) -> dict[str, Any]:
     """Where this process's random streams stand: torch's on the host and on `device`, Python's, NumPy's if in use."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}

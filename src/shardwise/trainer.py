@@ -35,7 +35,7 @@ from shardwise.checkpoint.find import keep_earlier, list_checkpoints, stage_file
 from shardwise.checkpoint.load import settle_resume
 from shardwise.environment import describe_environment
 from shardwise.errors import ConfigError, a_or_an, count
-from shardwise.initialize import derived_seed, initializes_itself, parameters_on_meta
+from shardwise.initialize import derived_seed, initializes_itself, parameters_on_meta, seed_streams
 from shardwise.launch.watchdog import keep_nccl_record, progress
 from shardwise.loggers import build_loggers
 from shardwise.loops import StoppableTrainer, count_in_steps
@@ -129,7 +129,7 @@ def _plain(value: Any) -> Any:
 def build_module(plan: Plan) -> LightningModule:
     """The LightningModule, from the Plan's seed; without memory for its parameters where it initialises itself."""
     target = locate(plan.module["_target_"], "module")
-    torch.manual_seed(derived_seed(plan.seed, "build"))
+    seed_streams(derived_seed(plan.seed, "build"))
     with default_dtype(plan.precision), parameters_on_meta() if initializes_itself(target) else nullcontext():
         module = build(plan.module, "module")
     if not isinstance(module, LightningModule):

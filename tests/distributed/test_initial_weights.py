@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,9 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.errors import ConfigError
 from shardwise.tools import main
+from shardwise.trainer import build_data, build_module
 from tests.distributed.cells import cell_plan, fit
 from tests.distributed.processes import spawn
-from tests.distributed.test_exact_resume import WIDTH, Dropping, plan_for
+from tests.distributed.test_exact_resume import WIDTH, Dropping, NoiseData, plan_for
 
 CELLS = {
     "ddp": ["strategy=ddp"],
@@ -216,3 +219,27 @@ def test_another_model_is_told_by_its_names_and_shapes(tmp_path: Path) -> None:
     for messages in spawn(2, refusals, tmp_path / "runs", words):
         for message, (name, _, said) in zip(messages, cases, strict=True):
             assert message.startswith(f"init_from={tmp_path / name}: ") and said in message, message
+
+
+class Drawn(Dropping):
+    """Draws with NumPy and with Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = [np.random.rand(), random.random()]
+
+
+class DrawnData(NoiseData):
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.draws = [np.random.rand(), random.random(), torch.rand(()).item()]
+
+
+def test_what_module_and_data_draw_is_the_same_on_every_rank_and_in_every_start(tmp_path: Path) -> None:
+    def draws(seed: int) -> list[float]:
+        words = [f"module._target_={__name__}.Drawn", f"data._target_={__name__}.DrawnData", f"seed={seed}"]
+        plan = plan_for(tmp_path, 2, 1, *words)
+        return [*build_module(plan).draws, *build_data(plan).draws]  # type: ignore[union-attr, list-item]
+
+    assert draws(1) == draws(1)
+    assert not set(draws(1)) & set(draws(2))

@@ -44,7 +44,7 @@ from shardwise.checkpoint.state import (
 from shardwise.checkpoint.tensors import TensorWriter, read_metadata, slice_of
 from shardwise.data.loaders import EvaluationLoader, TrainLoader
 from shardwise.errors import ConfigError, RunStopped, where
-from shardwise.initialize import broadcast_from_rank_zero, derived_seed, random_state, set_random_state
+from shardwise.initialize import broadcast_from_rank_zero, derived_seed, random_state, seed_streams, set_random_state
 from shardwise.launch.signals import asked
 from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
@@ -265,7 +265,7 @@ class PlannedStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         # Building and initialising drew from the same stream on every rank; dropout must not.
         consumed = 0 if self.train_loader is None else self.train_loader.consumed
-        torch.manual_seed(derived_seed(self.plan.seed, "training", self.global_rank, *([consumed] if consumed else [])))
+        seed_streams(derived_seed(self.plan.seed, "training", self.global_rank, *([consumed] if consumed else [])))
         if self._random is not None:
             set_random_state(self._random, self.root_device)
         held = [id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
