@@ -216,6 +216,10 @@ def start(job: Job, plan: Plan, single: bool) -> int:
     if code == 2 and list_checkpoints(run_dir) == saved:  # it never went on like this
         for path, kept in earlier.items():
             kept.replace(path)
+    if plan.quick_check and fresh and os.environ.get("RANK", "0") == "0":
+        shutil.rmtree(run_dir, ignore_errors=True)
+        if code == 0:
+            print("quick check: every stage that is defined has run; nothing is kept", flush=True)
     written = {stage_file(name, plan.stage) for name in ("config.yaml", "plan.json", "environment.json")} | {"logs"}
     if code == 2 and fresh and os.environ.get("RANK", "0") == "0" and {p.name for p in run_dir.glob("*")} <= written:
         shutil.rmtree(run_dir, ignore_errors=True)  # a mistake seen before the first step: the name stays free

@@ -378,6 +378,9 @@ Run-level values:
   max_steps=N | max_epochs=N | max_samples=N              exactly one; a step is an optimizer step
   gradient_clip_val=X       bound on the global gradient norm
   seed=N  log_every_n_steps=N  validate_every_n_steps=N  max_validation_batches=N
+  max_train_batches=N       micro-batches of each rank in an epoch: whole steps
+  quick_check=true          a few batches of every stage, to see whether they run; nothing is kept
+  profiler=simple|advanced|pytorch                        Lightning's: rank 0's report in the run's folder
   deterministic=true        the same bits in every run on the same GPUs, at some cost
   compile=none|layer|model  torch.compile on each repeated layer, or on the whole step
   activation_checkpointing=none|full                      recompute each repeated layer in the backward pass

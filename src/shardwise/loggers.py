@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from shardwise.build import build, check, locate
@@ -161,6 +162,8 @@ def build_loggers(plan: Plan, record: dict[str, Any]) -> list[Logger]:
     What is logged in another stage than fit goes into files and runs of its own, beside the run's curves.
     `record`: Plan and environment, kept with the run.
     """
+    if plan.quick_check:  # what the module asks of a tracker is answered with nothing
+        return [DummyLogger(), CsvLogger(plan.run_dir, plan.stage)]
     trackers: list[Logger] = []
     if plan.logger.name == "tensorboard":
         try:

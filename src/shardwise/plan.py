@@ -24,6 +24,7 @@ from shardwise.schema import (
     ClusterConfig,
     DdpConfig,
     FsdpHybridConfig,
+    LoggerConfig,
     RunConfig,
     Stage,
     StrategyConfig,
@@ -174,6 +175,9 @@ class Plan:
     callbacks: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # the user's own, in order
     trust: bool = False  # what a checkpoint holds as a pickle, which may run any code, is read
     loggers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # trackers of the user's own
+    max_train_batches: int | None = None  # micro-batches of one rank in an epoch: whole windows; None: all
+    quick_check: bool = False
+    profiler: Literal["none", "simple", "advanced", "pytorch"] = "none"
 
     def logs(self, step: int) -> bool:
         """Whether the step's numbers are logged."""
@@ -203,6 +207,8 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
     Raises:
         ConfigError: two values that cannot both be; the message says the rule, the numbers and the remedy.
     """
+    if config.quick_check:
+        config = _quick(config)
     stage: StageName = config.stage.value
     if config.preflight and host.launcher == "torchrun":
         raise ConfigError(
@@ -285,7 +291,9 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         gradient_clip_val=config.gradient_clip_val,
         log_every_n_steps=config.log_every_n_steps,
         validate_every_n_steps=config.validate_every_n_steps,
-        max_validation_batches=config.max_validation_batches,
+        max_validation_batches=(
+            _QUICK_BATCHES * topology.data_parallel_size if config.quick_check else config.max_validation_batches
+        ),
         checkpoint=_checkpointing(config.checkpoint, accelerator),
         guard=Guarding(
             on_nonfinite=config.guard.on_nonfinite.value,
@@ -317,6 +325,9 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         callbacks=_named_targets("callbacks", config.callbacks),
         trust=config.trust,
         loggers=_named_targets("loggers", config.loggers),
+        max_train_batches=_max_train_batches(config, accumulate),
+        quick_check=config.quick_check,
+        profiler=config.profiler.value,
     )
 
 
@@ -414,6 +425,39 @@ def _accumulation(config: RunConfig, topology: Topology) -> int:
             f"{micro} * {ranks}; use {near}"
         )
     return batch // step
+
+
+def _max_train_batches(config: RunConfig, accumulate: int) -> int | None:
+    batches = config.max_train_batches
+    if batches is not None and (batches < 1 or batches % accumulate):
+        near = " or ".join(str(n * accumulate) for n in (batches // accumulate, batches // accumulate + 1) if n > 0)
+        raise ConfigError(
+            f"max_train_batches={batches}: must be a multiple of the {accumulate} micro-batches that each rank has in "
+            f"a step; use {near}"
+        )
+    return batches
+
+
+_QUICK_BATCHES = 3  # of every stage, on each rank
+
+
+def _quick(config: RunConfig) -> RunConfig:
+    """The same run for a few batches of every stage, which leaves nothing behind.
+
+    Raises:
+        ConfigError: a stage other than fit, or a run to go on with: there is nothing to check on.
+    """
+    if config.stage is not Stage.fit or config.resume is not None:
+        word = f"stage={config.stage.value}" if config.stage is not Stage.fit else f"resume={config.resume}"
+        raise ConfigError(f"quick_check=true tries a new run in all its stages: leave out {word}")
+    checkpoint = dataclasses.replace(
+        config.checkpoint, save_every_n_steps=None, save_at_end=False, monitor=None, keep_every_n_steps=None
+    )
+    return dataclasses.replace(
+        config, max_steps=_QUICK_BATCHES, max_epochs=None, max_samples=None, validate_every_n_steps=_QUICK_BATCHES,
+        checkpoint=checkpoint, logger=LoggerConfig(), loggers={}, log_every_n_steps=1, max_restarts=0,
+        name=None if config.name is None else f"{config.name}-quick-check",
+    )  # fmt: skip
 
 
 def _duration(config: RunConfig) -> tuple[int | None, int | None]:

@@ -83,6 +83,13 @@ class LoggerName(Enum):
     tensorboard = "tensorboard"
 
 
+class Profiler(Enum):
+    none = "none"
+    simple = "simple"
+    advanced = "advanced"
+    pytorch = "pytorch"
+
+
 @dataclass
 class DdpConfig:
     name: StrategyName = StrategyName.ddp
@@ -226,6 +233,10 @@ class RunConfig:
     max_steps: int | None = None
     max_epochs: int | None = None
     max_samples: int | None = None
+
+    max_train_batches: int | None = None  # micro-batches of one rank in an epoch
+    quick_check: bool = False  # a few batches of every stage; nothing is kept
+    profiler: Profiler = Profiler.none
 
     gradient_clip_val: float | None = None
     log_every_n_steps: int = 10

@@ -77,6 +77,11 @@ def _callback_hooks(trainer: Any, hook_name: str, *args: Any, monitoring_callbac
     module.__dict__["_current_fx_name"] = before
 
 
+def _takes(trainer: Any) -> bool:
+    """A profiler's names are those of the hooks, which Lightning itself calls for it."""
+    return hasattr(trainer, "_callbacks_with") and isinstance(trainer.profiler, Unprofiled)
+
+
 def _has(module: LightningModule, hook_name: str) -> bool:
     """A hook of its own, in its class or set on it."""
     return is_overridden(hook_name, module) or hook_name in vars(module)
@@ -85,13 +90,13 @@ def _has(module: LightningModule, hook_name: str) -> bool:
 def _module_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
     if hook_name in getattr(trainer, "_idle_hooks", ()):
         return None
-    if not hasattr(trainer, "_callbacks_with") or "pl_module" in kwargs:
+    if not _takes(trainer) or "pl_module" in kwargs:
         return _original_module_hook(trainer, hook_name, *args, **kwargs)
     return _named(trainer.lightning_module, hook_name, trainer.lightning_module, *args, **kwargs)
 
 
 def _strategy_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
-    if not hasattr(trainer, "_callbacks_with"):
+    if not _takes(trainer):
         return _original_strategy_hook(trainer, hook_name, *args, **kwargs)
     return _named(trainer.lightning_module, hook_name, trainer.strategy, *args, **kwargs)
 

@@ -20,6 +20,8 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch._C._distributed_c10d import HashStore
 
 from shardwise.build import build, locate
@@ -94,6 +96,8 @@ def _run(plan: Plan, *more: Callback) -> None:
     trainer_function = getattr(trainer, plan.stage)
     results = trainer_function(module, datamodule=data, ckpt_path=plan.resume, weights_only=True, **quiet)
     if plan.stage == "fit":
+        if plan.quick_check:
+            check_other_stages(trainer, module, data)
         return
     lines = {"weights": plan.resume or plan.init_from or "as constructed"}
     if plan.stage == "predict":
@@ -108,6 +112,18 @@ def _run(plan: Plan, *more: Callback) -> None:
         lines |= {words(key): f"{value:.4f}" for key, value in measured.items()}
     if trainer.is_global_zero:
         print_table(lines)
+
+
+def check_other_stages(trainer: Trainer, module: LightningModule, data: LightningDataModule) -> None:
+    """A few batches of test and of predict, where module and data define them."""
+    for stage, step in (("test", "test_step"), ("predict", "predict_step")):
+        loader = f"{stage}_dataloader"
+        defined = is_overridden(step, module) and (is_overridden(loader, data) or is_overridden(loader, module))
+        if defined:
+            more = {"verbose": False} if stage == "test" else {"return_predictions": False}
+            getattr(trainer, stage)(module, datamodule=data, **more)
+        if trainer.is_global_zero:
+            print(f"quick check: {stage} {'runs' if defined else 'is not defined'}", flush=True)
 
 
 def gather_predictions(loaders: list[list[Any]]) -> list[list[Any]]:
@@ -228,7 +244,8 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
         enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in own),
         enable_model_summary=False,
         default_root_dir=plan.run_dir,
-        profiler=Unprofiled(),
+        profiler=build_profiler(plan),
+        limit_train_batches=plan.max_train_batches,
     )
     count_in_steps(trainer, plan)
     take_shortcuts(trainer, module)
@@ -252,6 +269,16 @@ def explain_what_is_missing(trainer: Trainer) -> None:
 
     for name in ("_restore_modules_and_callbacks", "restore_training_state"):
         setattr(connector, name, partial(explained, getattr(connector, name)))
+
+
+def build_profiler(plan: Plan) -> Profiler:
+    """Lightning's of this name, whose report rank 0 writes into the run's folder."""
+    kinds: dict[str, Callable[..., Profiler]] = {
+        "simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler,
+    }  # fmt: skip
+    if plan.profiler == "none" or os.environ["RANK"] != "0":
+        return Unprofiled()
+    return kinds[plan.profiler](dirpath=plan.run_dir, filename="profile")
 
 
 def init_process_group(plan: Plan) -> None:

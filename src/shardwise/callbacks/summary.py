@@ -112,6 +112,9 @@ class Summary(Callback):
                 f"{_short(self.saving.best_path)} ({words(str(self.plan.checkpoint.monitor))} "
                 f"{self.saving.best_score:.4f})"
             )
+        if self.plan.profiler != "none":
+            name = "fit-profile-0.txt" if self.plan.topology.world_size > 1 else "fit-profile.txt"  # as Lightning says
+            lines["profile"] = _short(Path(self.plan.run_dir) / name)
         lines["loss curve"] = _short(picture) if picture else "no losses were logged"
         return lines | {"run folder": _short(self.plan.run_dir)}
 

@@ -67,6 +67,9 @@ class TrainLoader:
                 global_batch_size=plan.global_batch_size,
                 shuffle=_shuffles(loader),
                 seed=plan.seed,
+                max_steps_per_epoch=(
+                    None if plan.max_train_batches is None else plan.max_train_batches // plan.accumulate_grad_batches
+                ),
             )
             self.loader = _with_batches(loader, self._batches(), plan.seed)
 

@@ -47,6 +47,7 @@ class GlobalOrder:
     global_batch_size: int
     shuffle: bool
     seed: int
+    max_steps_per_epoch: int | None = None  # an epoch ends there; each draws its samples from the whole data set
 
     def __post_init__(self) -> None:
         if self.samples < self.global_batch_size:
@@ -57,7 +58,8 @@ class GlobalOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        return self.samples // self.global_batch_size
+        steps = self.samples // self.global_batch_size
+        return steps if self.max_steps_per_epoch is None else min(steps, self.max_steps_per_epoch)
 
     @property
     def samples_per_epoch(self) -> int:

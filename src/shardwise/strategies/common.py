@@ -158,7 +158,7 @@ class PlannedStrategy(ParallelStrategy):
         rank = self.plan.topology.data_parallel_rank(self.global_rank)
         if module.trainer.state.stage != RunningStage.TRAINING:
             validating = module.trainer.state.stage == RunningStage.VALIDATING
-            limit = self.plan.max_validation_batches if validating else None
+            limit = self.plan.max_validation_batches if validating or self.plan.quick_check else None
             return EvaluationLoader(dataloader, self.plan, rank, self._paddings, limit)  # type: ignore[arg-type]
         if self.train_loader is not None:
             raise ConfigError("several training loaders: a step is one global batch of one loader; combine the data")
