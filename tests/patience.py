@@ -95,18 +95,18 @@ def run_patiently(command: list[str], seconds: float, **options: Any) -> subproc
 
 def alarm(seconds: float, ring: Callable[[str], None]) -> Callable[[], None]:
     """Calls `ring(why)` in the main thread when the limit is reached; returns what cancels that."""
-    patience = Patience(seconds)
+    patience, every = Patience(seconds), min(seconds, 2 * REFRESH_SECONDS)
 
     def look(number: int, frame: Any) -> None:
         if patience.is_over():
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            ring(str(patience))
+            return ring(str(patience))
+        signal.setitimer(signal.ITIMER_REAL, every)  # only now: a second alarm must not interrupt the reference step
+        return None
 
     def cancel() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
     signal.signal(signal.SIGALRM, look)
-    every = min(seconds, 2 * REFRESH_SECONDS)
-    signal.setitimer(signal.ITIMER_REAL, every, every)
+    signal.setitimer(signal.ITIMER_REAL, every)
     return cancel
