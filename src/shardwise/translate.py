@@ -50,8 +50,10 @@ def _translate(word: str) -> list[str]:
         return _argument_of_trainer(word, name.removeprefix("trainer").removeprefix("."), value)
     if not equals:
         return [word]
-    if name == "callbacks" and not value.startswith("{"):
-        raise ConfigError(f"{word}: {_CALLBACKS}")
+    if name == "callbacks":
+        if not value.startswith("{"):
+            raise ConfigError(f"{word}: {_CALLBACKS}")
+        return [word]
     if name in _VALUES:
         return _by_value(word, key, value)
     if name in _OTHERS:

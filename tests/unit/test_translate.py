@@ -59,7 +59,7 @@ OURS = [
     "accelerator=cpu", "precision=bf16", "strategy=zero2", "strategy.offload_optimizer=true", "max_epochs=3",
     "devices=4",     "log_every_n_steps=3", "gradient_clip_val=1", "deterministic=true", "callbacks.stop.monitor=x",
     "strategy=a,b", "foo",
-    "module.batch_size=3", "precision=[16]", "-m",
+    "module.batch_size=3", "precision=[16]", "-m", "callbacks={stop: null}", "profiler=simple",
 ]  # fmt: skip
 
 
