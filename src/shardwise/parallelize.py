@@ -23,10 +23,12 @@ from shardwise.precision import compute_in, dtype_of, keep_statistics_in_fp32, o
 from shardwise.units import Units
 
 
-def parallelize(root: nn.Module, units: Units, plan: Plan, *, makes_copies: bool, casts_inputs: bool) -> None:
+def parallelize(
+    root: nn.Module, units: Units, plan: Plan, *, copied: Callable[[nn.Parameter], bool], casts_inputs: bool
+) -> None:
     """Prepare `root` for its strategy, in place.
 
-    `makes_copies`: the strategy keeps whole parameters, and low-precision copies are made here.
+    `copied`: whether the strategy keeps a parameter whole, so that its low-precision copy is made here.
     `casts_inputs`: the strategy does not cast the inputs of units.
     """
     precision = plan.precision
@@ -36,9 +38,9 @@ def parallelize(root: nn.Module, units: Units, plan: Plan, *, makes_copies: bool
         # Every kind of layer, in training and evaluation, is one graph; beyond the limit dynamo falls back to eager.
         torch._dynamo.config.recompile_limit = max(8, 4 * len(units.modules))
     for _, unit in units.modules:
-        if precision.is_low and casts_inputs:
-            where = owners(unit) if makes_copies and precision.is_mixed else []
-            compute_in(unit, dtype_of(precision.compute_dtype), where, cast_inputs=True)
+        where = owners(unit, of=copied) if precision.is_mixed else []
+        if precision.is_low and (casts_inputs or where):
+            compute_in(unit, dtype_of(precision.compute_dtype), where, cast_inputs=casts_inputs)
         if plan.compile == "layer":
             unit.forward = torch.compile(unit.forward)
         if plan.activation_checkpointing == "full":

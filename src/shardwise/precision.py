@@ -80,13 +80,17 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 Places = list[tuple[nn.Module, str]]  # of one parameter: the layers that hold it, and its name there; tied: several
 
 
-def owners(module: nn.Module, but: Iterable[nn.Module] = ()) -> list[Places]:
-    """Where each floating-point parameter of `module` stands, those inside `but` left out."""
+def owners(
+    module: nn.Module, but: Iterable[nn.Module] = (), of: Callable[[nn.Parameter], bool] = lambda _: True
+) -> list[Places]:
+    """Where each floating-point parameter of `module` stands: each that `of` wants, those inside `but` left out."""
     inside = {id(p) for other in but for p in other.parameters()}
     places: dict[int, Places] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
-            if parameter is not None and parameter.is_floating_point() and id(parameter) not in inside:
+            if parameter is None or not parameter.is_floating_point() or id(parameter) in inside:
+                continue
+            if of(parameter):
                 places.setdefault(id(parameter), []).append((owner, name))
     return list(places.values())
 
@@ -135,6 +139,20 @@ def keep_statistics_in_fp32(root: nn.Module) -> None:
             compute_in(module, module.running_mean.dtype, owners(module), cast_inputs=False)
 
 
+class _Scaler(torch.amp.GradScaler):
+    """Looks at what this rank holds of every gradient, and asks the ranks that hold the rest."""
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        if gradients:
+            torch._amp_foreach_non_finite_check_and_unscale_(list(map(local_part, gradients)), found_inf, inv_scale)
+        if any(isinstance(gradient, DTensor) for gradient in gradients):
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+        return {found_inf.device: found_inf}
+
+
 class PlannedPrecision(LightningPrecision):
     """The Plan's precision inside Lightning's loop, and the owner of gradient norm and loss scale."""
 
@@ -153,7 +171,7 @@ class PlannedPrecision(LightningPrecision):
         self._shard_groups: dict[int, tuple[dist.ProcessGroup, ...]] = {}  # by a parameter's id
         self.scaler: torch.amp.GradScaler | None = None
         if plan.precision.loss_scaling and not plan.strategy.zero_stage:  # DeepSpeed has its own
-            self.scaler = torch.amp.GradScaler(plan.accelerator, **LOSS_SCALE)
+            self.scaler = _Scaler(plan.accelerator, **LOSS_SCALE)
 
     @property
     def loss_scale(self) -> float | None:
@@ -203,7 +221,7 @@ class PlannedPrecision(LightningPrecision):
 
     def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
         """Those that have the gradients, whatever the optimizer steps on."""
-        return iter(getattr(optimizer, "sharded_parameters", None) or super().main_params(optimizer))
+        return iter(parameters_of(optimizer))
 
     def let_copies_end(self) -> None:
         """The device goes on when a checkpoint that is being written has its copies of weights and state."""
@@ -291,6 +309,12 @@ class PlannedPrecision(LightningPrecision):
         assert self.gradient_norm is not None
         factor = (clip_val / (self.gradient_norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_([local_part(p.grad) for p in self.main_params(optimizer) if p.grad is not None], factor)
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Those that have the gradients, whatever the optimizer steps on."""
+    sharded = getattr(optimizer, "sharded_parameters", None)
+    return sharded or [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -177,6 +177,46 @@ class Reader(Bare):
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class Scaled(Layer):
+    """A parameter of shape (), and one of a single element."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.gain = nn.Parameter(torch.tensor(0.9))
+        self.shift = nn.Parameter(torch.tensor([0.1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * torch.tanh(self.linear(x)) + self.shift
+
+
+class Scalars(Bare):
+    """Parameters without a dimension, inside units and outside of them: trained, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.Sequential(Scaled(6), Scaled(6)), nn.ModuleList()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.offset = nn.Parameter(torch.tensor(0.25), requires_grad=False)
+
+    def loss(self, real: Tensor) -> Tensor:
+        return F.mse_loss((self.temperature * self.layers(real) + self.offset).float(), real.flip(1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+class Hollow(Scalars):
+    """And parameters without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].nothing, self.nowhere = nn.Parameter(torch.zeros(0, 6)), nn.Parameter(torch.zeros(0))
+
+    def loss(self, real: Tensor) -> Tensor:
+        nothing = self.layers[0].nothing.sum() + self.nowhere.sum()
+        return super().loss(real) + nothing
+
+
 class Clips(Bare):
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
         self.clip_gradients(*args, gradient_clip_val=0.01)

@@ -148,10 +148,13 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer.detach()
 
 
-def make_like(held: Held, values: Tensor, metadata: TensorStorageMetadata, scalars_on: torch.device) -> Tensor:
-    """What an optimizer keeps: of a parameter's form, a scalar, or, where the parameter is whole, of any form."""
+def make_like(
+    held: Held, values: Tensor, key: str, metadata: TensorStorageMetadata, scalars_on: torch.device
+) -> Tensor:
+    """What an optimizer keeps under `key`: of a parameter's form, a scalar, or, where the parameter is whole, of any
+    form. A count of steps is a scalar, also where the parameter is one."""
     dtype = metadata.properties.dtype
-    if tuple(metadata.size) == held.shape:
+    if tuple(metadata.size) == held.shape and (held.shape or key != "step"):
         return torch.zeros_like(values, dtype=values.dtype if dtype.is_floating_point else dtype)
     if len(metadata.size) == 0:
         return torch.zeros((), dtype=dtype, device=scalars_on)

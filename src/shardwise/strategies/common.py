@@ -48,7 +48,16 @@ from shardwise.initialize import broadcast_from_rank_zero, derived_seed, random_
 from shardwise.launch.signals import asked
 from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
-from shardwise.precision import PlannedPrecision, local_part, map_tensors
+from shardwise.precision import (
+    Places,
+    PlannedPrecision,
+    compute_in,
+    dtype_of,
+    local_part,
+    map_tensors,
+    owners,
+    parameters_as,
+)
 from shardwise.records import SPIKE_MINIMUM, SPIKE_WINDOW, Readback, Step, Tick, robust_z
 from shardwise.units import Units, find_units
 
@@ -83,6 +92,7 @@ class PlannedStrategy(ParallelStrategy):
         self._one: Tensor | None = None
         self._own: tuple[int, int, int] | None = None  # see `Step.own`; and the same on the device
         self._own_there = torch.empty(0)
+        self._root_owners: list[Places] = []  # of parameters outside units of which each step makes copies
         self._places: dict[str, tuple[nn.Parameter, int]] | None = None  # parameters, and which optimizer has them
         self._shards: dict[int, nn.Parameter] = {}  # what an optimizer was given in place of a parameter, by its id
         self._files: dist.ProcessGroup | None = None
@@ -120,8 +130,14 @@ class PlannedStrategy(ParallelStrategy):
             print(said, flush=True)
         return self.units
 
-    def _parallelize(self, module: LightningModule, *, makes_copies: bool = False, casts_inputs: bool) -> None:
-        parallelize(module, self.units, self.plan, makes_copies=makes_copies, casts_inputs=casts_inputs)
+    def _keeps_whole(self, parameter: nn.Parameter) -> bool:
+        """Whether every rank holds all of it, and low-precision copies of it are made here."""
+        return False
+
+    def _parallelize(self, module: LightningModule, *, casts_inputs: bool) -> None:
+        parallelize(module, self.units, self.plan, copied=self._keeps_whole, casts_inputs=casts_inputs)
+        if self.plan.precision.is_mixed:
+            self._copy_outside_units(module)
         if self.plan.precision.loss_scaling or self.plan.strategy.zero_stage:
             schedule_step = module.lr_scheduler_step
 
@@ -130,6 +146,18 @@ class PlannedStrategy(ParallelStrategy):
                     schedule_step(*args, **kwargs)
 
             module.lr_scheduler_step = unless_skipped  # type: ignore[method-assign]
+
+    def _copy_outside_units(self, module: LightningModule) -> None:
+        """What lies outside units computes on copies, too: in each step or, where a module optimizes by hand, in each
+        of its networks, which must look at its weights anew whenever it runs."""
+        inside = [unit for _, unit in self.units.modules]
+        if module.automatic_optimization:
+            self._root_owners = owners(module, but=inside, of=self._keeps_whole)
+            return
+        dtype = dtype_of(self.plan.precision.compute_dtype)
+        for child in self._roots(module):
+            if child not in inside and (where := owners(child, but=inside, of=self._keeps_whole)):
+                compute_in(child, dtype, where, cast_inputs=False)
 
     def _take_initial_weights(self) -> None:
         """`init_from=`: other weights than the seed's, at the end of set-up. A checkpoint brings its own."""
@@ -233,7 +261,15 @@ class PlannedStrategy(ParallelStrategy):
 
     def _method(self, name: str) -> Callable[..., Any]:
         method: Callable[..., Any] = getattr(self.lightning_module, name)
-        return method
+        if not self._root_owners:
+            return method
+        dtype = dtype_of(self.plan.precision.compute_dtype)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with parameters_as(self._root_owners, dtype):
+                return method(*args, **kwargs)
+
+        return run
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         loss = self._step("training_step", *args, **kwargs)
@@ -702,7 +738,7 @@ class PlannedStrategy(ParallelStrategy):
         state = optimizer.state[parameter]
         for key, metadata in known.items():
             if key not in state or not isinstance(state[key], Tensor):
-                state[key] = make_like(held, parameter.detach(), metadata, scalars_on)
+                state[key] = make_like(held, parameter.detach(), key, metadata, scalars_on)
         return {key: local_part(state[key]) for key in known}
 
     def _trained_by(self, name: str) -> tuple[nn.Parameter, int]:

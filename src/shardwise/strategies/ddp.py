@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -23,7 +23,6 @@ from shardwise.checkpoint.load import load_rest
 from shardwise.errors import ConfigError
 from shardwise.initialize import Materializer, broadcast_from_rank_zero
 from shardwise.plan import Plan
-from shardwise.precision import Places, compute_in, dtype_of, owners, parameters_as
 from shardwise.strategies.common import PlannedStrategy
 
 # torch 2.13 renamed the argument
@@ -50,12 +49,11 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         )
         self._use(plan)
         self._order: list[int] = []  # in which gradients came, in the first step
-        self._root_owners: list[Places] = []  # of parameters outside units
 
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
-        units = self._find_units(module)
+        self._find_units(module)
         Materializer(module, self.root_device, self.plan.seed).place(module)
         broadcast_from_rank_zero(list(module.buffers()))
         if getattr(module, "channels_last", False):  # else every step would rearrange its convolutions' weights
@@ -64,30 +62,12 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
                     parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         if not module.automatic_optimization:
             self._ddp_kwargs["find_unused_parameters"] = True  # each of its losses reaches some of the networks
-        self._parallelize(module, makes_copies=True, casts_inputs=True)
-        if self.plan.precision.is_mixed:
-            inside = [unit for _, unit in units.modules]
-            if module.automatic_optimization:
-                self._root_owners = owners(module, but=inside)
-            else:
-                dtype = dtype_of(self.plan.precision.compute_dtype)
-                for child in self._roots(module):
-                    if child not in inside:
-                        compute_in(child, dtype, owners(child, but=inside), cast_inputs=False)
+        self._parallelize(module, casts_inputs=True)
         super().setup(trainer)
         self._take_initial_weights()
 
-    def _method(self, name: str) -> Callable[..., Any]:
-        method = super()._method(name)
-        if not self._root_owners:
-            return method
-        dtype = dtype_of(self.plan.precision.compute_dtype)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with parameters_as(self._root_owners, dtype):
-                return method(*args, **kwargs)
-
-        return run
+    def _keeps_whole(self, parameter: nn.Parameter) -> bool:
+        return True
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.state import Held
@@ -27,7 +29,7 @@ from shardwise.errors import ConfigError
 from shardwise.initialize import Materializer, broadcast_from_rank_zero
 from shardwise.optimizers import treats_weights_one_by_one
 from shardwise.plan import Plan
-from shardwise.precision import mixed_precision_policy
+from shardwise.precision import dtype_of, local_part, mixed_precision_policy
 from shardwise.strategies.common import PlannedStrategy, group_timeout
 
 
@@ -37,6 +39,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     def __init__(self, plan: Plan) -> None:
         super().__init__(timeout=timedelta(minutes=plan.strategy.timeout_minutes))
         self._use(plan)
+        self._sync_is_blocked = False  # in this micro-batch
 
     def setup_environment(self) -> None:
         self._setup_distributed()
@@ -62,8 +65,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             assert self.lightning_module is not None
-            # A GradScaler looks for infinities itself, over all ranks by way of DTensors.
-            if self.lightning_module.automatic_optimization and not self.plan.precision.loss_scaling:
+            if self.lightning_module.automatic_optimization:
                 for optimizer in filter(treats_weights_one_by_one, self.optimizers):
                     self._step_on_shards(optimizer)
         self.setup_precision_plugin()
@@ -81,12 +83,14 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             materializer.place(unit)
             fully_shard(
                 unit,
+                ignored_params=self._wholes(unit),
                 mesh=self.device_mesh,
                 reshard_after_forward=self.plan.strategy.reshard_after_forward,
                 mp_policy=mixed_precision_policy(precision, is_root=False),
             )
         materializer.place(module)
-        if not module.automatic_optimization and next(module.parameters(recurse=False), None) is not None:
+        own = [p for p in module.parameters(recurse=False) if not self._keeps_whole(p)]
+        if not module.automatic_optimization and own:
             raise ConfigError(
                 f"{type(module).__name__} optimizes by hand and owns parameters itself: {self.plan.strategy.name} "
                 f"would go on with their old values within a step; move them into a layer, or use strategy=ddp"
@@ -95,7 +99,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             if not isinstance(root, FSDPModule) and any(True for _ in root.parameters()):
                 fresh: dict[str, Any] = {} if root is module else {"reshard_after_forward": True}
                 policy = mixed_precision_policy(precision, is_root=True)
-                fully_shard(root, mesh=self.device_mesh, mp_policy=policy, **fresh)
+                ignored = self._wholes(root)
+                fully_shard(root, mesh=self.device_mesh, mp_policy=policy, ignored_params=ignored, **fresh)
         for layer in module.modules():
             if isinstance(layer, FSDPModule) and (group := layer._get_fsdp_state()._fsdp_param_group):
                 _reduce_unused_as_zero(group)
@@ -109,13 +114,13 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     def _step_on_shards(self, optimizer: Optimizer) -> None:
         """Let it work on what this rank holds: the arithmetic of DTensors takes the host longer than a step may."""
         sharded = [p for group in optimizer.param_groups for p in group["params"]]
-        self._shards |= {id(p): nn.Parameter(p.detach().to_local(), requires_grad=False) for p in sharded}
+        self._shards |= {id(p): nn.Parameter(local_part(p.detach()), requires_grad=False) for p in sharded}
         for group in optimizer.param_groups:
             group["params"] = [self._shards[id(p)] for p in group["params"]]
 
         def show_gradients(*_: Any) -> None:
             for p in sharded:
-                self._shards[id(p)].grad = None if p.grad is None else p.grad._local_tensor
+                self._shards[id(p)].grad = p.grad._local_tensor if isinstance(p.grad, DTensor) else p.grad
 
         def hide_gradients(*_: Any) -> None:
             for p in sharded:
@@ -130,6 +135,32 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         optimizer.sharded_parameters = sharded  # type: ignore[attr-defined] # which have the gradients
 
+    def _keeps_whole(self, parameter: nn.Parameter) -> bool:
+        """FSDP2 cannot shard a parameter without a dimension, or without elements: every rank keeps it."""
+        return parameter.ndim == 0 or parameter.numel() == 0
+
+    def _wholes(self, layer: nn.Module) -> set[nn.Parameter]:
+        return {p for p in layer.parameters() if self._keeps_whole(p)}
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if not self._sync_is_blocked:
+            self._average_whole_gradients()
+        return loss
+
+    def _average_whole_gradients(self) -> None:
+        """FSDP2 leaves alone what it does not shard. Collective."""
+        module = self.lightning_module
+        assert module is not None
+        wholes = [p for p in module.parameters() if p.requires_grad and p.ndim == 0]
+        if not wholes or self.world_size == 1:
+            return
+        held = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in wholes])
+        held = held.to(dtype_of(self.plan.precision.reduce_dtype)) / self.world_size
+        dist.all_reduce(held)
+        for p, gradient in zip(wholes, held.unbind(), strict=True):
+            p.grad = gradient.to(p.dtype)
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """All but the last micro-batch of a window: Lightning's own looks for `no_sync`, which FSDP2 has not."""
@@ -139,9 +170,11 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         blocked = "set_requires_gradient_sync" if self.plan.strategy.defer_gradient_sync else "set_requires_all_reduce"
         for module in sharded:
             getattr(module, blocked)(False, recurse=False)
+        self._sync_is_blocked = True
         try:
             yield
         finally:
+            self._sync_is_blocked = False
             for module in sharded:
                 getattr(module, blocked)(True, recurse=False)
 

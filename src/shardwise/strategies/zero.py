@@ -18,6 +18,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
     def __init__(self, plan: Plan) -> None:
         super().__init__(timeout=timedelta(minutes=plan.strategy.timeout_minutes))
         self._use(plan, ZeroPrecision(plan))
+        self._names: list[list[str]] = []  # of what each group of the optimizer trains
         self._initial: dict[str, tuple[int, Tensor]] = {}  # fp32 weights until the masters have them: (start, values)
 
     def setup(self, trainer: Trainer) -> None:
@@ -78,11 +80,13 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         if training:
             self._check_own_ways(module, optimizers[0])
             names = {id(p): name for name, p in module.named_parameters()}
+            for group in optimizers[0].param_groups:  # DeepSpeed cannot take a parameter without elements
+                group["params"] = [p for p in group["params"] if _count(p)]
             self._names = [[names[id(p)] for p in group["params"]] for group in optimizers[0].param_groups]
-        with _reduced_one_by_one():
+        with _reduced_one_by_one(), _weights_not_sent():
             self.model, self.engine_optimizer, _, _ = deepspeed.initialize(
                 model=module,
-                model_parameters=[p for p in module.parameters() if p.requires_grad] if training else [],
+                model_parameters=[p for p in module.parameters() if p.requires_grad and _count(p)] if training else [],
                 optimizer=optimizers[0] if training else None,
                 config=config,
                 dist_init_required=False,
@@ -150,6 +154,12 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         """The parameters, initialised as everywhere. ZeRO-3 keeps a shard of each unit before the next is made."""
         materializer = Materializer(module, self.root_device, self.plan.seed)
         precision, three = self.plan.precision, self.plan.strategy.zero_stage == 3
+        empty = [name for name, p in module.named_parameters() if not p.numel()]
+        if three and empty:
+            raise ConfigError(
+                f"{self.module_name} has parameters without elements ({', '.join(empty[:4])}): "
+                f"{self.plan.strategy.name} cannot gather them; leave them out, or use strategy=fsdp or zero2"
+            )
         done: set[int] = set()
         for name, unit in [*self.units.modules, ("", module)] if three else [("", module)]:
             materializer.place(unit)
@@ -168,7 +178,10 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                 elif self.plan.strategy.find_unused_parameters:
                     for layer in _gathered_as_one(module, {unit for _, unit in self.units.modules}):
                         deepspeed.utils.set_z3_leaf_module(layer, True)
-                deepspeed.zero.Init(module=unit, config_dict_or_path=config, dtype=dtype_of(precision.compute_dtype))
+                with _with_a_dimension(unit):
+                    deepspeed.zero.Init(
+                        module=unit, config_dict_or_path=config, dtype=dtype_of(precision.compute_dtype)
+                    )
         broadcast_from_rank_zero(list(module.buffers()))
 
     @contextmanager
@@ -189,8 +202,9 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
     def _parts(self) -> Iterator[tuple[str, int, Tensor]]:
         """Name, first element and storage of this rank's range of every trainable fp32 master, which are flat."""
         assert self.lightning_module is not None
+        trained = self._trained()
         for name, p in self.lightning_module.named_parameters():
-            if not p.requires_grad:
+            if name not in trained:
                 continue
             if self.plan.strategy.zero_stage == 3:
                 storage, _ = self.engine_optimizer._get_fp32_opt_state_partition(p, release_swap_buffers=False)
@@ -200,6 +214,12 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                     yield name, start, storage.detach()[:inside]
             elif p._hp_mapping is not None:  # type: ignore[attr-defined]
                 yield name, p._hp_mapping.lp_fragment_address.start, p._hp_mapping.hp_fragment.detach()  # type: ignore[attr-defined]
+
+    def _trained(self) -> set[str]:
+        """Parameters of which DeepSpeed's optimizer has masters."""
+        assert self.lightning_module is not None
+        needs = {name for name, p in self.lightning_module.named_parameters() if p.requires_grad}
+        return {name for group in self._names for name in group} & needs
 
     def master_shards(self) -> dict[str, Tensor]:
         return {name: part for name, _, part in self._parts()}
@@ -223,8 +243,9 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
 
         assert self.lightning_module is not None
         whole: dict[str, Tensor] = {}
+        trained = self._trained()
         for name, p in self.lightning_module.named_parameters():
-            if p.requires_grad:
+            if name in trained:
                 master = safe_get_full_fp32_param(p).detach().cpu().clone()
                 # of bf16_true's masters it gives copies in fp32
                 whole[name] = master.view(getattr(p, "ds_shape", p.shape)).to(self._flats[0].dtype)
@@ -238,9 +259,10 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
     def held(self) -> Iterator[Held]:
         assert self.lightning_module is not None
         masters = {name: (start, part) for name, start, part in self._parts()} if self._is_training else {}
+        trained = self._trained()
         for name, p in self.lightning_module.named_parameters():
             shape = tuple(getattr(p, "ds_shape", p.shape))
-            if p.requires_grad and self._is_training:
+            if name in trained and self._is_training:
                 if name in masters:
                     start, part = masters[name]
                     yield Held(name, shape, part, partial(range_of, shape, start), True)
@@ -268,7 +290,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         fused = bool(self._base.defaults.get("fused") or self._base.defaults.get("capturable"))
         for key, metadata in known.items():
             if not isinstance(state.get(key), Tensor):
-                state[key] = make_like(held, flat, metadata, flat.device if fused else torch.device("cpu"))
+                state[key] = make_like(held, flat, key, metadata, flat.device if fused else torch.device("cpu"))
         end = start + held.values.numel()
         return {key: state[key].view(-1)[start:end] if state[key].ndim else state[key] for key in known}
 
@@ -386,10 +408,36 @@ def _shapes_shown(module: LightningModule) -> Iterator[None]:
     """ZeRO-3 leaves parameters of shape (0,); who sorts them into groups by their number of dimensions must see it."""
     hidden = [(p, p.data) for p in module.parameters() if hasattr(p, "ds_shape") and p.shape != p.ds_shape]
     for p, data in hidden:
-        p.data = data.new_empty(1).expand(p.ds_shape)
+        p.data = data.new_empty(()).expand(p.ds_shape)
     yield
     for p, data in hidden:
         p.data = data
+
+
+def _count(parameter: nn.Parameter) -> int:
+    """Elements of the whole."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+@contextmanager
+def _with_a_dimension(unit: nn.Module) -> Iterator[None]:
+    """ZeRO-3 cannot take a parameter of shape (): inside it has one dimension, and ZeRO-3 gathers it without."""
+    scalars = [p for p in unit.parameters() if p.ndim == 0 and not hasattr(p, "ds_shape")]
+    for p in scalars:
+        p.data = p.data.view(1)
+    yield
+    for p in scalars:
+        p.ds_shape = torch.Size()  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _weights_not_sent() -> Iterator[None]:
+    """An engine that is made inside takes weights and buffers as they are: all ranks have the same ones already, and
+    DeepSpeed cannot send a parameter of shape ()."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    with patch.object(DeepSpeedEngine, "_broadcast_model", lambda engine: None):
+        yield
 
 
 class _Zero(torch.autograd.Function):

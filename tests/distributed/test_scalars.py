@@ -1,0 +1,82 @@
+"""Parameters without a dimension and parameters without elements train, are clipped, saved and resumed as any other."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.checkpoint.find import list_checkpoints
+from shardwise.errors import ConfigError
+from tests.distributed.cells import fit
+from tests.distributed.processes import spawn
+from tests.distributed.test_anybodys_module import RANKS, plan_for, words_for
+from tests.reference import update_deviation
+
+CELLS = [
+    *[(strategy, "fp32") for strategy in ("ddp", "fsdp", "fsdp_hybrid", "zero1", "zero3")],
+    *[(strategy, "bf16") for strategy in ("ddp", "fsdp", "zero3")],
+    *[(strategy, "fp16") for strategy in ("ddp", "fsdp")],
+]
+BOUNDS = {"fp32": 1e-5, "bf16": 0.01, "fp16": 0.01}  # of an update's deviation from that under ddp
+# From which strategy's checkpoint of step 2 each goes on
+RESUMED = [("fsdp", "zero3"), ("zero3", "fsdp"), ("ddp", "fsdp")]
+SAVE = ["checkpoint.save_every_n_steps=2", "checkpoint.keep_last=9", "gradient_clip_val=1.0"]
+
+
+def run(folder: Path) -> dict[Any, Any]:
+    """In each rank."""
+    done: dict[Any, Any] = {}
+    for strategy, precision in CELLS:
+        plan = plan_for(
+            folder / f"{strategy}-{precision}", "Scalars", RANKS, *words_for(strategy), f"precision={precision}", *SAVE
+        )
+        done[strategy, precision] = fit(plan)
+    for strategy, source in RESUMED:
+        plan = plan_for(folder / f"{strategy}-of-{source}", "Scalars", RANKS, *words_for(strategy), *SAVE)
+        (first, _) = list_checkpoints(folder / f"{source}-fp32")
+        assert "00000002" in first.name
+        done["resumed", strategy, source] = fit(dataclasses.replace(plan, resume=str(first)))
+    for strategy in ("fsdp", "zero2", "zero3"):
+        plan = plan_for(folder / f"hollow-{strategy}", "Hollow", RANKS, *words_for(strategy), "max_steps=1", *SAVE)
+        try:
+            fit(plan)
+            done["hollow", strategy] = "done"
+        except ConfigError as error:
+            done["hollow", strategy] = str(error)
+    return done
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    return spawn(RANKS, run, tmp_path_factory.mktemp("scalars"))
+
+
+def off(done: dict[Any, Any], key: Any, base: Any) -> float:
+    start, base_final = done["ddp", "fp32"]["start"], done[base]["final"]
+    trained = [name for name in start if not torch.equal(start[name], base_final[name])]
+    assert len(trained) == len(start) - 1  # one is frozen
+    assert done[key]["final"]["temperature"].shape == ()
+    parts = ({name: weights[name] for name in trained} for weights in (start, done[key]["final"], base_final))
+    return max(update_deviation(*parts).values())
+
+
+def test_every_strategy_trains_them_with_the_same_numbers(done: list[dict[Any, Any]]) -> None:
+    for key in CELLS:
+        assert off(done[0], key, ("ddp", key[1])) <= BOUNDS[key[1]], key
+        assert done[0][key]["norms"] == pytest.approx(done[0]["ddp", key[1]]["norms"], rel=BOUNDS[key[1]]), key
+        for name, weight in done[0][key]["final"].items():
+            assert torch.equal(weight, done[1][key]["final"][name]), f"{key}: the ranks' copies of {name} differ"
+
+
+def test_a_checkpoint_of_them_goes_on_under_another_strategy(done: list[dict[Any, Any]]) -> None:
+    for strategy, source in RESUMED:
+        assert off(done[0], ("resumed", strategy, source), ("ddp", "fp32")) <= BOUNDS["fp32"], (strategy, source)
+
+
+def test_parameters_without_elements_train_or_are_refused_by_name(done: list[dict[Any, Any]]) -> None:
+    assert done[0]["hollow", "fsdp"] == done[0]["hollow", "zero2"] == "done"
+    assert done[0]["hollow", "zero3"].startswith("Hollow has parameters without elements (nowhere, layers.0.nothing)")
