@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
@@ -40,6 +41,22 @@ class WindowLoop(_TrainingEpochLoop):
         return not self._should_accumulate() and super()._should_check_val_fx(data_fetcher)
 
 
+class OneStepABatch(_ManualOptimization):
+    """Where a module optimizes by hand, every batch is one step, however often its optimizers step in it: `max_steps`,
+    saving, validation and the log count batches. Lightning's own loop counts the steps of every optimizer."""
+
+    def _on_before_step(self) -> None:
+        self.trainer.profiler.start("optimizer_step")  # type: ignore[attr-defined]
+
+    def _on_after_step(self) -> None:
+        self.trainer.profiler.stop("optimizer_step")  # type: ignore[attr-defined]
+
+    def on_run_end(self) -> Any:
+        self.optim_step_progress.increment_ready()
+        self.optim_step_progress.increment_completed()
+        return super().on_run_end()
+
+
 class StepResults(_ResultCollection):
     """What the module logs in training. A value that it logs in several micro-batches of a window is the window's."""
 
@@ -65,6 +82,15 @@ class StepResults(_ResultCollection):
                 of_window = list(parts.get(key, {}).values())
                 values[name] = _reduce(result.meta, of_window) if len(of_window) > 1 else cache
         return values
+
+    def for_bar(self, window: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of a `window`'s values and what no logger gets: those that the module logs with `prog_bar=True`."""
+        found: dict[str, Tensor] = {}
+        for _, result in self.valid_items():
+            cache = self._get_cache(result, on_step=True) if result.meta.prog_bar else None
+            if cache is not None:
+                found[result.meta.name] = window.get(self._forked_name(result, on_step=True)[1], cache).detach()
+        return found
 
     def drop_window(self) -> None:
         self._parts = {}
@@ -143,6 +169,7 @@ def count_in_steps(trainer: Trainer, plan: Plan) -> None:
     step_logging(trainer).start(trainer, plan)
     trainer.fit_loop.epoch_loop.__class__ = WindowLoop
     trainer.fit_loop.epoch_loop._results = StepResults()
+    trainer.fit_loop.epoch_loop.manual_optimization = OneStepABatch(trainer)
 
 
 class StoppableTrainer(Trainer):

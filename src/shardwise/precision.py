@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -25,6 +26,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from shardwise.errors import ConfigError
 from shardwise.plan import Plan, Precision
 
 
@@ -167,6 +169,10 @@ class PlannedPrecision(LightningPrecision):
         self.passed_over: bool | Tensor = False  # the last step: the optimizer changed nothing; a tensor: it may tell
         self.unwanted: Tensor | None = None  # true: this step's gradients were made non-finite, to pass over its window
         self.copied: torch.cuda.Event | None = None  # when a checkpoint has what the next step would change
+        self._norm_is_known = False  # the gradients are still those that `gradient_norm` is of
+        self._unscaled: dict[int, Tensor] = {}  # by an optimizer's id: whether what the scale was taken from overflowed
+        self._overflows: list[Tensor] = []  # of this batch's steps
+        self._steps_by_hand = False
         self._not_finite: Tensor | None = None
         self._shard_groups: dict[int, tuple[dist.ProcessGroup, ...]] = {}  # by a parameter's id
         self.scaler: torch.amp.GradScaler | None = None
@@ -199,8 +205,7 @@ class PlannedPrecision(LightningPrecision):
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         if not model.automatic_optimization:
-            self.let_copies_end()
-            return super().optimizer_step(optimizer, model, closure, **kwargs)
+            return self._step_by_hand(optimizer, model, closure, **kwargs)
         result = closure()
         self.let_copies_end()
         if self.scaler is None:
@@ -222,6 +227,60 @@ class PlannedPrecision(LightningPrecision):
     def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
         """Those that have the gradients, whatever the optimizer steps on."""
         return iter(parameters_of(optimizer))
+
+    # Where a module steps its optimizers itself
+
+    def _step_by_hand(
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        if self.scaler is None:
+            self.let_copies_end()
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        result = closure()
+        self.let_copies_end()
+        self._unscale(optimizer)
+        self._after_closure(model, optimizer)
+        overflowed = self._unscaled.pop(id(optimizer))
+        self._overflows.append(overflowed)
+        if not overflowed.item():
+            self._steps_by_hand = True
+            optimizer.step(**kwargs)
+            self._steps_by_hand = False
+        return result
+
+    def _unscale(self, optimizer: Any) -> None:
+        """Take the loss scale out of the gradients, once before each step: who clips needs them as they are."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's has the module's inside
+        if self.scaler is not None and id(optimizer) not in self._unscaled:
+            self.scaler.unscale_(optimizer)
+            found = self.scaler._per_optimizer_states.pop(id(optimizer))["found_inf_per_device"]
+            self._unscaled[id(optimizer)] = next(iter(found.values()))
+
+    def end_batch_by_hand(self) -> int:
+        """Choose the loss scale for the next batch: not before, since gradients of this one may wait for a step.
+
+        Returns:
+            How many steps were skipped.
+        """
+        overflows, self._overflows = self._overflows, []
+        if self.scaler is None or not overflows:
+            return 0
+        worst = torch.stack(overflows).amax()
+        self.scaler._per_optimizer_states[0]["found_inf_per_device"] = {worst.device: worst}
+        self.scaler.update()
+        return sum(int(overflow.item()) for overflow in overflows)
+
+    def watch_step_by_hand(self, *_: Any) -> None:
+        """Before an optimizer steps.
+
+        Raises:
+            ConfigError: its gradients have the loss scale in them.
+        """
+        if self.scaler is not None and not self._steps_by_hand:
+            raise ConfigError(
+                "precision=fp16 scales the gradients, and only the optimizers that self.optimizers() gives take the "
+                "scale out before they step: leave use_pl_optimizer=False out, or use precision=bf16"
+            )
 
     def let_copies_end(self) -> None:
         """The device goes on when a checkpoint that is being written has its copies of weights and state."""
@@ -274,15 +333,21 @@ class PlannedPrecision(LightningPrecision):
         assert isinstance(model, LightningModule)
         if not model.automatic_optimization:
             return
+        self._measure_gradients(optimizer)
+        self._norm_is_known = not is_overridden("configure_gradient_clipping", model)
+        super()._clip_gradients(model, optimizer, *args, **kwargs)
+        self._norm_is_known = False
+
+    def _measure_gradients(self, optimizer: Optimizer) -> None:
+        """Collective."""
         parameters = [p for p in self.main_params(optimizer) if p.grad is not None]
         # On what this rank holds: the arithmetic of DTensors takes the host longer than the device needs for it.
         gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
         # 8 bits of a norm would be clipped by
         dtype = torch.float32 if self.plan.precision.parameter_dtype == "bfloat16" else None
-        norms = list(torch._foreach_norm(gradients, dtype=dtype))
+        norms = list(torch._foreach_norm(gradients, dtype=dtype)) if gradients else []
         self.gradients = list(zip(parameters, norms, strict=True))
-        self.gradient_norm = self._whole_norm(parameters, norms)
-        super()._clip_gradients(model, optimizer, *args, **kwargs)
+        self.gradient_norm = self._whole_norm(parameters, norms) if norms else torch.zeros(())
 
     def _whole_norm(self, parameters: list[nn.Parameter], norms: list[Tensor]) -> Tensor:
         """Of all gradients, over every axis that they are sharded on. Collective."""
@@ -304,11 +369,29 @@ class PlannedPrecision(LightningPrecision):
         whole = wholes[0] if len(wholes) == 1 else torch.linalg.vector_norm(torch.stack(wholes))
         return cast(Tensor, whole)
 
+    @torch.no_grad()
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """As `torch.nn.utils.clip_grads_with_norm_`, on what this rank holds."""
-        assert self.gradient_norm is not None
-        factor = (clip_val / (self.gradient_norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([local_part(p.grad) for p in self.main_params(optimizer) if p.grad is not None], factor)
+        """As `torch.nn.utils.clip_grad_norm_`, on what this rank holds, by the norm over all ranks. Collective."""
+        self._unscale(optimizer)
+        norm, gradients = self.gradient_norm, self.gradients
+        if not self._norm_is_known:  # the module clips, at a time of its own: what is logged stays the norm before
+            self._measure_gradients(optimizer)
+            own, self.gradient_norm, self.gradients = self.gradient_norm, norm, gradients
+            norm = own
+        assert norm is not None
+        if held := self._held_gradients(optimizer):
+            torch._foreach_mul_(held, (clip_val / (norm + 1e-6)).clamp(max=1.0))
+
+    @torch.no_grad()
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """As `torch.nn.utils.clip_grad_value_`, on what this rank holds."""
+        self._unscale(optimizer)
+        if held := self._held_gradients(optimizer):
+            torch._foreach_clamp_min_(held, -clip_val)
+            torch._foreach_clamp_max_(held, clip_val)
+
+    def _held_gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        return [local_part(p.grad) for p in self.main_params(optimizer) if p.grad is not None]
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

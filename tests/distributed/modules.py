@@ -217,9 +217,125 @@ class Hollow(Scalars):
         return super().loss(real) + nothing
 
 
+def slope(function: Any, x: Tensor) -> Tensor:
+    """How steep `function` is at `x`: differentiable."""
+    x = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+    return gradient
+
+
+class Steep(Bare):
+    """Second derivatives, before and behind other passes through the same layers; and in validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 6)
+
+    def net(self, x: Tensor) -> Tensor:
+        x = self.layers(self.head(x))
+        for layer in self.last:
+            x = layer(x=x)
+        return self.head(x)
+
+    def loss(self, real: Tensor) -> Tensor:
+        with torch.enable_grad():
+            first = F.mse_loss(self.net(real).float(), real.flip(1).float())
+            penalty = (slope(self.net, real).float().norm(dim=1) - 1).pow(2).mean()
+            return first + 0.3 * penalty + 0.1 * self.net(real.flip(0)).float().pow(2).mean()
+
+
+class Sensitive(Steep):
+    """A gradient within the step that is looked at and not differentiated."""
+
+    def loss(self, real: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = real.detach().requires_grad_()
+            y = self.net(x).float()
+            (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+            return F.mse_loss(y, real.flip(1) + 0.1 * gradient.float()) + 0.1 * self.head(real).float().pow(2).mean()
+
+
+class Cut(Layer):
+    """Returns a view; the next of its kind gets it after somebody has written into it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([super().forward(x), x], 1)[:, : x.shape[1]]
+
+
+class Writes(Layer):
+    """Writes into what comes in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.dropout(x, 0.3, self.training).mul(1.0) + x.mul_(0.5).add_(0.1))
+
+
+class InPlace(Bare):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.Sequential(Cut(6), Cut(6)), nn.ModuleList([Writes(6), Writes(6)])
+
+    def loss(self, real: Tensor) -> Tensor:
+        x = real
+        for layer in self.layers:
+            x = layer(x)
+            x += 1.0
+            x[:, :2].mul_(0.9)
+        for layer in self.last:
+            x = layer(x * 1.0)
+        return F.mse_loss(x.float(), real.flip(1))
+
+
+class Graph:
+    """No container that anybody knows."""
+
+    __slots__ = ("edges", "nodes")
+
+    def __init__(self, nodes: Tensor, edges: dict[str, Any]) -> None:
+        self.nodes, self.edges = nodes, edges
+
+
+class Message(Layer):
+    def forward(self, graph: Graph) -> Graph:  # type: ignore[override]
+        graph.nodes = super().forward(graph.nodes)
+        return graph
+
+
+class Update(Layer):
+    def forward(self, graph: Graph) -> None:  # type: ignore[override]
+        graph.edges["mean"] = super().forward(graph.nodes + graph.edges["mean"])
+
+
+class OfGraphs(Bare):
+    """Its layers pass objects on: one returns what it was given, one writes into it and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.Sequential(Message(6), Message(6)), nn.ModuleList([Update(6), Update(6)])
+
+    def loss(self, real: Tensor) -> Tensor:
+        graph = self.layers(Graph(real, {"mean": real.mean(1, keepdim=True).expand(-1, 6)}))
+        for layer in self.last:
+            layer(graph)
+        return F.mse_loss((graph.nodes + graph.edges["mean"]).float(), real.flip(1))
+
+
 class Clips(Bare):
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
         self.clip_gradients(*args, gradient_clip_val=0.01)
+
+
+class ClipsByValue(Bare):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(*args, gradient_clip_val=0.005, gradient_clip_algorithm="value")
+
+
+class Halves(Bare):
+    """Changes its gradients before it clips them."""
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        for p in self.parameters():
+            p.grad.mul_(0.5)  # type: ignore[union-attr]
+        self.clip_gradients(*args, gradient_clip_val=0.3)
 
 
 class Watches(Bare):
@@ -300,6 +416,81 @@ class Gan(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(part.parameters(), lr=self.lr) for part in (self.generator, self.discriminator)]
+
+
+class ByHand(Gan):
+    """Clips by norm and by value, its second optimizer steps in every other batch, each has a schedule."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        first, second = self.optimizers()  # type: ignore[misc]
+        schedules: Any = self.lr_schedulers()
+        with second.toggle_model():
+            critic, _ = self.losses(*batch)
+            second.zero_grad()
+            self.manual_backward(critic)
+            self.clip_gradients(second, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+            second.step()
+        if batch_idx % 2:
+            self.toggle_optimizer(first)
+            first.zero_grad()
+            self.manual_backward(self.fooled(self.generator(batch[1])))
+            self.clip_gradients(first, gradient_clip_val=0.005, gradient_clip_algorithm="value")
+            first.step()
+            self.untoggle_optimizer(first)
+        for schedule in schedules:
+            schedule.step()
+        self.log("loss/critic", critic, prog_bar=True)
+        return critic.detach()
+
+    def configure_optimizers(self) -> Any:
+        optimizers = super().configure_optimizers()
+        return optimizers, [torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.7) for o in optimizers]
+
+
+class Wgan(Gan):
+    """A gradient penalty by hand; weights are clipped by hand as well."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        maker, judge = self.optimizers()  # type: ignore[misc]
+        real, noise = batch
+        for _ in range(2):
+            fake = self.generator(noise).detach()
+            judge.zero_grad()
+            middle = 0.5 * (real + fake)
+            penalty = (slope(self.discriminator, middle).float().norm(dim=1) - 1).pow(2).mean()
+            scores = self.discriminator(fake).float().mean() - self.discriminator(real).float().mean()
+            self.manual_backward(scores + penalty)
+            judge.step()
+            with torch.no_grad():
+                for p in self.discriminator.parameters():
+                    p.clamp_(-0.5, 0.5)
+        self.toggle_optimizer(maker)
+        maker.zero_grad()
+        self.manual_backward(-self.discriminator(self.generator(noise)).float().mean())
+        maker.step()
+        self.untoggle_optimizer(maker)
+
+
+class Rests(Gan):
+    """No optimizer steps, and no loss is returned."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("loss/critic", self.losses(*batch)[0].detach(), prog_bar=True)
+
+
+class Around(ByHand):
+    """Steps torch's own optimizer, past the loss scale."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        _, second = self.optimizers(use_pl_optimizer=False)  # type: ignore[misc]
+        second.zero_grad()
+        self.manual_backward(self.losses(*batch)[0])
+        second.step()
+
+
+class Diverges(ByHand):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:  # type: ignore[override]
+        return {"loss": super().training_step(batch, batch_idx) * (torch.nan if batch_idx == 1 else 1)}
 
 
 class Swapped(Gan):

@@ -37,6 +37,8 @@ class WeightAverage(Callback):
             return
         self._step = trainer.global_step
         strategy = strategy_of(trainer)
+        if not pl_module.automatic_optimization and not strategy.stepped:
+            return
         masters = strategy.master_shards()
         assert strategy.average is not None
         if masters:  # a rank may hold nothing of a small model

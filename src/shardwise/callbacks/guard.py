@@ -117,6 +117,8 @@ class Guard(Callback):
             kind = "spike" if spiked else "non-finite loss" if not math.isfinite(loss) else "non-finite gradient"
             stops = (guard.on_nonfinite == "stop" and not spiked) or self.in_a_row > guard.max_in_a_row
             self._pass_over(trainer, step, kind, {"loss": loss, "gradient_norm": norm}, stops=stops)
+        elif not math.isfinite(loss):
+            self._stop_by_hand(trainer, step, loss)
         else:
             self.in_a_row = 0
             self._look_for_spike(trainer, step, loss)
@@ -163,6 +165,20 @@ class Guard(Callback):
         raise NonFiniteError(
             f"{said}{row}. {saved} Every sample is named in {Path(self.plan.run_dir) / 'guard.jsonl'}. "
             f"{more}; a smaller optimizer.lr, gradient_clip_val= or precision=bf16 may avoid them"
+        )
+
+    def _stop_by_hand(self, trainer: Trainer, step: Step, loss: float) -> None:
+        """A module that optimizes by hand has returned a loss that is not finite, and has stepped on it, perhaps."""
+        stops = self.plan.guard.on_nonfinite == "stop"
+        said = f"step {step.number}: the loss that training_step returned is {loss}"
+        self._note(trainer, step, "non-finite loss", "stop" if stops else "none", {"loss": loss})
+        if not stops:
+            self._say(trainer, f"{said}; the module optimizes by hand, and nothing could be passed over")
+            return
+        self.rows.flush(trainer)
+        raise NonFiniteError(
+            f"{said}, and the module, which optimizes by hand, may have changed its weights by it. resume=auto goes on "
+            f"from the last checkpoint; a smaller learning rate or precision=bf16 may avoid it"
         )
 
     def _stop(self, trainer: Trainer, good: int) -> str:

@@ -39,6 +39,7 @@ class StepLog(Callback):
         self.steps = 0  # of this process
         self.graphs = 0  # compiled so far
         self.recompiled = 0  # of these, after the first step
+        self._shown: dict[int, tuple[list[str], Readback]] = {}  # of steps: what the module logs for the bar
         self._rows: deque[tuple[int, dict[str, float], Readback]] = deque()
         self._of_module: dict[int, Logged] = {}  # what the module logged in a step that gets a row
         self._taken: set[str] = set()  # the names that it has logged under
@@ -109,8 +110,10 @@ class StepLog(Callback):
         strategy = strategy_of(trainer)
         assert strategy.lightning_module is not None
         row = {"train/samples": float(step.start + self.plan.global_batch_size)}
+        if step.losses:  # a module that optimizes by hand need not return one
+            row["train/loss"] = loss
         if strategy.lightning_module.automatic_optimization:
-            row |= {"train/loss": loss, "train/gradient_norm": norm}
+            row["train/gradient_norm"] = norm
         if step.loss_scale is not None:
             row |= {"train/loss_scale": step.loss_scale, "train/skipped_steps": float(strategy.skipped_steps)}
         row["train/learning_rate"] = step.learning_rate
@@ -133,7 +136,10 @@ class StepLog(Callback):
         if self.plan.logs(step):
             results = step_results(trainer)
             self._claim(trainer, results.names())
-            self._of_module[step] = Logged(results.take_window(), trainer.current_epoch)
+            window = results.take_window()
+            self._of_module[step] = Logged(window, trainer.current_epoch)
+            if shown := results.for_bar(window):
+                self._shown[step] = list(shown), Readback(torch.stack([v.double().reshape(()) for v in shown.values()]))
 
     def flush(self, trainer: Trainer) -> None:
         """Write every row, also those whose numbers have yet to come."""
@@ -190,6 +196,9 @@ class StepLog(Callback):
             return
         shown = {"loss": "train/loss", "gradient norm": "train/gradient_norm", "learning rate": "train/learning_rate"}
         words = {word: f"{metrics[key]:.4g}" for word, key in shown.items() if key in metrics}
+        if step in self._shown:
+            names, values = self._shown.pop(step)
+            words |= {name: f"{value:.4g}" for name, value in zip(names, values.read(), strict=True)}
         speeds = {key.removeprefix("train/"): value for key, value in metrics.items() if key.endswith("_per_second")}
         name, speed = list(speeds.items())[-1]
         words[name.replace("_per_second", "/s")] = f"{speed:,.0f}"

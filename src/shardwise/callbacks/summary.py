@@ -132,10 +132,11 @@ def print_table(lines: dict[str, str]) -> None:
 
 def plot_losses(rows: list[dict[str, str]], baselines: dict[str, float], path: Path) -> Path | None:
     """Training and validation loss over steps, baselines as lines."""
-    curves = {
-        name: [(int(row["step"]), float(row[key])) for row in rows if row.get(key)]
-        for name, key in (("training", loss_key(rows)), ("validation", "validation/loss"))
-    }
+    keys = {"training": loss_key(rows), "validation": "validation/loss"}
+    if not any(row.get(keys["training"]) for row in rows):  # then whatever the module calls a loss
+        logged = dict.fromkeys(key for row in rows for key in row if "loss" in key and row[key])
+        keys |= {key: key for key in logged if key not in ("validation/loss", "train/loss_scale")}
+    curves = {name: [(int(row["step"]), float(row[key])) for row in rows if row.get(key)] for name, key in keys.items()}
     if not any(curves.values()):
         return None
     import matplotlib

@@ -106,6 +106,7 @@ class PlannedStrategy(ParallelStrategy):
         self._begin: Tick | None = None  # of the step that is under way
         self._arrived: Tick | None = None
         self.skipped_steps = 0  # of this process
+        self.stepped = False  # in this batch, by a module that optimizes by hand
         self.learning_rate = float("nan")  # of the last step's first parameter group
 
     # Set-up
@@ -279,7 +280,17 @@ class PlannedStrategy(ParallelStrategy):
                 f"{self.module_name}.training_step returned None: every micro-batch needs a loss, "
                 f"since the others of its step are weighed with it; return a loss of zero that depends on the weights"
             )
+        if not self.lightning_module.automatic_optimization:
+            self._end_batch_by_hand(loss)
         return loss
+
+    def _end_batch_by_hand(self, output: Any) -> None:
+        """What a module that optimizes by hand returns is its loss, for the log and the guard."""
+        loss = output.get("loss") if isinstance(output, dict) else output
+        self._losses = []
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._losses = [local_part(loss).detach().reshape(()).float()]
+        self.skipped_steps += self.planned_precision.end_batch_by_hand()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("validation_step", *args, **kwargs)
@@ -310,6 +321,10 @@ class PlannedStrategy(ParallelStrategy):
                 f"{self.module_name}: a parameter is in two optimizers, and a checkpoint holds one state of each; give "
                 f"it to one of them, or checkpoint=none"
             )
+        if not self.lightning_module.automatic_optimization:  # type: ignore[union-attr]
+            for optimizer in self.optimizers:
+                optimizer.register_step_pre_hook(self.planned_precision.watch_step_by_hand)
+                optimizer.register_step_post_hook(self._note_step)
         super().on_train_start()
         if self.plan.checkpoint.saves:
             self.rehearse_saving(last=False)
@@ -320,7 +335,7 @@ class PlannedStrategy(ParallelStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx % self.plan.accumulate_grad_batches == 0:
-            self._losses = []
+            self._losses, self.stepped = [], False
             self._keep_statistics()
         assert self.train_loader is not None
         self._scale = self.train_loader.scales.popleft()
@@ -398,6 +413,9 @@ class PlannedStrategy(ParallelStrategy):
             self._take_statistics_back()
         return result
 
+    def _note_step(self, *_: Any) -> None:
+        self.stepped = True
+
     def _keep_statistics(self) -> None:
         """Buffers that a forward may write to, a BatchNorm's averages say, as they are before a window."""
         module = self.lightning_module
@@ -458,7 +476,7 @@ class PlannedStrategy(ParallelStrategy):
         if self._zero is None:
             self._zero = torch.zeros((), device=self.root_device)
         norm, passed_over = precision.gradient_norm, precision.passed_over
-        loss = self._window_loss() if module.automatic_optimization else self._zero
+        loss = self._window_loss() if self._losses else self._zero
         if norm is not None and norm.device != loss.device:  # DeepSpeed's
             norm = torch.full_like(self._zero, norm.item())
         values = [loss, norm, passed_over if isinstance(passed_over, Tensor) else None, precision.unwanted]
