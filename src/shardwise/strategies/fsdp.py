@@ -31,6 +31,7 @@ from shardwise.optimizers import treats_weights_one_by_one
 from shardwise.plan import Plan
 from shardwise.precision import dtype_of, local_part, mixed_precision_policy
 from shardwise.strategies.common import PlannedStrategy, group_timeout
+from shardwise.strategies.whole_weights import InnerBackwards, explained, show_outputs
 
 
 class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
@@ -88,6 +89,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                 reshard_after_forward=self.plan.strategy.reshard_after_forward,
                 mp_policy=mixed_precision_policy(precision, is_root=False),
             )
+            show_outputs(unit)
         materializer.place(module)
         own = [p for p in module.parameters(recurse=False) if not self._keeps_whole(p)]
         if not module.automatic_optimization and own:
@@ -101,6 +103,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                 policy = mixed_precision_policy(precision, is_root=True)
                 ignored = self._wholes(root)
                 fully_shard(root, mesh=self.device_mesh, mp_policy=policy, ignored_params=ignored, **fresh)
+                if root is not module:
+                    show_outputs(root)
         for layer in module.modules():
             if isinstance(layer, FSDPModule) and (group := layer._get_fsdp_state()._fsdp_param_group):
                 _reduce_unused_as_zero(group)
@@ -109,6 +113,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             for root in self._roots(module):
                 if isinstance(root, FSDPModule):
                     root._get_fsdp_state()._lazy_init()
+        self._backwards = InnerBackwards(module, module.automatic_optimization)
         broadcast_from_rank_zero(list(module.buffers()))
 
     def _step_on_shards(self, optimizer: Optimizer) -> None:
@@ -143,10 +148,33 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         return {p for p in layer.parameters() if self._keeps_whole(p)}
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        backward = super().backward
+        with self._in_words():
+            loss: Tensor = self._backwards.run(lambda: backward(closure_loss, optimizer, *args, **kwargs))
         if not self._sync_is_blocked:
             self._average_whole_gradients()
         return loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._in_words():
+            return super().training_step(*args, **kwargs)
+
+    @contextmanager
+    def _in_words(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if (told := explained(error, self.module_name, self.plan.strategy.name)) is not None:
+                raise told from error
+            raise
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._backwards.gathers = False
+        super().on_train_batch_start(batch, batch_idx)
+
+    def _note_step(self, *_: Any) -> None:
+        super()._note_step()
+        self._backwards.reshard()  # else a layer that is still gathered would go on with its old weights
 
     def _average_whole_gradients(self) -> None:
         """FSDP2 leaves alone what it does not shard. Collective."""

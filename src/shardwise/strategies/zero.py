@@ -40,6 +40,7 @@ from shardwise.optimizers import treats_weights_one_by_one
 from shardwise.plan import Plan
 from shardwise.precision import LOSS_SCALE, PlannedPrecision, dtype_of
 from shardwise.strategies.common import PlannedStrategy
+from shardwise.strategies.whole_weights import gives_tensors, tensors_in_objects
 
 # Elements reduced or gathered at a time: DDP's 25 MiB would be many small ones, DeepSpeed's default takes 2 GB.
 _BUCKET = 25_000_000
@@ -101,6 +102,8 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                     _touch(whole, list(whole.parameters()))
                 for layer in set(module.modules()) - inside:
                     _touch(layer, list(layer.parameters(recurse=False)))
+        if training and self.plan.strategy.zero_stage == 3:
+            self._refuse_second_derivatives()
         if training:
             self.optimizers = [self.engine_optimizer]
             self._watch_gradients()
@@ -110,6 +113,35 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
             self._initial = {}
         self._take_initial_weights()
         self.barrier()
+
+    def _refuse_second_derivatives(self) -> None:
+        """ZeRO-3 frees a layer's weights behind a backward pass, and the graph that such a pass leaves needs them."""
+        offload = self.engine_optimizer.parameter_offload
+        free = offload.post_sub_module_backward_function
+
+        def unless_differentiated(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                raise ConfigError(
+                    f"{self.module_name} differentiates a gradient (create_graph=True), and under "
+                    f"{self.plan.strategy.name} the weights are gone by then; use strategy=fsdp, zero2 or ddp"
+                )
+            return free(*args, **kwargs)
+
+        offload.post_sub_module_backward_function = unless_differentiated
+
+    def _refuse_objects(self, layer: nn.Module) -> None:
+        """ZeRO-3 gathers the weights of a layer when a gradient comes to what it gave: it must find these tensors."""
+
+        def look(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not torch.is_grad_enabled() or gives_tensors(output):
+                return
+            if any(tensor.grad_fn is not None for tensor in tensors_in_objects((output, args, kwargs))):
+                raise ConfigError(
+                    f"{type(layer).__name__} passes tensors on inside an object, where {self.plan.strategy.name} does "
+                    f"not find them; pass tensors, tuples or dicts, or use strategy=fsdp, zero2 or ddp"
+                )
+
+        layer.register_forward_hook(look, with_kwargs=True)
 
     def _watch_gradients(self) -> None:
         """DeepSpeed throws gradients away when their norm is not finite: note whose it was, while they are there. And
@@ -173,6 +205,8 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                     self._initial[n] = (start, values.clone() if three else values.cpu())
                     p.data = p.data.to(dtype_of(precision.compute_dtype))
             if three:
+                if self._is_training:
+                    self._refuse_objects(unit)
                 if unit is not module:
                     deepspeed.utils.set_z3_leaf_module(unit, True)  # gathered as a whole, as FSDP does
                 elif self.plan.strategy.find_unused_parameters:

@@ -1,0 +1,67 @@
+"""Modules whose backward pass finds weights gone unless their strategy sees to it: the same numbers as under ddp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.errors import ConfigError
+from tests.distributed.cells import fit
+from tests.distributed.processes import spawn
+from tests.distributed.test_anybodys_module import MICRO, RANKS, plan_for, words_for
+from tests.reference import update_deviation
+
+MODULES = ("Steep", "Sensitive", "InPlace", "OfGraphs", "Wgan")
+CELLS = [
+    *[(module, strategy, "fp64") for module in MODULES for strategy in ("ddp", "fsdp")],
+    ("Steep", "fsdp_hybrid", "fp64"),
+    *[("Steep", strategy, "fp32") for strategy in ("ddp", "zero2")],
+    *[("Steep", strategy, "bf16") for strategy in ("ddp", "fsdp")],
+]
+BOUNDS = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 0.02}  # of an update's deviation from that under ddp
+REFUSED = [
+    ("Steep", ["strategy=zero3"], "Steep differentiates a gradient (create_graph=True), and under zero3 the weights"),
+    ("OfGraphs", ["strategy=zero3"], "Message passes tensors on inside an object, where zero3 does not find them"),
+]
+
+
+def run(folder: Path) -> dict[Any, Any]:
+    """In each rank."""
+    done: dict[Any, Any] = {}
+    for module, strategy, precision in CELLS:
+        words = [*words_for(strategy), f"precision={precision}"]
+        if module == "Wgan":
+            words.append(f"global_batch_size={MICRO * RANKS}")
+        plan = plan_for(folder / f"{module}-{strategy}-{precision}", module, RANKS, *words)
+        done[module, strategy, precision] = fit(plan)
+    for number, (module, words, _) in enumerate(REFUSED):
+        try:
+            fit(plan_for(folder / f"refused-{number}", module, RANKS, *words))
+            done[number] = "nothing"
+        except ConfigError as error:
+            done[number] = str(error)
+    return done
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    return spawn(RANKS, run, tmp_path_factory.mktemp("backward"))[0]
+
+
+def test_second_derivatives_views_and_objects_give_the_numbers_of_ddp(done: dict[Any, Any]) -> None:
+    for module, strategy, precision in CELLS:
+        cell, base = done[module, strategy, precision], done[module, "ddp", precision]
+        moved = [name for name in cell["start"] if not torch.equal(cell["start"][name], base["final"][name])]
+        assert len(moved) >= len(cell["start"]) - 1, module
+        parts = ({name: weights[name] for name in moved} for weights in (cell["start"], cell["final"], base["final"]))
+        assert max(update_deviation(*parts).values()) <= BOUNDS[precision], (module, strategy, precision)
+        for key, value in base["validation"].items():
+            assert cell["validation"][key] == pytest.approx(value, rel=BOUNDS[precision]), (module, strategy)
+
+
+def test_what_zero3_cannot_do_is_refused_by_name(done: dict[Any, Any]) -> None:
+    for number, (*_, expected) in enumerate(REFUSED):
+        assert done[number].startswith(expected)
