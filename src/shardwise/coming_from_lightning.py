@@ -162,7 +162,7 @@ _ATTRIBUTES = _rows(
             name: _same()
             for name in (
                 "callback_metrics", "logged_metrics", "progress_bar_metrics", "callbacks", "current_epoch",
-                "global_step", "is_last_batch", "max_steps", "max_epochs", "min_epochs", "min_steps",
+                "is_last_batch", "max_steps", "max_epochs", "min_epochs", "min_steps",
                 "num_training_batches", "num_val_batches", "num_test_batches", "num_predict_batches",
                 "num_sanity_val_batches", "estimated_stepping_batches", "accumulate_grad_batches", "should_stop",
                 "state", "training", "validating", "testing", "predicting", "evaluating", "sanity_checking",
@@ -178,6 +178,10 @@ _ATTRIBUTES = _rows(
                 "received_sigterm", "fit_loop", "validate_loop", "test_loop", "predict_loop",
             )
         },
+        "global_step": _same(
+            "where a module optimizes by hand it counts batches, and stock Lightning the steps of every optimizer",
+            "tests/distributed/test_by_hand.py::test_a_batch_is_a_step_however_many_optimizers_step_in_it",
+        ),
         "precision": _word("Lightning's word for the run's precision"),
         "checkpoint_callback": _word("None: the run's own saving is no ModelCheckpoint"),
         "checkpoint_callbacks": _word("empty: the run's own saving is no ModelCheckpoint"),
