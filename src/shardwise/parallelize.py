@@ -10,8 +10,8 @@ keeping them. FSDP2 and DeepSpeed hook into the unit's call, around all of it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -62,19 +62,24 @@ def recomputed(unit: nn.Module) -> Callable[..., Any]:
         if torch.compiler.is_compiling():  # a graph has no side effects to repeat
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         return checkpoint(
-            forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _copied_buffers(unit)), **kwargs
+            forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _CopiedBuffers(unit)), **kwargs
         )
 
     return run
 
 
-@contextmanager
-def _copied_buffers(unit: nn.Module) -> Iterator[None]:
-    kept = [(m, name, b) for m in unit.modules() for name, b in m._buffers.items() if b is not None]
-    for module, name, buffer in kept:
-        module._buffers[name] = buffer.clone()
-    try:
-        yield
-    finally:
-        for module, name, buffer in kept:
+class _CopiedBuffers:
+    """Entered again for every backward pass through one forward pass."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        self.unit = unit
+
+    def __enter__(self) -> None:
+        modules = self.unit.modules()
+        self.kept = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
+        for module, name, buffer in self.kept:
+            module._buffers[name] = buffer.clone()
+
+    def __exit__(self, *_: object) -> None:
+        for module, name, buffer in self.kept:
             module._buffers[name] = buffer

@@ -20,6 +20,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
@@ -169,6 +170,7 @@ class PlannedPrecision(LightningPrecision):
         self.passed_over: bool | Tensor = False  # the last step: the optimizer changed nothing; a tensor: it may tell
         self.unwanted: Tensor | None = None  # true: this step's gradients were made non-finite, to pass over its window
         self.copied: torch.cuda.Event | None = None  # when a checkpoint has what the next step would change
+        self.is_in_backward = False  # of the step, under DeepSpeed
         self._norm_is_known = False  # the gradients are still those that `gradient_norm` is of
         self._unscaled: dict[int, Tensor] = {}  # by an optimizer's id: whether what the scale was taken from overflowed
         self._overflows: list[Tensor] = []  # of this batch's steps
@@ -251,10 +253,13 @@ class PlannedPrecision(LightningPrecision):
     def _unscale(self, optimizer: Any) -> None:
         """Take the loss scale out of the gradients, once before each step: who clips needs them as they are."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's has the module's inside
-        if self.scaler is not None and id(optimizer) not in self._unscaled:
-            self.scaler.unscale_(optimizer)
-            found = self.scaler._per_optimizer_states.pop(id(optimizer))["found_inf_per_device"]
-            self._unscaled[id(optimizer)] = next(iter(found.values()))
+        if self.scaler is None or id(optimizer) in self._unscaled:
+            return
+        if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:  # by `optimizer_step`
+            return
+        self.scaler.unscale_(optimizer)
+        found = self.scaler._per_optimizer_states.pop(id(optimizer))["found_inf_per_device"]
+        self._unscaled[id(optimizer)] = next(iter(found.values()))
 
     def end_batch_by_hand(self) -> int:
         """Choose the loss scale for the next batch: not before, since gradients of this one may wait for a step.

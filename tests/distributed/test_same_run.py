@@ -260,13 +260,13 @@ def switch_all(folder: Path) -> dict[tuple[str, str, str], Any]:
 def recomputations() -> Iterator[list[int]]:
     from shardwise import parallelize
 
-    count, copied = [0], parallelize._copied_buffers
+    count, copied = [0], parallelize._CopiedBuffers
 
     def counting(unit: Any) -> Any:
         count[0] += 1
         return copied(unit)
 
-    with patch.object(parallelize, "_copied_buffers", counting):
+    with patch.object(parallelize, "_CopiedBuffers", counting):
         yield count
 
 

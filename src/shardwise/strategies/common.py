@@ -358,7 +358,15 @@ class PlannedStrategy(ParallelStrategy):
                 scaled = scaled * one
             else:  # what backward starts from anyway, for three kernels less
                 kwargs["gradient"] = one
-        return super().backward(scaled, optimizer, *args, **kwargs)
+        try:
+            return super().backward(scaled, optimizer, *args, **kwargs)
+        except RuntimeError as error:
+            if "does not currently support double backward" not in str(error):
+                raise
+            raise ConfigError(
+                f"{self.module_name} differentiates a gradient (create_graph=True), which torch.compile cannot: use "
+                f"compile=none"
+            ) from None
 
     def _one_or_nan(self) -> Tensor:
         """Not a number if the window's loss is none, or if the window is to be passed over: so are its gradients then,

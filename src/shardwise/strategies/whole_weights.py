@@ -224,8 +224,6 @@ def _be_idle(state: Any) -> None:
 def explained(error: RuntimeError, module_name: str, strategy: str) -> ConfigError | None:
     """In words, if a hook of FSDP2's has missed."""
     said = str(error)
-    if "double backward" in said and "compile" in said:
-        return ConfigError(f"{module_name} differentiates a gradient, which torch.compile cannot: use compile=none")
     if not any(sign in said for sign in SIGNS):
         return None
     return ConfigError(

@@ -103,7 +103,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                 for layer in set(module.modules()) - inside:
                     _touch(layer, list(layer.parameters(recurse=False)))
         if training and self.plan.strategy.zero_stage == 3:
-            self._refuse_second_derivatives()
+            self._refuse_inner_backward()
         if training:
             self.optimizers = [self.engine_optimizer]
             self._watch_gradients()
@@ -114,20 +114,20 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         self._take_initial_weights()
         self.barrier()
 
-    def _refuse_second_derivatives(self) -> None:
-        """ZeRO-3 frees a layer's weights behind a backward pass, and the graph that such a pass leaves needs them."""
+    def _refuse_inner_backward(self) -> None:
+        """ZeRO-3 frees a layer's weights behind a backward pass, and does not gather them for a second one."""
         offload = self.engine_optimizer.parameter_offload
         free = offload.post_sub_module_backward_function
 
-        def unless_differentiated(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():
+        def unless_within_a_step(*args: Any, **kwargs: Any) -> Any:
+            if self._is_training and not self.planned_precision.is_in_backward:
                 raise ConfigError(
-                    f"{self.module_name} differentiates a gradient (create_graph=True), and under "
-                    f"{self.plan.strategy.name} the weights are gone by then; use strategy=fsdp, zero2 or ddp"
+                    f"{self.module_name}.training_step takes a gradient (torch.autograd.grad), and behind that the "
+                    f"weights are gone under {self.plan.strategy.name}; use strategy=fsdp, zero2 or ddp"
                 )
             return free(*args, **kwargs)
 
-        offload.post_sub_module_backward_function = unless_differentiated
+        offload.post_sub_module_backward_function = unless_within_a_step
 
     def _refuse_objects(self, layer: nn.Module) -> None:
         """ZeRO-3 gathers the weights of a layer when a gradient comes to what it gave: it must find these tensors."""
@@ -394,8 +394,10 @@ class ZeroPrecision(PlannedPrecision):
 
     def backward(self, tensor: Tensor, model: LightningModule, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         self._engine = model.trainer.strategy.model
+        self.is_in_backward = True
         try:
             self._engine.backward(tensor, *args[1:], scale_wrt_gas=False, **kwargs)  # Lightning has divided already
+            self.is_in_backward = False
         except RuntimeError as error:
             if "invalid gradient" in str(error) and "got [0]" in str(error):  # of a weight that is not there
                 raise model.trainer.strategy._weights_are_sharded() from None  # type: ignore[attr-defined]
