@@ -120,7 +120,8 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         free = offload.post_sub_module_backward_function
 
         def unless_within_a_step(*args: Any, **kwargs: Any) -> Any:
-            if self._is_training and not self.planned_precision.is_in_backward:
+            assert self.lightning_module is not None
+            if self.lightning_module.trainer.training and not self.planned_precision.is_in_backward:
                 raise ConfigError(
                     f"{self.module_name}.training_step takes a gradient (torch.autograd.grad), and behind that the "
                     f"weights are gone under {self.plan.strategy.name}; use strategy=fsdp, zero2 or ddp"
