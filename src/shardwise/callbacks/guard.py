@@ -127,15 +127,18 @@ class Guard(Callback):
 
     def _look_for_spike(self, trainer: Trainer, step: Step, loss: float) -> None:
         guard = self.plan.guard
-        if guard.on_spike in ("ignore", "skip") or len(self.before) < SPIKE_MINIMUM:
+        action: str = guard.on_spike
+        if not trainer.lightning_module.automatic_optimization and action != "ignore":
+            action = "warn"  # the module has stepped already, and would step on that window again
+        if action in ("ignore", "skip") or len(self.before) < SPIKE_MINIMUM:
             return
         z = robust_z_of(loss, self.before)
         if z <= guard.spike_z:
             return
         said = f"step {step.number}: the loss leapt to {loss:.4g}, {z:.1f} robust standard deviations above the last"
         ranks = self._diagnose(trainer, step)
-        self._note(trainer, step, "spike", guard.on_spike, {"loss": loss, "z": z, "ranks": ranks})
-        if guard.on_spike == "warn":
+        self._note(trainer, step, "spike", action, {"loss": loss, "z": z, "ranks": ranks})
+        if action == "warn":
             self._say(trainer, f"{said} {len(self.before)} (guard.jsonl names its samples)")
             return
         self.rows.flush(trainer)
