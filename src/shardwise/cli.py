@@ -32,6 +32,7 @@ from shardwise.launch.signals import overlook
 from shardwise.launch.slurm import has_begun, job_folder, note, note_begun, read_array_member, read_task
 from shardwise.launch.worker import die_with_parent, outlive_console, report
 from shardwise.plan import Host, Plan, make_plan
+from shardwise.sweep import report_sweep
 
 
 def train(argv: list[str]) -> int:
@@ -177,6 +178,8 @@ def start_all(jobs: tuple[Job, ...], plans: list[Plan]) -> int:
             codes.append(start(job, plan, single=len(jobs) == 1))
         except ConfigError as error:
             codes.append(report(error))
+    if len(jobs) > 1 and plans[0].stage == "fit" and not plans[0].quick_check:
+        print(report_sweep([job.overrides for job in jobs], plans, codes), flush=True)
     failed = [f"{plan.run_id} (exit code {code})" for code, plan in zip(codes, plans, strict=True) if code]
     if failed and len(jobs) > 1:
         sys.stderr.write(f"shardwise: {len(failed)} of {len(jobs)} runs failed: {', '.join(failed)}\n")

@@ -6,6 +6,7 @@ import csv
 import netrc
 import os
 import re
+import shlex
 import socket
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -259,6 +260,9 @@ def _wandb(plan: Plan, record: dict[str, Any]) -> Logger:
     run_id = plan.run_id if plan.stage == "fit" else f"{plan.run_id}-{plan.stage}"
     offline = plan.logger.mode == "offline" or (plan.logger.mode == "auto" and not _wandb_reachable())
     os.environ.setdefault("WANDB_SILENT", "true")
+    if offline and os.environ.get("RANK", "0") == "0":
+        folder = shlex.quote(str(Path(plan.run_dir) / "wandb"))
+        print(f"W&B is offline, and writes to {folder}; to upload it: wandb sync {folder}/offline-run-*", flush=True)
     logger = Continued(
         project=plan.logger.project,
         entity=plan.logger.entity,

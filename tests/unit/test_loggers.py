@@ -71,6 +71,7 @@ def test_the_real_client(tmp_path: Path, logger: str) -> None:
         assert b"train/loss" in events.read_bytes()
         return
     (record,) = run_dir.glob("wandb/offline-run-*-logged/run-logged.wandb")
+    assert f"to upload it: wandb sync {run_dir}/wandb/offline-run-*" in done.stdout
     content = record.read_bytes()
     assert b"train/loss" in content and b"validation/loss" in content
     plan = json.loads((run_dir / "plan.json").read_text())

@@ -1,0 +1,96 @@
+"""What a sweep came to: a table of its runs, and their curves in one picture."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardwise.plan import Plan
+
+
+def swept(jobs: Sequence[Sequence[str]]) -> list[dict[str, str]]:
+    """Per job: the words in which the jobs differ, key → value. `jobs`: each job's overrides."""
+    pairs = [{key.lstrip("+"): value for key, _, value in (word.partition("=") for word in words)} for words in jobs]
+    keys = [key for key in pairs[0] if len({words.get(key) for words in pairs}) > 1]
+    return [{key: words.get(key, "") for key in keys} for words in pairs]
+
+
+def report_sweep(jobs: Sequence[Sequence[str]], plans: Sequence[Plan], codes: Sequence[int]) -> str:
+    """A table of every run: its values, its score and where it is, the best one first of those that ended well.
+
+    The picture of their curves is written beside the runs. The score is `checkpoint.monitor`'s best, else the last
+    validation loss, else the last training loss.
+    """
+    rows = []
+    for values, plan, code in zip(swept(jobs), plans, codes, strict=True):
+        name, score = _score(plan) if code == 0 else ("", None)
+        told = f"failed, exit code {code}" if code else "no loss was logged" if score is None else f"{name} {score:.4g}"
+        said = " ".join(f"{key}={value}" for key, value in values.items())
+        rows.append((code != 0, score is None, 0.0 if score is None else score, said, told, plan.run_dir))
+    sign = -1 if plans[0].checkpoint.monitor and plans[0].checkpoint.mode == "max" else 1
+    rows.sort(key=lambda row: (row[0], row[1], sign * row[2]))
+    width, told_width = max(len(row[3]) for row in rows), max(len(row[4]) for row in rows)
+    lines = [f"{said:<{width}}  {told:<{told_width}}  {where}" for *_, said, told, where in rows]
+    if picture := _plot(swept(jobs), plans, codes):
+        lines.append(f"curves: {picture}")
+    return "\n".join(["", "the sweep, best first:", *lines])
+
+
+def _summary(plan: Plan) -> dict[str, object]:
+    try:
+        found: dict[str, object] = json.loads((Path(plan.run_dir) / "summary.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _score(plan: Plan) -> tuple[str, float | None]:
+    summary, monitor = _summary(plan), plan.checkpoint.monitor
+    best = summary.get("best")
+    if monitor and isinstance(best, dict) and isinstance(best.get(monitor), (int, float)):
+        return monitor, float(best[monitor])
+    for key in ("validation/loss", "val_loss", "train/loss"):
+        if isinstance(value := summary.get(key), (int, float)):
+            return key, float(value)
+    return "", None
+
+
+def _curve(plan: Plan) -> tuple[str, list[tuple[int, float]]]:
+    """Of what the run is judged by; of the training loss where that has fewer than two points."""
+    path = Path(plan.run_dir) / "metrics.csv"
+    if not path.exists():
+        return "", []
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    curves = {
+        key: [(int(row["step"]), float(row[key])) for row in rows if row.get(key)]
+        for key in (plan.checkpoint.monitor or "validation/loss", "train/global_batch_loss", "train/loss")
+    }
+    return next(((key, points) for key, points in curves.items() if len(points) > 1), ("", []))
+
+
+def _plot(values: list[dict[str, str]], plans: Sequence[Plan], codes: Sequence[int]) -> Path | None:
+    curves = [(said, *_curve(plan)) for said, plan, code in zip(values, plans, codes, strict=True) if code == 0]
+    if not any(points for _, _, points in curves):
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for said, _, points in curves:
+        if points:
+            axes.plot(*zip(*points, strict=True), label=" ".join(f"{key}={value}" for key, value in said.items()))
+    names = sorted({name for _, name, _ in curves if name})
+    run_id = plans[0].run_id.rpartition("-")[0]
+    axes.set(xlabel="step", ylabel=", ".join(names), title=run_id)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    path = Path(plans[0].run_dir).parent / f"{run_id}.png"
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
