@@ -7,19 +7,26 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, NoneType, UnionType
+from types import FunctionType, ModuleType, NoneType, UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from shardwise.errors import ConfigError, a_or_an, did_you_mean
+from shardwise.one_lightning import read_as_one, second_copy
 from shardwise.schema import say
+
+# Modules of the standard library whose classes hold values and do nothing when they are made
+_PLAIN = ("collections", "datetime", "decimal", "fractions", "functools", "pathlib", "uuid", "zoneinfo")
+_PLAIN_TYPES = (bool, bytes, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple)
 
 
 def locate(path: str, where: str) -> Callable[..., Any]:
     """The class, function or class method named by a dotted path; the current directory is importable.
 
     Raises:
-        ConfigError: no such module or attribute. An error inside the module keeps its own traceback.
+        ConfigError: no such module or attribute, or something of the standard library that may run commands. An error
+            inside the module keeps its own traceback.
     """
+    read_as_one()
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     names = path.split(".")
@@ -40,7 +47,24 @@ def locate(path: str, where: str) -> Callable[..., Any]:
         found = getattr(found, name)
     if not callable(found):
         raise ConfigError(f"{where}._target_={path}: {a_or_an(type(found).__name__)}, neither a class nor a function")
+    home = _home(found)
+    is_plain = found in _PLAIN_TYPES or (home in _PLAIN and isinstance(found, type))
+    if home in sys.stdlib_module_names and not is_plain:
+        raise ConfigError(
+            f"{where}._target_={path} is of Python's standard library ({home}), and is not called: a _target_ names a "
+            f"class or function of yours or of an installed package; of the standard library only classes of "
+            f"{', '.join(_PLAIN)} and the plain types (SECURITY.md)"
+        )
     return cast(Callable[..., Any], found)
+
+
+def _home(target: Any) -> str:
+    """The first part of the name of the module that it was defined in, whatever name it is reached by."""
+    if isinstance(target, ModuleType):
+        return target.__name__.partition(".")[0]
+    owner = getattr(target, "__self__", None)
+    module = getattr(target, "__module__", None) or getattr(owner, "__module__", None) or type(owner).__module__
+    return str(module).partition(".")[0]
 
 
 def _import(name: str, path: str, where: str) -> ModuleType | None:
@@ -56,23 +80,29 @@ def _import(name: str, path: str, where: str) -> ModuleType | None:
         ) from error
 
 
-def check(node: Any, where: str, positional: int = 0, supplied: tuple[str, ...] = ()) -> None:
+def check(
+    node: Any, where: str, base: type | None = None, *, positional: int = 0, supplied: tuple[str, ...] = ()
+) -> None:
     """Locate every target below `node` and bind its arguments, building nothing.
 
-    `positional` and `supplied`: how many arguments the outermost target will be given when it is called, and by name.
+    `base`: what the outermost target makes; it is a subclass of that, or a Python function, whose result is looked at
+    when it has been called. `positional` and `supplied`: how many arguments it will be given when it is called, and by
+    name.
 
     Raises:
-        ConfigError: an argument that the target does not take, one that it needs and does not get, or one of
-            another type than the target's annotation.
+        ConfigError: a target of another kind, an argument that the target does not take, one that it needs and does
+            not get, or one of another type than the target's annotation.
     """
     for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
         check(value, f"{where}.{key}")
     if not (isinstance(node, dict) and "_target_" in node):
         return
     target = locate(node["_target_"], where)
+    if base is not None:
+        _check_kind(target, node["_target_"], where, base)
     try:
         signature = inspect.signature(target)
-    except ValueError:  # a builtin without a signature
+    except (TypeError, ValueError):  # a builtin without a signature
         return
     arguments = {key: value for key, value in node.items() if key != "_target_"}
     takes = [name for name in signature.parameters if name != "self" and name not in supplied][positional:]
@@ -89,10 +119,20 @@ def check(node: Any, where: str, positional: int = 0, supplied: tuple[str, ...] 
             raise ConfigError(f"{where}.{name}={say(value)}: {node['_target_']} takes {_words(expected)}")
 
 
+def _check_kind(target: Callable[..., Any], path: str, where: str, base: type) -> None:
+    made = f"{base.__module__}.{base.__name__}".replace("lightning.pytorch.core.module", "lightning.pytorch")
+    rule = f"{where}._target_ names a subclass of {made}, or a Python function that returns one{second_copy()}"
+    if isinstance(target, type):
+        if not issubclass(target, base):
+            raise ConfigError(f"{where}._target_={path} is no {base.__name__}, and is not called: {rule}")
+    elif not isinstance(inspect.unwrap(getattr(target, "__func__", target)), FunctionType):
+        raise ConfigError(f"{where}._target_={path} is {a_or_an(type(target).__name__)}, and is not called: {rule}")
+
+
 def _annotations(target: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_type_hints(target.__init__ if isinstance(target, type) else target)
-    except (NameError, TypeError, AttributeError):  # annotations that only a type checker can read
+    except Exception:  # annotations that only a type checker can read
         return {}
 
 

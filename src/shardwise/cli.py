@@ -130,10 +130,14 @@ def check_targets(plans: list[Plan]) -> None:
     """What only the user's classes and data can tell, before any worker starts."""
     from importlib.util import find_spec
 
+    from lightning.pytorch import LightningDataModule, LightningModule
+    from torch.optim import Optimizer
+
     from shardwise.build import build, check, locate
     from shardwise.callbacks.configured import check_callbacks
     from shardwise.loggers import check_loggers
-    from shardwise.optimizers import check_ownership, try_optimizer
+    from shardwise.optimizers import try_optimizer
+    from shardwise.ownership import check_ownership
 
     for plan in plans:
         check_weights(plan)
@@ -142,15 +146,17 @@ def check_targets(plans: list[Plan]) -> None:
                 f"strategy={plan.strategy.name} needs DeepSpeed, which is not installed: "
                 f"pip install -r requirements-deepspeed.txt"
             )
-        check(plan.module, "module")
-        check(plan.data, "data")
+        check(plan.module, "module", LightningModule)
+        if plan.data is not None:
+            check(plan.data, "data", LightningDataModule)
         check_callbacks(plan)
         check_loggers(plan)
         if plan.optimizer is not None:
-            check(plan.optimizer, "optimizer", positional=1)  # the parameters
+            check(plan.optimizer, "optimizer", Optimizer, positional=1)  # the parameters
         if plan.schedule is not None:
             check(plan.schedule, "schedule", positional=1, supplied=("total_steps",))  # the step
-        check_ownership(plan, locate(plan.module["_target_"], "module"))
+        if isinstance(target := locate(plan.module["_target_"], "module"), type):
+            check_ownership(plan, target)
         try_optimizer(plan)
         data = build(plan.data, "data")
         if os.environ.get("LOCAL_RANK", "0") == "0" and callable(getattr(data, "check", None)):

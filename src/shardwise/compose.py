@@ -105,8 +105,11 @@ def _with_plus(words: list[str]) -> list[str]:
     """`module.lr=3e-4` beside `module._target_=my.Module`: an argument of a class that conf/ knows nothing of, so that
     it is no option there yet. What the class does not take is said when the class has been looked at."""
     own = {w.partition("._target_=")[0] for w in words if "._target_=" in w and not w.startswith(("+", "~"))}
+    roots = [w.partition(".")[0] for w in words]
+    # An argument may have a target of its own: module.backbone._target_=my.Backbone
     return [
-        "++" + w if w.startswith(_NAMED) or (w.partition(".")[0] in own and "._target_=" not in w) else w for w in words
+        f"++{w}" if w.startswith(_NAMED) or (root in own and not w.startswith(f"{root}._target_=")) else w
+        for root, w in zip(roots, words, strict=True)
     ]
 
 

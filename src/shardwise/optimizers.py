@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import nn, optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -23,25 +22,6 @@ def treats_weights_one_by_one(optimizer: Optimizer) -> bool:
     """Whether it comes to the same on any pieces of its parameters."""
     known = isinstance(optimizer, _ELEMENTWISE) or type(optimizer).__module__.startswith("deepspeed.")
     return known or bool(getattr(optimizer, "is_elementwise", False))
-
-
-def check_ownership(plan: Plan, module_class: Any) -> None:
-    """One owner for the optimizer: the module's `configure_optimizers`, or `optimizer=`, said once.
-
-    Raises:
-        ConfigError: both, or neither.
-    """
-    own = getattr(module_class, "configure_optimizers", None)
-    brings_its_own = own is not None and own is not LightningModule.configure_optimizers
-    if brings_its_own and plan.optimizer is not None and not plan.optimizer_override:
-        raise ConfigError(
-            f"{plan.module['_target_']} has configure_optimizers, and optimizer={plan.optimizer.get('_target_')} is "
-            f"given as well: use optimizer=none schedule=none, or optimizer_override=true to overrule the module"
-        )
-    if not brings_its_own and plan.optimizer is None and plan.stage == "fit":
-        raise ConfigError(
-            f"{plan.module['_target_']} has no configure_optimizers, and optimizer is none: give optimizer=adamw"
-        )
 
 
 def try_optimizer(plan: Plan) -> None:

@@ -182,7 +182,7 @@ def host_remedies(plan: Plan) -> list[str]:
     words = [f"strategy.{word}=false" for word, is_on in offloads.items() if is_on]
     if plan.stage == "fit" and plan.checkpoint.saves and plan.checkpoint.asynchronous:
         words.append("checkpoint.asynchronous=false (a save then needs no copy of what a rank holds)")
-    if plan.data.get("num_workers"):
+    if plan.data is not None and plan.data.get("num_workers"):
         words.append(f"fewer data.num_workers than {plan.data['num_workers']}, of each of the ranks on this machine")
     return words or ["fewer processes on this machine, or one with more memory"]
 

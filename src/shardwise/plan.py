@@ -171,7 +171,7 @@ class Plan:
     units: tuple[str, ...] | None  # class names; None: found
     environment: dict[str, str]  # of every rank, where the user's own does not say otherwise
     module: dict[str, Any]
-    data: dict[str, Any]
+    data: dict[str, Any] | None  # null: the module's own loaders
     callbacks: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # the user's own, in order
     trust: bool = False  # what a checkpoint holds as a pickle, which may run any code, is read
     loggers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # trackers of the user's own
@@ -321,7 +321,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         units=None if config.units is None else tuple(config.units),
         environment=_environment(config.cluster),
         module=_target("module", config.module),
-        data=_target("data", config.data),
+        data=_data(config.data),
         callbacks=_named_targets("callbacks", config.callbacks),
         trust=config.trust,
         loggers=_named_targets("loggers", config.loggers),
@@ -623,6 +623,18 @@ def _precision(config: RunConfig, accelerator: str) -> Precision:
         loss_scaling=precision.loss_scaling,
         tf32=precision.tf32,
     )
+
+
+def _data(node: Any) -> dict[str, Any] | None:
+    """None: no class is named, and the module's own loaders are used."""
+    if not isinstance(node, dict) or node.get("_target_", "") is not None:
+        return _target("data", node)
+    if options := [f"data.{key}={say(value)}" for key, value in node.items() if key != "_target_"]:
+        raise ConfigError(
+            f"{options[0]}: an option of no class; give data._target_=package.Data, or leave it out: the module's own "
+            f"loaders take no options"
+        )
+    return None
 
 
 def _target(word: str, node: Any) -> dict[str, Any]:

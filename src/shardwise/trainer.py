@@ -41,8 +41,10 @@ from shardwise.initialize import derived_seed, initializes_itself, parameters_on
 from shardwise.launch.watchdog import keep_nccl_record, progress
 from shardwise.loggers import build_loggers
 from shardwise.loops import StoppableTrainer, count_in_steps
+from shardwise.one_lightning import newly_used, second_copy
 from shardwise.optimizers import configure_optimizers
 from shardwise.out_of_memory import OutOfMemoryWatch, start_history
+from shardwise.ownership import check_ownership
 from shardwise.plan import Plan
 from shardwise.precision import default_dtype, set_matmul_mode, set_parameter_dtype
 from shardwise.shortcuts import Unprofiled, take_shortcuts
@@ -91,6 +93,8 @@ def _run_until_rolled_back(plan: Plan, *more: Callback) -> Plan | None:
 
 def _run(plan: Plan, *more: Callback) -> None:
     module, data = build_module(plan), build_data(plan)
+    for told in newly_used() if dist.get_rank() == 0 else ():
+        print(told, flush=True)
     trainer = build_trainer(plan, module, *more)
     quiet = {"verbose": False} if plan.stage in ("validate", "test") else {}  # the table below says it
     trainer_function = getattr(trainer, plan.stage)
@@ -150,8 +154,10 @@ def build_module(plan: Plan) -> LightningModule:
         module = build(plan.module, "module")
     if not isinstance(module, LightningModule):
         raise ConfigError(
-            f"module._target_={plan.module['_target_']} is {a_or_an(type(module).__name__)}: a LightningModule is"
+            f"module._target_={plan.module['_target_']} is or returns {a_or_an(type(module).__name__)}: a "
+            f"LightningModule is needed{second_copy()}"
         )
+    check_ownership(plan, module)
     set_parameter_dtype(module, plan.precision)
     if plan.optimizer is not None:
         module.configure_optimizers = lambda: configure_optimizers(plan, module)  # type: ignore[method-assign]
@@ -190,11 +196,15 @@ def one_optimizer(module: LightningModule) -> Callable[[], Any]:
     return configure
 
 
-def build_data(plan: Plan) -> LightningDataModule:
+def build_data(plan: Plan) -> LightningDataModule | None:
+    """None: the module has loaders of its own."""
+    if plan.data is None:
+        return None
     data = build(plan.data, "data")
     if not isinstance(data, LightningDataModule):
         raise ConfigError(
-            f"data._target_={plan.data['_target_']} is {a_or_an(type(data).__name__)}: a LightningDataModule is needed"
+            f"data._target_={plan.data['_target_']} is or returns {a_or_an(type(data).__name__)}: a "
+            f"LightningDataModule is needed{second_copy()}"
         )
     return data
 

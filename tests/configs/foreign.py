@@ -1,5 +1,6 @@
 """What a user might bring: modules and data that know nothing of shardwise."""
 
+from os import system as shell  # noqa: F401 # by another name
 from typing import Any
 
 import torch
@@ -24,6 +25,15 @@ class Own(Bare):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    @classmethod
+    def of_width(cls, *, width: int, **options: Any) -> "Own":
+        return cls(width, **options)
+
+
+class WithLoaders(Own):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.ones(64, 4)), 2)
 
 
 class Data(LightningDataModule):

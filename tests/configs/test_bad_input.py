@@ -145,7 +145,9 @@ WORDS: list[tuple[str, list[str]]] = [
     ("global_batch_size=???", ["global_batch_size has no value, and nothing can be assumed: give global_batch_size=…"]),
     ("optimizer.lr=???", ["optimizer.lr has no value", "give optimizer.lr=…"]),
     ("model.dim=???", ["model.dim has no value", "give model.dim=…"]),
-    ("recipe=custom", ["data._target_, module._target_ have no value", "give data._target_=… module._target_=…"]),
+    ("recipe=custom", ["module._target_ has no value", "give module._target_=…"]),
+    ("recipe=custom module._target_=my.Module +data.batch_size=4",
+     ["data.batch_size=4: an option of no class; give data._target_=package.Data, or leave it out"]),
     ("data=token_shards", ["data.directory has no value", "give data.directory=…"]),
     ("recipe=image_classification data=image_folder", ["data.directory has no value", "give data.directory=…"]),
     ("~module", ["module has no value", "give module=…"]),
@@ -266,7 +268,19 @@ TARGETS: list[tuple[str, list[str]]] = [
     ("module._target_='a.b:C'", ["not a dotted path"]),
     (f"module._target_={LM}.module.LanguageModl", [f"{LM}.module has no LanguageModl (did you mean LanguageModel?)"]),
     (f"module._target_={LM}.modul.LanguageModel", [f"{LM} has no modul (did you mean module?)"]),
-    (f"recipe=custom module._target_={FOREIGN}.Data data._target_={FOREIGN}.Data data.batch=3",
+    (f"{CUSTOM} module._target_={FOREIGN}.Data", [f"module._target_={FOREIGN}.Data is no LightningModule, and is not "
+     "called: module._target_ names a subclass of lightning.pytorch.LightningModule, or a Python function that"]),
+    (f"{OWN} data._target_={FOREIGN}.Bare", [f"data._target_={FOREIGN}.Bare is no LightningDataModule, and is not"]),
+    ("recipe=custom module._target_=os.system module.command='touch TMP/was_run'",
+     ["module._target_=os.system is of Python's standard library (posix), and is not called", "(SECURITY.md)"]),
+    (f"{OWN} module.name={{_target_:subprocess.getoutput,cmd:'touch TMP/was_run'}}",
+     ["module.name._target_=subprocess.getoutput is of Python's standard library (subprocess), and is not called"]),
+    (f"{CUSTOM} module._target_={FOREIGN}.shell module.command='touch TMP/was_run'",
+     [f"module._target_={FOREIGN}.shell is of Python's standard library (posix), and is not called"]),
+    (f"{CUSTOM} module._target_=torch.tensor module.data=[1]",
+     ["module._target_=torch.tensor is a builtin_function_or_method, and is not called"]),
+    (f"recipe=custom module._target_={FOREIGN}.Own", [f"{FOREIGN}.Own has no train_dataloader, and no data is given"]),
+    (f"{OWN} data.batch=3",
      ["got an unexpected keyword argument 'batch'; it takes batch_size"]),
     (f"{CUSTOM} module._target_={FOREIGN}.number", [f"{FOREIGN}.number: an int, neither a class nor a function"]),
     (f"{CUSTOM} module._target_=tests.configs.needs_a_package.Module",
@@ -290,7 +304,7 @@ TARGETS: list[tuple[str, list[str]]] = [
     ("+optimizer.foo=1", ["optimizer: torch.optim.AdamW: got an unexpected keyword argument 'foo'; it takes lr,"]),
     ("+optimizer.params=1", ["optimizer: torch.optim.AdamW: multiple values for argument 'params'; it takes lr,"]),
     ("optimizer.lr=-1", ["Invalid learning rate: -1; mend one of optimizer.lr=-1"]),
-    ("optimizer._target_=torch.nn.Linear", ["optimizer: torch.nn.Linear: missing a required argument: 'out_features'"]),
+    ("optimizer._target_=torch.nn.Linear", ["optimizer._target_=torch.nn.Linear is no Optimizer, and is not called"]),
     ("schedule._target_=shardwise.schedules.cosine", ["shardwise.schedules has no cosine"]),
     ("+schedule.foo=1", ["schedule: shardwise.schedules.warmup_cosine: got an unexpected keyword argument 'foo'; it "
                          "takes warmup_steps, final_factor"]),
@@ -448,13 +462,17 @@ def test_the_table_is_told_apart_from_what_is_right(
         f"{OWN} optimizer=sgd optimizer_override=true",
         f"{CUSTOM} module._target_={FOREIGN}.make_bare +module.width=4 optimizer=adamw",
         f"{BARE} optimizer=sgd +module.name=null +module.scale=2 +module.anything=null",
+        f"{CUSTOM} module._target_={FOREIGN}.Own.of_width module.width=4",  # whose optimizer is its own
+        f"{CUSTOM} module._target_={FOREIGN}.Own.of_width module.width=4 optimizer=adamw",  # its rank will say
+        f"recipe=custom module._target_={FOREIGN}.WithLoaders",
+        f"{OWN} module.since._target_=datetime.timedelta module.since.days=3",
         f"{SHARDS}/good",
         "optimizer={lr: 0.5}",
         "model.rope_scaling=null",
     ):
         argv = [word.replace("TMP", str(files)) for word in (line.split() if "{" not in line else [line])]
         assert shardwise.cli.train([f"runs_dir={files}/runs", *argv]) == 0, (line, capsys.readouterr().err)
-    assert len(started) == 9
+    assert len(started) == 13
 
 
 def test_a_preflight_comes_first_and_once(

@@ -22,10 +22,13 @@ from shardwise.launch.scratch import use_scratch
 from shardwise.launch.signals import end_workers, leave_at_once_on_ctrl_c, overlook
 from shardwise.launch.slurm import is_first_to_end
 from shardwise.launch.watchdog import Watchdog, rank_log
+from shardwise.one_lightning import read_as_one
 from shardwise.plan import Plan
 
 REPORT = "SHARDWISE_REPORT"  # the file descriptor on which this rank says what went wrong
 PARENT = "SHARDWISE_PARENT"
+
+read_as_one()  # also in a data worker that starts anew: it imports this file first, then the user's
 
 PR_SET_PDEATHSIG = 1
 _MOST = 15_000  # characters of a report, its last: a pipe that nobody reads yet holds 65,536 bytes
