@@ -118,7 +118,7 @@ def _run(plan: Plan, *more: Callback) -> None:
         print_table(lines)
 
 
-def check_other_stages(trainer: Trainer, module: LightningModule, data: LightningDataModule) -> None:
+def check_other_stages(trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
     """A few batches of test and of predict, where module and data define them."""
     for stage, step in (("test", "test_step"), ("predict", "predict_step")):
         loader = f"{stage}_dataloader"
