@@ -43,12 +43,15 @@ def find_units(root: nn.Module, names: Sequence[str] | None = None, needed_by: S
     `names` (class names) decides when given, an empty list meaning the module is one piece. Else the model's own
     `_no_split_modules` (Hugging Face's convention), else every outermost class that repeats among siblings:
     encoder and decoder layers, the blocks of every ResNet stage. `needed_by`: words of the config that act on these
-    layers and on nothing else.
+    layers and on nothing else. Without any they are there to be sharded: then a layer that shares a parameter with
+    another is left out.
 
     Raises:
         ConfigError: a name that no layer has, or no layers for a word that would then do nothing.
     """
     units = _find(root, names)
+    if names is None and not needed_by:
+        units = _units(root, _alone(root, units.modules), units.rule)
     if needed_by and not units.modules:
         none = "units=[] names none" if names is not None else f"{type(root).__name__} has none"
         act, them = ("act", "them") if len(needed_by) > 1 else ("acts", "it")
@@ -79,6 +82,21 @@ def _units(root: nn.Module, found: list[tuple[str, nn.Module]], rule: str) -> Un
     inside = {id(p): p.numel() for _, module in found for p in module.parameters()}
     total = sum(p.numel() for p in root.parameters())
     return Units(tuple(found), sum(inside.values()), total, rule)
+
+
+def _alone(root: nn.Module, found: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Those whose parameters no other part of the module has: a weight can be a part of one sharded layer only."""
+    counts = Counter(id(p) for _, unit in found for p in unit.parameters())
+    counts.update(id(p) for p in _outside(root, {id(unit) for _, unit in found}))
+    return [(name, unit) for name, unit in found if all(counts[id(p)] == 1 for p in unit.parameters())]
+
+
+def _outside(module: nn.Module, units: set[int]) -> set[nn.Parameter]:
+    found = {p for p in module._parameters.values() if p is not None}
+    for child in module.children():
+        if id(child) not in units:
+            found |= _outside(child, units)
+    return found
 
 
 def _outermost(module: nn.Module, names: set[str], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -183,6 +183,18 @@ def test_tied_parameters_count_once() -> None:
             self.head = nn.Linear(8, 8, bias=False)
             self.head.weight = self.embedding.weight
 
-    units = find_units(Tied())
+    units = find_units(Tied(), needed_by=["compile=layer"])
     assert units.covered == 2 * count(Block()) - 8 * 32
     assert units.total == units.covered + 64
+    assert find_units(Tied()).modules == ()
+
+
+def test_a_layer_that_shares_weights_is_not_sharded_by_itself() -> None:
+    class Shares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+            self.blocks[1].norm = self.blocks[0].norm
+            self.norm = self.blocks[2].norm
+
+    assert [name for name, _ in find_units(Shares()).modules] == ["blocks.3"]
