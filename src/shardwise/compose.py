@@ -35,6 +35,7 @@ from shardwise.translate import translate
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 
+_BUILT = ("data", "optimizer", "schedule")  # by their _target_, which may take an argument `name`
 _FIELDS: dict[str, Any] = get_type_hints(RunConfig)
 _NAMED = ("callbacks.", "loggers.")  # mappings whose names the user makes up
 _TEXT = (str, str | None)
@@ -151,7 +152,7 @@ def _check_override(override: Override, groups: dict[str, list[str]]) -> None:
             raise ConfigError(f"{said}: no such option; {options}{did_you_mean(str(value), groups[key])}")
     if override.is_add() and key in _FIELDS:
         raise ConfigError(f"{said}: {key} is there already; leave out the +")
-    if rest == "name" and root in groups and root in _FIELDS:
+    if rest == "name" and root in groups and root in _FIELDS and root not in _BUILT:
         raise ConfigError(f"{said}: a name alone changes nothing; {root}={say(value)} brings its values as well")
     raw = cast(str, said).partition("=")[2]
     if _FIELDS.get(key) in _TEXT and type(value) in (int, float, bool) and str(value) != raw:

@@ -231,3 +231,9 @@ def test_text_that_looks_like_a_number_is_kept_when_it_is_quoted() -> None:
     assert read("name='20260101_1'").name == "20260101_1"
     assert read("name=2026").name == "2026"
     assert read("resume='a=b/~c'").resume == "a=b/~c"
+
+
+def test_a_class_of_ones_own_may_take_a_name() -> None:
+    words = ["recipe=custom", "module._target_=my.Module", "data._target_=my.Data", "data.name=rings", "module.name=a"]
+    config = compose(words).jobs[0].config
+    assert (config.data["name"], config.module["name"]) == ("rings", "a")
