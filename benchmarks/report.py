@@ -1,5 +1,5 @@
 """Writes docs/gpu.md, docs/parity.md and docs/overhead.md from benchmarks/results/*.json, and the tables of
-docs/metrics.md, docs/checkpointing.md and docs/reliability.md.
+docs/metrics.md, docs/checkpointing.md, docs/reliability.md and docs/lightning.md.
 
 No number in them is typed.
 """
@@ -10,12 +10,16 @@ import dataclasses
 import json
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from shardwise.coming_from_lightning import ROWS, Kind  # noqa: E402
 
 
 def main() -> None:
@@ -38,20 +42,38 @@ def main() -> None:
         (ROOT / "docs" / "overhead.md").write_text("\n".join(overhead(costs)).rstrip() + "\n")
     if matrices := read("matrix"):
         (ROOT / "docs" / "parity.md").write_text("\n".join(parity_lines(matrices)).rstrip() + "\n")
-    for name in ("metrics.md", "checkpointing.md", "reliability.md"):
+    for name in ("metrics.md", "checkpointing.md", "reliability.md", "lightning.md"):
         page = ROOT / "docs" / name
         page.write_text(with_tables(page.read_text()))
 
 
 def with_tables(text: str) -> str:
     """The text with what stands between `<!-- table: NAME -->` and `<!-- end -->` made anew."""
-    tables = {made.__name__: made for made in (peaks, attention, resumed, exact, saving, faults, stock, exit_codes)}
+    made_by = (peaks, attention, resumed, exact, saving, faults, stock, exit_codes)
+    tables: dict[str, Callable[[], list[str]]] = {made.__name__: made for made in made_by}
+    tables |= {f"lightning_{kind.replace(' ', '_')}": partial(lightning, kind) for kind in get_args(Kind)}
     return re.sub(
         r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
         lambda found: found[1] + "\n".join(tables[found[2]]()) + "\n" + found[3],
         text,
         flags=re.DOTALL,
     )
+
+
+def lightning(kind: str) -> list[str]:
+    """What is here of Lightning's names of one kind; those of which the same is said share a line."""
+    grouped: dict[tuple[str, str, str], list[str]] = {}
+    for row in ROWS:
+        if row.kind == kind:
+            grouped.setdefault((row.answer, row.text, row.test), []).append(f"`{row.name}`")
+    lines = ["| Lightning | here | held by |", "|---|---|---|"]
+    for (answer, text, test), names in grouped.items():
+        said = {"same": "the same", "word": "ours", "refused": "refused"}[answer]
+        said += f": {text}" if text else ""
+        file, _, function = test.partition("::")
+        held = f"[{function}](../{file})"
+        lines.append(f"| {', '.join(names)} | {said.replace('|', chr(92) + '|')} | {held} |")
+    return lines
 
 
 def faults() -> list[str]:

@@ -1,4 +1,4 @@
-"""Lightning's Trainer, its loop over batches and its logging, where they have to count in optimizer steps."""
+"""Lightning's Trainer, its loops and its logging: optimizer steps are counted, and data goes on where it was."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
@@ -167,9 +168,20 @@ def count_in_steps(trainer: Trainer, plan: Plan) -> None:
     """Put these into a Trainer that has not started."""
     trainer._logger_connector = StepLogging(trainer)
     step_logging(trainer).start(trainer, plan)
-    trainer.fit_loop.epoch_loop.__class__ = WindowLoop
+    trainer.fit_loop.__class__, trainer.fit_loop.epoch_loop.__class__ = ResumingLoop, WindowLoop
     trainer.fit_loop.epoch_loop._results = StepResults()
     trainer.fit_loop.epoch_loop.manual_optimization = OneStepABatch(trainer)
+
+
+class ResumingLoop(_FitLoop):
+    """A module may ask for `trainer.estimated_stepping_batches` in `configure_optimizers`, which loads the data before
+    the checkpoint has said where it goes on. Lightning would leave it at the data's begin."""
+
+    def setup_data(self) -> None:
+        super().setup_data()
+        if self.restarting and self._combined_loader_states_to_load and self._data_fetcher is not None:
+            self._load_combined_loader_states()
+            iter(self._data_fetcher)
 
 
 class StoppableTrainer(Trainer):

@@ -324,7 +324,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         data=_data(config.data),
         callbacks=_named_targets("callbacks", config.callbacks),
         trust=config.trust,
-        loggers=_named_targets("loggers", config.loggers),
+        loggers=_loggers(config),
         max_train_batches=_max_train_batches(config, accumulate),
         quick_check=config.quick_check,
         profiler=config.profiler.value,
@@ -642,6 +642,17 @@ def _target(word: str, node: Any) -> dict[str, Any]:
         raise ConfigError(f"{word} names no class: give {word}._target_=package.Class")
     _check_plain(word, node)
     return node
+
+
+def _loggers(config: RunConfig) -> dict[str, dict[str, Any]]:
+    loggers = _named_targets("loggers", config.loggers)
+    for name, node in loggers.items():
+        if node.get("log_model"):
+            raise ConfigError(
+                f"loggers.{name}.log_model={say(node['log_model'])}: a checkpoint is a folder in this program's own "
+                f"format, and no tracker is given one; leave it out, and upload what shardwise export writes"
+            )
+    return loggers
 
 
 def _named_targets(word: str, nodes: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -156,14 +156,23 @@ class _Scaler(torch.amp.GradScaler):
         return {found_inf.device: found_inf}
 
 
+LIGHTNINGS_WORDS: dict[str, Any] = {
+    "fp64": "64-true",
+    "fp32": "32-true",
+    "tf32": "32-true",
+    "bf16": "bf16-mixed",
+    "bf16_true": "bf16-true",
+    "fp16": "16-mixed",
+}
+
+
 class PlannedPrecision(LightningPrecision):
     """The Plan's precision inside Lightning's loop, and the owner of gradient norm and loss scale."""
-
-    precision: Literal["32-true"] = "32-true"  # Lightning's word for "does nothing by itself"
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.plan = plan
+        self.precision = LIGHTNINGS_WORDS[plan.precision.name]  # `trainer.precision`; nothing here acts on it
         self.gradient_norm: Tensor | None = None  # of the last step, before clipping; a scalar on the device
         self.gradients: list[tuple[nn.Parameter, Tensor]] = []  # of the last step, each with its gradient's norm
         self.skipped = False  # the last step: its gradients overflowed at this loss scale

@@ -15,6 +15,8 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from shardwise.errors import ConfigError
+
 _original_callback_hooks = call._call_callback_hooks
 _original_module_hook, _original_strategy_hook = call._call_lightning_module_hook, call._call_strategy_hook
 
@@ -90,9 +92,17 @@ def _has(module: LightningModule, hook_name: str) -> bool:
 def _module_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
     if hook_name in getattr(trainer, "_idle_hooks", ()):
         return None
+    module = trainer.lightning_module
     if not _takes(trainer) or "pl_module" in kwargs:
-        return _original_module_hook(trainer, hook_name, *args, **kwargs)
-    return _named(trainer.lightning_module, hook_name, trainer.lightning_module, *args, **kwargs)
+        output = _original_module_hook(trainer, hook_name, *args, **kwargs)
+    else:
+        output = _named(module, hook_name, module, *args, **kwargs)
+    if hook_name == "on_train_batch_start" and output == -1 and hasattr(trainer, "_callbacks_with"):
+        raise ConfigError(
+            f"{type(module).__name__}.on_train_batch_start returned -1, which skips the rest of the epoch: here the "
+            f"next epoch would begin with the samples that were skipped; leave samples out in the data set"
+        )
+    return output
 
 
 def _strategy_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:

@@ -239,7 +239,7 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
         logger=build_loggers(plan, record),
         callbacks=callbacks,
         max_steps=-1 if plan.max_steps is None else plan.max_steps,
-        max_epochs=-1 if plan.max_epochs is None else plan.max_epochs,
+        max_epochs=plan.max_epochs,  # None beside max_steps becomes -1 when training starts
         accumulate_grad_batches=accumulate,
         gradient_clip_val=plan.gradient_clip_val,
         # Lightning counts micro-batches here

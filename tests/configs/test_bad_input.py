@@ -343,6 +343,10 @@ TARGETS: list[tuple[str, list[str]]] = [
     ("init_from=TMP/cut/noise.safetensors", ["noise.safetensors is damaged, or no safetensors; copy it again"]),
     ("init_from=TMP/lacking", ["model-2.safetensors is in model.safetensors.index.json and not in the folder; copy"]),
     ("init_from=TMP/twice", ["a.safetensors and b.safetensors both have w; name one of them"]),
+    (
+        "loggers.flow._target_=lightning.pytorch.loggers.MLFlowLogger loggers.flow.log_model=true",
+        ["loggers.flow.log_model=true: a checkpoint is a folder in this program's own format", "shardwise export"],
+    ),
     # folders
     ("runs_dir=TMP/file", ["cannot write the run's folder TMP/file/", "Not a directory; give another runs_dir="]),
     ("runs_dir=/proc/runs", ["cannot write the run's folder /proc/runs/", "give another runs_dir="]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -342,6 +342,22 @@ class Watches(Bare):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for p in self.parameters():
             p.grad = None
+
+
+class Skips(Bare):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
+        return -1
+
+
+class GradientLogger(Callback):
+    def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
+        for name, p in pl_module.named_parameters():
+            print(name, p.grad)
+
+
+class Observed(Bare):
+    def configure_callbacks(self) -> Any:
+        return [GradientLogger()]
 
 
 class Factored(Bare):

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import inspect
+import re
 from collections import Counter
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -11,8 +16,16 @@ from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.loggers import Logger
 from torch import nn
 
-from shardwise.coming_from_lightning import ROWS
+from benchmarks.report import with_tables
+from shardwise.coming_from_lightning import ROWS, Kind, Row
+from shardwise.compose import CONF, compose, config_groups
+from shardwise.errors import ConfigError
+from shardwise.plan import Host, make_plan
+from shardwise.precision import PlannedPrecision
+from shardwise.schema import PrecisionName, RunConfig
+from shardwise.translate import translate
 
+ROOT = Path(__file__).parents[2]
 # Functions of Trainer, and what a module or its data overrides beside the hooks
 METHODS = {"fit", "validate", "test", "predict", "save_checkpoint", "print", "init_module"}
 STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
@@ -65,6 +78,59 @@ def test_every_name_of_lightning_has_a_row_and_every_row_a_name() -> None:
     unknown = {kind: rows[kind] - there.get(kind, set()) for kind in rows}
     assert not any(without.values()), f"no row: {without}"
     assert not any(unknown.values()), f"not in Lightning: {unknown}"
+
+
+def tests_there() -> set[str]:
+    """The node of every test function of the tree, as pytest names it, without its parameters."""
+    found = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                found.add(f"{path.relative_to(ROOT).as_posix()}::{node.name}")
+    return found
+
+
+def test_every_row_names_a_test_that_is_there() -> None:
+    missing = {row.test for row in ROWS} - tests_there()
+    assert not missing
+
+
+def test_the_page_is_made_from_the_rows() -> None:
+    page = (ROOT / "docs" / "lightning.md").read_text()
+    assert page.count("<!-- table: lightning_") == len(get_args(Kind))
+    assert with_tables(page) == page, "run python benchmarks/report.py"
+    for row in ROWS:
+        assert f"`{row.name}`" in page
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.kind == "argument"], ids=lambda row: row.name)
+def test_every_argument_of_trainer_is_answered_on_the_command_line(row: Row) -> None:
+    """By our word, told; by a message that names it or says why not; never by silence."""
+    said = f"trainer.{row.name}=1"
+    try:
+        read = translate([said])
+    except ConfigError:
+        with pytest.raises(ConfigError, match=rf"\b{row.name}=1: "):
+            translate([said])
+    else:
+        assert read.told and not read.words[0].startswith("trainer.") and row.answer != "refused"
+
+
+def test_our_words_are_words_of_the_command_line() -> None:
+    known = {*(field.name for field in dataclasses.fields(RunConfig)), *config_groups([CONF])}
+    known |= {"loggers"}  # beside the group
+    for row in ROWS:
+        if row.kind == "argument":
+            for word in re.findall(r"`(\w+)[.=]", row.text):
+                assert word in known | {"torch"}, f"{row.name}: {word}"
+
+
+@pytest.mark.parametrize("word", [word for word in PrecisionName.__members__ if word != "tf32"])
+def test_trainer_precision_is_lightnings_word(word: str) -> None:
+    """The one that the command line reads as ours."""
+    plan = make_plan(compose(["accelerator=cpu", "name=run"]).jobs[0].config, Host(cuda_devices=0))
+    plan = dataclasses.replace(plan, precision=dataclasses.replace(plan.precision, name=word))
+    assert translate([f"precision={PlannedPrecision(plan).precision}"]).words == [f"precision={word}"]
 
 
 def test_a_name_has_one_row_and_what_is_no_longer_the_same_says_what_it_is() -> None:

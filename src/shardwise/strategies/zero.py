@@ -46,8 +46,9 @@ from shardwise.strategies.whole_weights import gives_tensors, tensors_in_objects
 _BUCKET = 25_000_000
 
 
-# What a module may do to gradients before a step
-_GRADIENT_HOOKS = ("backward", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+# What a callback or a module may do to gradients before a step
+_CALLBACK_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+_GRADIENT_HOOKS = ("backward", *_CALLBACK_GRADIENT_HOOKS, "configure_gradient_clipping")
 
 
 class ZeroStrategy(PlannedStrategy, DDPStrategy):
@@ -171,11 +172,14 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
     def _check_own_ways(self, module: LightningModule, optimizer: Optimizer) -> None:
         """Refuses what would run elsewhere and be passed over, or give other numbers, here."""
         name = self.plan.strategy.name
-        if hooks := [hook for hook in _GRADIENT_HOOKS if is_overridden(hook, module)]:
-            raise ConfigError(
-                f"{self.module_name} has its own {', '.join(hooks)}, and under {name} gradients are in DeepSpeed's "
-                f"hands, out of reach: leave it out, or use strategy=ddp or fsdp"
-            )
+        for host in (module, *module.trainer.callbacks):  # type: ignore[attr-defined]
+            there = _GRADIENT_HOOKS if host is module else _CALLBACK_GRADIENT_HOOKS
+            if hooks := [hook for hook in there if is_overridden(hook, host)]:
+                owner = self.module_name if host is module else type(host).__name__
+                raise ConfigError(
+                    f"{owner} has its own {', '.join(hooks)}, and under {name} gradients are in DeepSpeed's "
+                    f"hands, out of reach: leave it out, or use strategy=ddp or fsdp"
+                )
         if not treats_weights_one_by_one(optimizer):
             raise ConfigError(
                 f"{type(optimizer).__name__} is not known to treat every weight by itself, and DeepSpeed gives it flat "
