@@ -131,7 +131,7 @@ def test_a_skipped_step_is_told(runs: Any, strategy: str) -> None:
     folder, results = runs
     told = [line for line in results[0][strategy]["out"].splitlines() if line.startswith("step 3 skipped")]
     assert told == ["step 3 skipped: its gradients are not finite; the loss scale is 32768 now"]
-    assert "1 steps whose gradients were not finite" in results[0][strategy]["out"]
+    assert "1 step whose gradients were not finite" in results[0][strategy]["out"]
     assert "skipped" not in results[1][strategy]["out"]
     summary = json.loads((folder / strategy / "summary.json").read_text())
     assert (summary["skipped_steps_this_process"], summary["steps"], summary["samples"]) == (1, 4, 5 * BATCH)
