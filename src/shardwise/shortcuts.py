@@ -99,8 +99,8 @@ def _module_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any
         output = _named(module, hook_name, module, *args, **kwargs)
     if hook_name == "on_train_batch_start" and output == -1 and hasattr(trainer, "_callbacks_with"):
         raise ConfigError(
-            f"{type(module).__name__}.on_train_batch_start returned -1, which skips the rest of the epoch: here the "
-            f"next epoch would begin with the samples that were skipped; leave samples out in the data set"
+            f"{trainer.strategy.module_name}.on_train_batch_start returned -1, which skips the rest of the epoch: here "
+            f"the next epoch would begin with the samples that were skipped; leave samples out in the data set"
         )
     return output
 

@@ -80,7 +80,7 @@ def test_every_name_of_lightning_has_a_row_and_every_row_a_name() -> None:
     assert not any(unknown.values()), f"not in Lightning: {unknown}"
 
 
-def tests_there() -> set[str]:
+def nodes_there() -> set[str]:
     """The node of every test function of the tree, as pytest names it, without its parameters."""
     found = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
@@ -91,7 +91,7 @@ def tests_there() -> set[str]:
 
 
 def test_every_row_names_a_test_that_is_there() -> None:
-    missing = {row.test for row in ROWS} - tests_there()
+    missing = {row.test for row in ROWS} - nodes_there()
     assert not missing
 
 
