@@ -1,4 +1,5 @@
 """What Lightning does around every hook of every batch though nobody has that hook: left out, for Trainers made here.
+And the one place where its training loop takes batches from the loader: see `WindowFetcher`.
 
 It calls each hook of module, strategy and callbacks, overridden or not, under a profiler that notes nothing and with
 two assignments through `nn.Module.__setattr__`: about 70 times a step, which short steps feel.
@@ -10,6 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops import fit_loop, utilities
+from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -17,6 +20,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from shardwise.errors import ConfigError
 
+_original_fetcher = utilities._select_data_fetcher
 _original_callback_hooks = call._call_callback_hooks
 _original_module_hook, _original_strategy_hook = call._call_lightning_module_hook, call._call_strategy_hook
 
@@ -38,6 +42,7 @@ def take_shortcuts(trainer: Trainer, module: LightningModule) -> None:
     """For the rest of this Trainer's life. Callbacks may be added until it starts."""
     trainer._callbacks_with = {}  # type: ignore[attr-defined] # (hook, number of callbacks) → those that have it
     trainer._idle_hooks = set()  # type: ignore[attr-defined] # of the module; found when training starts
+    fit_loop._select_data_fetcher = _fetcher  # type: ignore[attr-defined]
     call._call_callback_hooks = _callback_hooks
     call._call_lightning_module_hook, call._call_strategy_hook = _module_hook, _strategy_hook
     takes_index: list[bool] = []  # looked up once, at the first batch
@@ -51,6 +56,26 @@ def take_shortcuts(trainer: Trainer, module: LightningModule) -> None:
         return kwargs
 
     trainer.fit_loop.epoch_loop._build_kwargs = build_kwargs  # type: ignore[assignment,method-assign]
+
+
+class WindowFetcher(_DataFetcher):
+    """Fetches nothing ahead: `TrainLoader` reads whole windows, and knows the last one of a stream without length."""
+
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        self.done = self.done or any(getattr(loader, "has_ended", False) for loader in self.combined_loader.flattened)
+        return batch
+
+
+def _fetcher(trainer: Any, stage: Any) -> _DataFetcher:
+    if not hasattr(trainer, "_callbacks_with"):
+        return _original_fetcher(trainer, stage)
+    if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
+        raise ConfigError(
+            f"{type(trainer.lightning_module).__name__}.training_step takes dataloader_iter: a step's micro-batches "
+            f"are weighed before the first of them is computed, so they are fetched here; take batch and batch_idx"
+        )
+    return WindowFetcher()
 
 
 def _callback_hooks(trainer: Any, hook_name: str, *args: Any, monitoring_callbacks: Any = None, **kwargs: Any) -> None:

@@ -319,6 +319,7 @@ def quiet_lightning() -> None:
         ".*GPU available but not used.*",
         ".*number of training batches .* is smaller than the logging interval.*",  # StepLog keeps its own
         ".*predict returned None.*",  # a padding batch
+        ".*`IterableDataset` has `__len__` defined.*",  # an end that comes earlier is one of all ranks
         ".*wandb run already in progress.*",  # a run that was rolled back goes on in the same one
         ".*barrier.*: using the device under current context.*",
         ".*torch.distributed.* is deprecated. Please use.*",  # DeepSpeed, on torch 2.13

@@ -1,4 +1,4 @@
-"""Windows, their scales, the training clock, and loaders that are refused; one process."""
+"""Windows, their scales, the training clock, samplers, streams, and loaders that are refused; one process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from shardwise.compose import compose
 from shardwise.data.loaders import EvaluationLoader, TrainLoader
@@ -105,15 +112,21 @@ class Stream(IterableDataset[int]):
         return iter(range(10))
 
 
+def hard_coded(plan: Plan) -> Plan:
+    """A Plan whose data has no argument for its batch size."""
+    return replace(plan, data={"_target_": "tests.distributed.test_exact_resume.Noise"})
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (loader(batch_size=3), ["batch_size is 3", "micro_batch_size=2", "data.batch_size"]),
-        (loader(sampler=WeightedRandomSampler([1.0] * 20, 20)), ["WeightedRandomSampler", "shuffle=True or"]),
-        (loader(batch_size=None), ["batch_size=None", "give it batch_size"]),
+        (loader(batch_size=3), ["batch_size is 3", "micro_batch_size=2", "'data.batch_size=${micro_batch_size}'"]),
         (loader(5), ["5 samples", "global_batch_size=12", "smaller"]),
-        (DataLoader(Stream(), batch_size=2), ["Stream is iterable", "2 data-parallel ranks", "__getitem__"]),
-        ([1, 2, 3], ["is a list", "DataLoader"]),
+        (loader(sampler=SubsetRandomSampler(range(5))), ["SubsetRandomSampler gives 5", "takes 12"]),
+        (
+            DataLoader(list(range(20)), batch_sampler=[[4 * i, 4 * i + 1, 4 * i + 2] for i in range(5)]),  # type: ignore[arg-type]
+            ["batches of 3", "micro_batch_size=2", "give micro_batch_size=3"],
+        ),
     ],
 )
 def test_a_loader_that_cannot_be_ordered_is_refused(given: Any, words: list[str]) -> None:
@@ -122,8 +135,197 @@ def test_a_loader_that_cannot_be_ordered_is_refused(given: Any, words: list[str]
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+def test_a_batch_size_that_no_argument_sets_is_met_by_ours() -> None:
+    with pytest.raises(ConfigError, match="make them equal: micro_batch_size=3$"):
+        TrainLoader(loader(batch_size=3), hard_coded(plan()), 0, CPU, None)
+
+
+class EveryThird(Sampler[int]):
+    """Counts its own epochs, as some do."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples, self.epoch = samples, 0
+
+    def __iter__(self) -> Any:
+        self.epoch += 1
+        return iter([(3 * i + self.epoch) % self.samples for i in range(len(self))])
+
+    def __len__(self) -> int:
+        return self.samples - 7
+
+
+class Buckets:
+    """A batch sampler whose batches are of many sizes."""
+
+    def __iter__(self) -> Any:
+        start = int(torch.randint(3, ()))
+        return iter([list(range(start + i, start + i + 1 + i % 3)) for i in range(13)])
+
+    def __len__(self) -> int:
+        return 13
+
+
+OWN_ORDERS = {
+    "weighted": lambda: loader(sampler=WeightedRandomSampler([1.0, 9.0] * 10, 20)),
+    "weighted, with a generator": lambda: loader(
+        sampler=WeightedRandomSampler([1.0, 9.0] * 10, 20, generator=torch.Generator())
+    ),
+    "drawn again": lambda: loader(sampler=RandomSampler(range(20), replacement=True, num_samples=24)),
+    "a subset": lambda: loader(sampler=SubsetRandomSampler(range(4, 18))),
+    "counts its epochs": lambda: loader(sampler=EveryThird(20)),
+    "batches": lambda: DataLoader(range(20), batch_sampler=[[i, 19 - i] for i in range(10)]),  # type: ignore[arg-type]
+    "batches of many sizes": lambda: DataLoader(range(20), batch_sampler=Buckets()),  # type: ignore[arg-type]
+    "a data set of batches": lambda: DataLoader(torch.arange(30).reshape(-1, 2), batch_size=None, shuffle=True),  # type: ignore[arg-type]
+}
+
+
+def of_all_ranks(make: Any, ranks: int, accumulate: int, epochs: int = 2, start: int = 0) -> list[list[int]]:
+    """Every step's micro-batches, those of all ranks in turn."""
+    made = [TrainLoader(make(), plan(ranks, 2, accumulate), rank, CPU, None) for rank in range(ranks)]
+    for train in made:
+        train.load_state_dict({"samples_consumed": start})
+    dealt = [[batch.tolist() for _ in range(epochs) for batch in train] for train in made]
+    assert [train.consumed for train in made] == [start + 2 * ranks * len(dealt[0])] * ranks
+    return [batch for turn in zip(*dealt, strict=True) for batch in turn]
+
+
+@pytest.mark.parametrize("name", OWN_ORDERS)
+def test_a_samplers_order_is_dealt_out_over_any_ranks_and_found_again(name: str) -> None:
+    make = OWN_ORDERS[name]
+    torch.manual_seed(1)
+    alone = of_all_ranks(make, 1, 2)
+    torch.manual_seed(2)  # the order is the run's seed's
+    assert of_all_ranks(make, 2, 1) == alone, "two ranks see the same global batches"
+    for steps in (1, 3, len(alone) // 4, len(alone) // 4 + 1):
+        assert of_all_ranks(make, 2, 1, 3, 4 * steps)[: len(alone) - 2 * steps] == alone[2 * steps :], steps
+    if name == "a subset":
+        assert {i for batch in alone for i in batch} <= set(range(4, 18))
+    if name.startswith("weighted"):
+        drawn = [i for batch in alone for i in batch]
+        assert sum(i % 2 for i in drawn) > len(drawn) * 0.7
+
+
+def test_a_sampler_that_gives_another_order_after_a_resume_is_told() -> None:
+    state = TrainLoader(OWN_ORDERS["weighted"](), plan(), 0, CPU, None).state_dict()
+    other = TrainLoader(loader(sampler=WeightedRandomSampler([9.0, 1.0] * 10, 20)), plan(), 0, CPU, None)
+    with pytest.raises(ConfigError, match=r"gives another order than in the run.*resume_allow=\[data\]"):
+        other.load_state_dict(state)
+
+
+class Doubling(DataLoader[Any]):
+    """Iterates in a way of its own over its batch sampler's batches, as loaders of graphs do."""
+
+    def __init__(self, samples: int, **kwargs: Any) -> None:
+        super().__init__(range(samples), **kwargs)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Any:
+        return (2 * batch for batch in super().__iter__())
+
+
+def test_a_loader_of_a_class_of_its_own_stays_one() -> None:
+    train = TrainLoader(Doubling(24, batch_size=2, shuffle=False), plan(ranks=2), 1, CPU, None)
+    assert torch.cat(list(train)).tolist() == [2 * i for i in (2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23)]
+    evaluation = EvaluationLoader(Doubling(7, batch_size=2), plan(ranks=2), 1, deque())
+    assert torch.cat(list(evaluation)).tolist() == [4, 6, 12]
+    assert len(train.dataset) == 24 and evaluation.batch_size == 2, "what a module reads of its loader"
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = train.no_such
+
+
+def test_a_padding_batch_is_as_large_as_a_full_one() -> None:
+    for samples, sizes in ((9, [4, 4]), (5, [4, 4]), (3, [3, 3])):
+        paddings: deque[bool] = deque()
+        batches = list(EvaluationLoader(loader(samples, batch_size=4), plan(ranks=2), 1, paddings))
+        assert [len(batch) for batch, padding in zip(batches, paddings, strict=True) if padding] == sizes[1:] * (
+            samples != 5
+        )
+        assert all(int(i) < samples for batch in batches for i in batch)
+
+
+def test_evaluation_keeps_to_the_loaders_own_sampler() -> None:
+    def seen(given: DataLoader[Any], ranks: int = 2) -> list[int]:
+        found = []
+        for rank in range(ranks):
+            paddings: deque[bool] = deque()
+            for batch in (evaluation := EvaluationLoader(given, plan(ranks=ranks), rank, paddings)):
+                if not paddings[-1]:
+                    found += batch.tolist()
+            assert len(evaluation) == len(paddings)
+        return sorted(found)
+
+    assert seen(loader(9)) == seen(loader(9, shuffle=True)) == list(range(9))
+    assert seen(loader(9, drop_last=True)) == list(range(8))
+    assert seen(loader(20, sampler=SubsetRandomSampler([3, 5, 7]))) == [3, 5, 7]
+    assert seen(DataLoader(range(20), batch_sampler=[[1], [2, 3], [4, 5, 6]])) == [1, 2, 3, 4, 5, 6]  # type: ignore[arg-type]
+    assert seen(DataLoader(torch.arange(6).reshape(3, 2), batch_size=None)) == list(range(6))  # type: ignore[arg-type]
+
+
+class Counting(IterableDataset[int]):
+    """Its position is a state of its own."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples, self.start, self.at = samples, 0, 0
+
+    def __iter__(self) -> Any:
+        for at in range(self.start, self.samples):
+            self.at = at
+            yield at * 100 + int(torch.randint(100, ()))
+        self.start = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"start": self.at + 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["start"] % self.samples
+
+
+class OnlyIterable:
+    """A loader by behaviour."""
+
+    def __iter__(self) -> Any:
+        return iter([torch.tensor([i, i * int(torch.randint(9, ()))]) for i in range(11)])
+
+
+STREAMS = {
+    "nothing but __iter__": OnlyIterable,
+    "an iterable data set": lambda: DataLoader(Counting(22), batch_size=2, num_workers=1),
+    "a state of its own": lambda: DataLoader(Counting(22), batch_size=2),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_goes_on_where_it_was(name: str) -> None:
+    """Also when it draws random numbers; and training's own are left alone."""
+    torch.manual_seed(7)
+    straight = TrainLoader(STREAMS[name](), plan(), 0, CPU, None)
+    seen, positions, ends = [], {}, []
+    for _ in range(2):
+        for batch in straight:
+            seen.append(batch.tolist())
+            positions[straight.consumed] = straight.position()
+            ends.append(straight.has_ended)
+    assert len(seen) == 18 and [i for i, end in enumerate(ends) if end] == [8, 17]
+    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(7).get_state())
+    for steps in (1, 2, 3, 4, 5):
+        resumed = TrainLoader(STREAMS[name](), replace(plan(), resume="x"), 0, CPU, None)
+        resumed.load_state_dict({"samples_consumed": 6 * steps})
+        resumed.take_up(positions[6 * steps])
+        assert [b.tolist() for _ in range(1 + (steps < 3)) for b in resumed] == seen[3 * steps :], steps
+    with pytest.raises(ConfigError, match="does not say where it was on 1 ranks.*resume_allow"):
+        resumed.take_up(None)
+
+
 def test_a_stream_is_read_on_one_rank() -> None:
     train = TrainLoader(DataLoader(Stream(), batch_size=2), plan(), 0, CPU, None)
     assert torch.cat(list(train)).tolist() == list(range(6)), "whole windows only"
     limited = EvaluationLoader(DataLoader(Stream(), batch_size=2), plan(), 0, deque(), limit=2)
     assert torch.cat(list(limited)).tolist() == list(range(4))
+
+
+def test_a_stream_that_gives_no_step_is_told() -> None:
+    with pytest.raises(ConfigError, match="ended before one step was made: a step takes 7 micro-batches on every rank"):
+        list(TrainLoader(DataLoader(Stream(), batch_size=2), plan(accumulate=7), 0, CPU, None))
+    once = TrainLoader(iter([torch.zeros(2)] * 5), plan(), 0, CPU, None)
+    assert len(list(once)) == 3
+    with pytest.raises(ConfigError, match=r"for epoch 2.* can it be read only once\?"):
+        list(once)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,3 +80,64 @@ class GlobalOrder:
     def micro_batches(self, start: int, count: int, rank: int, ranks: int, size: int) -> npt.NDArray[np.int64]:
         """int64 [count / (ranks * size), size]: rank `rank`'s micro-batches of the `count` samples from `start` on."""
         return self.indices(start, count).reshape(-1, ranks, size)[:, rank]
+
+
+class DrawnOrder:
+    """The order that a sampler gives, drawn a whole epoch at a time and dealt out like `GlobalOrder`'s.
+
+    `draw(epoch)`: the keys of an epoch, the same on every rank. Epochs are drawn one after the other, each once, also
+    in a run that is resumed in a later one: a sampler may count its epochs. `samples` and `global_batch_size` count
+    keys.
+    """
+
+    def __init__(
+        self, draw: Callable[[int], Sequence[Any]], global_batch_size: int, name: str, most: int | None = None
+    ) -> None:
+        self.draw, self.global_batch_size, self.name = draw, global_batch_size, name
+        self.most = most  # steps of an epoch
+        self._epochs: dict[int, npt.NDArray[Any]] = {}  # the last few: others may still be asked for
+        first = self._keys(0)
+        self.samples = len(first)
+        if self.samples < global_batch_size:
+            raise ConfigError(
+                f"the training loader's {name} gives {self.samples} samples or batches an epoch, and one step takes "
+                f"{global_batch_size}: use a smaller global_batch_size"
+            )
+        written = first.tobytes() if first.dtype == np.int64 else repr(first.tolist()).encode()
+        self.digest = hashlib.sha256(written).hexdigest()  # of the first epoch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        steps = self.samples // self.global_batch_size
+        return steps if self.most is None else min(steps, self.most)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.steps_per_epoch * self.global_batch_size
+
+    def micro_batches(self, start: int, count: int, rank: int, ranks: int, size: int) -> npt.NDArray[Any]:
+        """[count / (ranks * size), size]: rank `rank`'s micro-batches of the `count` keys from `start` on."""
+        epoch, position = divmod(start, self.samples_per_epoch)
+        return self._keys(epoch)[position : position + count].reshape(-1, ranks, size)[:, rank]
+
+    def _keys(self, epoch: int) -> npt.NDArray[Any]:
+        for number in range(max(self._epochs, default=-1) + 1, epoch + 1):
+            self._epochs[number] = _as_array(self.draw(number))
+            self._epochs.pop(number - 4, None)
+            if len(self._epochs[number]) < getattr(self, "samples", 0):
+                raise ConfigError(
+                    f"the training loader's {self.name} gives {len(self._epochs[number])} samples or batches in epoch "
+                    f"{number + 1}, and gave {self.samples} in the first: an epoch must always be as long"
+                )
+        return self._epochs[epoch]
+
+
+def _as_array(keys: Sequence[Any]) -> npt.NDArray[Any]:
+    """[number of keys]; of int64 where they are indices."""
+    try:
+        return np.fromiter((key.__index__() for key in keys), np.int64, len(keys))
+    except (AttributeError, TypeError):
+        array = np.empty(len(keys), object)
+        for number, key in enumerate(keys):
+            array[number] = key
+        return array

@@ -188,12 +188,14 @@ class PlannedStrategy(ParallelStrategy):
         if module.trainer.state.stage != RunningStage.TRAINING:
             validating = module.trainer.state.stage == RunningStage.VALIDATING
             limit = self.plan.max_validation_batches if validating or self.plan.quick_check else None
-            return EvaluationLoader(dataloader, self.plan, rank, self._paddings, limit)  # type: ignore[arg-type]
+            return EvaluationLoader(dataloader, self.plan, rank, self._paddings, limit, self._file_group)
         if self.train_loader is not None:
             raise ConfigError("several training loaders: a step is one global batch of one loader; combine the data")
         loss_weight = getattr(module, "loss_weight", None) if module.automatic_optimization else None
         flops = getattr(module, "flops", None)
-        self.train_loader = TrainLoader(dataloader, self.plan, rank, self.root_device, loss_weight, flops)  # type: ignore[arg-type]
+        self.train_loader = TrainLoader(
+            dataloader, self.plan, rank, self.root_device, loss_weight, flops, self._file_group
+        )
         return self.train_loader
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -315,6 +317,8 @@ class PlannedStrategy(ParallelStrategy):
         seed_streams(derived_seed(self.plan.seed, "training", self.global_rank, *([consumed] if consumed else [])))
         if self._random is not None:
             set_random_state(self._random, self.root_device)
+        if self.train_loader is not None:
+            self.train_loader.take_up((self._random or {}).get("stream"))
         held = [id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         if len(set(held)) < len(held) and self.plan.checkpoint.saves:
             raise ConfigError(
@@ -643,6 +647,8 @@ class PlannedStrategy(ParallelStrategy):
             f"model.{name}" for name in shapes_of(module) if name not in stepped or not module.automatic_optimization
         )
         own = random_state(self.root_device) if own is None else own
+        if loader is not None and (position := loader.position()) is not None:
+            own = {**own, "stream": position}
         tensors = gather(self, module, training)
         return Snapshot(tensors, checkpoint | self.pack(rest), pack(own, {}), about, volatile)
 

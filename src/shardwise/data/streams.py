@@ -1,0 +1,348 @@
+"""Loaders that keep an order of their own: iterable data sets, and whatever can be iterated and is no DataLoader.
+
+Every data-parallel rank reads its own loader, so the data must be split by rank where it is read (RANK and WORLD_SIZE
+are in the environment). Here the ranks are kept together: they start on different samples, or the run ends; they end an
+epoch in the same window; and each rank's position is part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import pickle
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain, islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from shardwise.checkpoint.plain import PLAIN, NotPlainError, encode
+from shardwise.errors import ConfigError
+from shardwise.initialize import derived_seed, random_state, set_random_state
+from shardwise.plan import Plan
+
+Group = Callable[[], "dist.ProcessGroup | None"]  # of all ranks, on the hosts; made when it is first needed
+
+_CPU = torch.device("cpu")
+_END = object()
+
+
+class Stream:
+    """One rank's micro-batches, read a window ahead, so that all ranks know together which window is the last."""
+
+    def __init__(self, loader: Any, plan: Plan, group: Group) -> None:
+        self.loader, self.plan, self.group = loader, plan, group
+        self.size = plan.accumulate_grad_batches
+        self.length = self._shortest_length()  # micro-batches of an epoch on every rank; None: not known
+        self.epoch = 0
+        self.batches = 0  # of this epoch that were handed over, in whole windows
+        self.stateful = _stateful(loader)
+        self._random = OwnRandom(0)
+        self._resumed: dict[str, Any] | None = None
+        self._iterator: Iterator[Any] = iter(())
+        self._has_ended = False  # this rank's iterator, in this epoch
+        self._in_epoch = self._looked = self._is_known_plain = False
+        if plan.topology.data_parallel_size > 1 or plan.checkpoint.saves:
+            _say(f"data: {name_of(loader)} keeps an order of its own; a run that is resumed, on as many ranks as "
+                 f"before, {self._how_it_goes_on()}")  # fmt: skip
+
+    def windows(self) -> Iterator[tuple[list[Any], dict[str, Any], bool]]:
+        """An epoch: each window, the position behind it for `take_up`, and whether it is the last. Collective.
+
+        Raises:
+            ConfigError: two ranks read the same samples, or the epoch has not one whole window.
+        """
+        if self._in_epoch:  # the epoch before was left early
+            self.epoch, self.batches = self.epoch + 1, 0
+        self._in_epoch = True
+        self._begin()
+        window = self._read()
+        if window is None:
+            raise self._too_short()
+        while window is not None:
+            self.batches += self.size
+            position = self._position()
+            following = self._read()
+            self._look_at_first(window, following)
+            if following is None:
+                position = self._position_at_end()
+            yield window, position, following is None
+            window = following
+        self.epoch, self.batches, self._in_epoch = self.epoch + 1, 0, False
+
+    def take_up(self, position: dict[str, Any]) -> None:
+        """Go on from a position of this rank."""
+        self.epoch, self.batches, self._resumed = position["epoch"], position["batches"], position
+
+    def _begin(self) -> None:
+        """A new iterator, at the position that was taken up, or at the start of the epoch."""
+        position, self._resumed = self._resumed, None
+        set_epoch(self.loader, self.epoch)
+        self._random = OwnRandom(derived_seed(self.plan.seed, "stream", self.epoch))
+        restored = position is not None and position["state"] is not None and self.stateful is not None
+        with self._random():
+            if restored:
+                assert position is not None
+                self.stateful.load_state_dict(position["state"])
+            self._iterator = iter(self.loader)
+            if restored and self.batches == 0:
+                self._end_epoch_before(is_over=position["over"])  # type: ignore[index]
+            elif restored:
+                set_random_state(position["random"], _CPU)  # type: ignore[index]
+            elif self.batches:
+                self._read_again()
+        self._has_ended = False
+
+    def _end_epoch_before(self, is_over: bool) -> None:
+        """What was left of it when every rank had its last window; some loaders have to be told that it is over."""
+        first = _END
+        if is_over:
+            first = next(self._iterator, _END)
+        else:
+            deque(self._iterator, maxlen=0)
+        self._iterator = iter(self.loader) if first is _END else chain([first], self._iterator)
+
+    def _read_again(self) -> None:
+        _say(f"data: the first {self.batches} micro-batches of {name_of(self.loader)} are read again on every rank and "
+             f"passed over, up to where the checkpoint was written")  # fmt: skip
+        passed = sum(1 for _ in islice(self._iterator, self.batches))
+        if passed < self.batches:
+            raise ConfigError(
+                f"resume={self.plan.resume}: {name_of(self.loader)} ended after {passed} of the {self.batches} "
+                f"micro-batches that the checkpoint's run had read: it is not the data of that run"
+            )
+
+    def _read(self) -> list[Any] | None:
+        """The next window, unless it is incomplete on some rank, or beyond the length of an epoch. Collective."""
+        is_over = self.batches == self.length
+        with self._random():
+            window = list(islice(self._iterator, 1 if is_over else self.size))
+        self._has_ended = len(window) < (1 if is_over else self.size)
+        self._lowest = 0 if is_over else _minimum(len(window), self.group)
+        return window if self._lowest == self.size else None
+
+    def _position(self) -> dict[str, Any]:
+        state = None
+        if self.stateful is not None:
+            state = copy.deepcopy(self.stateful.state_dict())
+            if not self._is_known_plain and not _is_plain(state):
+                self.stateful = state = None
+                _say(
+                    f"data: the state of {name_of(self.loader)} is not plain data ({PLAIN}), and nothing else travels "
+                    f"with a position: a run that is resumed {self._how_it_goes_on()}"
+                )
+            self._is_known_plain = True
+        return {
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "random": self._random.state,
+            "state": state,
+            "over": False,
+        }
+
+    def _position_at_end(self) -> dict[str, Any]:
+        # A data set that is not at its end, another rank's being shorter, goes on from where it is, or starts anew.
+        over = self._has_ended or self.stateful is not self.loader
+        return self._position() | {"epoch": self.epoch + 1, "batches": 0, "over": over}
+
+    def _look_at_first(self, window: list[Any], following: list[Any] | None) -> None:
+        if not self._looked:
+            self._looked = True
+            check_distinct(window, following, self.loader, "training", self.group)
+
+    def _too_short(self) -> ConfigError:
+        name, many = name_of(self.loader), f"{self.size} micro-batch{'es' * (self.size > 1)} on every rank"
+        if self.epoch == 0:
+            return ConfigError(
+                f"the training data {name} ended before one step was made: a step takes {many}, and "
+                f"{'a rank' if _ranks() > 1 else 'it'} gave {self._lowest}; use a smaller global_batch_size, or more "
+                f"data"
+            )
+        return ConfigError(
+            f"the training data {name} gave {self._lowest} micro-batches when it was read for epoch {self.epoch + 1}, "
+            f"and a step takes {many}: can it be read only once? Its __iter__ must start anew each time"
+        )
+
+    def _how_it_goes_on(self) -> str:
+        if self.stateful is not None:
+            return "restores its state"
+        return "reads it again up to where it was, which is exact if the data comes in the same order each time"
+
+    def _shortest_length(self) -> int | None:
+        try:
+            length = len(self.loader)
+        except (TypeError, NotImplementedError):
+            length = 0
+        length = _minimum(length, self.group)
+        if self.plan.max_train_batches is not None:
+            length = min(length or self.plan.max_train_batches, self.plan.max_train_batches)
+        return (length // self.size * self.size) or None
+
+
+def evaluation_batches(
+    loader: Any, plan: Plan, rank: int, limit: int | None, group: Group
+) -> Iterator[tuple[Any, bool]]:
+    """A rank's batches and whether each is padding: its last one again, while another rank still has some. Collective.
+
+    `limit`: batches of all ranks.
+    """
+    ranks = plan.topology.data_parallel_size
+    own_random = OwnRandom(derived_seed(plan.seed, "evaluation stream"))
+    with own_random():
+        batches = iter(loader)
+        head = list(islice(batches, 2))
+    check_distinct(head[:1], head[1:], loader, "evaluation", group)
+    batches, turn, last = chain(head, batches), 0, _END
+    while True:
+        has_one = limit is None or turn * ranks + rank < limit
+        with own_random():
+            batch = next(batches, _END) if has_one else _END
+        if _minimum(int(batch is _END), group) == 1:
+            return
+        last = last if batch is _END else batch
+        if last is _END:
+            raise ConfigError(
+                f"the evaluation data {name_of(loader)} has no batch on rank {rank}: every rank needs at least one; "
+                f"split it into at least {ranks} parts, or evaluate on fewer ranks"
+            )
+        yield last, batch is _END
+        turn += 1
+
+
+def check_distinct(first: list[Any], second: list[Any] | None, loader: Any, word: str, group: Group) -> None:
+    """Collective.
+
+    Raises:
+        ConfigError: two ranks have the same first samples. Data in which all are alike is not judged.
+    """
+    if _ranks() == 1:
+        return
+    digest = _digest(first)
+    own = None if not first or (second and _digest(second) == digest) else digest
+    digests: list[Any] = [None] * _ranks()
+    dist.all_gather_object(digests, own, group=group())
+    for rank, found in enumerate(digests):
+        if found is not None and found in digests[:rank]:
+            raise ConfigError(
+                f"the {word} data {name_of(loader)} keeps an order of its own, and ranks {digests.index(found)} and "
+                f"{rank} of {_ranks()} read the same samples: split it by rank where it is read. RANK and WORLD_SIZE "
+                f"are in the environment; use datasets.distributed.split_dataset_by_node(dataset, rank, world_size), "
+                f"webdataset.split_by_node, or itertools.islice(samples, rank, None, world_size) in its __iter__; "
+                f"worker processes split their rank's part again (torch.utils.data.get_worker_info)"
+            )
+
+
+class OwnRandom:
+    """Random streams of the host that are the data's: what it draws changes nothing in training, and the other way."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.state: dict[str, Any] | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        outside = random_state(_CPU)
+        if self.state is None:
+            torch.default_generator.manual_seed(self.seed)
+            random.seed(self.seed)
+            if (numpy := sys.modules.get("numpy")) is not None:
+                numpy.random.seed(self.seed % 2**32)
+        else:
+            set_random_state(self.state, _CPU)
+        try:
+            yield
+        finally:
+            self.state = random_state(_CPU)
+            set_random_state(outside, _CPU)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the number of the epoch to whatever in a loader asks for it."""
+    sampler, of_batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    for part in (loader, getattr(loader, "dataset", None), sampler, of_batches, getattr(of_batches, "sampler", None)):
+        if callable(tell := getattr(part, "set_epoch", None)):
+            tell(epoch)
+
+
+def name_of(loader: Any) -> str:
+    """For messages."""
+    if isinstance(loader, DataLoader) and type(loader) is DataLoader:
+        return type(loader.dataset).__name__
+    return type(loader).__name__
+
+
+def _stateful(loader: Any) -> Any:
+    """What has the position in a state of its own: the loader, or its data set if no worker process reads ahead."""
+    if _has_state(loader):
+        return loader
+    dataset = getattr(loader, "dataset", None)
+    return dataset if getattr(loader, "num_workers", 1) == 0 and _has_state(dataset) else None
+
+
+def _has_state(host: Any) -> bool:
+    try:
+        inspect.signature(host.state_dict).bind()
+        inspect.signature(host.load_state_dict).bind({})
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        encode(value)
+    except NotPlainError:
+        return False
+    return True
+
+
+def _digest(value: Any) -> str | None:
+    """Equal for equal samples, whatever they are made of; None: that cannot be told."""
+    sums = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        sums.update(type(value).__name__.encode())
+        if isinstance(value, Tensor) and value.layout == torch.strided:
+            sums.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            sums.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                add(key)
+                add(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                add(item)
+        else:
+            sums.update(pickle.dumps(value))
+
+    try:
+        add(value)
+    except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError):
+        return None
+    return sums.hexdigest()
+
+
+def _minimum(number: int, group: Group) -> int:
+    """Over all ranks. Collective, on the hosts."""
+    if _ranks() == 1:
+        return number
+    lowest = torch.tensor(number)
+    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group())
+    return int(lowest)
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _say(text: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(text, flush=True)
