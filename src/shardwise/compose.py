@@ -369,6 +369,7 @@ Run-level values:
   stage=fit|validate|test|predict
   name=NAME                 the run's folder under runs_dir=DIR; made up when left out
   resume=auto|PATH          the newest checkpoint of this name (from the seed if there is none), or that one
+  resume=best               its best checkpoint, with stage=validate, test or predict
   resume_allow=[seed,…]     what may be another there: data, global_batch_size, optimizer, seed
   trust=true                read what a checkpoint holds as a pickle, which may run any code: docs/checkpointing.md
   init_from=PATH            start from the weights of a .safetensors file, or of a folder of them

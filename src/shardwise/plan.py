@@ -500,7 +500,7 @@ def _runs_dir(config: RunConfig) -> Path:
 def _init_from(config: RunConfig) -> str | None:
     if config.init_from is None:
         return None
-    if config.resume not in (None, "auto"):
+    if config.resume not in (None, "auto", "best"):
         raise ConfigError(
             f"init_from={config.init_from} resume={config.resume}: a checkpoint has its own weights; give one of them"
         )

@@ -30,6 +30,7 @@ from shardwise.callbacks.configured import build_callbacks
 from shardwise.callbacks.guard import Guard, RollBack
 from shardwise.callbacks.heartbeat import Heartbeat
 from shardwise.callbacks.leaving import Leaving
+from shardwise.callbacks.predict import Predictions
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog, validation_metrics
 from shardwise.callbacks.summary import Summary, print_table, words
@@ -95,21 +96,19 @@ def _run(plan: Plan, *more: Callback) -> None:
     module, data = build_module(plan), build_data(plan)
     for told in newly_used() if dist.get_rank() == 0 else ():
         print(told, flush=True)
-    trainer = build_trainer(plan, module, *more)
-    quiet = {"verbose": False} if plan.stage in ("validate", "test") else {}  # the table below says it
+    predictions = Predictions(plan)
+    trainer = build_trainer(plan, module, *more, *([predictions] if plan.stage == "predict" else []))
+    # The table below says what validation found, and `predictions` has written what was predicted.
+    quiet = {"fit": {}, "predict": {"return_predictions": False}}.get(plan.stage, {"verbose": False})
     trainer_function = getattr(trainer, plan.stage)
-    results = trainer_function(module, datamodule=data, ckpt_path=plan.resume, weights_only=True, **quiet)
+    trainer_function(module, datamodule=data, ckpt_path=plan.resume, weights_only=True, **quiet)
     if plan.stage == "fit":
         if plan.quick_check:
             check_other_stages(trainer, module, data)
         return
     lines = {"weights": plan.resume or plan.init_from or "as constructed"}
     if plan.stage == "predict":
-        path = Path(plan.run_dir) / "predictions.json"
-        batches = gather_predictions(results if trainer.predict_loop.num_dataloaders > 1 else [results])
-        if trainer.is_global_zero:
-            path.write_text(json.dumps(batches if len(batches) > 1 else batches[0], indent=2) + "\n")
-        lines["predictions"] = f"{count(sum(map(len, batches)), 'batch')}, in {path}"
+        lines["predictions"] = f"{count(predictions.rows, 'row')}, in {predictions.path}"
     elif trainer.is_global_zero:
         measured = validation_metrics(trainer)
         (Path(plan.run_dir) / f"{plan.stage}.json").write_text(json.dumps({**lines, **measured}, indent=2) + "\n")
@@ -128,22 +127,6 @@ def check_other_stages(trainer: Trainer, module: LightningModule, data: Lightnin
             getattr(trainer, stage)(module, datamodule=data, **more)
         if trainer.is_global_zero:
             print(f"quick check: {stage} {'runs' if defined else 'is not defined'}", flush=True)
-
-
-def gather_predictions(loaders: list[list[Any]]) -> list[list[Any]]:
-    """On rank 0, every rank's batches of every loader in the order of the data set, whatever the number of ranks."""
-    own = [[None if batch is None else json.dumps(batch, default=_plain) for batch in batches] for batches in loaders]
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(own, ranks if dist.get_rank() == 0 else None)
-    if dist.get_rank() != 0:
-        return []
-    # EvaluationLoader deals batches out in turn; a padding batch has no prediction
-    return [[json.loads(text) for turn in zip(*rank_batches, strict=True) for text in turn if text is not None]
-            for rank_batches in zip(*ranks, strict=True)]  # fmt: skip
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else str(value)
 
 
 def build_module(plan: Plan) -> LightningModule:

@@ -251,6 +251,8 @@ WORDS: list[tuple[str, list[str]]] = [
     ("init_from=", ["init_from=: names no file or folder; give one, or null"]),
     ("init_from=[a,b]", ["init_from=['a', 'b']: must be text, or null"]),
     ("init_from=x resume=y", ["init_from=x resume=y: a checkpoint has its own weights; give one of them"]),
+    ("resume=best name=new", ["resume=best: a run goes on from its newest checkpoint, with resume=auto"]),
+    ("stage=test resume=best name=new", ["resume=best: ", "runs/new holds no checkpoint to test"]),
     ("stage=validate resume=auto name=new", ["runs/new holds no checkpoint to validate; name= a run that has one"]),
     ("name=taken", ["runs/taken already holds a run: resume=auto goes on with it, another name= starts a new one"]),
     ("name=taken resume=TMP/some.ckpt", ["runs/taken already holds a run"]),

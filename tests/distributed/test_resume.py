@@ -199,7 +199,9 @@ def test_validation_measures_what_fit_logged(runs: Path, strategy: str, ranks: i
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_predictions_are_those_of_every_sample_once_in_order(runs: Path, strategy: str, ranks: int) -> None:
     folder = runs / (strategy if ranks == 2 else f"{strategy}-alone")
-    texts = [text for batch in json.loads((folder / "predictions.json").read_text()) for text in batch]
+    rows = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    texts = [row["prediction"] for row in rows]
+    assert [row["sample"] for row in rows] == list(range(7))
     sequences = TokenSequences(TokenShards(runs.parent / "shards", "validation"), 32)
     assert [text[:32] for text in texts] == [bytes(sequences[n]["tokens"].tolist()).decode() for n in range(7)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from shardwise.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
+from shardwise.trainer import _run
 from tests.distributed.cells import fit
 from tests.distributed.modules import Layer
 from tests.distributed.processes import spawn
@@ -68,6 +70,9 @@ class Data(LightningDataModule):
             return DataLoader(torch.randn(12, 6), batch_size=4)  # type: ignore[arg-type]
         return DataLoader(Rows((20, 8)), batch_size=4)
 
+    def predict_dataloader(self) -> DataLoader[Tensor]:
+        return self.val_dataloader()
+
 
 class Model(LightningModule):
     def __init__(self) -> None:
@@ -75,6 +80,9 @@ class Model(LightningModule):
         self.layers = nn.Sequential(Layer(6), Layer(6))
         self.rows = torchmetrics.SumMetric()
         self.epochs: list[int] = []
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return batch.sum(1)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return nn.functional.mse_loss(nn.functional.dropout(self.layers(batch), 0.2).float(), batch.flip(1))
@@ -116,6 +124,10 @@ def run_all(folder: Path) -> dict[str, Any]:
             dist.barrier()
     with pytest.raises(ConfigError) as caught:
         fit(plan_for(folder / "same", "same"))
+    for kind in ("reads", "weighted"):
+        _run(plan_for(folder / f"{kind}-predicted", kind, "stage=predict"))
+        rows = (folder / f"{kind}-predicted" / "predictions.jsonl").read_text().splitlines()
+        found[f"{kind}-predicted"] = [json.loads(row) for row in rows]
     return found | {"same": str(caught.value)}
 
 
@@ -145,3 +157,11 @@ def test_ranks_that_read_the_same_samples_are_told(runs: list[dict[str, Any]]) -
     for rank in runs:
         assert "the training data Rows keeps an order of its own, and ranks 0 and 1 of 2 read the same" in rank["same"]
         assert "split_dataset_by_node" in rank["same"] and "RANK and WORLD_SIZE are in the environment" in rank["same"]
+
+
+def test_predictions_name_their_samples(runs: list[dict[str, Any]]) -> None:
+    rows = runs[0]["weighted-predicted"]
+    assert [row["sample"] for row in rows] == list(range(12))
+    of_stream = [(row["batch"], row["row"]) for row in runs[0]["reads-predicted"]]
+    # Five batches of rank 0, two of rank 1, in turn
+    assert of_stream == [(batch, row) for batch in (0, 1, 2, 3, 4, 6, 8) for row in range(4)]

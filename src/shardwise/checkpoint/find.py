@@ -75,6 +75,16 @@ def newest_whole(run_dir: str | Path) -> Path | None:
     return next((path for path in reversed(list_checkpoints(run_dir)) if damage(path) is None), None)
 
 
+def best_whole(run_dir: str | Path) -> Path | None:
+    """The checkpoint with the best score, as far as names and sizes tell; None: no score was kept, or it is damaged."""
+    folder = Path(run_dir) / "checkpoints"
+    try:
+        path = folder / Path(json.loads((folder / "best.json").read_text())["checkpoint"]).name
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return path if damage(path) is None else None
+
+
 def resolve_resume(resume: str | None, run_dir: str | Path, stage: str, may_be_taken: bool = True) -> str | None:
     """`resume=` as written → the checkpoint to load, or None. `may_be_taken`: look whether another run is there.
 
@@ -83,16 +93,23 @@ def resolve_resume(resume: str | None, run_dir: str | Path, stage: str, may_be_t
     """
     try:
         taken = may_be_taken and stage == "fit" and (Path(run_dir) / "plan.json").exists()
-        if resume == "auto":
-            found = newest_whole(run_dir)
+        if resume == "best" and stage == "fit":
+            raise ConfigError(
+                f"resume=best: a run goes on from its newest checkpoint, with resume=auto; to train on from its best "
+                f"one ({best_whole(run_dir) or 'there is none here'}), give resume=PATH and another name="
+            )
+        if resume in ("auto", "best"):
+            found = (best_whole(run_dir) if resume == "best" else None) or newest_whole(run_dir)
             if found is None and list_checkpoints(run_dir):
                 last = list_checkpoints(run_dir)[-1]
                 raise ConfigError(
-                    f"resume=auto: no checkpoint of {run_dir} is whole ({last.name}: {damage(last)}); another name= "
-                    f"starts anew"
+                    f"resume={resume}: no checkpoint of {run_dir} is whole ({last.name}: {damage(last)}); another "
+                    f"name= starts anew"
                 )
             if found is None and stage != "fit":
-                raise ConfigError(f"resume=auto: {run_dir} holds no checkpoint to {stage}; name= a run that has one")
+                raise ConfigError(
+                    f"resume={resume}: {run_dir} holds no checkpoint to {stage}; name= a run that has one"
+                )
             return str(found) if found else None
         path = None if resume is None else _checkpoint(resume)
     except (OSError, RuntimeError) as error:

@@ -149,9 +149,10 @@ class Stream:
         }
 
     def _position_at_end(self) -> dict[str, Any]:
-        # A data set that is not at its end, another rank's being shorter, goes on from where it is, or starts anew.
-        over = self._has_ended or self.stateful is not self.loader
-        return self._position() | {"epoch": self.epoch + 1, "batches": 0, "over": over}
+        position = self._position() | {"epoch": self.epoch + 1, "batches": 0, "over": self._has_ended}
+        if self.stateful is not self.loader and not self._has_ended:  # another rank's was shorter: all start anew
+            position["state"] = None
+        return position
 
     def _look_at_first(self, window: list[Any], following: list[Any] | None) -> None:
         if not self._looked:

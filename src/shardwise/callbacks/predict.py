@@ -1,0 +1,147 @@
+"""`predictions.jsonl`: a row for every sample, in the order of the data set, written as the predictions come."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from tqdm import tqdm
+
+from shardwise.data.loaders import EvaluationLoader
+from shardwise.plan import Plan
+from shardwise.strategies.common import strategy_of
+
+_SECONDS_BETWEEN_LINES = 10
+
+
+class Predictions(Callback):
+    """Rank 0 writes what all ranks predict; docs/predict.md says how a row looks."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.path = Path(plan.run_dir) / "predictions.jsonl"
+        self.rows = 0
+        self._file: TextIO | None = None
+        self._progress: _Progress | None = None
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            self._file = self._beside.open("w")
+            self._progress = _Progress(self.plan, _loaders(trainer))
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        loaders = _loaders(trainer)
+        outputs = move_data_to_device(outputs, torch.device("cpu"))
+        rows = [] if outputs is None else rows_of(outputs, batch, loaders[dataloader_idx], batch_idx)
+        which = {"loader": dataloader_idx} if len(loaders) > 1 else {}
+        text = "".join(json.dumps({**which, **row}, default=_plain) + "\n" for row in rows)
+        ranks: list[Any] = [text] * dist.get_world_size()
+        if len(ranks) > 1:  # every rank has equally many batches
+            here = ranks if trainer.is_global_zero else None
+            dist.gather_object(text, here, group=strategy_of(trainer)._file_group())
+        if self._file is not None and self._progress is not None:
+            self._file.writelines(ranks)
+            self.rows += sum(text.count("\n") for text in ranks)
+            self._progress.show(batch_idx, dataloader_idx, self.rows)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._file is not None and self._progress is not None:
+            self._progress.close()
+            self._file.close()
+            self._beside.replace(self.path)
+
+    @property
+    def _beside(self) -> Path:
+        return self.path.with_suffix(".jsonl.partial")
+
+
+class _Progress:
+    """A bar in a terminal, else a line every few seconds."""
+
+    def __init__(self, plan: Plan, loaders: list[EvaluationLoader]) -> None:
+        lengths = [None if loader.batches is None else len(loader) for loader in loaders]
+        self.before = [sum(length or 0 for length in lengths[:number]) for number in range(len(lengths))]
+        self.total = None if None in lengths else sum(length or 0 for length in lengths)
+        self.bar = tqdm(total=self.total, unit="batch", dynamic_ncols=True) if plan.progress_bar else None
+        self.told = time.monotonic()
+
+    def show(self, turn: int, loader: int, rows: int) -> None:
+        done = self.before[loader] + turn + 1
+        if self.bar is not None:
+            self.bar.update(done - self.bar.n)
+        elif time.monotonic() - self.told > _SECONDS_BETWEEN_LINES:
+            self.told = time.monotonic()
+            of = f" of {self.total}" if self.total is not None else ""
+            print(f"predicted {done}{of} batches a rank, {rows} rows", flush=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def rows_of(outputs: Any, batch: Any, loader: EvaluationLoader, turn: int) -> list[dict[str, Any]]:
+    """A row for each sample of this rank's batch; one for all of them where what was predicted has no part for each."""
+    samples = loader.samples_of(turn)
+    count = len(samples) if samples is not None else _samples_in(batch)
+    parts = None if count is None else _parts(outputs, count)
+    where: dict[str, Any] = {} if samples is not None else {"batch": loader.number_of(turn)}
+    if parts is None:
+        return [{**where, **({"samples": samples} if samples is not None else {}), "prediction": outputs}]
+    ids = [{"sample": sample} for sample in samples] if samples is not None else [{"row": i} for i in range(len(parts))]
+    return [{**where, **each, "prediction": part} for each, part in zip(ids, parts, strict=True)]
+
+
+def _parts(value: Any, count: int) -> list[Any] | None:
+    """`value` cut along its first dimension, sample by sample; None: it has no such dimension."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return list(value) if value.ndim and len(value) == count else None
+    if isinstance(value, dict):
+        columns = [_parts(item, count) for item in value.values()]
+        if not columns or any(column is None for column in columns):
+            return None
+        return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
+    if isinstance(value, (list, tuple)):
+        columns = [_parts(item, count) for item in value]
+        if columns and all(column is not None for column in columns):
+            return [list(row) for row in zip(*columns, strict=True)]
+        return list(value) if len(value) == count else None
+    return None
+
+
+def _samples_in(batch: Any) -> int | None:
+    """The length of the first tensor of a batch."""
+    if isinstance(batch, (Tensor, np.ndarray)):
+        return len(batch) if batch.ndim else None
+    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((found for found in map(_samples_in, items) if found is not None), None)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        return value.tolist()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return str(value)
+
+
+def _loaders(trainer: Trainer) -> list[EvaluationLoader]:
+    combined = trainer.predict_loop._combined_loader
+    assert combined is not None
+    return list(combined.flattened)
