@@ -63,7 +63,14 @@ class Stream:
         if self._in_epoch:  # the epoch before was left early
             self.epoch, self.batches = self.epoch + 1, 0
         self._in_epoch = True
-        self._begin()
+        try:
+            self._begin()
+            yield from self._windows()
+        finally:
+            self._iterator = iter(())  # its worker processes end with it
+        self.epoch, self.batches, self._in_epoch = self.epoch + 1, 0, False
+
+    def _windows(self) -> Iterator[tuple[list[Any], dict[str, Any], bool]]:
         window = self._read()
         if window is None:
             raise self._too_short()
@@ -76,7 +83,6 @@ class Stream:
                 position = self._position_at_end()
             yield window, position, following is None
             window = following
-        self.epoch, self.batches, self._in_epoch = self.epoch + 1, 0, False
 
     def take_up(self, position: dict[str, Any]) -> None:
         """Go on from a position of this rank."""
