@@ -45,6 +45,8 @@ class Stream:
         self.epoch = 0
         self.batches = 0  # of this epoch that were handed over, in whole windows
         self.stateful = _stateful(loader)
+        self._fresh: Any = None  # the data set's state before a position was taken up
+        self._leaves_position = False  # the data set may still start each epoch where it was told to go on
         self._random = OwnRandom(0)
         self._resumed: dict[str, Any] | None = None
         self._iterator: Iterator[Any] = iter(())
@@ -97,7 +99,11 @@ class Stream:
         with self._random():
             if restored:
                 assert position is not None
+                self._fresh = copy.deepcopy(self.stateful.state_dict())
                 self.stateful.load_state_dict(position["state"])
+            elif self._leaves_position and not self._has_ended:  # nor did it start anew by itself, at its end
+                self.stateful.load_state_dict(self._fresh)
+            self._leaves_position = restored and self.stateful is not self.loader
             self._iterator = iter(self.loader)
             if restored and self.batches == 0:
                 self._end_epoch_before(is_over=position["over"])  # type: ignore[index]
