@@ -10,9 +10,15 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
+from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
 from torch import Tensor
 
 from shardwise.checkpoint.find import step_of
@@ -22,6 +28,8 @@ from shardwise.plan import Plan
 
 class WindowLoop(_TrainingEpochLoop):
     """An early stop, and the validation that comes with it, wait for the end of the accumulation window."""
+
+    ended_before = False  # the epoch had no batches left when the run went on
 
     @property
     def done(self) -> bool:
@@ -37,6 +45,17 @@ class WindowLoop(_TrainingEpochLoop):
     @_batches_that_stepped.setter
     def _batches_that_stepped(self, count: int) -> None:
         """Lightning's own count of batches, which starts at 0, is not needed."""
+
+    def run(self, data_fetcher: Any) -> None:
+        if self.restarting and self._num_ready_batches_reached():  # saved behind the last batch of an epoch
+            self._restarting, self.ended_before = False, True
+            return
+        super().run(data_fetcher)
+
+    def on_run_start(self, data_fetcher: Any) -> None:
+        super().on_run_start(data_fetcher)
+        # What was pending when the checkpoint was written is done: Lightning would leave some of it out, or do it twice
+        self._restarting = False
 
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
         return not self._should_accumulate() and super()._should_check_val_fx(data_fetcher)
@@ -174,14 +193,102 @@ def count_in_steps(trainer: Trainer, plan: Plan) -> None:
 
 
 class ResumingLoop(_FitLoop):
-    """A module may ask for `trainer.estimated_stepping_batches` in `configure_optimizers`, which loads the data before
-    the checkpoint has said where it goes on. Lightning would leave it at the data's begin."""
+    """The loop over epochs. What is left of an epoch when a run goes on is done as it would have been."""
+
+    leaving_epoch: Callable[[], Any] | None = None  # called where an epoch is left before its last batch
 
     def setup_data(self) -> None:
+        """A module may ask for `trainer.estimated_stepping_batches` in `configure_optimizers`, which loads the data before
+        the checkpoint has said where it goes on. Lightning would leave it at the data's begin."""
         super().setup_data()
-        if self.restarting and self._combined_loader_states_to_load and self._data_fetcher is not None:
+        goes_on = self.restarting or self.is_resuming
+        if goes_on and self._combined_loader_states_to_load and self._data_fetcher is not None:
             self._load_combined_loader_states()
             iter(self._data_fetcher)
+
+    def reset(self) -> None:
+        if self.is_resuming:
+            self._settle_counters()
+        super().reset()
+
+    def _settle_counters(self) -> None:
+        """As they are between two batches, or between two epochs: what Lightning does for counters that were saved
+        within a hook leaves out the end of an epoch."""
+        batches, epochs = self.epoch_loop.batch_progress, self.epoch_progress
+        counted = epochs.current
+        assert isinstance(counted, _ProcessedTracker)
+        if batches.current.completed == batches.current.ready - 1:
+            batches.increment_completed()
+        if counted.processed == counted.ready:
+            if counted.completed == counted.processed - 1:
+                epochs.increment_completed()
+            self.epoch_loop._restarting = False  # the next epoch begins
+
+    def _load_combined_loader_states(self) -> None:
+        """Also between two epochs, where Lightning would begin with the first epoch's samples."""
+        restarting, self._restarting = self._restarting, self._restarting or self.is_resuming
+        super()._load_combined_loader_states()
+        self._restarting = restarting
+
+    def on_run_start(self) -> None:
+        super().on_run_start()
+        self._restarting = False  # else ReduceLROnPlateau is not stepped at this epoch's end
+
+    def on_advance_end(self) -> None:
+        if self.leaving_epoch is not None and not self.epoch_loop._num_ready_batches_reached():
+            self.leaving_epoch()
+        super().on_advance_end()
+
+    def on_iteration_done(self) -> None:
+        super().on_iteration_done()
+        loop = self.epoch_loop
+        if isinstance(loop, WindowLoop) and loop.ended_before:
+            # The next epoch takes the iterator that is there
+            loop.ended_before, self._resuming_from_checkpoint = False, True
+
+
+def before_epoch_ends(trainer: Trainer, work: Callable[[], Any]) -> None:
+    """`work` is done before an epoch that training stops in is counted as a whole one."""
+    assert isinstance(trainer.fit_loop, ResumingLoop)
+    trainer.fit_loop.leaving_epoch = work
+
+
+_KEPT = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx",
+         "dataloader_idx", "metric_attribute")  # fmt: skip
+
+
+def logged_so_far(trainer: Trainer) -> dict[str, Any]:
+    """What `self.log` has gathered of the epoch that is under way, on this rank; without metrics of torchmetrics."""
+    found: dict[str, Any] = {}
+    for key, metric in trainer.fit_loop.epoch_loop._results.items():
+        meta = metric.meta
+        if metric.is_tensor and not metric.has_reset and meta.sync.group is None and meta.reduce_fx in _REDUCTIONS:
+            found[key] = {
+                "meta": {name: getattr(meta, name) for name in _KEPT} | {"reduce_fx": meta.reduce_fx.__name__},
+                "sync": [meta.sync.should, meta.sync.rank_zero_only],
+                "state": {name: getattr(metric, name) for name in metric._defaults},
+                "step": metric._forward_cache,
+            }
+    return found
+
+
+_REDUCTIONS = (torch.mean, torch.sum, torch.max, torch.min)
+
+
+def log_on(trainer: Trainer, saved: dict[str, Any]) -> None:
+    """Take up what `logged_so_far` gave."""
+    device = trainer.strategy.root_device
+    for key, kept in saved.items():
+        meta = _Metadata(**kept["meta"])
+        should, rank_zero_only = kept["sync"]
+        meta.sync = _Sync(fn=trainer.strategy.reduce, _should=should, rank_zero_only=rank_zero_only)
+        metric = _ResultMetric(meta, True)
+        for name, value in kept["state"].items():
+            setattr(metric, name, value.to(device))
+        metric._forward_cache = None if kept["step"] is None else kept["step"].to(device)
+        metric._update_count = 1
+        trainer.fit_loop.epoch_loop._results[key] = metric
+    trainer._logger_connector._first_loop_iter = False  # the first batch of a loop would begin anew
 
 
 class StoppableTrainer(Trainer):

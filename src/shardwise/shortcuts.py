@@ -29,6 +29,9 @@ _EMPTY = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "
           "on_after_backward", "on_before_optimizer_step")  # fmt: skip
 
 
+_END = "on_train_batch_end"  # where what is saved must be what the module has made of its step
+
+
 class Unprofiled(PassThroughProfiler):
     """Notes nothing, in one object."""
 
@@ -40,7 +43,7 @@ class Unprofiled(PassThroughProfiler):
 
 def take_shortcuts(trainer: Trainer, module: LightningModule) -> None:
     """For the rest of this Trainer's life. Callbacks may be added until it starts."""
-    trainer._callbacks_with = {}  # type: ignore[attr-defined] # (hook, number of callbacks) → those that have it
+    trainer._callbacks_with = {}  # type: ignore[attr-defined] # (hook, number of callbacks) → see `_having`
     trainer._idle_hooks = set()  # type: ignore[attr-defined] # of the module; found when training starts
     fit_loop._select_data_fetcher = _fetcher  # type: ignore[attr-defined]
     call._call_callback_hooks = _callback_hooks
@@ -92,14 +95,26 @@ def _callback_hooks(trainer: Any, hook_name: str, *args: Any, monitoring_callbac
         ):
             idle.add("optimizer_zero_grad")  # the strategy has zeroed gradients behind the step before
         trainer._idle_hooks = idle
+    _call(trainer, _having(trainer, hook_name)[0], hook_name, *args, **kwargs)
+
+
+def _having(trainer: Any, hook_name: str) -> tuple[list[Callback], list[Callback]]:
+    """Callbacks that have this hook; and those among them that act once the module has ended its step."""
     key = hook_name, len(trainer.callbacks)
-    if key not in known:
-        known[key] = [c for c in trainer.callbacks if is_overridden(hook_name, c, Callback) or hook_name in vars(c)]
-    if not known[key]:
+    if key not in trainer._callbacks_with:
+        having = [c for c in trainer.callbacks if is_overridden(hook_name, c, Callback) or hook_name in vars(c)]
+        last = [c for c in having if hook_name == _END and getattr(c, "ends_step", False)]
+        trainer._callbacks_with[key] = [c for c in having if c not in last], last
+    found: tuple[list[Callback], list[Callback]] = trainer._callbacks_with[key]
+    return found
+
+
+def _call(trainer: Any, callbacks: list[Callback], hook_name: str, *args: Any, **kwargs: Any) -> None:
+    if not callbacks:
         return
     module = trainer.lightning_module
     before, module.__dict__["_current_fx_name"] = module._current_fx_name, hook_name
-    for callback in known[key]:
+    for callback in callbacks:
         getattr(callback, hook_name)(trainer, module, *args, **kwargs)
     module.__dict__["_current_fx_name"] = before
 
@@ -115,6 +130,12 @@ def _has(module: LightningModule, hook_name: str) -> bool:
 
 
 def _module_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+    if hook_name == _END and hasattr(trainer, "_callbacks_with"):
+        if hook_name not in trainer._idle_hooks:
+            with trainer.strategy.whole_parameters():
+                _named(trainer.lightning_module, hook_name, trainer.lightning_module, *args, **kwargs)
+        _call(trainer, _having(trainer, hook_name)[1], hook_name, *args, **kwargs)
+        return None
     if hook_name in getattr(trainer, "_idle_hooks", ()):
         return None
     module = trainer.lightning_module

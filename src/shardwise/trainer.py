@@ -41,7 +41,7 @@ from shardwise.errors import ConfigError, a_or_an, count
 from shardwise.initialize import derived_seed, initializes_itself, parameters_on_meta, seed_streams
 from shardwise.launch.watchdog import keep_nccl_record, progress
 from shardwise.loggers import build_loggers
-from shardwise.loops import StoppableTrainer, count_in_steps
+from shardwise.loops import StoppableTrainer, before_epoch_ends, count_in_steps
 from shardwise.one_lightning import newly_used, second_copy
 from shardwise.optimizers import configure_optimizers
 from shardwise.out_of_memory import OutOfMemoryWatch, start_history
@@ -241,6 +241,7 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
         limit_train_batches=plan.max_train_batches,
     )
     count_in_steps(trainer, plan)
+    before_epoch_ends(trainer, partial(_save_before_epoch_ends, trainer, guard, saving))
     take_shortcuts(trainer, module)
     explain_what_is_missing(trainer)
     # Lightning's SIGTERM handler is a collective: a signal that reaches one rank only would hang it.
@@ -250,6 +251,12 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
     # It would replace the batch sampler of a predict loader, whose order EvaluationLoader makes.
     trainer._data_connector._prepare_dataloader = lambda dataloader, shuffle, mode: dataloader  # type: ignore[method-assign]
     return trainer
+
+
+def _save_before_epoch_ends(trainer: Trainer, guard: Guard, saving: Saving) -> None:
+    """Training stops within an epoch: once that is counted as a whole one, a run that goes on could not end it."""
+    guard.read_all(trainer)
+    saving.save_within_epoch(trainer)
 
 
 def explain_what_is_missing(trainer: Trainer) -> None:

@@ -37,6 +37,8 @@ class RollBack(Exception):
 class Guard(Callback):
     """Reads every step, hands it on to the log, and stops, skips or rolls back where the Plan says so."""
 
+    ends_step = True  # after every other callback and the module: see shortcuts.py
+
     def __init__(self, plan: Plan, rows: StepLog, saving: Saving) -> None:
         self.plan, self.rows, self.saving = plan, rows, saving
         self.unread: deque[Step] = deque()

@@ -23,6 +23,8 @@ class Leaving(Callback):
     """What a rank was asked for travels with the step's numbers, which are summed over the ranks anyway and are read
     some steps later at the same step everywhere: no wait and no message of its own."""
 
+    ends_step = True  # after every other callback and the module: see shortcuts.py
+
     def __init__(self, plan: Plan, guard: Guard, saving: Saving) -> None:
         self.plan, self.guard, self.saving = plan, guard, saving
         self.unread: deque[Readback] = deque()

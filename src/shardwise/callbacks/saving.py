@@ -17,7 +17,6 @@ from shardwise.checkpoint.find import checkpoint_path, damage, list_checkpoints,
 from shardwise.checkpoint.plain import Packed
 from shardwise.checkpoint.save import Outcome, Writer, publish_again
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.initialize import random_state
 from shardwise.launch.slurm import note
 from shardwise.launch.watchdog import progress
 from shardwise.plan import Plan
@@ -31,6 +30,8 @@ class Saving(Callback):
     written before validation has found it, and another run that goes on from one has a best of its own.
     """
 
+    ends_step = True  # after every other callback and the module: see shortcuts.py
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.folder = Path(plan.run_dir) / "checkpoints"
@@ -42,28 +43,38 @@ class Saving(Callback):
         self._reported: Outcome | None = None
         self._told: Outcome | None = None
         self.validated_step = -1
+        self.finished_step = -1  # behind which nothing was left to do but the end of an epoch
         # What a checkpoint would have held just before validation, and the random state
         self.before_validation: tuple[Packed, dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"validated_step": self.validated_step}
+        return {"validated_step": self.validated_step, "finished_step": self.finished_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.validated_step = state_dict["validated_step"]
+        self.finished_step = state_dict.get("finished_step", -1)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.plan.resume == str(checkpoint_path(self.plan.run_dir, trainer.global_step)):
             self.saved_step = trainer.global_step
-        loop = trainer.fit_loop.epoch_loop
-        if loop.restarting and loop.batch_progress.current.completed >= trainer.num_training_batches:
-            # Saved after an epoch: Lightning would run one more micro-batch of it, and step on that alone.
-            loop.restarting = False
         self.best_score, self.best_path = trainer.strategy.broadcast(self._read_best())
         if trainer.is_global_zero:
             for left in self.folder.glob("*.partial"):
                 _remove(left)
-        if self.plan.resume is not None and self.validated_step != trainer.global_step and self._is_due(trainer):
-            strategy_of(trainer).before_training = partial(self._validate, trainer)
+        if self.plan.resume is not None:
+            strategy_of(trainer).take_up_logged()
+            strategy_of(trainer).before_training = partial(self._finish_step, trainer)
+
+    def _finish_step(self, trainer: Trainer) -> None:
+        """A checkpoint is written before what follows upon a step: validation and ReduceLROnPlateau."""
+        loop = trainer.fit_loop.epoch_loop
+        if self.validated_step != trainer.global_step and self._is_due(trainer):
+            self._validate(trainer)
+        if not trainer.fit_loop.restarted_mid_epoch or self.finished_step == trainer.global_step:
+            return
+        monitored = {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
+        if monitored <= trainer.callback_metrics.keys():  # older checkpoints hold none
+            loop.update_lr_schedulers("step", update_plateau_schedulers=True)
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Whether validation comes after the step that has just ended."""
@@ -99,12 +110,14 @@ class Saving(Callback):
         if now and 0 < step != self.saved_step:  # saved: since, all were skipped
             self.save_step(trainer)
         if validates:
-            self.before_validation = strategy_of(trainer).dump(), random_state(trainer.strategy.root_device)
+            self.before_validation = strategy_of(trainer).dump(), strategy_of(trainer).own_state()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit":
             return
         self.validated_step, self.before_validation = trainer.global_step, None
+        if trainer.global_step == self.plan.max_steps:  # held back until now; the best may be the same one
+            self._save_at_end(trainer)
         monitor = self.plan.checkpoint.monitor
         if monitor is None:
             return
@@ -149,12 +162,20 @@ class Saving(Callback):
         else:
             self._save(trainer, path, published)
 
+    def save_within_epoch(self, trainer: Trainer) -> None:
+        """The last step, before an epoch that has not come to its end is counted."""
+        self.finished_step = trainer.global_step
+        self._save_at_end(trainer)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save_at_end(trainer)
+        self.settle(trainer, last=True)
+
+    def _save_at_end(self, trainer: Trainer) -> None:
         every = self.plan.checkpoint.save_every_n_steps
         due = self.plan.checkpoint.save_at_end or (every and trainer.global_step % every == 0)
         if due and 0 < trainer.global_step != self.saved_step:
             self.save_step(trainer)
-        self.settle(trainer, last=True)
 
     def save_now(self, trainer: Trainer, *, leaves: bool) -> str:
         """The step that the counters show, unless it is saved already; until it is written. Collective.

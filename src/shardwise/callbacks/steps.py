@@ -32,6 +32,8 @@ class StepLog(Callback):
     The guard hands it each step once its numbers have come from the device; `flush` ends what is still on its way.
     """
 
+    ends_step = True  # after every other callback and the module: see shortcuts.py
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.meter = Meter(plan)

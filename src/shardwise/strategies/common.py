@@ -46,6 +46,7 @@ from shardwise.data.loaders import EvaluationLoader, TrainLoader
 from shardwise.errors import ConfigError, RunStopped, where
 from shardwise.initialize import broadcast_from_rank_zero, derived_seed, random_state, seed_streams, set_random_state
 from shardwise.launch.signals import asked
+from shardwise.loops import log_on, logged_so_far
 from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
 from shardwise.precision import (
@@ -97,7 +98,8 @@ class PlannedStrategy(ParallelStrategy):
         self._shards: dict[int, nn.Parameter] = {}  # what an optimizer was given in place of a parameter, by its id
         self._files: dist.ProcessGroup | None = None
         self._closing: list[Callable[[], Any]] = []
-        self._random: dict[str, Any] | None = None  # this rank's random state, to go on with
+        self._random: dict[str, Any] | None = None  # this rank's `own_state`, to go on with
+        self._metrics: dict[str, Any] = {}  # of the last step before, to go on with
         self._before_validation: dict[str, Any] | None = None
         self._told: set[str] = set()  # keys that are not plain data
         self.missing: dict[str, str] = {}  # of the checkpoint that is resumed, and why
@@ -241,6 +243,11 @@ class PlannedStrategy(ParallelStrategy):
         module = self.lightning_module
         if module is None or not any(p.is_meta for p in module.parameters()):
             super().teardown()  # moves the module to the CPU: before it is made, that would hide the error that ends it
+
+    @contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Around a hook of the module that runs outside a forward: parameters are there as under ddp. Collective."""
+        yield
 
     # Every step goes through the root's forward, where a strategy shows the root its parameters
 
@@ -584,7 +591,23 @@ class PlannedStrategy(ParallelStrategy):
         where a hook is."""
         assert self.lightning_module is not None
         connector = self.lightning_module.trainer._checkpoint_connector
-        return self.pack(connector.dump_checkpoint(weights_only=False))
+        metrics = dict(self.lightning_module.trainer.callback_metrics)
+        return self.pack({**connector.dump_checkpoint(weights_only=False), "metrics": metrics})
+
+    def own_state(self) -> dict[str, Any]:
+        """What is this rank's alone: where its random streams stand, and what it has logged."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        own = {"metrics": dict(trainer.callback_metrics), "logged": logged_so_far(trainer)} if self._is_training else {}
+        return random_state(self.root_device) | own
+
+    def take_up_logged(self) -> None:
+        """Of the run that is resumed: what ReduceLROnPlateau looks at, and means over the epoch that is under way."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        trainer._logger_connector._callback_metrics.update(self._metrics)
+        if trainer.fit_loop.restarted_mid_epoch and self._random is not None:
+            log_on(trainer, self._random.get("logged", {}))
 
     def pack(self, checkpoint: dict[str, Any]) -> Packed:
         """Copied, on rank 0, which writes it. Says which keys are not plain data, once."""
@@ -622,7 +645,7 @@ class PlannedStrategy(ParallelStrategy):
     def snapshot(self, checkpoint: Packed, own: dict[str, Any] | None = None) -> Snapshot:
         """Everything that a checkpoint holds, as it is: what changes later must be copied first. Collective.
 
-        `checkpoint`: from `dump`. `own`: this rank's random state, if not as it is now.
+        `checkpoint`: from `dump`. `own`: from `own_state`, if not as it is now.
         """
         module, loader = self.lightning_module, self.train_loader
         assert module is not None
@@ -646,7 +669,7 @@ class PlannedStrategy(ParallelStrategy):
         volatile = frozenset(
             f"model.{name}" for name in shapes_of(module) if name not in stepped or not module.automatic_optimization
         )
-        own = random_state(self.root_device) if own is None else own
+        own = self.own_state() if own is None else own
         if loader is not None and (position := loader.position()) is not None:
             own = {**own, "stream": position}
         tensors = gather(self, module, training)
@@ -680,6 +703,7 @@ class PlannedStrategy(ParallelStrategy):
                 _in_micro_batches(rest["loops"], rest["accumulate_grad_batches"], self.plan.accumulate_grad_batches)
                 self._random, missing = load_own(folder, self.plan.trust)
                 self._read_all_but(missing)
+                self._metrics = {**rest.pop("metrics", {}), **(self._random or {}).get("metrics", {})}
         return {**rest, "state_dict": {}, "optimizer_states": []}
 
     def _read_all_but(self, missing: dict[str, str]) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.state import Held
+from shardwise.checkpoint.tensors import slice_of
 from shardwise.errors import ConfigError
 from shardwise.initialize import Materializer, broadcast_from_rank_zero
 from shardwise.optimizers import treats_weights_one_by_one
@@ -57,6 +58,29 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             "num_replicas": topology.data_parallel_size,
             "rank": topology.data_parallel_rank(self.global_rank),
         }
+
+    @contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Gathered in the masters' precision; what the hook writes into a parameter goes into the shards."""
+        assert self.lightning_module is not None
+        layers = list(self.lightning_module.modules())
+        owned: list[tuple[nn.Module, str, Any]] = [
+            (layer, name, p) for layer in layers for name, p in layer._parameters.items() if isinstance(p, DTensor)
+        ]
+        wholes = {id(p): nn.Parameter(p.detach().full_tensor(), p.requires_grad) for _, _, p in owned}
+        before = {key: whole._version for key, whole in wholes.items()}
+        for layer, name, p in owned:
+            layer._parameters[name] = wholes[id(p)]
+        try:
+            yield
+        finally:
+            for layer, name, p in owned:
+                layer._parameters[name] = p
+        for p in {id(p): p for _, _, p in owned}.values():
+            if wholes[id(p)]._version != before[id(p)]:
+                for box in slice_of(p, local_part(p.detach())):
+                    where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.values.shape, strict=True))
+                    box.values.copy_(wholes[id(p)].detach()[where])
 
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None

@@ -236,6 +236,28 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
     def engine(self) -> Any:
         return self.model
 
+    @contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """What the hook writes into a frozen parameter, an average say, stays; the trained ones are DeepSpeed's."""
+        if self.plan.strategy.zero_stage < 3:
+            yield
+            return
+        from deepspeed.runtime.zero import GatheredParameters
+
+        assert self.lightning_module is not None
+        trained = {n: p for n, p in self.lightning_module.named_parameters() if p.requires_grad}
+        absent = [p for p in trained.values() if p.ds_status.name != "AVAILABLE"]  # type: ignore[attr-defined]
+        frozen = [p for p in self.lightning_module.parameters() if not p.requires_grad and hasattr(p, "ds_id")]
+        with GatheredParameters(frozen, modifier_rank=0), GatheredParameters(absent):
+            before = {name: p._version for name, p in trained.items()}
+            yield
+            changed = [name for name, p in trained.items() if p._version != before[name]]
+        if changed:
+            raise ConfigError(
+                f"{self.module_name} writes into {', '.join(changed[:4])} in a hook: under {self.plan.strategy.name} "
+                f"trained weights are in DeepSpeed's hands, and this would be lost; use strategy=ddp or fsdp"
+            )
+
     # Masters
 
     def _parts(self) -> Iterator[tuple[str, int, Tensor]]:

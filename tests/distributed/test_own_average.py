@@ -1,0 +1,125 @@
+"""A moving average that the module keeps itself, in `on_train_batch_end`: in a second network, a buffer and a dict."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from shardwise.checkpoint.find import checkpoint_path
+from shardwise.compose import compose
+from shardwise.errors import ConfigError
+from shardwise.plan import Host, Plan, make_plan
+from tests.distributed.cells import fit
+from tests.distributed.processes import spawn
+
+STOP, STEPS = 3, 5
+CELLS = {
+    "ddp": ["strategy=ddp"],
+    "fsdp": ["strategy=fsdp", "checkpoint=async"],
+    "fsdp-bf16": ["strategy=fsdp", "precision=bf16"],
+    "zero3": ["strategy=zero3"],
+}
+
+
+class Averaging(LightningModule):
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 1))
+        self.average = deepcopy(self.net).requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(7, 4))
+        self.shadow: dict[str, Tensor] = {}
+        self.writes = writes
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).float().pow(2).mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for mine, other in zip(self.average.parameters(), self.net.parameters(), strict=True):
+                mine.lerp_(other, 0.1)
+            self.mean.lerp_(self.net[0].weight.float(), 0.1)
+            for name, p in self.net.named_parameters():
+                self.shadow[name] = torch.lerp(self.shadow.get(name, torch.zeros_like(p)), p, 0.1)
+            if self.writes:
+                self.net[0].weight.clamp_(-0.1, 0.1)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["shadow"] = self.shadow
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.shadow = checkpoint["shadow"]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.net.parameters(), 0.05)
+
+
+class Data(LightningDataModule):
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        return DataLoader(rows, batch_size=self.batch_size)  # type: ignore[arg-type]
+
+
+class Look(Callback):
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.shadow = {name: tensor.clone() for name, tensor in pl_module.shadow.items()}
+
+
+def plan_for(run_dir: Path, *words: str) -> Plan:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    argv = [
+        "recipe=custom", f"module._target_={__name__}.Averaging", f"data._target_={__name__}.Data", "units=[]",
+        "+data.batch_size=${micro_batch_size}", f"runs_dir={run_dir.parent}", f"name={run_dir.name}", "accelerator=cpu",
+        "devices=2", "global_batch_size=8", "micro_batch_size=2", "checkpoint.monitor=null", f"max_steps={STEPS}",
+        f"checkpoint.save_every_n_steps={STOP}", *words,
+    ]  # fmt: skip
+    return make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0))
+
+
+def averages(run_dir: Path, *words: str) -> dict[str, Tensor]:
+    look = Look()
+    found = fit(plan_for(run_dir, *words), look)
+    dist.barrier()
+    return {**found["final"], **found["buffers"], **{f"shadow.{name}": t for name, t in look.shadow.items()}}
+
+
+def all_cells(folder: Path) -> dict[str, Any]:
+    """In each rank."""
+    found: dict[str, Any] = {}
+    for name, words in CELLS.items():
+        straight = averages(folder / name / "straight", *words)
+        resume = f"resume={checkpoint_path(folder / name / 'straight', STOP)}"
+        found[name] = straight, averages(folder / name / "resumed", *words, resume)
+    for name in ("ddp", "fsdp", "zero3"):
+        try:
+            found[f"{name} writes"] = averages(folder / name / "writes", *CELLS[name], "module.writes=true")
+        except ConfigError as error:
+            found[f"{name} writes"] = str(error)
+    return found
+
+
+def test_an_average_of_the_modules_own_goes_on_as_it_was(tmp_path: Path) -> None:
+    for rank in spawn(2, all_cells, tmp_path):
+        whole = rank["ddp"][0]
+        assert {"average.0.weight", "mean", "shadow.2.bias"} <= whole.keys()
+        for name in CELLS:
+            straight, resumed = rank[name]
+            assert straight.keys() == whole.keys()
+            assert [key for key in straight if not torch.equal(straight[key], resumed[key])] == [], name
+            if "bf16" not in name:
+                for key, value in whole.items():
+                    torch.testing.assert_close(straight[key].view_as(value), value, msg=f"{name} {key}")
+        assert rank["ddp writes"]["net.0.weight"].abs().max() <= 0.1
+        for key, value in rank["ddp writes"].items():
+            torch.testing.assert_close(rank["fsdp writes"][key], value, msg=key)
+        assert "Averaging writes into net.0.weight in a hook" in rank["zero3 writes"]

@@ -1,0 +1,187 @@
+"""A run that goes on is the run that never stopped: every scheduler of torch, and every counter that a module can see.
+
+Saved behind a step in the middle of an epoch, at its end, and where the run stops; with max_steps and max_epochs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as schedulers
+from torch.utils.data import DataLoader
+
+from shardwise.checkpoint.find import checkpoint_path
+from shardwise.compose import compose
+from shardwise.plan import Host, Plan, make_plan
+from tests.distributed.cells import fit
+from tests.distributed.processes import spawn
+
+EPOCH, STEPS = 4, 12  # steps
+MIDDLE, END = 6, 8  # in the second epoch
+
+SCHEDULES: dict[str, Any] = {
+    "StepLR": lambda o: schedulers.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [2, 7], 0.5),
+    "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.8),
+    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 10),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 3),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, 3, mode="triangular2"),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=STEPS + 1),
+    "LinearLR": lambda o: schedulers.LinearLR(o, 0.5, total_iters=9),
+    "ConstantLR": lambda o: schedulers.ConstantLR(o, 0.5, 2),
+    "PolynomialLR": lambda o: schedulers.PolynomialLR(o, 9, 2.0),
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda n: 0.9**n),
+    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda n: 0.9),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o, [schedulers.ConstantLR(o, 0.1, 2), schedulers.ExponentialLR(o, 0.9)], [2]
+    ),
+    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(o, 0.1, 2), schedulers.ExponentialLR(o, 0.9)]
+    ),
+    # Each monitors what is there when it is stepped: at once, over the epoch, or from validation
+    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, factor=0.5, patience=0),
+}
+
+
+class Module(LightningModule):
+    def __init__(self, schedule: str, interval: str, frequency: int = 1, monitor: str = "") -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.schedule = schedule
+        self.config = {"interval": interval, "frequency": frequency} | ({"monitor": monitor} if monitor else {})
+        self.seen: list[Any] = []  # what it is told, and what it trains with
+        self.epochs_ended = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        group = self.optimizers().param_groups[0]  # type: ignore[union-attr]
+        self.seen.append((self.current_epoch, batch_idx, self.global_step, self.epochs_ended, group["lr"],
+                          group.get("momentum")))  # fmt: skip
+        loss = self.net(batch).pow(2).mean() * (1 + batch_idx % 3)  # up and down
+        self.log("at_once", loss, on_step=True, on_epoch=False)
+        self.log("mean", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("validated", self.net(batch).pow(2).mean() * (1 + self.global_step % 5), sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs_ended += 1
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["epochs_ended"] = self.epochs_ended
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.epochs_ended = checkpoint["epochs_ended"]
+
+    def on_fit_end(self) -> None:
+        Module.finished = self.seen, self.trainer.current_epoch
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": SCHEDULES[self.schedule](optimizer), **self.config},
+        }
+
+
+class Data(LightningDataModule):
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        rows = torch.randn(4 * EPOCH, 4, generator=torch.Generator().manual_seed(0))
+        return DataLoader(rows, batch_size=self.batch_size, shuffle=True)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+        return DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+
+
+def plan_for(run_dir: Path, ranks: int, module: list[Any], *words: str) -> Plan:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    arguments = [
+        f"module.{k}={v}" for k, v in zip(("schedule", "interval", "frequency", "monitor"), module, strict=False)
+    ]
+    argv = [
+        "recipe=custom", f"module._target_={__name__}.Module", f"data._target_={__name__}.Data", "units=[]", *arguments,
+        "+data.batch_size=${micro_batch_size}", f"runs_dir={run_dir.parent}", f"name={run_dir.name}", "accelerator=cpu",
+        f"devices={ranks}", "global_batch_size=4", f"micro_batch_size={2 // ranks}", "checkpoint.monitor=null",
+        "checkpoint.keep_last=9", "log_every_n_steps=100", *words,
+    ]  # fmt: skip
+    return make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0))
+
+
+def one(run_dir: Path, ranks: int, module: list[Any], *words: str) -> dict[str, Any]:
+    Module.finished = [], 0
+    final = fit(plan_for(run_dir, ranks, module, *words))["final"]
+    dist.barrier()
+    seen, epoch = Module.finished
+    return {"final": final, "seen": seen, "epoch": epoch}
+
+
+def deviations(folder: Path, ranks: int, module: list[Any], limit: str, *words: str) -> list[str]:
+    """What is other in runs that were stopped than in one that was not."""
+    unit = 1 if limit == "max_steps" else EPOCH
+    every = "checkpoint.save_every_n_steps=2"
+    straight = one(folder / "straight", ranks, module, f"{limit}={STEPS // unit}", every, *words)
+    found = []
+    for step in (MIDDLE, END):
+        resumed = {}
+        if step == MIDDLE or len(module) == 4:
+            resume = f"resume={checkpoint_path(folder / 'straight', step)}"
+            resumed["died"] = one(folder / f"died-{step}", ranks, module, f"{limit}={STEPS // unit}", resume, *words)
+        if step == END or (limit == "max_steps" and len(module) == 4):
+            # Where a run stops it is saved last of all, and not within the step
+            stopped = folder / f"stopped-{step}"
+            one(stopped, ranks, module, f"{limit}={step // unit}", "checkpoint.save_every_n_steps=null", *words)
+            resume = f"resume={checkpoint_path(stopped, step)}"
+            resumed["stopped"] = one(stopped, ranks, module, f"{limit}={STEPS // unit}", resume, *words)
+        for how, run in resumed.items():
+            rest = straight["seen"][-len(run["seen"]) :]
+            if len(run["seen"]) != 2 * (STEPS - step) or run["seen"] != rest or run["epoch"] != straight["epoch"]:
+                found.append(f"{how} at {step}: saw {run['seen'][:3]}…, not {rest[:3]}… ({run['epoch']})")
+            if not all(torch.equal(run["final"][key], value) for key, value in straight["final"].items()):
+                found.append(f"{how} at {step}: other weights")
+    return found
+
+
+def each(folder: Path, ranks: int, cases: list[Any]) -> dict[str, list[str]]:
+    """In each rank."""
+    found = {}
+    for number, (module, limit, *words) in enumerate(cases):
+        found[f"{module} {limit} {words}"] = deviations(folder / str(number), ranks, module, limit, *words)
+    return found
+
+
+CASES: dict[str, list[Any]] = {
+    "one": [
+        *([[name, "step"], "max_steps"] for name in SCHEDULES if name != "ReduceLROnPlateau"),
+        *([[name, "epoch"], "max_epochs"] for name in ("StepLR", "CyclicLR", "LambdaLR", "SequentialLR")),
+        [["StepLR", "step", 3], "max_epochs"],
+        [["ExponentialLR", "epoch", 2], "max_steps"],
+    ],
+    "plateau": [
+        [["ReduceLROnPlateau", "step", 1, "at_once"], "max_steps"],
+        [["ReduceLROnPlateau", "step", 2, "at_once"], "max_epochs"],
+        [["ReduceLROnPlateau", "step", 4, "validated"], "max_steps", "validate_every_n_steps=2"],  # 4 micro-batches
+        [["ReduceLROnPlateau", "epoch", 1, "mean"], "max_steps"],
+        [["ReduceLROnPlateau", "epoch", 1, "mean"], "max_epochs"],
+        [["ReduceLROnPlateau", "epoch", 1, "validated"], "max_steps"],
+        [["ReduceLROnPlateau", "epoch", 1, "validated"], "max_steps", "validate_every_n_steps=2"],
+    ],
+}  # fmt: skip
+TWO = [[["ReduceLROnPlateau", "epoch", 1, "mean"], "max_steps"], [["OneCycleLR", "step"], "max_epochs"]]
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(1, CASES["one"]), (1, CASES["plateau"]), (2, TWO)])
+def test_every_schedule_goes_on_as_if_it_had_not_stopped(tmp_path: Path, ranks: int, cases: list[Any]) -> None:
+    for found in spawn(ranks, each, tmp_path, ranks, cases):
+        assert len(found) == len(cases)
+        assert {case: said for case, said in found.items() if said} == {}
