@@ -185,3 +185,17 @@ def test_every_schedule_goes_on_as_if_it_had_not_stopped(tmp_path: Path, ranks: 
     for found in spawn(ranks, each, tmp_path, ranks, cases):
         assert len(found) == len(cases)
         assert {case: said for case, said in found.items() if said} == {}
+
+
+def best_and_last(folder: Path) -> dict[str, list[int]]:
+    """Links per file of each checkpoint."""
+    words = ["max_steps=8", "checkpoint.save_every_n_steps=null", "checkpoint.monitor=validated"]
+    one(folder / "run", 1, ["StepLR", "step"], *words)
+    found = folder.glob("run/checkpoints/*.ckpt")
+    return {path.name: [file.stat().st_nlink for file in path.iterdir()] for path in found}
+
+
+def test_the_best_and_the_last_are_the_same_files(tmp_path: Path) -> None:
+    (links,) = spawn(1, best_and_last, tmp_path)
+    assert set(links["step-00000008.ckpt"]) == {2}, links
+    assert set(links["best-00000008.ckpt"]) == {2}, links

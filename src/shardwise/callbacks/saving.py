@@ -72,8 +72,8 @@ class Saving(Callback):
             self._validate(trainer)
         if not trainer.fit_loop.restarted_mid_epoch or self.finished_step == trainer.global_step:
             return
-        monitored = {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
-        if monitored <= trainer.callback_metrics.keys():  # older checkpoints hold none
+        plateaus = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step"]
+        if {config.monitor for config in plateaus} <= trainer.callback_metrics.keys():  # older checkpoints hold none
             loop.update_lr_schedulers("step", update_plateau_schedulers=True)
 
     def _is_due(self, trainer: Trainer) -> bool:
