@@ -198,8 +198,8 @@ class ResumingLoop(_FitLoop):
     leaving_epoch: Callable[[], Any] | None = None  # called where an epoch is left before its last batch
 
     def setup_data(self) -> None:
-        """A module may ask for `trainer.estimated_stepping_batches` in `configure_optimizers`, which loads the data before
-        the checkpoint has said where it goes on. Lightning would leave it at the data's begin."""
+        """A module may ask for `trainer.estimated_stepping_batches` in `configure_optimizers`, which loads the data
+        before the checkpoint has said where it goes on. Lightning would leave it at the data's begin."""
         super().setup_data()
         goes_on = self.restarting or self.is_resuming
         if goes_on and self._combined_loader_states_to_load and self._data_fetcher is not None:
