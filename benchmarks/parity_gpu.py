@@ -27,6 +27,7 @@ import torch  # noqa: E402
 
 from shardwise.environment import describe_environment  # noqa: E402
 from shardwise.loggers import read_metrics  # noqa: E402
+from tests.distributed import test_backward, test_scalars  # noqa: E402
 from tests.distributed.processes import spawn  # noqa: E402
 from tests.distributed.test_anybodys_module import BOUNDS as MODULE_BOUNDS  # noqa: E402
 from tests.distributed.test_anybodys_module import KINDS, RANKS, deviations, run_all  # noqa: E402
@@ -44,6 +45,27 @@ def modules(ranks: int, accelerator: str, folder: Path) -> list[dict[str, Any]]:
             bounds = MODULE_BOUNDS[precision]
             rows.append({"module": module, "strategy": strategy, "precision": precision, "update": update,
                          "buffer": buffer, "holds": update <= bounds[0] and buffer <= bounds[1]})  # fmt: skip
+    return rows
+
+
+def beside_ddp(ranks: int, accelerator: str, folder: Path) -> list[dict[str, Any]]:
+    """Second derivatives, views, objects between layers, and scalar parameters: the largest deviation of an update
+    from that under ddp on the same devices."""
+    if ranks != RANKS:
+        return []
+    backward = spawn(ranks, test_backward.run, folder / "backward", accelerator, timeout_seconds=400)[0]
+    scalars = spawn(ranks, test_scalars.run, folder / "scalars", accelerator, timeout_seconds=400)[0]
+    rows = []
+    for key in test_backward.CELLS:
+        module, strategy, precision, *words = key
+        bound, update = test_backward.BOUNDS[precision], test_backward.off(backward, key)
+        rows.append({"module": " ".join([module, *words]), "strategy": strategy, "precision": precision,
+                     "update": update, "bound": bound, "holds": update <= bound})  # fmt: skip
+    for strategy, precision in test_scalars.CELLS:
+        bound = test_scalars.BOUNDS[precision]
+        update = test_scalars.off(scalars, (strategy, precision), ("ddp", precision))
+        rows.append({"module": "Scalars", "strategy": strategy, "precision": precision, "update": update,
+                     "bound": bound, "holds": update <= bound})  # fmt: skip
     return rows
 
 
@@ -109,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", help="comma-separated; default: 2 and all")
     parser.add_argument("--accelerator", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--sections", default="modules,curves,speed")
+    parser.add_argument("--sections", default="modules,beside_ddp,curves,speed")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--commit", help="of this code, where it was copied without its history")
     arguments = parser.parse_args()
@@ -136,11 +158,15 @@ def main() -> None:
                         for row in result["modules"]:
                             told = f"{row['update']:.1e}  {row['buffer']:.1e}  holds: {row['holds']}"
                             print(f"{number} ranks  {row['module']:<9}{row['precision']}  {row['strategy']:<12}{told}")
+                    case "beside_ddp":
+                        result["beside_ddp"] = beside_ddp(number, arguments.accelerator, folder)
+                        for row in result["beside_ddp"]:
+                            print(f"{number} ranks  {row}", flush=True)
                     case "curves":
                         result["curves"] = curves(number, arguments.accelerator, folder)
                     case "speed":
                         result["speed"] = speed(number, folder)
-                runs = {} if section == "modules" else result[section]
+                runs = {} if section in ("modules", "beside_ddp") else result[section]
                 for run, values in runs.items():
                     if values["exit_code"]:
                         print(f"{number} ranks  {run}: exit code {values['exit_code']}\n{values['stderr']}", flush=True)

@@ -27,21 +27,22 @@ RESUMED = [("fsdp", "zero3"), ("zero3", "fsdp"), ("ddp", "fsdp")]
 SAVE = ["checkpoint.save_every_n_steps=2", "checkpoint.keep_last=9", "gradient_clip_val=1.0"]
 
 
-def run(folder: Path) -> dict[Any, Any]:
+def run(folder: Path, accelerator: str = "cpu") -> dict[Any, Any]:
     """In each rank."""
     done: dict[Any, Any] = {}
+    save = [f"accelerator={accelerator}", *SAVE]
     for strategy, precision in CELLS:
         plan = plan_for(
-            folder / f"{strategy}-{precision}", "Scalars", RANKS, *words_for(strategy), f"precision={precision}", *SAVE
+            folder / f"{strategy}-{precision}", "Scalars", RANKS, *words_for(strategy), f"precision={precision}", *save
         )
         done[strategy, precision] = fit(plan)
     for strategy, source in RESUMED:
-        plan = plan_for(folder / f"{strategy}-of-{source}", "Scalars", RANKS, *words_for(strategy), *SAVE)
+        plan = plan_for(folder / f"{strategy}-of-{source}", "Scalars", RANKS, *words_for(strategy), *save)
         (first, _) = list_checkpoints(folder / f"{source}-fp32")
         assert "00000002" in first.name
         done["resumed", strategy, source] = fit(dataclasses.replace(plan, resume=str(first)))
     for strategy in ("fsdp", "zero2", "zero3"):
-        plan = plan_for(folder / f"hollow-{strategy}", "Hollow", RANKS, *words_for(strategy), "max_steps=1", *SAVE)
+        plan = plan_for(folder / f"hollow-{strategy}", "Hollow", RANKS, *words_for(strategy), "max_steps=1", *save)
         try:
             fit(plan)
             done["hollow", strategy] = "done"
