@@ -365,6 +365,21 @@ def section(result: dict[str, Any]) -> list[str]:
             for r in rows
         ]
         lines.append("")
+    if rows := result.get("beside_ddp"):
+        lines += [
+            "**Beside ddp on the same GPUs** (tests/distributed/test_backward.py, test_scalars.py): second derivatives, "
+            "views that are written into, objects between layers, parameters without a dimension; the largest deviation "
+            "of an update from that under ddp.",
+            "",
+            "| module | strategy | precision | update | bound |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {r['module']} | {r['strategy']} | {r['precision']} | {r['update']:.1e} | {r['bound']:.0e} |"
+            for r in rows
+            if r["strategy"] != "ddp"
+        ]
+        lines.append("")
     if runs := finished(result.get("curves")):
         steps = [100, 200]
         lines += [
