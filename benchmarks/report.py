@@ -367,9 +367,9 @@ def section(result: dict[str, Any]) -> list[str]:
         lines.append("")
     if rows := result.get("beside_ddp"):
         lines += [
-            "**Beside ddp on the same GPUs** (tests/distributed/test_backward.py, test_scalars.py): second derivatives, "
-            "views that are written into, objects between layers, parameters without a dimension; the largest deviation "
-            "of an update from that under ddp.",
+            "**Beside ddp on the same GPUs** (tests/distributed/test_backward.py, test_scalars.py): second "
+            "derivatives, views that are written into, objects between layers, parameters without a dimension; the "
+            "largest deviation of an update from that under ddp.",
             "",
             "| module | strategy | precision | update | bound |",
             "|---|---|---|---|---|",

@@ -179,7 +179,7 @@ class InnerBackwards:
 
         state._root_post_backward_final_callback = end_of_pass
         state._pre_backward = pre_backward
-        for group in state._fsdp_param_groups:
+        for group in _groups_of(state):
             self._hold_back(group)
 
     def _hold_back(self, group: Any) -> None:
@@ -211,12 +211,19 @@ class InnerBackwards:
             layer.reshard()
 
 
+def _groups_of(state: Any) -> list[Any]:
+    """A layer's groups of parameters; torch 2.11 has one of them, or none."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 def _be_idle(state: Any) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     if state._training_state == TrainingState.PRE_BACKWARD:
         state._training_state = TrainingState.IDLE
-    for group in state._fsdp_param_groups:
+    for group in _groups_of(state):
         if group._training_state == TrainingState.PRE_BACKWARD:
             group._training_state = TrainingState.IDLE
 
