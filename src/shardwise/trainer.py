@@ -310,6 +310,7 @@ def quiet_lightning() -> None:
         ".*number of training batches .* is smaller than the logging interval.*",  # StepLog keeps its own
         ".*predict returned None.*",  # a padding batch
         ".*`IterableDataset` has `__len__` defined.*",  # an end that comes earlier is one of all ranks
+        ".*RNN module weights are not part of single contiguous chunk.*",  # under fsdp they cannot be
         ".*wandb run already in progress.*",  # a run that was rolled back goes on in the same one
         ".*barrier.*: using the device under current context.*",
         ".*torch.distributed.* is deprecated. Please use.*",  # DeepSpeed, on torch 2.13

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from shardwise.compose import compose
 from shardwise.plan import Host, Plan, make_plan
+from shardwise.precision import set_matmul_mode
 from shardwise.trainer import build_data, build_module, build_trainer, init_process_group, quiet_lightning
 
 TINY = [
@@ -79,6 +80,7 @@ def state_hash(parameters: dict[str, Tensor], module: nn.Module) -> str:
 def fit(plan: Plan, *callbacks: Callback) -> dict[str, Any]:
     """Fit `plan` in this rank: start and final parameters, logged losses and gradient norms, validation."""
     quiet_lightning()
+    set_matmul_mode(plan.precision)
     if not torch.distributed.is_initialized():
         init_process_group(plan)
     module, capture = build_module(plan), Capture()

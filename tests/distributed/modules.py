@@ -116,7 +116,7 @@ class Bare(LightningModule):
         x = self.layers(real)
         for layer in self.last:
             x = layer(x=x)
-        return F.mse_loss(x.float(), real.flip(1))
+        return F.mse_loss(x.float(), real.flip(1).float())
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self.loss(batch[0])
@@ -199,7 +199,7 @@ class Scalars(Bare):
         self.offset = nn.Parameter(torch.tensor(0.25), requires_grad=False)
 
     def loss(self, real: Tensor) -> Tensor:
-        return F.mse_loss((self.temperature * self.layers(real) + self.offset).float(), real.flip(1))
+        return F.mse_loss((self.temperature * self.layers(real) + self.offset).float(), real.flip(1).float())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
@@ -252,7 +252,10 @@ class Sensitive(Steep):
             x = real.detach().requires_grad_()
             y = self.net(x).float()
             (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-            return F.mse_loss(y, real.flip(1) + 0.1 * gradient.float()) + 0.1 * self.head(real).float().pow(2).mean()
+            return (
+                F.mse_loss(y, real.flip(1).float() + 0.1 * gradient.float())
+                + 0.1 * self.head(real).float().pow(2).mean()
+            )
 
 
 class Cut(Layer):
@@ -282,7 +285,7 @@ class InPlace(Bare):
             x[:, :2].mul_(0.9)
         for layer in self.last:
             x = layer(x * 1.0)
-        return F.mse_loss(x.float(), real.flip(1))
+        return F.mse_loss(x.float(), real.flip(1).float())
 
 
 class Graph:
@@ -316,7 +319,7 @@ class OfGraphs(Bare):
         graph = self.layers(Graph(real, {"mean": real.mean(1, keepdim=True).expand(-1, 6)}))
         for layer in self.last:
             layer(graph)
-        return F.mse_loss((graph.nodes + graph.edges["mean"]).float(), real.flip(1))
+        return F.mse_loss((graph.nodes + graph.edges["mean"]).float(), real.flip(1).float())
 
 
 class Clips(Bare):

@@ -132,6 +132,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         for layer in module.modules():
             if isinstance(layer, FSDPModule) and (group := layer._get_fsdp_state()._fsdp_param_group):
                 _reduce_unused_as_zero(group)
+            if isinstance(layer, nn.RNNBase):
+                layer.flatten_parameters = _leave_where_they_are  # type: ignore[method-assign]
         if not module.automatic_optimization:
             # FSDP2 notes the dtypes of what needs gradients when a layer first runs: before an optimizer is toggled.
             for root in self._roots(module):
@@ -248,6 +250,11 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     def full_parameters(self) -> dict[str, Tensor]:
         self._reshard()
         return super().full_parameters()
+
+
+def _leave_where_they_are() -> None:
+    """An RNN on a GPU would move its gathered weights into one buffer of its own for cuDNN, once. What FSDP2 gathers
+    later would not reach that buffer, and the RNN would compute with the weights of its first step for ever."""
 
 
 def _reduce_unused_as_zero(group: Any) -> None:
