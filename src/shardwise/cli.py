@@ -22,6 +22,7 @@ from shardwise.checkpoint.find import (
     stage_file,
     step_of,
     stopped_before,
+    was_trained,
 )
 from shardwise.checkpoint.weights import list_weights
 from shardwise.compose import Job, compose
@@ -70,11 +71,11 @@ def _train(argv: list[str]) -> int:
             if code := run_alone(argv, jobs[0].config):  # once, for all jobs of a sweep
                 return code
         return start_all(jobs, plans)
-    except ConfigError as error:
-        return report(error)
     except KeyboardInterrupt:
         sys.stderr.write("shardwise: stopped by Ctrl-C\n")
         return 130
+    except Exception as error:  # the user's own code has been imported, and his data made
+        return report(error)
 
 
 def make_run_plans(jobs: tuple[Job, ...], host: Host) -> tuple[tuple[Job, ...], list[Plan]]:
@@ -202,11 +203,14 @@ def start(job: Job, plan: Plan, single: bool) -> int:
         records = {"config.yaml": job.yaml, "plan.json": plan.to_json()}
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            hold(run_dir, plan.stage)
+            alone = hold(run_dir, plan.stage)
             begun = has_begun(plan.run_dir)
             note_begun(plan.run_dir)
             if plan.stage == "fit" and job.config.resume is None and not begun:
-                (run_dir / "plan.json").touch(exist_ok=False)  # of two runs that want one name, the first has it
+                # Of two runs that want one name, the first has it. A start that trained nothing keeps no name, where
+                # it is certain that it is over.
+                may_be_there = alone and not was_trained(run_dir)
+                (run_dir / "plan.json").touch(exist_ok=may_be_there)
             for name, text in records.items():
                 path = run_dir / stage_file(name, plan.stage)
                 if (kept := keep_earlier(path, text)) is not None:
@@ -225,24 +229,34 @@ def start(job: Job, plan: Plan, single: bool) -> int:
     if code == 2 and list_checkpoints(run_dir) == saved:  # it never went on like this
         for path, kept in earlier.items():
             kept.replace(path)
-    if plan.quick_check and fresh and os.environ.get("RANK", "0") == "0":
+    first = fresh and os.environ.get("RANK", "0") == "0"
+    if first and not _has_traceback(run_dir) and (plan.quick_check or (code == 2 and _is_refused(run_dir, plan.stage))):
         shutil.rmtree(run_dir, ignore_errors=True)
-        if code == 0:
-            print("quick check: every stage that is defined has run; nothing is kept", flush=True)
-    written = {stage_file(name, plan.stage) for name in ("config.yaml", "plan.json", "environment.json")} | {"logs"}
-    if code == 2 and fresh and os.environ.get("RANK", "0") == "0" and {p.name for p in run_dir.glob("*")} <= written:
-        shutil.rmtree(run_dir, ignore_errors=True)  # a mistake seen before the first step: the name stays free
+    if first and plan.quick_check and code == 0:
+        print("quick check: every stage that is defined has run; nothing is kept", flush=True)
     return code
+
+
+def _is_refused(run_dir: Path, stage: str) -> bool:
+    """Whether a folder holds nothing but the records of a start that was refused."""
+    written = {stage_file(name, stage) for name in ("config.yaml", "plan.json", "environment.json")} | {"logs"}
+    return {path.name for path in run_dir.glob("*")} <= written
+
+
+def _has_traceback(run_dir: Path) -> bool:
+    """Whether the user was sent to one of its logs."""
+    logs = run_dir.glob("logs/rank-*.log")
+    return any("Traceback (most recent call last)" in log.read_text(errors="replace") for log in logs)
 
 
 _held: list[int] = []
 _LOCK_SECONDS = 120
 
 
-def hold(run_dir: Path, stage: str) -> None:
-    """A run's folder has one writer, for as long as this process lives. Where a file system cannot tell: no lock."""
+def hold(run_dir: Path, stage: str) -> bool:
+    """A run's folder has one writer, for as long as this process lives. False: a file system that cannot tell."""
     if stage != "fit":
-        return
+        return False
     held = os.open(run_dir, os.O_RDONLY)
     # A requeued job may begin while its last process dies on another node, or a server still keeps that one's lock
     deadline = time.monotonic() + (_LOCK_SECONDS if has_begun(str(run_dir)) else 0)
@@ -258,8 +272,10 @@ def hold(run_dir: Path, stage: str) -> None:
                 ) from None
             time.sleep(0.5)
         except OSError:
-            break
+            os.close(held)
+            return False
     _held.append(held)
+    return True
 
 
 def resumption(plan: Plan) -> list[str]:

@@ -372,6 +372,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     (folder / "runs/taken").mkdir(parents=True)
     (folder / "runs/taken/plan.json").write_text("{}")
+    (folder / "runs/taken/metrics.csv").write_text("step,train/loss\n1,0.5\n")
     (folder / "file").touch()
     (folder / "file.ckpt").touch()
     (folder / "some.ckpt").mkdir()

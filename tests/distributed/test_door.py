@@ -91,3 +91,70 @@ def test_one_process_a_datamodule_of_the_other_name_and_what_a_function_returns(
     lacking = run(home, *WORDS, "module._target_=stranger.Module", "module.width=4", "name=lacking", "stage=validate")
     assert "stranger.Module has no val_dataloader, and no data is given" in check(lacking, 2).stderr
     assert sorted(path.name for path in (home / "runs").iterdir() if path.name != "own") == ["one"]
+
+
+MISTAKEN = """
+import torch
+from lightning import LightningModule
+from torch.utils.data import DataLoader, Dataset
+
+class Samples(Dataset):
+    def __init__(self, does):
+        self.does = does
+    def __getitem__(self, index):
+        return [0.0][index] if self.does == "indexes" else torch.ones(4)
+    def __len__(self):
+        return 3 if self.does == "is_short" else 64
+
+def learning_rate(does):
+    return {"works": 0.1}[does if does == "looks_up" else "works"]
+
+class Module(LightningModule):
+    def __init__(self, does):
+        super().__init__()
+        self.does, self.net = does, torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        if self.does == "raises_late" and self.global_step == 1:
+            raise ValueError("later")
+        return self.net(batch).pow(2).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), learning_rate(self.does))
+    def train_dataloader(self):
+        return DataLoader(Samples(self.does), batch_size=2, num_workers=int(self.does == "indexes"))
+"""
+
+
+def test_a_mistake_of_the_modules_author_is_his_line_and_a_start_that_trained_nothing_keeps_no_name(home: Path) -> None:
+    (home / "mistaken.py").write_text(MISTAKEN)
+    words = [*WORDS, "module._target_=mistaken.Module", "checkpoint=none"]
+    done = check(run(home, *words, "-m", "module.does=looks_up,indexes,is_short,raises_late", "name=wrong"), 2)
+    looks_up, indexes, is_short, raises_late = done.stderr.partition("shardwise: ")[0].split("error: ")[1:]
+    log = "  the whole traceback is in runs/wrong-{}/logs/rank-00000.log\n"
+    assert looks_up == (
+        "KeyError: 'looks_up'\n  in learning_rate, mistaken.py line 15: "
+        """return {"works": 0.1}[does if does == "looks_up" else "works"]\n"""
+        "  called by configure_optimizers, mistaken.py line 26: "
+        "return torch.optim.SGD(self.parameters(), learning_rate(self.does))\n" + log.format(0)
+    )
+    assert indexes == (
+        "IndexError: list index out of range\n  in __getitem__, mistaken.py line 10: "
+        'return [0.0][index] if self.does == "indexes" else torch.ones(4)\n' + log.format(1)
+    )
+    assert is_short.startswith("the training set has 3 samples, less than one global_batch_size=4")
+    assert raises_late.startswith("ValueError: later\n  in training_step, mistaken.py line 23: raise ValueError(")
+    assert "wrong-1 (exit code 2), wrong-2 (exit code 2), wrong-3 (exit code 1)\n" in done.stderr
+    for job in (0, 1, 3):
+        assert "Traceback (most recent" in (home / f"runs/wrong-{job}/logs/rank-00000.log").read_text()
+    assert not (home / "runs/wrong-2").exists()
+
+    check(run(home, *words, "module.does=works", "name=wrong-0"))
+    assert len(metrics(home / "runs/wrong-0", "train/loss")) == 2
+    assert '"looks_up"' in (home / "runs/wrong-0/plan-1.json").read_text()
+    taken = check(run(home, *words, "module.does=works", "name=wrong-3"), 2)
+    assert "wrong-3 already holds a run" in taken.stderr
+    (home / "bad.py").write_text("import lightning\n\nwidth = lightning.no_such_name\n")
+    bad = check(run(home, *WORDS, "module._target_=bad.Module", "name=bad"), 2)
+    assert bad.stderr == (
+        "error: AttributeError: module 'lightning' has no attribute 'no_such_name'\n"
+        "  in bad.py line 3: width = lightning.no_such_name\n"
+    )

@@ -156,19 +156,19 @@ def test_each_job_of_a_sweep_says_once_what_went_wrong(home: Path) -> None:
     done = check(run(home, *OWN, "-m", "+data.rank_1=raises,is_killed,is_odd,works,has_no_folder", "name=sweep"), 137)
     assert [(home / "runs" / f"sweep-{job}" / "summary.json").exists() for job in range(4)] == [False] * 3 + [True]
     assert json.loads((home / "runs" / "sweep-3" / "summary.json").read_text())["steps"] == 3
-    raised, killed, odd, folder, total = done.stderr.replace("shardwise:", "\0").replace("error:", "\0").split("\0")
-    assert raised.startswith("rank 1:\nTraceback") and raised.endswith("ValueError: broken by hand\n")
-    assert raised.count("Traceback") == 1
+    _, raised, killed, odd, folder, total = done.stderr.replace("shardwise:", "\0").replace("error:", "\0").split("\0")
+    assert raised.startswith(" ValueError: broken by hand\n  in collate, mine.py line ") and raised.count("\n") == 3
+    assert raised.endswith("  the whole traceback is in runs/sweep-0/logs/rank-00001.log\n")
     assert killed == " rank 1 was killed by SIGKILL (out of memory?); the other ranks are stopped\n"
     assert odd.startswith(" the training loader's batch_size is 3") and odd.count("\n") == 1
     assert folder.startswith(" cannot write the run's folder") and folder.count("\n") == 1
     table = done.stdout[done.stdout.index("the sweep, best first:") :].splitlines()
     assert table[1].startswith("data.rank_1=works ") and " train/loss " in table[1] and table[1].endswith("sweep-3")
     assert sorted(line.split(",")[1].split("  ")[0] for line in table[2:6]) == sorted(
-        [" exit code 1", " exit code 137", " exit code 2", " exit code 2"]
+        [" exit code 137", " exit code 2", " exit code 2", " exit code 2"]
     )
     assert table[6] == f"curves: {home / 'runs' / 'sweep.png'}" and (home / "runs" / "sweep.png").exists()
-    codes = "sweep-0 (exit code 1), sweep-1 (exit code 137), sweep-2 (exit code 2), sweep-4 (exit code 2)"
+    codes = "sweep-0 (exit code 2), sweep-1 (exit code 137), sweep-2 (exit code 2), sweep-4 (exit code 2)"
     assert total == f" 4 of 5 runs failed: {codes}\n"
 
 

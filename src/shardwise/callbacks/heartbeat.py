@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from shardwise.checkpoint.find import trained_mark
 from shardwise.launch.watchdog import progress
 from shardwise.plan import Plan
 
@@ -14,7 +16,7 @@ class Heartbeat(Callback):
     """Places are (steps made, micro-batch, …): see `Progress.place`."""
 
     def __init__(self, plan: Plan) -> None:
-        self.micro_batches = plan.accumulate_grad_batches
+        self.run_dir, self.micro_batches = plan.run_dir, plan.accumulate_grad_batches
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         step, micro = trainer.global_step, batch_idx % self.micro_batches
@@ -26,6 +28,11 @@ class Heartbeat(Callback):
         step, micro = trainer.global_step, batch_idx % self.micro_batches
         ended = micro + 1 == self.micro_batches
         progress.settled = progress.settled or ended
+        if ended and not progress.trained:
+            progress.trained = True
+            if trainer.is_global_zero:
+                with suppress(OSError):  # what cannot be written now is said when it is needed: at a save
+                    trained_mark(self.run_dir).touch()
         progress.at(f"step {step + 1}, waiting for data", step, -1 if ended else micro, 1)
 
     def _evaluating(

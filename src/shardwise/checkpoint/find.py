@@ -85,6 +85,29 @@ def best_whole(run_dir: str | Path) -> Path | None:
     return path if damage(path) is None else None
 
 
+def trained_mark(run_dir: str | Path) -> Path:
+    """A file that is there as soon as the first step has been made."""
+    return Path(run_dir) / "logs" / "trained"
+
+
+def was_trained(run_dir: str | Path) -> bool:
+    """Whether a run has left anything that a new start of its name would spoil: a step that was made, a checkpoint, a
+    row of measurements, a summary. A start that was refused or crashed before its first step has not."""
+    folder = Path(run_dir)
+    checkpoints = folder / "checkpoints"
+    if (
+        trained_mark(folder).exists()
+        or (folder / "summary.json").exists()
+        or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+    ):
+        return True
+    try:
+        with (folder / "metrics.csv").open() as file:
+            return sum(1 for _ in zip(range(2), file, strict=False)) == 2  # the names of its columns, and a row
+    except FileNotFoundError:
+        return False
+
+
 def resolve_resume(resume: str | None, run_dir: str | Path, stage: str, may_be_taken: bool = True) -> str | None:
     """`resume=` as written → the checkpoint to load, or None. `may_be_taken`: look whether another run is there.
 
@@ -92,7 +115,7 @@ def resolve_resume(resume: str | None, run_dir: str | Path, stage: str, may_be_t
         ConfigError: no such checkpoint, or a run directory that would be overwritten.
     """
     try:
-        taken = may_be_taken and stage == "fit" and (Path(run_dir) / "plan.json").exists()
+        taken = may_be_taken and stage == "fit" and (Path(run_dir) / "plan.json").exists() and was_trained(run_dir)
         if resume == "best" and stage == "fit":
             raise ConfigError(
                 f"resume=best: a run goes on from its newest checkpoint, with resume=auto; to train on from its best "

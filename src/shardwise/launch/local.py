@@ -147,7 +147,9 @@ class _Start:
         failed = time.monotonic()
         while alive := [rank for rank in self.ranks if rank.code is None and not rank.killed]:
             reports = [rank.report() for rank in self.ranks]
-            together = any(said and said["code"] not in (ExitCode.crash, ExitCode.hang) for said in reports)
+            together = any(
+                said and said["code"] not in (ExitCode.crash, ExitCode.hang) and not said["alone"] for said in reports
+            )
             for rank in alive:
                 patience = GRACE_SECONDS if together or reports[rank.number] else _SILENCE_SECONDS
                 if time.monotonic() - failed > patience:

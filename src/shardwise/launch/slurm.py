@@ -189,7 +189,8 @@ def is_first_to_end(code: int, text: str) -> bool:
         return True
     lines = [line for line in text.splitlines() if line.strip()]
     # Of a traceback the last line says what went wrong; everything else is one message, whose first line does
-    said = (lines[-1] if code == 1 else lines[0]).removeprefix("shardwise: ") if lines else ""
+    is_traceback = code == 1 and lines and not lines[0].startswith("error: ")
+    said = (lines[-1] if is_traceback else lines[0]).removeprefix("shardwise: ") if lines else ""
     try:
         start = folder / f"start-{os.environ.get('SHARDWISE_START', '1')}"
         start.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ class Progress:
         self.words = "setting up"
         self.beats = 0
         self.settled = False  # the first step is through: nothing is compiled, connected or loaded any more
+        self.trained = False  # an optimizer step was made in this process
         self.over = False  # nothing is waited for any more
 
     def at(self, words: str, *place: int) -> None:

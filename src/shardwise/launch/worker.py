@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from shardwise.errors import ExitCode, Left, OutOfMemoryError, RunStopped
+from shardwise.launch.mistakes import tell, would_fail_again
 from shardwise.launch.scratch import use_scratch
 from shardwise.launch.signals import end_workers, leave_at_once_on_ctrl_c, overlook
 from shardwise.launch.slurm import is_first_to_end
-from shardwise.launch.watchdog import Watchdog, rank_log
+from shardwise.launch.watchdog import Watchdog, progress, rank_log
 from shardwise.one_lightning import read_as_one
 from shardwise.plan import Plan
 
@@ -51,7 +52,7 @@ def run_rank(plan: Plan) -> int:
 
         run(plan)
     except Exception as error:
-        return report(error)
+        return report(error, plan)
     return 0
 
 
@@ -118,8 +119,12 @@ class Console:
         return getattr(self.stream, name)
 
 
-def report(error: Exception) -> int:
-    """Say what is wrong, unless another rank of this node did: the rest are its consequences. Returns the exit code."""
+def report(error: Exception, plan: Plan | None = None) -> int:
+    """Say what is wrong, unless another rank of this node did: the rest are its consequences. Returns the exit code.
+
+    `plan`: of the run that this process is a rank of; None: none has begun.
+    """
+    is_alone = False  # the other ranks do not come to the same
     code, text = int(ExitCode.user_error), f"error: {' '.join(str(error).split())}\n"
     if isinstance(error, RunStopped):
         code = int(error.exit_code)
@@ -129,18 +134,39 @@ def report(error: Exception) -> int:
             text = f"shardwise: {error}\n"
     # Lightning's own word for a user's mistake, e.g. two optimizers under automatic optimization; not imported for this
     elif type(error).__name__ != "MisconfigurationException":
-        rank = f"rank {os.environ['RANK']}:\n" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        code, text = int(ExitCode.crash), rank + "".join(traceback.format_exception(error))
         if isinstance(error, OSError) and error.errno in _FULL:
             place = f" {error.filename2 or error.filename}" if error.filename else ""
-            text = f"error: cannot write{place}: {error.strerror}; make room, then resume=auto\n"
-    _say(code, text)
+            code, text = (
+                int(ExitCode.crash),
+                (f"error: cannot write{place}: {error.strerror}; make room, then resume=auto\n"),
+            )
+        elif (mistake := tell(error, None if plan is None else plan.module["_target_"].partition(".")[0])) is not None:
+            trained = plan is not None and plan.stage == "fit" and (plan.resume is not None or progress.trained)
+            code = int(ExitCode.crash if trained or not would_fail_again(error) else ExitCode.user_error)
+            text = mistake if plan is None else mistake + _keep_traceback(error, plan)
+            is_alone = True
+        else:
+            rank = f"rank {os.environ['RANK']}:\n" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+            code, text = int(ExitCode.crash), rank + "".join(traceback.format_exception(error))
+    _say(code, text, is_alone)
     return code
 
 
-def _say(code: int, text: str) -> None:
+def _keep_traceback(error: Exception, plan: Plan) -> str:
+    """Into this rank's log; returns the line that says where it is."""
+    path = rank_log(plan.run_dir, int(os.environ.get("RANK", "0")))
+    try:
+        with path.open("a") as log:
+            log.write("".join(traceback.format_exception(error)))
+    except OSError:
+        return ""
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"  the whole traceback is in {shown}\n"
+
+
+def _say(code: int, text: str, is_alone: bool = False) -> None:
     if REPORT in os.environ:  # our launcher says it, unless another rank turns out to have died before
-        told = {"time": time.monotonic(), "code": int(code), "text": text[-_MOST:]}
+        told = {"time": time.monotonic(), "code": int(code), "text": text[-_MOST:], "alone": is_alone}
         with suppress(OSError):
             os.write(
                 int(os.environ[REPORT]), (json.dumps(told, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
