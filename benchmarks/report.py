@@ -127,8 +127,15 @@ def exit_codes() -> list[str]:
 
     said = {
         ExitCode.done: ("done", "no"),
-        ExitCode.crash: ("a bug, a lost process, a disk that stayed full", "yes"),
-        ExitCode.user_error: ("a mistake in the command, the module or the data, said in one line", "no"),
+        ExitCode.crash: (
+            "a bug, a lost process, a disk that stayed full; an exception in your module once a step was made",
+            "yes",
+        ),
+        ExitCode.user_error: (
+            "a mistake in the command, the module or the data, said in one line; an exception in your module before "
+            "the first step",
+            "no",
+        ),
         ExitCode.non_finite: ("the loss or a gradient is not finite (guard.md)", "no"),
         ExitCode.out_of_memory: ("a rank is out of memory; says what needs less", "no"),
         ExitCode.saved: ("told to leave by a signal: saved, run me again", "yes"),
