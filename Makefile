@@ -57,8 +57,10 @@ $(VENV)/.run: requirements.txt pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
-$(VENV)/.dev: requirements-dev.txt requirements-deepspeed.txt requirements.txt pyproject.toml | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install --quiet --requirement requirements-dev.txt
+$(VENV)/.dev: requirements-dev.txt requirements-foreign.txt requirements-deepspeed.txt requirements.txt pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --requirement requirements-dev.txt --requirement requirements-foreign.txt
+	# It asks for torchmetrics<1.9 and runs with 1.9; what else it needs, those before it have brought.
+	$(VENV)/bin/python -m pip install --quiet --no-deps pytorch-tabular==1.2.0
 	$(VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@ $(VENV)/.run
 

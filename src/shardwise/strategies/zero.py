@@ -74,10 +74,10 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         with _shapes_shown(module):
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module) if training else ([], [])
         if not module.automatic_optimization or len(optimizers) > 1:
+            what = f"has {len(optimizers)} optimizers" if module.automatic_optimization else "optimizes by hand"
             raise ConfigError(
-                f"{type(module).__name__} has {len(optimizers)} optimizers or steps them by hand, and "
-                f"{self.plan.strategy.name} cannot: DeepSpeed's engine owns one optimizer and its step; use "
-                f"strategy=ddp or fsdp"
+                f"{type(module).__name__} {what}, which {self.plan.strategy.name} cannot do: DeepSpeed's engine owns one "
+                f"optimizer and its step; use strategy=ddp or fsdp"
             )
         if training:
             self._check_own_ways(module, optimizers[0])
