@@ -28,7 +28,7 @@ def write_mnist(folder: Path) -> None:
     at = folder / "data" / "MNIST" / "complete"
     at.mkdir(parents=True, exist_ok=True)
     for name in ("training.pt", "test.pt"):
-        images = torch.randint(0, 256, (40, 28, 28), generator=draw, dtype=torch.uint8)
+        images = torch.randint(0, 2, (40, 28, 28), generator=draw, dtype=torch.uint8)
         torch.save((images, torch.randint(0, 10, (40,), generator=draw)), at / name)
 
 

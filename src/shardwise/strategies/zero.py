@@ -76,8 +76,8 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         if not module.automatic_optimization or len(optimizers) > 1:
             what = f"has {len(optimizers)} optimizers" if module.automatic_optimization else "optimizes by hand"
             raise ConfigError(
-                f"{type(module).__name__} {what}, which {self.plan.strategy.name} cannot do: DeepSpeed's engine owns one "
-                f"optimizer and its step; use strategy=ddp or fsdp"
+                f"{type(module).__name__} {what}, which {self.plan.strategy.name} cannot do: DeepSpeed's engine owns "
+                f"one optimizer and its step; use strategy=ddp or fsdp"
             )
         if training:
             self._check_own_ways(module, optimizers[0])
@@ -567,9 +567,12 @@ def import_deepspeed(plan: Plan) -> Any:
     """The package, quiet, on the Plan's accelerator."""
     os.environ.setdefault("DS_ACCELERATOR", plan.accelerator)
     import deepspeed
+    from deepspeed.runtime.zero import parameter_offload
 
     from shardwise.strategies.operators import watch_builds
 
+    # ZeRO-3 looks for tensors in what a layer returns, and an object with __slots__ has no __dict__ to look in.
+    parameter_offload.vars = lambda output: getattr(output, "__dict__", {})
     watch_builds()
     deepspeed.utils.logging.logger.setLevel(logging.WARNING)
     return deepspeed
