@@ -257,10 +257,6 @@ _STAGE_HOOKS = tuple(
     for when in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
 )
 _GRADIENTS = "under `zero1`, `zero2` and `zero3` refused by name, because gradients are in DeepSpeed's hands there"
-_BETWEEN = (
-    "a run that goes on from the last step of an epoch calls neither `on_train_epoch_end` of that epoch nor "
-    "`on_train_epoch_start` of the next"
-)
 _SAVES = (
     "the same order and arguments; when is the run's own: every `checkpoint.save_every_n_steps`, at the end, once "
     "before the first step to find what cannot be saved, and before a validation, which a signal may interrupt"
@@ -280,7 +276,7 @@ _MODULE_HOOKS = _rows(
         ),
         **{name: _same() for name in ("prepare_data", "setup", "teardown", "on_fit_start", "on_fit_end")},
         **{name: _same() for name in _STAGE_HOOKS},
-        **{name: _same(_BETWEEN) for name in ("on_train_epoch_start", "on_train_epoch_end")},
+        **{name: _same() for name in ("on_train_epoch_start", "on_train_epoch_end")},
         "on_train_batch_start": _same(
             "to return -1, which skips the rest of an epoch, is refused: the next would begin with what was skipped",
             _REFUSED_MODULES,
@@ -326,7 +322,7 @@ _CALLBACK_HOOKS = _rows(
     _ORDER,
     {
         **{name: _same() for name in ("setup", "teardown", "on_fit_start", "on_fit_end", *_STAGE_HOOKS)},
-        **{name: _same(_BETWEEN) for name in ("on_train_epoch_start", "on_train_epoch_end")},
+        **{name: _same() for name in ("on_train_epoch_start", "on_train_epoch_end")},
         **{name: _same() for name in (
             "on_before_zero_grad", "on_before_backward",
         )},

@@ -51,7 +51,7 @@ SAVING = {("callback", "state_dict"), ("data", "state_dict"), ("callback", "on_s
 # Events, what `trainer` said at each, what the module was told, and a logger's rows and other calls
 Recorded = tuple[list[recording.Event], list[dict[str, Any]], list[dict[str, Any]], list[Any], list[Any]]
 RESUME = 4  # the step that stock Lightning's goes on from; an epoch has six
-AGAIN = (4, 8)  # ours: in the middle of an epoch, and of the next
+AGAIN = (4, 6, 8)  # ours: in the middle of an epoch, at its end, and in the middle of the next
 
 
 class Saver(Callback):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer import call
 
 from shardwise.callbacks.steps import validation_metrics
 from shardwise.checkpoint.find import checkpoint_path, damage, list_checkpoints, step_of
@@ -90,6 +91,7 @@ class Saving(Callback):
         loop, connector = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector
         first = connector._first_loop_iter
         loop.restarting, trainer.validating = False, True
+        call._call_lightning_module_hook(trainer, "on_validation_model_zero_grad")  # as the loop over batches does
         loop.run()
         connector._first_loop_iter, trainer.training = first, True
 
