@@ -53,7 +53,7 @@ def test_a_plan_from_before_there_were_callbacks_is_read() -> None:
     [
         ([*STOP, "callbacks.stop.patienc=3"], "unexpected keyword argument 'patienc'"),
         ([*STOP, "callbacks.stop.patience=soon"], "callbacks.stop.patience=soon"),
-        (["callbacks.x._target_=os.system"], "os.system is no callback class"),
+        (["callbacks.x._target_=os.system"], "os.system is of Python's standard library"),
         ([f"callbacks.x._target_={THEIRS}.EarlyStoping"], "did you mean EarlyStopping"),
         (["callbacks.x.monitor=a"], "callbacks.x names no class"),
     ],
