@@ -54,7 +54,7 @@ def plan_for(*words: str) -> Plan:
 
 def prepared(model: Model, *words: str) -> Model:
     made = copy.deepcopy(model)
-    parallelize(made, find_units(made, ["Block"]), plan_for(*words), makes_copies=True, casts_inputs=True)
+    parallelize(made, find_units(made, ["Block"]), plan_for(*words), copied=lambda p: True, casts_inputs=True)
     return made
 
 
