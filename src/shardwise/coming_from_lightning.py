@@ -257,6 +257,7 @@ _STAGE_HOOKS = tuple(
     for when in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
 )
 _GRADIENTS = "under `zero1`, `zero2` and `zero3` refused by name, because gradients are in DeepSpeed's hands there"
+_LOOKS = "under `zero1`, `zero2` and `zero3` a hook that looks at a gradient is refused by name: DeepSpeed has it"
 _SAVES = (
     "the same order and arguments; when is the run's own: every `checkpoint.save_every_n_steps`, at the end, once "
     "before the first step to find what cannot be saved, and before a validation, which a signal may interrupt"
@@ -289,8 +290,8 @@ _MODULE_HOOKS = _rows(
         "optimizer_zero_grad": _same("the gradients of the step before have been freed by then, right after it"),
         "on_before_backward": _same(),
         "backward": _same(_GRADIENTS),
-        "on_after_backward": _same(_GRADIENTS),
-        "on_before_optimizer_step": _same(_GRADIENTS),
+        "on_after_backward": _same(_LOOKS),
+        "on_before_optimizer_step": _same(_LOOKS),
         "configure_gradient_clipping": _same(_GRADIENTS),
         "optimizer_step": _same(),
         "lr_scheduler_step": _same("not called for a step that a loss scale or the guard has passed over"),
@@ -326,8 +327,8 @@ _CALLBACK_HOOKS = _rows(
         **{name: _same() for name in (
             "on_before_zero_grad", "on_before_backward",
         )},
-        "on_after_backward": _same(_GRADIENTS),
-        "on_before_optimizer_step": _same(_GRADIENTS),
+        "on_after_backward": _same(_LOOKS),
+        "on_before_optimizer_step": _same(_LOOKS),
         **{name: _same(_SAVES, _SAVING) for name in ("on_save_checkpoint", "state_dict", "state_key")},
         **{name: _same(_LOADS, _RESUMED) for name in ("on_load_checkpoint", "load_state_dict")},
         "on_exception": _same(test=_EXCEPTION),

@@ -30,7 +30,7 @@ ASKED = ["automatic_optimization", "current_epoch", "global_step", "global_rank"
          "prepare_data_per_node"]  # fmt: skip
 # Not hooks that Lightning calls by itself in training: they are asked for
 _ASKED = {"state_key", "configure_sharded_model"}
-GRADIENT_HOOKS = {"backward", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"}
+GRADIENT_WORK = {"backward", "configure_gradient_clipping"}  # is refused under ZeRO
 
 
 def names(kind: str, leave_out: Iterable[str] = ()) -> list[str]:
@@ -283,16 +283,7 @@ RECORDER = recording(Watcher, "callback", names("callback hook"))
 Recorded = recording(Plain, "module", _MODULES)
 RecordedRaises = recording(Raises, "module", _MODULES)
 RecordedOwner = recording(Owner, "module", ["train_dataloader", "val_dataloader", *TRANSFERS])
-# Under ZeRO hooks on gradients are refused
-_UNGRADIENT = recording(Watcher, "callback", names("callback hook", GRADIENT_HOOKS))
-
-
-class WithoutGradients(Plain):
-    def configure_callbacks(self) -> list[Callback]:
-        return [_UNGRADIENT()]
-
-
-Ungradient = recording(WithoutGradients, "module", [name for name in _MODULES if name not in GRADIENT_HOOKS])
+Ungradient = recording(Plain, "module", [name for name in _MODULES if name not in GRADIENT_WORK])
 
 
 def read() -> tuple[list[Event], list[dict[str, Any]], list[dict[str, Any]]]:

@@ -32,8 +32,8 @@ FP32_ONLY = ("Bare", "Moody", "Alone")
 # Module, strategy and what the refusal says
 REFUSED = [
     ("Clips", "zero1", "Clips has its own configure_gradient_clipping, and under zero1 gradients are in DeepSpeed's"),
-    ("Watches", "zero2", "Watches has its own on_before_optimizer_step, and under zero2 gradients"),
-    ("Observed", "zero1", "GradientLogger has its own on_after_backward, and under zero1 gradients are in DeepSpeed's"),
+    ("Watches", "zero2", "Watches.on_before_optimizer_step looks at gradients, and under zero2 they are"),
+    ("Observed", "zero1", "GradientLogger.on_after_backward looks at gradients, and under zero1 they are in"),
     ("Skips", "fsdp", "Skips.on_train_batch_start returned -1, which skips the rest of the epoch"),
     ("Factored", "zero3", "Adafactor is not known to treat every weight by itself"),
     ("Searches", "ddp", "Searches uses LBFGS, which asks for the loss several times a step"),

@@ -175,8 +175,8 @@ def cells(ranks: int) -> Iterator[tuple[str, str]]:
 
 
 def without(events: list[recording.Event], strategy: str) -> list[recording.Event]:
-    """Those that the run was to have: a module under ZeRO has no hooks on gradients."""
-    refused = recording.GRADIENT_HOOKS if strategy.startswith("zero") else set()
+    """Those that the run was to have: a module under ZeRO does no work of its own on gradients."""
+    refused = recording.GRADIENT_WORK if strategy.startswith("zero") else set()
     return [event for event in events if event[:2] not in SAVING | LOADING and event[1] not in refused]
 
 

@@ -178,7 +178,7 @@ def _gets_something_else(rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("breaks", "text"),
-    [(_gives_something_else, "1 wrong values of its own in an all-reduce inside the node"),
+    [(_gives_something_else, "1 wrong value of its own in an all-reduce inside the node"),
      (_gets_something_else, "2 wrong sums in an all-reduce over all ranks")],
 )  # fmt: skip
 def test_a_wrong_sum_is_seen_and_named(tmp_path: Path, breaks: Any, text: str) -> None:

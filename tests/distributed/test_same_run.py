@@ -177,12 +177,9 @@ def watch(run_dir: Path, ranks: int, words: list[str]) -> dict[str, Any]:
     seen: dict[str, set[torch.dtype]] = {}
 
     class Look(Callback):
-        def __init__(self) -> None:
-            # Set on the callback and not in its class: ZeRO refuses callbacks whose class has this hook.
-            self.on_before_optimizer_step = self.look  # type: ignore[method-assign]
-
-        def look(self, trainer: Any, module: Any, optimizer: Any) -> None:
-            seen["gradient"] = {p.grad.dtype for p in module.parameters() if p.grad is not None}
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            with torch._C.DisableTorchFunction():  # which is how ZeRO notices that a hook looks at a gradient
+                seen["gradient"] = {p.grad.dtype for p in module.parameters() if p.grad is not None}
             seen["master"] = {p.dtype for p in trainer.strategy.master_shards().values()}
             seen["buffer"] = {b.dtype for b in module.buffers()}
 

@@ -250,7 +250,7 @@ def test_a_crash_is_tried_again_while_it_makes_progress(home: Path) -> None:
         home, ["--nodes=1"], *WORDS, "module._target_=crashing.Bad", "name=crash", RESTARTS_WITHOUT_PROGRESS="1"
     )
     assert job.wait_for_end() == "FAILED"
-    told = "not requeued: 1 restart has saved nothing new: exit code 1: RuntimeError: broken by hand"
+    told = "not requeued: 1 restart has saved nothing new: exit code 1: error: RuntimeError: broken by hand"
     assert last_line(job) == f"shardwise: {told}", job.text()
     assert job.starts() == 3  # the first has saved step 10, the second begins there, and the third does
     assert job.text().count("RuntimeError: broken by hand; requeued") == 2

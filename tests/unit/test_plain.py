@@ -236,6 +236,31 @@ def test_with_trust_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "AttributeError" in missing["settings"]
 
 
+def test_a_tensor_inside_is_kept_without_its_hooks() -> None:
+    """As of a metric that holds a step's losses, into whose backward pass DeepSpeed has hooked."""
+    tensor = (torch.ones(2, requires_grad=True) * 3).clone()
+    tensor.register_hook(lambda gradient: gradient)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.register_hook(lambda gradient: gradient)
+    packed = pack({"settings": Thing([tensor, parameter])}, DEPTHS)
+    found, missing = unpack(through_a_file(write_down(packed)), packed.pickles)
+    first, second = found["settings"].value
+    assert not missing and first.tolist() == [3, 3] and first.requires_grad and isinstance(second, torch.nn.Parameter)
+
+
+def test_a_module_inside_is_kept_without_what_a_strategy_has_set_on_it() -> None:
+    def own_hook(*_: Any) -> None: ...
+
+    own_hook.__module__ = "deepspeed.runtime"
+    layer = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    layer.register_forward_hook(own_hook)
+    layer.post_bwd_fn = own_hook  # type: ignore[assignment]
+    packed = pack({"settings": layer}, DEPTHS)
+    found, missing = unpack(through_a_file(write_down(packed)), packed.pickles)
+    assert not missing and isinstance(found["settings"][0], torch.nn.BatchNorm1d)
+    assert not found["settings"]._forward_hooks and not hasattr(found["settings"], "post_bwd_fn")
+
+
 def test_a_class_that_is_gone_takes_its_key_only(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = pack({"callbacks": {"Mine": {"a": 1, "b": Color.red}}, "c": Point(1), "d": 2}, DEPTHS)
     monkeypatch.setattr(plain, "sys", types.SimpleNamespace(modules={}))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from shardwise.checkpoint.state import Held, make_like, restore
@@ -44,11 +46,6 @@ from shardwise.strategies.whole_weights import gives_tensors, tensors_in_objects
 
 # Elements reduced or gathered at a time: DDP's 25 MiB would be many small ones, DeepSpeed's default takes 2 GB.
 _BUCKET = 25_000_000
-
-
-# What a callback or a module may do to gradients before a step
-_CALLBACK_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
-_GRADIENT_HOOKS = ("backward", *_CALLBACK_GRADIENT_HOOKS, "configure_gradient_clipping")
 
 
 class ZeroStrategy(PlannedStrategy, DDPStrategy):
@@ -172,14 +169,11 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
     def _check_own_ways(self, module: LightningModule, optimizer: Optimizer) -> None:
         """Refuses what would run elsewhere and be passed over, or give other numbers, here."""
         name = self.plan.strategy.name
-        for host in (module, *module.trainer.callbacks):  # type: ignore[attr-defined]
-            there = _GRADIENT_HOOKS if host is module else _CALLBACK_GRADIENT_HOOKS
-            if hooks := [hook for hook in there if is_overridden(hook, host)]:
-                owner = self.module_name if host is module else type(host).__name__
-                raise ConfigError(
-                    f"{owner} has its own {', '.join(hooks)}, and under {name} gradients are in DeepSpeed's "
-                    f"hands, out of reach: leave it out, or use strategy=ddp or fsdp"
-                )
+        if hooks := [hook for hook in ("backward", "configure_gradient_clipping") if is_overridden(hook, module)]:
+            raise ConfigError(
+                f"{self.module_name} has its own {', '.join(hooks)}, and under {name} gradients are in DeepSpeed's "
+                f"hands, out of reach: leave it out, or use strategy=ddp or fsdp"
+            )
         if not treats_weights_one_by_one(optimizer):
             raise ConfigError(
                 f"{type(optimizer).__name__} is not known to treat every weight by itself, and DeepSpeed gives it flat "
@@ -446,6 +440,14 @@ class ZeroPrecision(PlannedPrecision):
         self.gradient_norm = torch.as_tensor(float("inf") if norm is None else norm)
         return result
 
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        with _GradientsOutOfReach("on_after_backward", self.plan.strategy.name):
+            return super().post_backward(tensor, module)
+
+    def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
+        with _GradientsOutOfReach("on_before_optimizer_step", self.plan.strategy.name):
+            super()._after_closure(model, optimizer)
+
     def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
         """The engine's step does."""
 
@@ -514,6 +516,26 @@ class _Zero(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return tuple(torch.zeros_like(gradients[0]).expand(shape) for shape in ctx.shapes)
+
+
+class _GradientsOutOfReach(TorchFunctionMode):
+    """Around a hook: to reach for a parameter's gradient is an error. There is none, or that of one micro-batch."""
+
+    def __init__(self, hook: str, strategy: str) -> None:
+        super().__init__()
+        self.hook, self.strategy = hook, strategy
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__self__", None) is torch.Tensor.grad and isinstance(args[0], nn.Parameter):
+            callers = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_name == self.hook)
+            owner = next(
+                (type(frame.f_locals["self"]).__name__ + "." for frame in callers if "self" in frame.f_locals), ""
+            )
+            raise ConfigError(
+                f"{owner}{self.hook} looks at gradients, and under {self.strategy} they are in DeepSpeed's hands, "
+                f"out of reach: leave that out, or use strategy=ddp or fsdp"
+            )
+        return function(*args, **(kwargs or {}))
 
 
 def _gathered_as_one(layer: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
