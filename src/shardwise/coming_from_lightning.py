@@ -71,6 +71,9 @@ _RESUMED = f"{_LIKE}::test_hooks_of_a_resumed_run_come_as_lightnings_and_as_if_i
 _OWNER = f"{_LIKE}::test_a_module_with_loaders_of_its_own_is_asked_as_under_lightning"
 _EXCEPTION = f"{_LIKE}::test_an_exception_is_told_as_under_lightning"
 _MANUAL = "tests/distributed/test_anybodys_module.py::test_every_strategy_equals_the_plain_loop"
+_ANYBODY = "tests/distributed/test_anybodys_module.py"
+_MIN = "tests/distributed/test_callbacks.py::test_an_early_stop_waits_for_min_steps"
+_BY_VALUE = f"{_ANYBODY}::test_clipping_by_value_is_that_of_the_plain_loop"
 _REFUSED_MODULES = "tests/distributed/test_anybodys_module.py::test_what_cannot_be_had_is_refused_and_not_passed_over"
 _EXPORT = "tests/unit/test_export.py::test_torch_has_a_state_dict"
 _EXPORTED = "`shardwise export` writes whole weights, which a module outside a run takes by `load_state_dict`"
@@ -100,15 +103,12 @@ _ARGUMENTS = _rows(
         "callbacks": _word("`callbacks.NAME._target_=…`, as many as you like, each with its arguments"),
         "fast_dev_run": _word("`quick_check=true`"),
         "max_epochs": _same("exactly one of `max_epochs`, `max_steps` and `max_samples` is given"),
-        "min_epochs": _refused(
-            "a run ends at its length, or where a callback ends it: give EarlyStopping the `patience` that it needs"
-        ),
+        "min_epochs": _same("an early stop waits for them", _MIN),
         "max_steps": _same("optimizer steps"),
-        "min_steps": _refused(
-            "a run ends at its length, or where a callback ends it: give EarlyStopping the `patience` that it needs"
-        ),
+        "min_steps": _same("an early stop waits for them", _MIN),
         "max_time": _word(
-            "`callbacks.timer._target_=lightning.pytorch.callbacks.Timer callbacks.timer.duration=00:12:00:00`"
+            "a Timer in `callbacks`: `callbacks.timer._target_=lightning.pytorch.callbacks.Timer "
+            "callbacks.timer.duration=00:12:00:00`, as which max_time is read"
         ),
         "limit_train_batches": _word("`max_train_batches=N`, micro-batches of one rank in an epoch"),
         "limit_val_batches": _word("`max_validation_batches=N`, of all ranks together"),
@@ -130,18 +130,18 @@ _ARGUMENTS = _rows(
             "`global_batch_size=N` and `micro_batch_size=N`: accumulation is what follows, and is exact"
         ),
         "gradient_clip_val": _same("by the norm of all gradients, over every rank"),
-        "gradient_clip_algorithm": _refused(
-            "the norm is clipped, everywhere: DeepSpeed knows no other; a module under `ddp` or `fsdp` may clip by "
-            "value in its own `configure_gradient_clipping`"
+        "gradient_clip_algorithm": _same(
+            "`norm` or `value`; under `zero1`, `zero2` and `zero3` `value` is refused: DeepSpeed knows the norm alone",
+            _BY_VALUE,
         ),
         "deterministic": _same("`true` or `false`; `warn` is `false` and `torch.use_deterministic_algorithms` by hand"),
-        "benchmark": _refused("set `torch.backends.cudnn.benchmark` in the module's `on_fit_start`"),
+        "benchmark": _same("`true` or `false`"),
         "inference_mode": _refused("always off: FSDP2 uses the parameters that validation has gathered again"),
         "use_distributed_sampler": _refused(
             "which rank gets which sample is the library's, so that a run can go on with other ranks"
         ),
         "profiler": _same("`profiler=simple|advanced|pytorch`"),
-        "detect_anomaly": _refused("call `torch.autograd.set_detect_anomaly(True)` in the module's `on_fit_start`"),
+        "detect_anomaly": _same(test=f"{_ANYBODY}::test_detect_anomaly_names_the_forward_operation"),
         "barebones": _refused("what is measured costs next to nothing here: docs/overhead.md"),
         "plugins": _refused(
             "precision, processes and checkpoints are the strategies' own, so that they agree: `precision=`, "

@@ -381,11 +381,15 @@ Run-level values:
   micro_batch_size=N        samples per data-parallel rank per forward
   global_batch_size=N       samples per optimizer step over all ranks: a multiple of micro_batch_size * ranks
   max_steps=N | max_epochs=N | max_samples=N              exactly one; a step is an optimizer step
-  gradient_clip_val=X       bound on the global gradient norm
+  min_steps=N  min_epochs=N an early stop waits for them
+  gradient_clip_val=X       bound on the global gradient norm; gradient_clip_algorithm=value: on each element
   seed=N  log_every_n_steps=N  validate_every_n_steps=N  max_validation_batches=N
   max_train_batches=N       micro-batches of each rank in an epoch: whole steps
   quick_check=true          a few batches of every stage, to see whether they run; nothing is kept
+  find_learning_rate=true   100 steps with ever larger learning rates: which to start with, and a picture
   profiler=simple|advanced|pytorch                        Lightning's: rank 0's report in the run's folder
+  benchmark=true            cuDNN tries its algorithms for each shape and takes the fastest
+  detect_anomaly=true       which forward operation gave a gradient that is not finite; slow
   deterministic=true        the same bits in every run on the same GPUs, at some cost
   compile=none|layer|model  torch.compile on each repeated layer, or on the whole step
   activation_checkpointing=none|full                      recompute each repeated layer in the backward pass

@@ -24,8 +24,8 @@ LIGHTNING: dict[str, str] = {
     "GradientAccumulationScheduler": "it changes the number of micro-batches of a step, which global_batch_size fixes "
     "for the whole run",
     "LambdaCallback": WORKS,
-    "LearningRateFinder": "it trains in the middle of set-up and loads a checkpoint of its own: a "
-    "sweep, -m optimizer.lr=1e-4,1e-3,1e-2 max_steps=100, ends with a table and the curves of its runs",
+    "LearningRateFinder": "it trains in the middle of set-up and loads a checkpoint of its own: give "
+    "find_learning_rate=true, which takes its hundred steps in a run of their own and suggests a rate",
     "LearningRateMonitor": WORKS,
     "ModelCheckpoint": "checkpoints are saved by this program, sharded and resumable: give checkpoint.monitor=, "
     "checkpoint.mode=, checkpoint.keep_last= and checkpoint.save_every_n_steps= instead",

@@ -33,7 +33,7 @@ class WindowLoop(_TrainingEpochLoop):
 
     @property
     def done(self) -> bool:
-        if self.trainer.should_stop and self._should_accumulate():
+        if self.trainer.should_stop and (self._should_accumulate() or not self.trainer.fit_loop._can_stop_early):
             return self._is_training_done and self._is_validation_done
         return super().done
 

@@ -25,6 +25,8 @@ from shardwise.schema import (
     DdpConfig,
     FsdpHybridConfig,
     LoggerConfig,
+    OnNonfinite,
+    OnSpike,
     RunConfig,
     Stage,
     StrategyConfig,
@@ -36,6 +38,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 
 _YEAR_MINUTES = 365 * 24 * 60
+
+FINDER_STEPS = 100  # of find_learning_rate=true
 
 RESUME_ALLOW = ("data", "global_batch_size", "optimizer", "seed")
 
@@ -178,6 +182,12 @@ class Plan:
     max_train_batches: int | None = None  # micro-batches of one rank in an epoch: whole windows; None: all
     quick_check: bool = False
     profiler: Literal["none", "simple", "advanced", "pytorch"] = "none"
+    find_learning_rate: bool = False
+    gradient_clip_algorithm: Literal["norm", "value"] = "norm"
+    min_steps: int | None = None  # an early stop waits for them
+    min_epochs: int | None = None
+    benchmark: bool = False
+    detect_anomaly: bool = False
 
     def logs(self, step: int) -> bool:
         """Whether the step's numbers are logged."""
@@ -209,6 +219,8 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
     """
     if config.quick_check:
         config = _quick(config)
+    if config.find_learning_rate:
+        config = _finding(config)
     stage: StageName = config.stage.value
     if config.preflight and host.launcher == "torchrun":
         raise ConfigError(
@@ -224,7 +236,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
     max_steps, max_epochs = _duration(config) if config.stage is Stage.fit else (None, None)
     run_id = _run_id(config, host)
 
-    for word in ("log_every_n_steps", "validate_every_n_steps", "max_validation_batches"):
+    for word in ("log_every_n_steps", "validate_every_n_steps", "max_validation_batches", "min_steps", "min_epochs"):
         value = getattr(config, word)
         if value is not None and value < 1:
             raise ConfigError(f"{word}={value}: must be at least 1" + _or_null(word))
@@ -327,6 +339,12 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         loggers=_loggers(config),
         max_train_batches=_max_train_batches(config, accumulate),
         quick_check=config.quick_check,
+        find_learning_rate=config.find_learning_rate,
+        gradient_clip_algorithm=config.gradient_clip_algorithm.value,
+        min_steps=config.min_steps,
+        min_epochs=config.min_epochs,
+        benchmark=config.benchmark,
+        detect_anomaly=config.detect_anomaly,
         profiler=config.profiler.value,
     )
 
@@ -457,6 +475,28 @@ def _quick(config: RunConfig) -> RunConfig:
         config, max_steps=_QUICK_BATCHES, max_epochs=None, max_samples=None, validate_every_n_steps=_QUICK_BATCHES,
         checkpoint=checkpoint, logger=LoggerConfig(), loggers={}, log_every_n_steps=1, max_restarts=0,
         name=None if config.name is None else f"{config.name}-quick-check",
+    )  # fmt: skip
+
+
+def _finding(config: RunConfig) -> RunConfig:
+    """The same run for the learning-rate finder: a hundred steps, no schedule, no validation, no checkpoint.
+
+    Raises:
+        ConfigError: a stage other than fit, a run to go on with, or a quick check.
+    """
+    if config.stage is not Stage.fit or config.resume is not None or config.quick_check:
+        word = "quick_check=true" if config.quick_check else f"resume={config.resume}"
+        word = word if config.stage is Stage.fit else f"stage={config.stage.value}"
+        raise ConfigError(f"find_learning_rate=true trains from the start with rates of its own: leave out {word}")
+    checkpoint = dataclasses.replace(
+        config.checkpoint, save_every_n_steps=None, save_at_end=False, monitor=None, keep_every_n_steps=None
+    )
+    guard = dataclasses.replace(
+        config.guard, on_nonfinite=OnNonfinite.skip, on_spike=OnSpike.ignore, max_in_a_row=FINDER_STEPS
+    )
+    return dataclasses.replace(
+        config, max_steps=FINDER_STEPS, max_epochs=None, max_samples=None, schedule=None, checkpoint=checkpoint,
+        guard=guard, max_restarts=0, name=None if config.name is None else f"{config.name}-learning-rate",
     )  # fmt: skip
 
 
@@ -600,6 +640,11 @@ def _check_pairs(config: RunConfig, accelerator: str) -> None:
         raise ConfigError(
             f"strategy={strategy} precision=fp16 on the CPU: DeepSpeed refuses float16 there; use precision=bf16, or "
             f"strategy=fsdp"
+        )
+    if strategy.startswith("zero") and config.gradient_clip_val and config.gradient_clip_algorithm.value == "value":
+        raise ConfigError(
+            f"strategy={strategy} gradient_clip_algorithm=value: DeepSpeed bounds the norm and nothing else; use "
+            f"gradient_clip_algorithm=norm, or strategy=ddp or fsdp"
         )
     if strategy == "zero3" and config.compile.value == "model":
         raise ConfigError(

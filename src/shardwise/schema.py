@@ -65,6 +65,11 @@ class ActivationCheckpointing(Enum):
     full = "full"
 
 
+class ClipAlgorithm(Enum):
+    norm = "norm"
+    value = "value"
+
+
 class OnNonfinite(Enum):
     stop = "stop"
     skip = "skip"
@@ -234,16 +239,23 @@ class RunConfig:
     max_epochs: int | None = None
     max_samples: int | None = None
 
+    min_steps: int | None = None  # an early stop waits for them
+    min_epochs: int | None = None
+
     max_train_batches: int | None = None  # micro-batches of one rank in an epoch
     quick_check: bool = False  # a few batches of every stage; nothing is kept
+    find_learning_rate: bool = False  # steps with ever larger learning rates, instead of the run
     profiler: Profiler = Profiler.none
 
     gradient_clip_val: float | None = None
+    gradient_clip_algorithm: ClipAlgorithm = ClipAlgorithm.norm
     log_every_n_steps: int = 10
     validate_every_n_steps: int | None = None
     max_validation_batches: int | None = None
     optimizer_override: bool = False
     deterministic: bool = False
+    benchmark: bool = False  # cuDNN tries its algorithms for each shape and takes the fastest
+    detect_anomaly: bool = False  # torch.autograd's: which forward operation gave a gradient that is not finite
     compile: Compile = Compile.none
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
     ema_decay: float | None = None

@@ -26,9 +26,10 @@ from torch._C._distributed_c10d import HashStore
 
 from shardwise.build import build, locate
 from shardwise.callbacks.average import WeightAverage
-from shardwise.callbacks.configured import build_callbacks
+from shardwise.callbacks.configured import build_callbacks, leave_out_model_checkpoints
 from shardwise.callbacks.guard import Guard, RollBack
 from shardwise.callbacks.heartbeat import Heartbeat
+from shardwise.callbacks.learning_rate import LearningRateFinder
 from shardwise.callbacks.leaving import Leaving
 from shardwise.callbacks.predict import Predictions
 from shardwise.callbacks.saving import Saving
@@ -61,6 +62,8 @@ def run(plan: Plan) -> None:
         OutOfMemoryError: what was held, what was asked for and what to change.
     """
     quiet_lightning()
+    if plan.topology.world_size == 1:  # there is a process group all the same, and so Lightning's advice
+        warnings.filterwarnings("ignore", ".*sync_dist=True.*")
     set_matmul_mode(plan.precision)
     with OutOfMemoryWatch(plan) as watch:
         init_process_group(plan)
@@ -208,7 +211,11 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
     # Who leaves comes last: everybody else has seen the step.
     summary, leaving = Summary(plan, steps, saving), Leaving(plan, guard, saving)
     own = build_callbacks(plan)
-    callbacks: list[Callback] = [*more, *average, *own, Heartbeat(plan), guard, steps, saving, summary, leaving]
+    leave_out_model_checkpoints(module)
+    finder = [LearningRateFinder(plan)] if plan.find_learning_rate else []
+    callbacks: list[Callback] = [
+        *more, *average, *own, Heartbeat(plan), guard, steps, saving, summary, *finder, leaving,
+    ]  # fmt: skip
     accumulate = plan.accumulate_grad_batches
     validate_every = plan.validate_every_n_steps
     # Who started the ranks is known. Lightning would look for srun, warn where it is there, and refuse SLURM_NTASKS.
@@ -222,14 +229,19 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
         logger=build_loggers(plan, record),
         callbacks=callbacks,
         max_steps=-1 if plan.max_steps is None else plan.max_steps,
+        min_steps=plan.min_steps,
+        min_epochs=plan.min_epochs,
         max_epochs=plan.max_epochs,  # None beside max_steps becomes -1 when training starts
         accumulate_grad_batches=accumulate,
         gradient_clip_val=plan.gradient_clip_val,
+        gradient_clip_algorithm=plan.gradient_clip_algorithm,
         # Lightning counts micro-batches here
         val_check_interval=1.0 if validate_every is None else validate_every * accumulate,
         check_val_every_n_epoch=1 if validate_every is None else None,
         log_every_n_steps=plan.log_every_n_steps,
         deterministic=plan.deterministic or None,  # False would undo what a module has chosen
+        benchmark=plan.benchmark or None,  # likewise
+        detect_anomaly=plan.detect_anomaly,
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
         inference_mode=False,  # FSDP2 reuses gathered parameters between training and validation
@@ -239,6 +251,7 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
         default_root_dir=plan.run_dir,
         profiler=build_profiler(plan),
         limit_train_batches=plan.max_train_batches,
+        limit_val_batches=0 if plan.find_learning_rate else None,
     )
     count_in_steps(trainer, plan)
     before_epoch_ends(trainer, partial(_save_before_epoch_ends, trainer, guard, saving))

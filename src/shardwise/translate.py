@@ -207,6 +207,10 @@ _OTHERS: dict[str, Callable[[str, str], list[str]]] = {
     "limit_train_batches": _whole(
         "max_train_batches", "a share of the batches has no word here; max_train_batches=N is a number of them"
     ),
+    "max_time": lambda word, value: [
+        "callbacks.timer._target_=lightning.pytorch.callbacks.Timer",
+        f"callbacks.timer.duration={value}",
+    ],
     "fast_dev_run": _truth(
         "quick_check=true",
         "quick_check=false",
@@ -215,7 +219,8 @@ _OTHERS: dict[str, Callable[[str, str], list[str]]] = {
     "enable_checkpointing": _truth("checkpoint=default", "checkpoint=none", "give checkpoint=default or none"),
 }
 # What the Trainer has under the same name and with the same meaning.
-_SAME = ("log_every_n_steps", "gradient_clip_val", "max_steps", "max_epochs", "deterministic", "profiler", "logger")
+_SAME = ("log_every_n_steps", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs", "min_steps",
+         "min_epochs", "deterministic", "benchmark", "detect_anomaly", "profiler", "logger")  # fmt: skip
 _REFUSED = {
     "batch_size": "micro_batch_size=N is the number of samples of one rank in one forward pass, and "
     "global_batch_size=N that of all ranks in one optimizer step: give both",

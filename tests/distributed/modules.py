@@ -128,6 +128,13 @@ class Bare(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
 
+class Roots(Bare):
+    """The gradient of a root at 0 is infinite, and times 0, one operation further back, it is not a number."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch[0]) + torch.sqrt((self.layers(batch[0]) * 0).sum())
+
+
 class Fork(Layer):
     """A second weight, for some samples only."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ KINDS = {"ConvNet": "images", "CausalLM": "tokens", "Gan": "pairs", "Bare": "pai
          "Reader": "tokens"}  # fmt: skip
 BOUNDS = {"fp32": (1e-4, 1e-5), "bf16": (0.15, 0.03)}  # of an update, of a buffer
 FP32_ONLY = ("Bare", "Moody", "Alone")
+CLIP = 0.01
+BY_VALUE = [f"gradient_clip_val={CLIP}", "gradient_clip_algorithm=value"]
 # Module, strategy and what the refusal says
 REFUSED = [
     ("Clips", "zero1", "Clips has its own configure_gradient_clipping, and under zero1 gradients are in DeepSpeed's"),
@@ -78,6 +81,9 @@ def run_all(folder: Path, ranks: int, accelerator: str = "cpu") -> dict[tuple[st
                     words.append("strategy.find_unused_parameters=true")
                 plan = plan_for(run_dir, module, ranks, *words)
                 cells[module, strategy, precision] = fit(plan)
+    for strategy in ("ddp", "fsdp") if ranks > 1 else ():
+        plan = plan_for(folder / f"clipped-{strategy}", "Bare", ranks, f"strategy={strategy}", *BY_VALUE)
+        cells["Clipped", strategy, "fp32"] = fit(plan)
     return cells
 
 
@@ -135,7 +141,7 @@ def text_step(net: Any, data: Any) -> None:
         optimizer.step()
 
 
-def bare_step(net: Any, data: Any) -> None:
+def bare_step(net: Any, data: Any, clip: float = math.inf) -> None:
     """What takes no part has a gradient of zero."""
     optimizer = net.configure_optimizers()
     for step in range(STEPS):
@@ -144,6 +150,7 @@ def bare_step(net: Any, data: Any) -> None:
         batches = micro_batches(data, step, 2)
         for _, batch in batches:
             (net.loss(batch[0]) / len(batches)).backward()
+        torch.nn.utils.clip_grad_value_(net.parameters(), clip)
         optimizer.step()
 
 
@@ -189,6 +196,31 @@ def test_every_strategy_equals_the_plain_loop(runs: dict[int, Any], tmp_path: Pa
     for (strategy, precision), (update, buffer) in deviations(module, cells, tmp_path).items():
         assert update <= BOUNDS[precision][0], (strategy, precision)
         assert buffer <= BOUNDS[precision][1], (strategy, precision)
+
+
+def test_clipping_by_value_is_that_of_the_plain_loop(runs: dict[int, Any], tmp_path: Path) -> None:
+    net: Any = build_module(plan_for(tmp_path, "Bare", RANKS))
+    start = {name: p.detach().clone() for name, p in net.named_parameters()}
+    bare_step(net, modules.samples("pairs", 40, 0), CLIP)
+    final = {name: p.detach() for name, p in net.named_parameters()}
+    for strategy in ("ddp", "fsdp"):
+        clipped, free = (runs[RANKS][module, strategy, "fp32"]["final"] for module in ("Clipped", "Bare"))
+        assert max(update_deviation(start, clipped, final).values()) <= BOUNDS["fp32"][0], strategy
+        assert max(update_deviation(start, free, final).values()) > 0.1, strategy
+    with pytest.raises(ConfigError, match="strategy=zero2 gradient_clip_algorithm=value: DeepSpeed bounds the norm"):
+        plan_for(tmp_path, "Bare", RANKS, "strategy=zero2", *BY_VALUE)
+
+
+def detect_anomaly(folder: Path) -> str:
+    try:
+        fit(plan_for(folder, "Roots", 1, "detect_anomaly=true"))
+    except RuntimeError as error:
+        return str(error)
+    return "trained"
+
+
+def test_detect_anomaly_names_the_forward_operation(tmp_path: Path) -> None:
+    assert "MulBackward0' returned nan values" in spawn(1, detect_anomaly, tmp_path / "run")[0]
 
 
 @pytest.mark.parametrize("module", KINDS)

@@ -48,26 +48,32 @@ def stops(folder: Path, words: list[str]) -> dict[str, Any]:
     plan = cell_plan(folder / "window", 2, *words, *COMMON, "max_steps=9", "checkpoint=none",
                      "callbacks.mine._target_=tests.distributed.test_callbacks.StopsInWindow")  # fmt: skip
     fit(plan)
-    names = ("whole", "parts", "window") if os.environ["RANK"] == "0" else ()  # rank 0 has written them
+    fit(cell_plan(folder / "waits", 2, *words, *COMMON, "max_steps=9", "checkpoint=none", "min_steps=6",
+                  "callbacks.mine._target_=tests.distributed.test_callbacks.StopsInWindow"))  # fmt: skip
+    names = ("whole", "parts", "window", "waits") if os.environ["RANK"] == "0" else ()  # rank 0 has written them
     summaries: dict[str, Any] = {n: json.loads((folder / n / "summary.json").read_text()) for n in names}
-    try:
-        fit(cell_plan(folder / "refused", 2, *words, *COMMON, "max_steps=1", "checkpoint=none",
-                      "module._target_=tests.distributed.test_callbacks.bring_checkpoint"))  # fmt: skip
-        summaries["refused"] = "trained"
-    except ConfigError as error:
-        summaries["refused"] = str(error)
+    for kind in ("ModelCheckpoint", "StochasticWeightAveraging"):
+        try:
+            fit(cell_plan(folder / kind, 2, *words, *COMMON, "max_steps=1", "checkpoint=none", f"+module.brings={kind}",
+                          "module._target_=tests.distributed.test_callbacks.bring"))  # fmt: skip
+            summaries[kind] = "trained"
+        except ConfigError as error:
+            summaries[kind] = str(error)
     return summaries
 
 
-def bring_checkpoint(**words: Any) -> Any:
-    """A module whose own `configure_callbacks` brings what is refused."""
-    from lightning.pytorch.callbacks import ModelCheckpoint
+def bring(brings: str, **words: Any) -> Any:
+    """A module with a `configure_callbacks` of its own."""
+    from lightning.pytorch import callbacks
 
     from recipes.language_modeling.module import LanguageModel
 
-    module = LanguageModel(**words)
-    module.configure_callbacks = lambda: ModelCheckpoint()  # type: ignore[method-assign]
-    return module
+    class Brings(LanguageModel):
+        def configure_callbacks(self) -> Any:
+            more = {"swa_lrs": 0.1} if brings == "StochasticWeightAveraging" else {"monitor": "validation/loss"}
+            return getattr(callbacks, brings)(**more)
+
+    return Brings(**words)
 
 
 def run_all(folder: Path) -> dict[str, Any]:
@@ -94,5 +100,14 @@ def test_an_early_stop_waits_for_the_end_of_the_window(runs: Any, name: str) -> 
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_a_callback_of_the_module_is_refused_by_name(runs: Any, name: str) -> None:
-    assert runs[name]["refused"].startswith("callback ModelCheckpoint is refused: ")
+def test_an_early_stop_waits_for_min_steps(runs: Any, name: str) -> None:
+    summary = runs[name]["waits"]
+    assert (summary["steps"], summary["stopped_early"]["by"]) == (6, "StopsInWindow")
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_of_the_modules_own_callbacks_a_model_checkpoint_is_left_out_and_others_are_refused(
+    runs: Any, name: str
+) -> None:
+    assert runs[name]["ModelCheckpoint"] == "trained"
+    assert runs[name]["StochasticWeightAveraging"].startswith("callback StochasticWeightAveraging is refused: ")

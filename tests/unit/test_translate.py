@@ -48,6 +48,9 @@ READ = {
     "ckpt_path=last": ["resume=auto"],
     "ckpt_path=a.ckpt": ["resume=a.ckpt"],
     "fast_dev_run=True": ["quick_check=true"],
+    "max_time=00:12:00:00": [
+        "callbacks.timer._target_=lightning.pytorch.callbacks.Timer", "callbacks.timer.duration=00:12:00:00",
+    ],
     "limit_train_batches=10": ["max_train_batches=10"],
     "enable_checkpointing=false": ["checkpoint=none"],
     "trainer.max_steps=3": ["max_steps=3"],
@@ -58,6 +61,7 @@ READ = {
 OURS = [
     "accelerator=cpu", "precision=bf16", "strategy=zero2", "strategy.offload_optimizer=true", "max_epochs=3",
     "devices=4",     "log_every_n_steps=3", "gradient_clip_val=1", "deterministic=true", "callbacks.stop.monitor=x",
+    "min_epochs=2", "min_steps=9", "gradient_clip_algorithm=value", "benchmark=true", "detect_anomaly=true",
     "strategy=a,b", "foo",
     "module.batch_size=3", "precision=[16]", "-m", "callbacks={stop: null}", "profiler=simple",
 ]  # fmt: skip

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from shardwise.build import build, check, locate
@@ -46,6 +48,31 @@ def build_callbacks(plan: Plan) -> list[Callback]:
             )
         callbacks.append(callback)
     return callbacks
+
+
+def leave_out_model_checkpoints(module: LightningModule) -> None:
+    """The run saves what a ModelCheckpoint of the module's `configure_callbacks` would, and rank 0 says so.
+
+    One from the config is refused: there the user can leave it out.
+    """
+    if not is_overridden("configure_callbacks", module):
+        return
+    own = module.configure_callbacks
+
+    def configure() -> list[Callback]:
+        made = own()
+        callbacks = [made] if isinstance(made, Callback) else list(made)
+        for left_out in (callback for callback in callbacks if isinstance(callback, ModelCheckpoint)):
+            best = f"; checkpoint.monitor={left_out.monitor} checkpoint.mode={left_out.mode} keeps the best"
+            if os.environ["RANK"] == "0":
+                print(
+                    f"{type(left_out).__name__} of {type(module).__name__}.configure_callbacks is left out: the run "
+                    f"saves its checkpoints by itself{best if left_out.monitor else ''}",
+                    flush=True,
+                )
+        return [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)]
+
+    module.configure_callbacks = configure  # type: ignore[method-assign]
 
 
 def refuse_callbacks(callbacks: Iterable[Callback]) -> None:

@@ -132,8 +132,7 @@ def report(error: Exception, plan: Plan | None = None) -> int:
             text = f"error: {error}\n"
         elif isinstance(error, Left):
             text = f"shardwise: {error}\n"
-    # Lightning's own word for a user's mistake, e.g. two optimizers under automatic optimization; not imported for this
-    elif type(error).__name__ != "MisconfigurationException":
+    elif not _is_lightnings_message(error):
         if isinstance(error, OSError) and error.errno in _FULL:
             place = f" {error.filename2 or error.filename}" if error.filename else ""
             code, text = (
@@ -150,6 +149,12 @@ def report(error: Exception, plan: Plan | None = None) -> int:
             code, text = int(ExitCode.crash), rank + "".join(traceback.format_exception(error))
     _say(code, text, is_alone)
     return code
+
+
+def _is_lightnings_message(error: Exception) -> bool:
+    """Lightning says what the user has done wrong: e.g. that EarlyStopping's metric is logged by nobody."""
+    misconfigured = type(error).__name__ == "MisconfigurationException"  # not imported for this
+    return misconfigured or str(error).startswith("Early stopping conditioned on metric")
 
 
 def _keep_traceback(error: Exception, plan: Plan) -> str:
