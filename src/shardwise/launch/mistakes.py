@@ -6,11 +6,13 @@ files of that package.
 
 from __future__ import annotations
 
+import gc
 import linecache
 import os
 import re
 import sysconfig
 import traceback
+import types
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +26,7 @@ _WORKER = "Original Traceback (most recent call last):"  # a data worker's, whic
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 # A network, a device or a process that failed beneath the author's line
 _MACHINE = re.compile(r"gloo|nccl|Connection (closed|reset|refused)|CUDA (error|driver)|[Tt]imed out|DataLoader worker")
+_CALL = re.compile(r"([\w.<>]+)\(\) (?:takes|missing|got) ")
 _OF_A_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
@@ -42,7 +45,8 @@ class Frame:
 
 def tell(error: Exception, package: str | None) -> str | None:
     """`error: ValueError: …` and where, or None: it did not come up in the author's code. `package`: the module's."""
-    found = [] if _is_of_the_machine(error) else [f for f in _frames(error) if is_authors(f.file, package)]
+    frames = [*_frames(error), *_of_the_call(error)]
+    found = [] if _is_of_the_machine(error) else [f for f in frames if is_authors(f.file, package)]
     if not found:
         return None
     lines = [f"error: {type(error).__name__}: {_message(error)}", f"  in {found[-1]}"]
@@ -83,6 +87,17 @@ def _frames(error: Exception) -> list[Frame]:
         text = str(error).partition(_WORKER)[2]
         frames += [Frame(file, int(line), function) for file, line, function in _FRAME.findall(text)]
     return frames
+
+
+def _of_the_call(error: Exception) -> list[Frame]:
+    """Where a function begins that was called with other arguments than it takes: it has no frame of its own."""
+    called = _CALL.match(str(error)) if isinstance(error, TypeError) else None
+    functions = (f for f in gc.get_objects() if called and isinstance(f, types.FunctionType))
+    return [
+        Frame(f.__code__.co_filename, f.__code__.co_firstlineno, f.__name__)
+        for f in functions
+        if called and f.__qualname__ == called[1]
+    ]
 
 
 def _message(error: Exception) -> str:
