@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import netrc
 import os
 import re
@@ -40,6 +41,8 @@ class CsvLogger(Logger):
         self._fields: list[str] = []
         self._known: tuple[int, set[str]] = -1, set()  # the step that the run goes on from, and what is logged of it
         self.is_awaited: Callable[[int], bool] = lambda step: False  # whether the step's own row has yet to come
+        self._last: dict[str, str] = {}  # the last row, and where it begins
+        self._at = 0
         self._held: dict[int, dict[str, Any]] = {}  # what callbacks log for such a step: it goes into that row
 
     @property
@@ -90,8 +93,19 @@ class CsvLogger(Logger):
         fields = self._fields or ["step"]
         if new := [key for key in row if key not in self._fields]:
             self._write(fields + [key for key in new if key != "step"], read_metrics(self.path))  # empty in older rows
-        with self.path.open("a", newline="") as file:
-            csv.DictWriter(file, self._fields).writerow(row)
+        joins = str(step) == self._last.get("step") and not (row.keys() & self._last.keys()) - {"step", "epoch"}
+        if joins:  # what follows upon a step, a validation say, goes into its row
+            row = {**row, **self._last}
+        self._put(row, joins)
+
+    def _put(self, row: dict[str, Any], over_the_last: bool) -> None:
+        """In one write, which a kill cannot cut in two; a row that takes another's place is longer than that."""
+        text = io.StringIO(newline="")
+        csv.DictWriter(text, self._fields).writerow(row)
+        with self.path.open("r+", newline="") as file:
+            self._at = file.seek(self._at) if over_the_last else file.seek(0, os.SEEK_END)
+            file.write(text.getvalue())
+        self._last = {key: str(value) for key, value in row.items() if value != ""}
 
     @rank_zero_only
     def rewind(self, step: int) -> None:
@@ -121,7 +135,10 @@ class CsvLogger(Logger):
         with temporary.open("w", newline="") as file:
             writer = csv.DictWriter(file, fields)
             writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows(rows[:-1])
+            self._at = file.tell()
+            writer.writerows(rows[-1:])
+        self._last = {key: value for key, value in rows[-1].items() if value} if rows else {}
         os.replace(temporary, self.path)
 
     @rank_zero_only

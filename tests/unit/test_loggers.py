@@ -21,6 +21,34 @@ def test_a_new_metric_gets_a_column(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.csv").read_text() == "step,a,b\n1,1.0,\n2,3.0,2.0\n3,,4.0\n"
 
 
+def test_what_follows_upon_a_step_goes_into_its_row(tmp_path: Path) -> None:
+    def rows() -> list[tuple[str, ...]]:
+        return [tuple(row.get(key, "") for key in ("step", "loss", "validation", "b")) for row in read_metrics(path)]
+
+    path, logger = tmp_path / "metrics.csv", CsvLogger(tmp_path)
+    for metrics, step in (
+        ({"loss": 1.0, "epoch": 0}, 1),
+        ({"loss": 2.0, "epoch": 0}, 2),
+        ({"validation": 3.0, "epoch": 0}, 2),
+    ):
+        logger.log_metrics(metrics, step)
+    assert rows() == [("1", "1.0", "", ""), ("2", "2.0", "3.0", "")]
+    logger.log_metrics({"b": 5.0}, 2)  # with a new column
+    logger.log_metrics({"b": 6.0}, 2)  # and once more: nothing is written over
+    logger.log_metrics({"loss": 7.0}, 3)
+    again = CsvLogger(tmp_path)
+    again.rewind(3)
+    again.log_metrics({"validation": 8.0}, 3)
+    again.log_metrics({"loss": 9.0}, 4)
+    assert rows()[1:] == [
+        ("2", "2.0", "3.0", "5.0"), ("2", "", "", "6.0"), ("3", "7.0", "8.0", ""), ("4", "9.0", "", ""),
+    ]  # fmt: skip
+    logger = CsvLogger(tmp_path)
+    logger.log_metrics({"loss": 10.0, "validation": 1.0, "b": 2.0, "epoch": 1}, 5)
+    logger.log_metrics({"validation": 11.0}, 5)
+    assert len(rows()) == 7
+
+
 def test_another_process_goes_on_in_the_same_file(tmp_path: Path) -> None:
     CsvLogger(tmp_path).log_metrics({"a": 1.0}, 1)
     CsvLogger(tmp_path).log_metrics({"a": 2.0, "b": 3.0}, 2)
