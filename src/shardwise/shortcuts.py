@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from shardwise.errors import ConfigError
+from shardwise.strategies.hooks import looks_at_weights
 
 _original_fetcher = utilities._select_data_fetcher
 _original_callback_hooks = call._call_callback_hooks
@@ -44,6 +45,7 @@ class Unprofiled(PassThroughProfiler):
 def take_shortcuts(trainer: Trainer, module: LightningModule) -> None:
     """For the rest of this Trainer's life. Callbacks may be added until it starts."""
     trainer._callbacks_with = {}  # type: ignore[attr-defined] # (hook, number of callbacks) → see `_having`
+    trainer._looking_hooks = {}  # type: ignore[attr-defined] # (host, hook) → whether it looks at weights
     trainer._idle_hooks = set()  # type: ignore[attr-defined] # of the module; found when training starts
     fit_loop._select_data_fetcher = _fetcher  # type: ignore[attr-defined]
     call._call_callback_hooks = _callback_hooks
@@ -115,8 +117,21 @@ def _call(trainer: Any, callbacks: list[Callback], hook_name: str, *args: Any, *
     module = trainer.lightning_module
     before, module.__dict__["_current_fx_name"] = module._current_fx_name, hook_name
     for callback in callbacks:
-        getattr(callback, hook_name)(trainer, module, *args, **kwargs)
+        with _weights_for(trainer, callback, hook_name):
+            getattr(callback, hook_name)(trainer, module, *args, **kwargs)
     module.__dict__["_current_fx_name"] = before
+
+
+def _weights_for(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[Any]:
+    """Around a hook that looks at weights they are whole, wherever a strategy hides them. The ranks agree on that."""
+    known = getattr(trainer, "_looking_hooks", None)
+    if known is None or not trainer.strategy.hides_weights:
+        return nullcontext()
+    key = id(host), hook_name
+    if key not in known:
+        looks = looks_at_weights(host, hook_name, trainer.lightning_module)
+        known[key] = trainer.strategy.reduce_boolean_decision(looks, all=False)
+    return trainer.strategy.whole_parameters(hook_name) if known[key] else nullcontext()
 
 
 def _takes(trainer: Any) -> bool:
@@ -132,17 +147,18 @@ def _has(module: LightningModule, hook_name: str) -> bool:
 def _module_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
     if hook_name == _END and hasattr(trainer, "_callbacks_with"):
         if hook_name not in trainer._idle_hooks:
-            with trainer.strategy.whole_parameters():
+            with _weights_for(trainer, trainer.lightning_module, hook_name):
                 _named(trainer.lightning_module, hook_name, trainer.lightning_module, *args, **kwargs)
         _call(trainer, _having(trainer, hook_name)[1], hook_name, *args, **kwargs)
         return None
     if hook_name in getattr(trainer, "_idle_hooks", ()):
         return None
     module = trainer.lightning_module
-    if not _takes(trainer) or "pl_module" in kwargs:
-        output = _original_module_hook(trainer, hook_name, *args, **kwargs)
-    else:
-        output = _named(module, hook_name, module, *args, **kwargs)
+    with _weights_for(trainer, module, hook_name) if "pl_module" not in kwargs else nullcontext():
+        if not _takes(trainer) or "pl_module" in kwargs:
+            output = _original_module_hook(trainer, hook_name, *args, **kwargs)
+        else:
+            output = _named(module, hook_name, module, *args, **kwargs)
     if hook_name == "on_train_batch_start" and output == -1 and hasattr(trainer, "_callbacks_with"):
         raise ConfigError(
             f"{trainer.strategy.module_name}.on_train_batch_start returned -1, which skips the rest of the epoch: here "

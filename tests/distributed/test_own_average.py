@@ -6,6 +6,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -60,6 +61,84 @@ class Averaging(LightningModule):
         return torch.optim.AdamW(self.net.parameters(), 0.05)
 
 
+class Shadow:
+    """As in many repositories: a list of averages, which is put into the weights by way of `p.data`."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.kept = [p.detach().clone() for p in parameters]
+
+    def update(self, parameters: Any) -> None:
+        for mine, p in zip(self.kept, parameters, strict=True):
+            mine.mul_(0.5).add_(p.detach(), alpha=0.5)
+
+    def swap(self, parameters: Any) -> None:
+        for mine, p in zip(self.kept, parameters, strict=True):
+            mine_now, p_now = p.detach().clone(), mine.clone()
+            p.data.copy_(p_now)
+            mine.copy_(mine_now)
+
+
+class Swapping(Averaging):
+    """Validates with an average that an object keeps."""
+
+    def on_fit_start(self) -> None:
+        self.object = Shadow(self.net.parameters())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.object.update(list(self.net.parameters()))
+
+    def on_validation_start(self) -> None:
+        self.object.swap(list(self.net.parameters()))
+
+    on_validation_end = on_validation_start
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("validation/loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+
+
+class Plain(LightningModule):
+    """The same network without an average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Averaging().net
+
+    training_step, validation_step = Averaging.training_step, Swapping.validation_step
+    configure_optimizers = Averaging.configure_optimizers
+
+
+class Keeps(Callback):
+    """A second whole model, in `state_dict`."""
+
+    shadow: dict[str, Tensor] | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.shadow is None:
+            self.shadow = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.shadow is not None
+        for name, value in pl_module.state_dict().items():
+            self.shadow[name].mul_(0.5).add_(value, alpha=0.5)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.back = {name: value.clone() for name, value in pl_module.state_dict().items()}
+        pl_module.load_state_dict(self.shadow)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.load_state_dict(self.back)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.shadow = state_dict["shadow"]
+
+
 class Data(LightningDataModule):
     def __init__(self, batch_size: int) -> None:
         super().__init__()
@@ -67,6 +146,10 @@ class Data(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        return DataLoader(rows, batch_size=self.batch_size)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        rows = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
         return DataLoader(rows, batch_size=self.batch_size)  # type: ignore[arg-type]
 
 
@@ -108,6 +191,35 @@ def all_cells(folder: Path) -> dict[str, Any]:
     return found
 
 
+def swap_all(folder: Path) -> dict[tuple[str, str], Any]:
+    """In each rank: what validation finds, and weights, straight and resumed."""
+    found: dict[tuple[str, str], Any] = {}
+    for kind, own in (
+        ("Swapping", [f"module._target_={__name__}.Swapping"]),
+        ("Keeps", [f"module._target_={__name__}.Plain", f"callbacks.mine._target_={__name__}.Keeps"]),
+    ):
+        for strategy in ("ddp", "fsdp", "zero2", "zero3"):
+            words = [*own, "validate_every_n_steps=1", f"strategy={strategy}"]
+            found[kind, strategy] = [fit(plan_for(folder / f"{kind}-{strategy}", *words))]
+            dist.barrier()
+            if kind == "Keeps":
+                resume = f"resume={checkpoint_path(folder / f'{kind}-{strategy}', STOP)}"
+                found[kind, strategy].append(fit(plan_for(folder / f"{kind}-{strategy}-on", *words, resume)))
+    return found
+
+
+def test_an_average_is_put_into_the_weights_for_validation(tmp_path: Path) -> None:
+    found = spawn(2, swap_all, tmp_path)[0]
+    expected = {kind: found[kind, "ddp"][0] for kind in ("Swapping", "Keeps")}
+    losses = {kind: run["validation"]["validation/loss"] for kind, run in expected.items()}
+    assert losses["Swapping"] == pytest.approx(losses["Keeps"])
+    for (kind, strategy), runs in found.items():
+        for run in runs:
+            assert run["validation"]["validation/loss"] == pytest.approx(losses[kind]), (kind, strategy)
+            for name, value in expected[kind]["final"].items():
+                torch.testing.assert_close(run["final"][name], value, msg=f"{kind} {strategy} {name}")
+
+
 def test_an_average_of_the_modules_own_goes_on_as_it_was(tmp_path: Path) -> None:
     for rank in spawn(2, all_cells, tmp_path):
         whole = rank["ddp"][0]
@@ -122,4 +234,4 @@ def test_an_average_of_the_modules_own_goes_on_as_it_was(tmp_path: Path) -> None
         assert rank["ddp writes"]["net.0.weight"].abs().max() <= 0.1
         for key, value in rank["ddp writes"].items():
             torch.testing.assert_close(rank["fsdp writes"][key], value, msg=key)
-        assert "Averaging writes into net.0.weight in a hook" in rank["zero3 writes"]
+        assert "writes into net.0.weight in on_train_batch_end" in rank["zero3 writes"]

@@ -32,6 +32,8 @@ PLAIN = (
     "them"
 )
 
+SHARD = "a shard of a torch.Tensor"  # which is not plain data, and is pickled by nobody
+
 _AS_IS = (types.NoneType, bool, float, complex, str, torch.Size, torch.dtype, torch.device)
 _FACTORIES = {f.__name__: f for f in (bool, int, float, complex, str, bytes, list, tuple, dict, set)}
 _PATHS = {p.__name__: p for p in (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath,
@@ -183,7 +185,7 @@ def encode(value: Any) -> Any:
         return {KIND: "namedtuple", "class": _place(kind), "items": [encode(item) for item in value]}
     if dataclasses.is_dataclass(kind) and _is_bare(kind) and _is_found(kind):
         return {KIND: "dataclass", "class": _place(kind), "attributes": encode(_attributes(value))}
-    raise NotPlainError(value, "a shard of a torch.Tensor" if isinstance(value, DTensor) else "")
+    raise NotPlainError(value, SHARD if isinstance(value, DTensor) else "")
 
 
 def decode(value: Any) -> Any:

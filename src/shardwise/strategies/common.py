@@ -28,7 +28,7 @@ from torchmetrics import Metric
 
 from shardwise.checkpoint.initial import read_initial
 from shardwise.checkpoint.load import load_own, load_rest
-from shardwise.checkpoint.plain import PLAIN, LeftOut, Packed, pack
+from shardwise.checkpoint.plain import PLAIN, SHARD, LeftOut, Packed, pack
 from shardwise.checkpoint.save import SaveError, Snapshot, publish
 from shardwise.checkpoint.state import (
     Held,
@@ -244,9 +244,11 @@ class PlannedStrategy(ParallelStrategy):
         if module is None or not any(p.is_meta for p in module.parameters()):
             super().teardown()  # moves the module to the CPU: before it is made, that would hide the error that ends it
 
+    hides_weights = False  # outside a forward: they are sharded, or what a hook writes into them may be lost
+
     @contextmanager
-    def whole_parameters(self) -> Iterator[None]:
-        """Around a hook of the module that runs outside a forward: parameters are there as under ddp. Collective."""
+    def whole_parameters(self, hook: str) -> Iterator[None]:
+        """Around a hook that looks at weights: they are there as under ddp. Collective."""
         yield
 
     # Every step goes through the root's forward, where a strategy shows the root its parameters
@@ -630,7 +632,7 @@ class PlannedStrategy(ParallelStrategy):
         it needs may be made by the first step."""
         self.rehearsed = True
         try:
-            self.dump()
+            shards = [left for left in self.dump().left_out if not left.pickled and left.kind == SHARD]
         except Exception as error:
             if last:
                 raise
@@ -641,6 +643,13 @@ class PlannedStrategy(ParallelStrategy):
                     f"after the first step, too, the run ends there",
                     flush=True,
                 )
+            return
+        if shards:
+            raise ConfigError(
+                f"{', '.join(left.name for left in shards)}: a checkpoint cannot keep a shard that one rank holds, and "
+                f"a run that goes on would be without it: make whole tensors in a hook, on_fit_start say, where "
+                f"weights are whole, or use ema_decay= or strategy=ddp"
+            )
 
     def snapshot(self, checkpoint: Packed, own: dict[str, Any] | None = None) -> Snapshot:
         """Everything that a checkpoint holds, as it is: what changes later must be copied first. Collective.
@@ -710,14 +719,16 @@ class PlannedStrategy(ParallelStrategy):
         if not missing:
             return
         self.missing |= missing
-        listed = ", ".join(f"{key} ({kind})" for key, kind in missing.items())
-        trusted = (
-            "trust=true was given, and this is what could not be read"
-            if self.plan.trust
-            else "they are pickles, and reading a pickle runs any code that is in it; trust=true reads them"
-        )
-        if self.is_global_zero:
-            print(f"resume: left out of the checkpoint's content: {listed}: {trusted}", flush=True)
+        if not self.is_global_zero:
+            return
+        untrusted = {} if self.plan.trust else {key: kind for key, kind in missing.items() if ": " not in kind}
+        for why, keys in (
+            ("they are pickles, and reading a pickle runs any code that is in it; trust=true reads them", untrusted),
+            ("they cannot be read", {key: kind for key, kind in missing.items() if key not in untrusted}),
+        ):
+            if keys:
+                listed = ", ".join(f"{key} ({kind})" for key, kind in keys.items())
+                print(f"resume: left out of the checkpoint's content: {listed}: {why}", flush=True)
 
     @contextmanager
     def restoring(self) -> Iterator[None]:

@@ -7,10 +7,11 @@ whose gradients are all-reduced once a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -59,28 +61,31 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             "rank": topology.data_parallel_rank(self.global_rank),
         }
 
+    hides_weights = True
+
     @contextmanager
-    def whole_parameters(self) -> Iterator[None]:
+    def whole_parameters(self, hook: str) -> Iterator[None]:
         """Gathered in the masters' precision; what the hook writes into a parameter goes into the shards."""
         assert self.lightning_module is not None
         layers = list(self.lightning_module.modules())
+        self._reshard()
         owned: list[tuple[nn.Module, str, Any]] = [
             (layer, name, p) for layer in layers for name, p in layer._parameters.items() if isinstance(p, DTensor)
         ]
-        wholes = {id(p): nn.Parameter(p.detach().full_tensor(), p.requires_grad) for _, _, p in owned}
-        before = {key: whole._version for key, whole in wholes.items()}
+        wholes: dict[int, Any] = {id(p): nn.Parameter(p.detach().full_tensor(), p.requires_grad) for _, _, p in owned}
         for layer, name, p in owned:
             layer._parameters[name] = wholes[id(p)]
         try:
-            yield
+            with patch.object(FSDPParam, "reset_sharded_param", _unless_whole(FSDPParam.reset_sharded_param)):
+                yield
         finally:
             for layer, name, p in owned:
+                wholes[id(p)] = layer._parameters[name]  # another where the hook has put one there
                 layer._parameters[name] = p
-        for p in {id(p): p for _, _, p in owned}.values():
-            if wholes[id(p)]._version != before[id(p)]:
-                for box in slice_of(p, local_part(p.detach())):
-                    where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.values.shape, strict=True))
-                    box.values.copy_(wholes[id(p)].detach()[where])
+        for p in {id(p): p for _, _, p in owned}.values():  # a write by way of p.data leaves no trace
+            for box in slice_of(p, local_part(p.detach())):
+                where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.values.shape, strict=True))
+                box.values.copy_(wholes[id(p)].detach()[where])
 
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
@@ -271,3 +276,14 @@ def _reduce_unused_as_zero(group: Any) -> None:
         post_backward(*args)
 
     group.post_backward = run
+
+
+def _unless_whole(reset: Callable[[Any], None]) -> Callable[[Any], None]:
+    """FSDP2 looks at a layer's shards behind `load_state_dict`, where a hook has whole weights in their place."""
+
+    def run(parameter: Any) -> None:
+        info = parameter._module_info
+        if isinstance(getattr(info.module, info.param_name), DTensor):
+            reset(parameter)
+
+    return run

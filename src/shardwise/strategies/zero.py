@@ -230,27 +230,61 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
     def engine(self) -> Any:
         return self.model
 
+    hides_weights = True
+    _before_evaluation: dict[str, float] | None = None  # the norms of trained weights
+
     @contextmanager
-    def whole_parameters(self) -> Iterator[None]:
-        """What the hook writes into a frozen parameter, an average say, stays; the trained ones are DeepSpeed's."""
+    def whole_parameters(self, hook: str) -> Iterator[None]:
+        """What the hook writes into a frozen parameter, an average say, stays. The trained ones are DeepSpeed's, whose
+        next step writes over them: other weights for an evaluation are to be put back at its end."""
+        assert self.lightning_module is not None
+        trained = {n: p for n, p in self.lightning_module.named_parameters() if p.requires_grad}
+        with self._gathered(list(trained.values())):
+            before = _norms(trained)
+            yield
+            after = _norms(trained)
+        if hook.startswith(("on_validation", "on_test", "on_predict")):
+            self._before_evaluation = self._before_evaluation or before
+        else:
+            self._refuse_writes(before, after, hook)
+
+    def on_validation_end(self) -> None:
+        """Behind the hooks of module and callbacks."""
+        assert self.lightning_module is not None
+        super().on_validation_end()
+        before, self._before_evaluation = self._before_evaluation, None
+        if before is not None:
+            trained = {n: p for n, p in self.lightning_module.named_parameters() if p.requires_grad}
+            with self._gathered(list(trained.values())):
+                self._refuse_writes(before, _norms(trained), "validation, and does not put back what was there")
+
+    def _refuse_writes(self, before: dict[str, float], after: dict[str, float], where: str) -> None:
+        # Not a number is no other value than before.
+        changed = [name for name, norm in after.items() if norm != before[name] and not math.isnan(norm)]
+        if changed and self._is_training:
+            raise ConfigError(
+                f"{self.module_name} or a callback writes into {', '.join(changed[:4])} in {where}: under "
+                f"{self.plan.strategy.name} trained weights are in DeepSpeed's hands, and this would be lost; use "
+                f"strategy=ddp or fsdp"
+            )
+
+    @contextmanager
+    def _gathered(self, trained: list[nn.Parameter]) -> Iterator[None]:
         if self.plan.strategy.zero_stage < 3:
             yield
             return
         from deepspeed.runtime.zero import GatheredParameters
 
         assert self.lightning_module is not None
-        trained = {n: p for n, p in self.lightning_module.named_parameters() if p.requires_grad}
-        absent = [p for p in trained.values() if p.ds_status.name != "AVAILABLE"]  # type: ignore[attr-defined]
+        absent = [p for p in trained if p.ds_status.name != "AVAILABLE"]  # type: ignore[attr-defined]
         frozen = [p for p in self.lightning_module.parameters() if not p.requires_grad and hasattr(p, "ds_id")]
-        with GatheredParameters(frozen, modifier_rank=0), GatheredParameters(absent):
-            before = {name: p._version for name, p in trained.items()}
+        there = [p for p in trained if p.ds_status.name == "AVAILABLE"]  # type: ignore[attr-defined]
+        with GatheredParameters([*frozen, *absent], modifier_rank=0):
             yield
-            changed = [name for name, p in trained.items() if p._version != before[name]]
-        if changed:
-            raise ConfigError(
-                f"{self.module_name} writes into {', '.join(changed[:4])} in a hook: under {self.plan.strategy.name} "
-                f"trained weights are in DeepSpeed's hands, and this would be lost; use strategy=ddp or fsdp"
-            )
+        for p in there:  # a small one that DeepSpeed keeps whole: its shard is what is gathered the next time
+            shard = p.ds_tensor  # type: ignore[attr-defined]
+            mine = p.detach().flatten()[dist.get_rank() * shard.numel() :][: shard.numel()]
+            shard.data[: mine.numel()].copy_(mine)
 
     # Masters
 
@@ -466,6 +500,15 @@ def _gradient_norms(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
     for parameters, gradients in groups:
         for parameter, gradient in zip(parameters, gradients, strict=False):  # the last may be padding
             yield parameter, torch.linalg.vector_norm(gradient.float())
+
+
+def _norms(parameters: dict[str, nn.Parameter]) -> dict[str, float]:
+    """One number a tensor, by which a write is seen that leaves no other trace: by way of p.data."""
+    filled = {name: p.detach() for name, p in parameters.items() if p.numel()}
+    if not filled:
+        return {}
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(filled.values()))])
+    return dict(zip(filled, norms.tolist(), strict=True))
 
 
 @contextmanager

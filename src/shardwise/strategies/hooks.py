@@ -1,0 +1,100 @@
+"""Which hooks of a module or callback look at weights: around these, whole weights are there as under ddp.
+
+Weights are gathered for a hook that reaches for them, and for no other: that is found from the names in its code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+# Of these the gradients are looked at, which belong to the shards, or a batch; or there is nothing to look at yet
+_OTHERS = (
+    "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad",
+    "on_before_batch_transfer", "on_after_batch_transfer", "on_exception",
+)  # fmt: skip
+_WALKS = {
+    "parameters", "named_parameters", "state_dict", "load_state_dict", "modules", "named_modules", "children",
+    "named_children", "get_parameter", "get_submodule", "apply", "param_groups", "_parameters", "_modules", "model",
+    "__dict__", "vars", "getattr", "setattr", "deepcopy",
+}  # fmt: skip
+_LIBRARIES = {"lightning", "torch", "torchmetrics", "shardwise", "deepspeed", "numpy", "wandb", "tensorboard"}
+_LIBRARIES |= sys.stdlib_module_names
+_NO_WEIGHTS = (bool, int, float, complex, str, bytes, Metric, Trainer)
+
+
+def looks_at_weights(host: LightningModule | Callback, hook: str, module: LightningModule) -> bool:
+    """Whether `host`'s own `hook` may reach for weights of `module`. In doubt it may."""
+    if not hook.startswith("on_") or hook in _OTHERS:
+        return False
+    own = {name for name, _ in [*module.named_children(), *module.named_parameters(recurse=False)]}
+    own -= {name for name, child in module.named_children() if isinstance(child, Metric)}
+    return _reaches(getattr(host, hook), host, own, set())
+
+
+def _reaches(function: Any, host: Any, own: set[str], seen: set[Any]) -> bool:
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if _is_of_a_library(function) or function in seen:
+        return False
+    if not isinstance(function, FunctionType):
+        return True
+    seen.add(function)
+    if not all(_has_no_weights(cell.cell_contents) for cell in function.__closure__ or () if _is_filled(cell)):
+        return True
+    for name in _names(function.__code__):
+        if name in own or name in _WALKS:
+            return True
+        methods = [vars(kind)[name] for kind in type(host).__mro__ if name in vars(kind)]
+        if any(_is_code(method) and _reaches(method, host, own, seen) for method in methods):
+            return True
+        if not methods and name in vars(host) and not _has_no_weights(vars(host)[name]):
+            return True
+        used = function.__globals__.get(name)
+        if isinstance(used, ModuleType) and used.__name__.partition(".")[0] not in _LIBRARIES:
+            return True
+        if callable(used) and _reaches(used, host, own, seen):
+            return True
+    return False
+
+
+def _is_code(method: Any) -> bool:
+    return isinstance(method, (FunctionType, staticmethod, classmethod)) or hasattr(method, "__wrapped__")
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return not isinstance(cell.cell_contents, type)  # the class itself, for super()
+    except ValueError:
+        return False
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Attributes and globals that it uses, with those of functions inside."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_of_a_library(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] in _LIBRARIES
+
+
+def _has_no_weights(value: Any) -> bool:
+    """None may become anything."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple, set)):
+        return all(_has_no_weights(item) for item in value)
+    if isinstance(value, nn.Parameter):
+        return False
+    return isinstance(value, (*_NO_WEIGHTS, Tensor)) or (
+        _is_of_a_library(type(value)) and not isinstance(value, nn.Module)
+    )

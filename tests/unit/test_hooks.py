@@ -1,0 +1,85 @@
+"""Which hooks look at weights: those around which a strategy gathers them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
+from torch import nn
+from torchmetrics import MeanMetric
+
+from shardwise.strategies.hooks import looks_at_weights
+
+
+def blend(module: Any) -> None:
+    for p in module.parameters():
+        p.detach()
+
+
+class Average:
+    def update(self) -> None: ...
+
+
+class Own(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.metric = nn.Linear(2, 2), MeanMetric()
+        self.count, self.average, self.names = 0, Average(), ["a"]
+
+    def helper(self) -> None:
+        self.net.weight.detach()
+
+    def on_train_start(self) -> None:
+        self.count += len(self.names)
+        self.log("count", float(self.count))
+
+    def on_train_epoch_end(self) -> None:
+        self.log("metric", self.metric.compute())
+        torch.zeros(1).add_(1)
+
+    def on_fit_start(self) -> None:
+        self.helper()
+
+    def on_train_end(self) -> None:
+        blend(self)
+
+    def on_validation_start(self) -> None:
+        self.average.update()
+
+    def on_validation_end(self) -> None:
+        list(self.net.parameters())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.helper()
+
+
+class Inherits(Own):
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_fit_start()
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        super().on_train_start()
+
+
+class Looks(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net.weight.sum()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        print(trainer.current_epoch)
+
+
+def test_hooks_that_look_at_weights_are_found() -> None:
+    module = Inherits()
+    for hook, looks in {
+        "on_train_start": False, "on_train_epoch_end": False, "on_train_batch_start": False, "on_fit_start": True,
+        "on_train_end": True, "on_validation_start": True, "on_validation_end": True, "on_train_batch_end": True,
+        "on_before_optimizer_step": False, "on_test_start": False,
+    }.items():  # fmt: skip
+        assert looks_at_weights(module, hook, module) is looks, hook
+    assert looks_at_weights(Looks(), "on_train_start", module) and not looks_at_weights(Looks(), "on_train_end", module)
+    for theirs in (EarlyStopping("x"), LearningRateMonitor()):
+        assert not looks_at_weights(theirs, "on_train_start", module)
