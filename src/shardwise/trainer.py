@@ -234,7 +234,8 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
         max_epochs=plan.max_epochs,  # None beside max_steps becomes -1 when training starts
         accumulate_grad_batches=accumulate,
         gradient_clip_val=plan.gradient_clip_val,
-        gradient_clip_algorithm=plan.gradient_clip_algorithm,
+        # A module that clips by itself may choose its own
+        gradient_clip_algorithm=plan.gradient_clip_algorithm if plan.gradient_clip_val else None,
         # Lightning counts micro-batches here
         val_check_interval=1.0 if validate_every is None else validate_every * accumulate,
         check_val_every_n_epoch=1 if validate_every is None else None,

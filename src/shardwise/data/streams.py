@@ -51,7 +51,7 @@ class Stream:
         self._resumed: dict[str, Any] | None = None
         self._iterator: Iterator[Any] = iter(())
         self._has_ended = False  # this rank's iterator, in this epoch
-        self._in_epoch = self._looked = self._is_known_plain = False
+        self._in_epoch = self._looked = self._is_known_plain = self._restored = False
         if plan.topology.data_parallel_size > 1 or plan.checkpoint.saves:
             _say(f"data: {name_of(loader)} keeps an order of its own; a run that is resumed, on as many ranks as "
                  f"before, {self._how_it_goes_on()}")  # fmt: skip
@@ -83,6 +83,9 @@ class Stream:
             self._look_at_first(window, following)
             if following is None:
                 position = self._position_at_end()
+                if self._restored and self.plan.max_train_batches is None:
+                    with self._random():  # some loaders that took up a position start anew only behind their end
+                        deque(self._iterator, maxlen=0)
             yield window, position, following is None
             window = following
 
@@ -103,8 +106,9 @@ class Stream:
                 self.stateful.load_state_dict(position["state"])
             elif self._leaves_position and not self._has_ended:  # nor did it start anew by itself, at its end
                 self.stateful.load_state_dict(self._fresh)
+            self._restored = restored
             self._leaves_position = restored and self.stateful is not self.loader
-            self._iterator = iter(self.loader)
+            self._iterator = _once(iter(self.loader))
             if restored and self.batches == 0:
                 self._end_epoch_before(is_over=position["over"])  # type: ignore[index]
             elif restored:
@@ -120,7 +124,7 @@ class Stream:
             first = next(self._iterator, _END)
         else:
             deque(self._iterator, maxlen=0)
-        self._iterator = iter(self.loader) if first is _END else chain([first], self._iterator)
+        self._iterator = _once(iter(self.loader)) if first is _END else chain([first], self._iterator)
 
     def _read_again(self) -> None:
         _say(f"data: the first {self.batches} micro-batches of {name_of(self.loader)} are read again on every rank and "
@@ -210,7 +214,7 @@ def evaluation_batches(
     ranks = plan.topology.data_parallel_size
     own_random = OwnRandom(derived_seed(plan.seed, "evaluation stream"))
     with own_random():
-        batches = iter(loader)
+        batches = _once(iter(loader))
         head = list(islice(batches, 2))
     check_distinct(head[:1], head[1:], loader, "evaluation", group)
     batches, turn, last = chain(head, batches), 0, _END
@@ -275,6 +279,12 @@ class OwnRandom:
         finally:
             self.state = random_state(_CPU)
             set_random_state(outside, _CPU)
+
+
+def _once(iterator: Iterator[Any]) -> Iterator[Any]:
+    """The same items. A loader that is its own iterator would start anew wherever `iter` is called on it."""
+    while (item := next(iterator, _END)) is not _END:
+        yield item
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
