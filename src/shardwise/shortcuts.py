@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from shardwise.errors import ConfigError
-from shardwise.strategies.hooks import looks_at_weights
+from shardwise.strategies.hooks import looks_at_weights, may_look
 
 _original_fetcher = utilities._select_data_fetcher
 _original_callback_hooks = call._call_callback_hooks
@@ -125,7 +125,7 @@ def _call(trainer: Any, callbacks: list[Callback], hook_name: str, *args: Any, *
 def _weights_for(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[Any]:
     """Around a hook that looks at weights they are whole, wherever a strategy hides them. The ranks agree on that."""
     known = getattr(trainer, "_looking_hooks", None)
-    if known is None or not trainer.strategy.hides_weights:
+    if known is None or not trainer.strategy.hides_weights or not may_look(hook_name):
         return nullcontext()
     key = id(host), hook_name
     if key not in known:

@@ -23,16 +23,21 @@ _OTHERS = (
 _WALKS = {
     "parameters", "named_parameters", "state_dict", "load_state_dict", "modules", "named_modules", "children",
     "named_children", "get_parameter", "get_submodule", "apply", "param_groups", "_parameters", "_modules", "model",
-    "__dict__", "vars", "getattr", "setattr", "deepcopy",
+    "__dict__", "deepcopy", "weight", "bias", "requires_grad_",
 }  # fmt: skip
 _LIBRARIES = {"lightning", "torch", "torchmetrics", "shardwise", "deepspeed", "numpy", "wandb", "tensorboard"}
 _LIBRARIES |= sys.stdlib_module_names
 _NO_WEIGHTS = (bool, int, float, complex, str, bytes, Metric, Trainer)
 
 
+def may_look(hook: str) -> bool:
+    """Of a hook of this name; it is then one that every rank calls, as `prepare_data` is not."""
+    return hook.startswith("on_") and hook not in _OTHERS
+
+
 def looks_at_weights(host: LightningModule | Callback, hook: str, module: LightningModule) -> bool:
     """Whether `host`'s own `hook` may reach for weights of `module`. In doubt it may."""
-    if not hook.startswith("on_") or hook in _OTHERS:
+    if not may_look(hook):
         return False
     own = {name for name, _ in [*module.named_children(), *module.named_parameters(recurse=False)]}
     own -= {name for name, child in module.named_children() if isinstance(child, Metric)}
@@ -46,7 +51,8 @@ def _reaches(function: Any, host: Any, own: set[str], seen: set[Any]) -> bool:
     if not isinstance(function, FunctionType):
         return True
     seen.add(function)
-    if not all(_has_no_weights(cell.cell_contents) for cell in function.__closure__ or () if _is_filled(cell)):
+    held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    if any(_reaches(v, host, own, seen) if isinstance(v, FunctionType) else not _has_no_weights(v) for v in held):
         return True
     for name in _names(function.__code__):
         if name in own or name in _WALKS:
