@@ -156,9 +156,12 @@ def build_module(plan: Plan) -> LightningModule:
 
 
 def _check_by_hand(plan: Plan, name: str) -> None:
-    """What such a module does itself."""
-    if plan.strategy.zero_stage:  # which refuses the module itself
-        return
+    """What such a module does itself, and where it cannot be."""
+    if plan.strategy.zero_stage:  # before Lightning says that it cannot clip
+        raise ConfigError(
+            f"{name} optimizes by hand, which {plan.strategy.name} cannot do: DeepSpeed's engine owns one optimizer "
+            f"and its step; use strategy=ddp or fsdp"
+        )
     if plan.accumulate_grad_batches > 1:
         raise ConfigError(
             f"{name} optimizes by hand, so accumulation is its own: global_batch_size={plan.global_batch_size} would "

@@ -70,7 +70,9 @@ def _argument_of_trainer(word: str, name: str, value: str) -> list[str]:
         raise ConfigError(
             f"{word}: the Trainer is made by the run, and what it takes is said without `trainer.`, e.g. max_steps=100"
         )
-    if name in _SAME or name in _VALUES or name in _OTHERS or name == "callbacks":
+    if name in _OTHERS:
+        return _OTHERS[name](word, value)
+    if name in _SAME or name in _VALUES or name == "callbacks":
         return _translate(f"{name}={value}")
     if find("argument", name) is None and name not in _REFUSED:
         raise ConfigError(f"{word}: Lightning's Trainer has no argument {name}, and there is no trainer here; "
@@ -117,7 +119,7 @@ def _devices(word: str, value: str) -> list[str]:
         if value.startswith("["):
             raise ConfigError(f"{word}: devices is a number of processes; a list of GPUs is said by the environment, "
                               f"e.g. CUDA_VISIBLE_DEVICES={value.strip('[]').replace(' ', '')}")  # fmt: skip
-        return [word]
+        return [f"devices={value}"]
     found = count_cuda_devices()
     if not found:
         raise ConfigError(f"{word}: all GPUs are meant, and this process sees no GPU to count; give devices=N, "
@@ -142,7 +144,7 @@ def _twin(values: dict[str, str], counts_as: str | None = None) -> Callable[[str
             return values[plain].split()
         if counts_as is not None and re.fullmatch(r"[1-9][0-9]*", value):
             return [f"{counts_as}={value}"]
-        raise ConfigError(f"{word}: {_instead(word.partition('=')[0].lstrip('+').removeprefix('trainer.'))}")
+        raise ConfigError(f"{word}: {_instead(word.partition('=')[0].rpartition('.')[2].lstrip('+'))}")
 
     return read
 

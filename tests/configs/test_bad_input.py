@@ -167,7 +167,7 @@ WORDS: list[tuple[str, list[str]]] = [
     ("optimizer.betas=[1", ["optimizer.betas=[1: the value cannot be read"]),
     ("runs_dir=~/runs", ["the value cannot be read; if it is meant as text, quote it: \"runs_dir='~/runs'\""]),
     ("--foo", ["unrecognized arguments: --foo", "--help"]),
-    ("--strategy=fsdp", ["unrecognized arguments: --strategy=fsdp; overrides look like strategy=fsdp"]),
+    ("--strategy=fsdp", ["unrecognized arguments: --strategy=fsdp; write strategy=fsdp, without --"]),
     ("--cfg hydra", ["invalid choice: 'hydra' (choose from 'job')"]),
     ("--config-dir", ["argument --config-dir/-cd: expected one argument"]),
     ("seed=1,2", ["seed=1,2: several values make a sweep; add -m, or quote the value"]),
