@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,13 @@ from types import FunctionType, ModuleType, NoneType, UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from shardwise.errors import ConfigError, a_or_an, did_you_mean
+from shardwise.launch.mistakes import tell
 from shardwise.one_lightning import read_as_one, second_copy
 from shardwise.schema import say
 
 # Modules of the standard library whose classes hold values and do nothing when they are made
 _PLAIN = ("collections", "datetime", "decimal", "fractions", "functools", "pathlib", "uuid", "zoneinfo")
+_PIP = re.compile(r"pip3? install (?:-\S+ )*['\"]?([\w-]+(?:\[[\w,-]+\])?)")
 _PLAIN_TYPES = (bool, bytes, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple)
 
 
@@ -158,4 +161,24 @@ def build(node: Any, where: str = "") -> Any:
     if not isinstance(node, dict):
         return node
     arguments = {key: build(value, f"{where}.{key}") for key, value in node.items() if key != "_target_"}
-    return locate(node["_target_"], where)(**arguments) if "_target_" in node else arguments
+    if "_target_" not in node:
+        return arguments
+    target = locate(node["_target_"], where)
+    try:
+        return target(**arguments)
+    except ImportError as error:
+        package = _missing_package(error)
+        if package is None:
+            raise
+        raise ConfigError(
+            f"{where}._target_={node['_target_']} needs a package that is not there: pip install {package}"
+        ) from error
+
+
+def _missing_package(error: ImportError) -> str | None:
+    """The package that a constructor asks for, where its message names one. An import that fails in the author's own
+    code is told by his line."""
+    if tell(error, None) is not None:
+        return None
+    named = _PIP.search(str(error))
+    return named[1] if named else error.name if isinstance(error, ModuleNotFoundError) else None

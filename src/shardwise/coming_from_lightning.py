@@ -111,7 +111,7 @@ _ARGUMENTS = _rows(
             "callbacks.timer.duration=00:12:00:00`, as which max_time is read"
         ),
         "limit_train_batches": _word("`max_train_batches=N`, micro-batches of one rank in an epoch"),
-        "limit_val_batches": _word("`max_validation_batches=N`, of all ranks together"),
+        "limit_val_batches": _word("`max_validation_batches=N`, of all ranks together; 0 switches validation off"),
         "limit_test_batches": _refused("a test counts every sample once; `quick_check=true` runs a few batches"),
         "limit_predict_batches": _refused("every sample gets its prediction; `quick_check=true` runs a few batches"),
         "overfit_batches": _word("`max_train_batches=N`, and a training loader that does not shuffle"),
@@ -122,7 +122,7 @@ _ARGUMENTS = _rows(
         ),
         "log_every_n_steps": _same("optimizer steps, where Lightning counts micro-batches"),
         "enable_checkpointing": _word("`checkpoint=none|default|async`"),
-        "enable_progress_bar": _word("a bar in a terminal, lines elsewhere"),
+        "enable_progress_bar": _word("`progress_bar=true|false`; left out, a bar in a terminal and lines elsewhere"),
         "enable_model_summary": _word(
             "`callbacks.layers._target_=lightning.pytorch.callbacks.ModelSummary`; a run says its layers by itself"
         ),

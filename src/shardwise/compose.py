@@ -84,13 +84,20 @@ def compose(argv: list[str], config_name: str = "train") -> Command:
             _check_override(_read_override(word, groups), groups)
         if arguments.cfg and len(combinations) > 1:
             raise ConfigError(f"--cfg prints one job, and this sweep has {len(combinations)}: give one value each")
-        jobs = tuple(_compose_job(config_name, words, searchpath, ours.told) for words in combinations)
+        try:
+            jobs = tuple(_compose_job(config_name, words, searchpath, ours.told) for words in combinations)
+        except ConfigError as error:  # of a word that the user has not typed
+            told = [line for line in ours.told if f" is read as {str(error).partition(': ')[0]}" in line]
+            raise ConfigError("; ".join([*told, str(error)])) from None
         return Command(print=jobs[0].yaml) if arguments.cfg else Command(jobs=jobs)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
+            flags = [word for word in argv if word.startswith("--") and "=" in word]
+            if message.startswith("unrecognized arguments: ") and flags:
+                raise ConfigError(f"{message}; write {' '.join(word.lstrip('-') for word in flags)}, without --")
             raise ConfigError(f"{message}; overrides look like strategy=fsdp, and --help explains them")
 
     parser = Parser(add_help=False, allow_abbrev=False)
@@ -331,7 +338,9 @@ def _no_option(key: str, config_name: str, words: tuple[str, ...], searchpath: l
     except (HydraException, OmegaConfBaseException):
         return f"{parent} has no option {option}"
     if node is None:
-        return f"{parent} is none here, so it has no {option}; choose {parent}=… as well"
+        value = next((word.partition("=")[2] for word in words if word.partition("=")[0] == key), "…")
+        own = f", or give module.{option}={value} where it is an argument of the module's constructor"
+        return f"{parent} is none here, so it has no {option}; choose {parent}=… as well{own * (parent == 'optimizer')}"
     if not isinstance(node, DictConfig):
         return f"{parent} is a single value; write {parent}=…"
     known = [str(k) for k in node]
@@ -383,7 +392,9 @@ Run-level values:
   max_steps=N | max_epochs=N | max_samples=N              exactly one; a step is an optimizer step
   min_steps=N  min_epochs=N an early stop waits for them
   gradient_clip_val=X       bound on the global gradient norm; gradient_clip_algorithm=value: on each element
-  seed=N  log_every_n_steps=N  validate_every_n_steps=N  max_validation_batches=N
+  seed=N  log_every_n_steps=N  validate_every_n_steps=N
+  max_validation_batches=N  of all ranks together; 0: no validation
+  progress_bar=true|false   a bar, or lines; left out: a bar in a terminal
   max_train_batches=N       micro-batches of each rank in an epoch: whole steps
   quick_check=true          a few batches of every stage, to see whether they run; nothing is kept
   find_learning_rate=true   100 steps with ever larger learning rates: which to start with, and a picture

@@ -78,7 +78,7 @@ def where(error: BaseException) -> str:
 
 def count(number: int, noun: str) -> str:
     """`1 rank`, `2 ranks`, `1,000 steps`. The plurals are those that an s or es makes."""
-    return f"{number:,} {noun if number == 1 else noun + ('es' if noun.endswith(('s', 'x', 'ch')) else 's')}"
+    return f"{number:,} {noun if number == 1 else noun + ('es' if noun.endswith(('s', 'x', 'tch')) else 's')}"
 
 
 def a_or_an(noun: str) -> str:

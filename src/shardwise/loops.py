@@ -115,6 +115,10 @@ class StepResults(_ResultCollection):
     def drop_window(self) -> None:
         self._parts = {}
 
+    def step_names(self) -> set[str]:
+        """Under which callbacks find the value of the last micro-batch alone."""
+        return {self._forked_name(result, on_step=True)[1] for result in self.values() if result.meta.on_step}
+
     def names(self) -> set[str]:
         """Under which the module logs, now or at the end of the epoch."""
         return {self._forked_name(r, on_step)[1] for r in self.values() if r.meta.logger for on_step in (True, False)}
@@ -136,6 +140,7 @@ class StepLogging(_LoggerConnector):
     written in one row with the run's own: see callbacks/steps.py."""
 
     number = 0  # of the step that the batch belongs to, or of the last step
+    last: int | None = None  # the number of the run's last step under max_epochs, from that step's begin on
     plan: Plan
     claim: Callable[[Collection[str]], None] | None = None  # is told the names that the module logs under
 
@@ -147,13 +152,27 @@ class StepLogging(_LoggerConnector):
     @property
     def should_update_logs(self) -> bool:
         if self.trainer.training:
-            return self.plan.logs(self.number) or self.trainer.should_stop
+            return self.logs(self.number) or self.trainer.should_stop
         return super().should_update_logs
+
+    def logs(self, step: int) -> bool:
+        """Whether the step's numbers are logged: alike on every rank, and known when the step begins."""
+        return self.plan.logs(step) or step == self.last
+
+    def _ends_run(self) -> bool:
+        """Whether the window is the last one of max_epochs. Data of unknown length do not tell."""
+        loop, most = self.trainer.fit_loop, self.plan.max_epochs
+        if most is None or self.trainer.current_epoch + 1 < most:
+            return False
+        windows = -(-loop.epoch_loop.batch_progress.current.ready // self.plan.accumulate_grad_batches)
+        return windows * self.plan.accumulate_grad_batches >= loop.max_batches
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
         super().on_batch_start(batch, dataloader_idx)
         if self.trainer.training:
             self.number = self.trainer.global_step + 1
+            if self._ends_run():
+                self.last = self.number
             step_results(self.trainer).micro_batch += 1
 
     def log_metrics(self, metrics: dict[str, Tensor], step: int | None = None) -> None:

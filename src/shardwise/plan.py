@@ -158,7 +158,7 @@ class Plan:
     gradient_clip_val: float | None  # global 2-norm; None: the norm is logged, not bounded
     log_every_n_steps: int
     validate_every_n_steps: int | None  # None: at the end of every epoch
-    max_validation_batches: int | None  # of all ranks; None: all
+    max_validation_batches: int | None  # of all ranks; None: all; 0: a fit does not validate
     checkpoint: Checkpointing
     guard: Guarding
     logger: Logging
@@ -236,10 +236,17 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
     max_steps, max_epochs = _duration(config) if config.stage is Stage.fit else (None, None)
     run_id = _run_id(config, host)
 
-    for word in ("log_every_n_steps", "validate_every_n_steps", "max_validation_batches", "min_steps", "min_epochs"):
+    for word in ("log_every_n_steps", "validate_every_n_steps", "min_steps", "min_epochs"):
         value = getattr(config, word)
         if value is not None and value < 1:
             raise ConfigError(f"{word}={value}: must be at least 1" + _or_null(word))
+    if config.max_validation_batches is not None and config.max_validation_batches < 0:
+        raise ConfigError(
+            f"max_validation_batches={config.max_validation_batches}: must be at least 1, 0 for no validation, or null "
+            f"for all"
+        )
+    if config.max_validation_batches == 0 and stage == "validate":
+        raise ConfigError("stage=validate max_validation_batches=0: nothing would be measured; leave out one of them")
     if config.gradient_clip_val is not None and not 0 < config.gradient_clip_val < math.inf:
         raise ConfigError(
             f"gradient_clip_val={config.gradient_clip_val}: must be above 0 and finite, or null for no clipping"
@@ -304,7 +311,9 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         log_every_n_steps=config.log_every_n_steps,
         validate_every_n_steps=config.validate_every_n_steps,
         max_validation_batches=(
-            _QUICK_BATCHES * topology.data_parallel_size if config.quick_check else config.max_validation_batches
+            _QUICK_BATCHES * topology.data_parallel_size
+            if config.quick_check and config.max_validation_batches != 0
+            else config.max_validation_batches
         ),
         checkpoint=_checkpointing(config.checkpoint, accelerator),
         guard=Guarding(
@@ -320,7 +329,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
             mode=config.logger.mode,
             tags=tuple(config.logger.tags),
         ),
-        progress_bar=host.is_terminal,
+        progress_bar=host.is_terminal if config.progress_bar is None else config.progress_bar,
         optimizer=optimizer,
         optimizer_override=config.optimizer_override,
         deterministic=config.deterministic,

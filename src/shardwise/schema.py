@@ -251,7 +251,8 @@ class RunConfig:
     gradient_clip_algorithm: ClipAlgorithm = ClipAlgorithm.norm
     log_every_n_steps: int = 10
     validate_every_n_steps: int | None = None
-    max_validation_batches: int | None = None
+    max_validation_batches: int | None = None  # of all ranks; 0: no validation
+    progress_bar: bool | None = None  # instead of lines; None: in a terminal
     optimizer_override: bool = False
     deterministic: bool = False
     benchmark: bool = False  # cuDNN tries its algorithms for each shape and takes the fastest

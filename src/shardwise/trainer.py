@@ -33,7 +33,7 @@ from shardwise.callbacks.learning_rate import LearningRateFinder
 from shardwise.callbacks.leaving import Leaving
 from shardwise.callbacks.predict import Predictions
 from shardwise.callbacks.saving import Saving
-from shardwise.callbacks.steps import StepLog, validation_metrics
+from shardwise.callbacks.steps import StepLog, digits, validation_metrics
 from shardwise.callbacks.summary import Summary, print_table, words
 from shardwise.checkpoint.find import keep_earlier, list_checkpoints, stage_file, step_of
 from shardwise.checkpoint.load import settle_resume
@@ -115,7 +115,7 @@ def _run(plan: Plan, *more: Callback) -> None:
     elif trainer.is_global_zero:
         measured = validation_metrics(trainer)
         (Path(plan.run_dir) / f"{plan.stage}.json").write_text(json.dumps({**lines, **measured}, indent=2) + "\n")
-        lines |= {words(key): f"{value:.4f}" for key, value in measured.items()}
+        lines |= {words(key): digits(value) for key, value in measured.items()}
     if trainer.is_global_zero:
         print_table(lines)
 
@@ -143,20 +143,37 @@ def build_module(plan: Plan) -> LightningModule:
             f"module._target_={plan.module['_target_']} is or returns {a_or_an(type(module).__name__)}: a "
             f"LightningModule is needed{second_copy()}"
         )
+    _check_constructed(module, "LightningModule")
     check_ownership(plan, module)
     set_parameter_dtype(module, plan.precision)
     if plan.optimizer is not None:
         module.configure_optimizers = lambda: configure_optimizers(plan, module)  # type: ignore[method-assign]
     elif module.automatic_optimization:
         module.configure_optimizers = one_optimizer(module)  # type: ignore[method-assign]
-    if not module.automatic_optimization and (plan.accumulate_grad_batches > 1 or plan.gradient_clip_val):
-        raise ConfigError(
-            f"{type(module).__name__} optimizes by hand, so accumulation and clipping are its own: "
-            f"global_batch_size={plan.global_batch_size} would need {plan.accumulate_grad_batches} micro-batches a "
-            f"step, gradient_clip_val={plan.gradient_clip_val}; use global_batch_size="
-            f"{plan.micro_batch_size * plan.topology.data_parallel_size} gradient_clip_val=null"
-        )
+    if not module.automatic_optimization:
+        _check_by_hand(plan, type(module).__name__)
     return module
+
+
+def _check_by_hand(plan: Plan, name: str) -> None:
+    """What such a module does itself, and where it cannot be."""
+    if plan.strategy.zero_stage:  # before Lightning says that it cannot clip
+        raise ConfigError(
+            f"{name} optimizes by hand, which {plan.strategy.name} cannot do: DeepSpeed's engine owns one optimizer "
+            f"and its step; use strategy=ddp or fsdp"
+        )
+    if plan.accumulate_grad_batches > 1:
+        raise ConfigError(
+            f"{name} optimizes by hand, so accumulation is its own: global_batch_size={plan.global_batch_size} would "
+            f"need {plan.accumulate_grad_batches} micro-batches a step; use global_batch_size="
+            f"{plan.micro_batch_size * plan.topology.data_parallel_size}"
+            + (" gradient_clip_val=null, since clipping is its own as well" if plan.gradient_clip_val else "")
+        )
+    if plan.gradient_clip_val:
+        raise ConfigError(
+            f"{name} optimizes by hand, so clipping is its own: use gradient_clip_val=null instead of "
+            f"{plan.gradient_clip_val}, and call self.clip_gradients in training_step"
+        )
 
 
 def one_optimizer(module: LightningModule) -> Callable[[], Any]:
@@ -192,7 +209,16 @@ def build_data(plan: Plan) -> LightningDataModule | None:
             f"data._target_={plan.data['_target_']} is or returns {a_or_an(type(data).__name__)}: a "
             f"LightningDataModule is needed{second_copy()}"
         )
+    _check_constructed(data, "LightningDataModule")
     return data
+
+
+def _check_constructed(made: LightningModule | LightningDataModule, kind: str) -> None:
+    if "_log_hyperparams" not in vars(made):  # which Lightning's constructor sets
+        name = type(made).__name__
+        raise ConfigError(
+            f"{name} is no whole {kind}: its __init__ does not call super().__init__(); add that as its first line"
+        )
 
 
 def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Trainer:
@@ -252,7 +278,7 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
         default_root_dir=plan.run_dir,
         profiler=build_profiler(plan),
         limit_train_batches=plan.max_train_batches,
-        limit_val_batches=0 if plan.find_learning_rate else None,
+        limit_val_batches=0 if plan.find_learning_rate or plan.max_validation_batches == 0 else None,
     )
     count_in_steps(trainer, plan)
     before_epoch_ends(trainer, partial(_save_before_epoch_ends, trainer, guard, saving))

@@ -38,7 +38,8 @@ def translate(words: Sequence[str]) -> Translated:
     for word in words:
         new = _translate(word)
         if new != [word]:
-            told.append(f"{word} is read as {' '.join(new)}{_BECAUSE.get(word, '')}")
+            because = _BECAUSE.get(word.lstrip("+").removeprefix("trainer.").lower(), "")
+            told.append(f"{word} is read as {' '.join(new)}{because}" if new else f"{word} {_ANYWAY}")
         ours += new
     return Translated(ours, tuple(told))
 
@@ -69,7 +70,9 @@ def _argument_of_trainer(word: str, name: str, value: str) -> list[str]:
         raise ConfigError(
             f"{word}: the Trainer is made by the run, and what it takes is said without `trainer.`, e.g. max_steps=100"
         )
-    if name in _SAME or name in _VALUES or name in _OTHERS or name == "callbacks":
+    if name in _OTHERS:
+        return _OTHERS[name](word, value)
+    if name in _SAME or name in _VALUES or name == "callbacks":
         return _translate(f"{name}={value}")
     if find("argument", name) is None and name not in _REFUSED:
         raise ConfigError(f"{word}: Lightning's Trainer has no argument {name}, and there is no trainer here; "
@@ -90,6 +93,8 @@ def _by_value(word: str, key: str, value: str) -> list[str]:
     """A group or option whose name is the same here, and some of whose values have another name."""
     name, plain = key.lstrip("+"), value.strip("'\"")
     twins, refused = _VALUES[name], _NO_TWIN.get(name, {})
+    if name == "logger" and plain.startswith("["):
+        raise ConfigError(f"{word}: {_LOGGERS}")
     if plain in refused:
         raise ConfigError(f"{word}: {refused[plain]}")
     if plain in twins:
@@ -114,7 +119,7 @@ def _devices(word: str, value: str) -> list[str]:
         if value.startswith("["):
             raise ConfigError(f"{word}: devices is a number of processes; a list of GPUs is said by the environment, "
                               f"e.g. CUDA_VISIBLE_DEVICES={value.strip('[]').replace(' ', '')}")  # fmt: skip
-        return [word]
+        return [f"devices={value}"]
     found = count_cuda_devices()
     if not found:
         raise ConfigError(f"{word}: all GPUs are meant, and this process sees no GPU to count; give devices=N, "
@@ -130,13 +135,16 @@ def _renamed(ours: str) -> Callable[[str, str], list[str]]:
     return lambda word, value: [f"{ours}={value}"]
 
 
-def _whole(ours: str, otherwise: str) -> Callable[[str, str], list[str]]:
-    """The same meaning where the value is a count of at least one."""
+def _twin(values: dict[str, str], counts_as: str | None = None) -> Callable[[str, str], list[str]]:
+    """Value → our word for it; an empty one: what is meant happens anyway. `counts_as`: the option that has the same
+    meaning where the value is a count of at least one. Another value is refused, as the name is."""
 
     def read(word: str, value: str) -> list[str]:
-        if not re.fullmatch(r"[1-9][0-9]*", value):
-            raise ConfigError(f"{word}: {otherwise}")
-        return [f"{ours}={value}"]
+        if (plain := value.strip("'\"").lower()) in values:
+            return values[plain].split()
+        if counts_as is not None and re.fullmatch(r"[1-9][0-9]*", value):
+            return [f"{counts_as}={value}"]
+        raise ConfigError(f"{word}: {_instead(word.partition('=')[0].rpartition('.')[2].lstrip('+'))}")
 
     return read
 
@@ -150,10 +158,19 @@ def _truth(true: str, false: str, otherwise: str) -> Callable[[str, str], list[s
     return read
 
 
+def _zero(ours: str) -> dict[str, str]:
+    return dict.fromkeys(("0", "0.0"), ours)
+
+
 def _checkpoint_path(word: str, value: str) -> list[str]:
     return ["resume=auto" if value in ("last", "'last'") else f"resume={value}"]
 
 
+_ANYWAY = "is what happens here anyway"
+_LOGGERS = (
+    "metrics.csv is always written, and logger= names one tracker beside it, e.g. logger=tensorboard; any others have "
+    "names of your choice: loggers.NAME._target_=package.Logger"
+)
 _PROCESSES = "one process drives one device; use strategy=ddp, which starts the processes by itself"
 _VALUES: dict[str, dict[str, str]] = {
     "accelerator": {"gpu": "cuda"},
@@ -170,8 +187,10 @@ _VALUES: dict[str, dict[str, str]] = {
         "deepspeed_stage_2_offload": "zero2 strategy.offload_optimizer=true",
         "deepspeed_stage_3_offload": "zero3 strategy.offload_optimizer=true strategy.offload_parameters=true",
     },
+    "logger": {"false": "csv", "False": "csv"},
 }  # fmt: skip
 _BECAUSE = {
+    "logger=false": ": metrics.csv is always written",
     "strategy=deepspeed": ", the stage that Lightning takes where none is named",
     "strategy=auto": ", which is right for one device and for several",
 }
@@ -204,9 +223,21 @@ _OTHERS: dict[str, Callable[[str, str], list[str]]] = {
     "default_root_dir": _renamed("runs_dir"),
     "ckpt_path": _checkpoint_path,
     "resume_from_checkpoint": _checkpoint_path,
-    "limit_train_batches": _whole(
-        "max_train_batches", "a share of the batches has no word here; max_train_batches=N is a number of them"
-    ),
+    "limit_train_batches": _twin({"1.0": "max_train_batches=null"}, "max_train_batches"),
+    "limit_val_batches": _twin({"1.0": "max_validation_batches=null", **_zero("max_validation_batches=0")}),
+    "limit_test_batches": _twin({"1.0": ""}),
+    "limit_predict_batches": _twin({"1.0": ""}),
+    "overfit_batches": _twin(_zero("")),
+    "val_check_interval": _twin({"1.0": "validate_every_n_steps=null"}),
+    "check_val_every_n_epoch": _twin({"1": "validate_every_n_steps=null"}),
+    "num_sanity_val_steps": _twin({"0": ""}),
+    "reload_dataloaders_every_n_epochs": _twin({"0": ""}),
+    "enable_model_summary": _twin({"false": ""}),
+    "sync_batchnorm": _twin({"false": ""}),
+    "inference_mode": _twin({"false": ""}),
+    "barebones": _twin({"false": ""}),
+    "use_distributed_sampler": _twin({"true": ""}),
+    "enable_progress_bar": _truth("progress_bar=true", "progress_bar=false", "give progress_bar=true or false"),
     "max_time": lambda word, value: [
         "callbacks.timer._target_=lightning.pytorch.callbacks.Timer",
         f"callbacks.timer.duration={value}",
@@ -226,7 +257,9 @@ _REFUSED = {
     "global_batch_size=N that of all ranks in one optimizer step: give both",
     "accumulate_grad_batches": "give global_batch_size=N and micro_batch_size=N: what is accumulated follows, "
     "global_batch_size / (micro_batch_size * ranks)",
-    "limit_val_batches": "max_validation_batches=N is a number of batches of all ranks together",
+    "limit_train_batches": "a share of the batches has no word here; max_train_batches=N is a number of them",
+    "limit_val_batches": "max_validation_batches=N is a number of batches of all ranks together; 0 switches validation "
+    "off",
     "val_check_interval": "validate_every_n_steps=N counts optimizer steps; null validates after every epoch",
     "check_val_every_n_epoch": "validate_every_n_steps=N counts optimizer steps, across epochs too; null validates "
     "after every epoch",

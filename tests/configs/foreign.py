@@ -31,6 +31,16 @@ class Own(Bare):
         return cls(width, **options)
 
 
+class NoSuper(Own):
+    def __init__(self) -> None:
+        self.width = 3
+
+
+class NoSuperData(LightningDataModule):
+    def __init__(self) -> None:
+        self.width = 3
+
+
 class WithLoaders(Own):
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(TensorDataset(torch.ones(64, 4)), 2)

@@ -390,6 +390,11 @@ class Silent(Bare):
         return None
 
 
+class Detached(Bare):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx).detach()
+
+
 class Idle(Bare):
     def __init__(self) -> None:
         super().__init__()

@@ -44,6 +44,19 @@ REFUSED = [
     ("Penalized", "zero3", "Penalized.training_step computes with weights outside the layers that own them"),
     ("Alone", "ddp compile=layer", "compile=layer acts on the layers that repeat, and Alone has none"),
     ("Silent", "fsdp", "Silent.training_step returned None"),
+    ("Detached", "ddp", "Detached.training_step returned a loss that has no gradient: it does not depend on the param"),
+    ("Detached", "fsdp", "Detached.training_step returned a loss that has no gradient"),
+    (
+        "Gan",
+        "ddp gradient_clip_val=1",
+        "Gan optimizes by hand, so clipping is its own: use gradient_clip_val=null inst",
+    ),
+    (
+        "Gan",
+        "ddp global_batch_size=16",
+        "Gan optimizes by hand, so accumulation is its own: global_batch_size=16 would",
+    ),
+    ("Gan", "zero2 gradient_clip_val=1", "Gan optimizes by hand, which zero2 cannot do"),
     ("Idle", "ddp", "Idle has parameters that took no part in the loss: give strategy.find_unused_parameters=true"),
 ]
 

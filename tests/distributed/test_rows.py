@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
+import re
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ TRACKED = [
     "logger=tensorboard", f"loggers.mine._target_={HERE}.Remember",
     "callbacks.rates._target_=lightning.pytorch.callbacks.LearningRateMonitor",
 ]  # fmt: skip
+EPOCHS = ["max_steps=null", "max_epochs=2", "log_every_n_steps=4", "validate_every_n_steps=null", "module.rate=1e-6"]
 
 
 class Remember(Logger):
@@ -59,9 +63,10 @@ class Odd:
 
 
 class Logs(LightningModule):
-    def __init__(self, odd: Any = None, secret: str = "") -> None:
+    def __init__(self, odd: Any = None, secret: str = "", rate: float = 0.001) -> None:
         super().__init__()
         self.save_hyperparameters()
+        self.rate = rate
         self.layer = nn.Linear(1, 1)
         self.seen: list[str] = []
 
@@ -81,7 +86,7 @@ class Logs(LightningModule):
         self.log("validation/loss", self.layer(batch).mean(), sync_dist=True, on_step=True, on_epoch=True)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.001)
+        return torch.optim.SGD(self.parameters(), self.rate)
 
 
 class Numbers(LightningDataModule):
@@ -108,9 +113,16 @@ def run_all(folder: Path) -> dict[str, Any]:
     plan = plan_of(folder / "parts", "max_steps=7", checkpoint)
     fit(plan)
     fit(plan_of(folder / "few", "max_steps=4", "log_every_n_steps=3"))
+    with redirect_stdout(io.StringIO()) as said:
+        fit(plan_of(folder / "epochs", *EPOCHS, TRACKED[-1]))
+    fit(plan_of(folder / "blind", "max_steps=2", "max_validation_batches=0"))
+    saved = f"resume={folder / 'blind/checkpoints/step-00000002.ckpt'}"
+    fit(plan_of(folder / "blind", "max_steps=4", "max_validation_batches=0", saved))
     checked = plan_of(folder / "parts", "stage=validate", checkpoint, "logger=tensorboard")
     trainer = build_trainer(checked, module := build_module(checked))
     trainer.validate(module, datamodule=build_data(checked), ckpt_path=checked.resume, weights_only=True, verbose=False)
+    if trainer.is_global_zero:
+        (folder / "said.txt").write_text(said.getvalue())
     return {"seen": module.seen}
 
 
@@ -169,6 +181,34 @@ def test_a_resumed_run_has_every_row_once(folder: Path) -> None:
 def test_the_modules_values_come_at_the_steps_of_the_run(folder: Path) -> None:
     few = rows(folder / "few/metrics.csv")
     assert [int(row["step"]) for row in few if row["largest"]] == [1, 3, 4]
+
+
+def test_the_last_step_of_max_epochs_has_a_row(folder: Path) -> None:
+    steps = [row for row in rows(folder / "epochs/metrics.csv") if row["train/samples"]]
+    assert [int(row["step"]) for row in steps] == [1, 4, 6]
+    assert all(row["largest"] and row["lr-SGD"] for row in steps)
+    last = json.loads((folder / "epochs/summary.json").read_text())
+    assert last["train/loss"] == float(steps[-1]["train/global_batch_loss"])
+    assert "\nstep 6  loss " in (folder / "said.txt").read_text()
+
+
+def test_a_line_and_the_table_show_what_is_true_of_the_moment(folder: Path) -> None:
+    said = (folder / "said.txt").read_text()
+    validations = [line.split()[2::2] for line in said.splitlines() if "validation/loss" in line]
+    assert validations == [["validation/loss", "validation/loss_epoch"]] * 2  # nothing of the epoch before
+    summary = json.loads((folder / "epochs/summary.json").read_text())
+    last = rows(folder / "epochs/metrics.csv")[-1]
+    for key in ("both_step", "largest"):  # of the window, not of its last micro-batch
+        assert summary[key] == float(last[key]), key
+    assert summary["both"] == summary["both_epoch"] == pytest.approx(float(last["both_epoch"]))
+    assert re.search(r"^lr-SGD +1e-06$", said, re.MULTILINE)
+
+
+def test_max_validation_batches_0_is_no_validation(folder: Path) -> None:
+    columns = {key for row in rows(folder / "blind/metrics.csv") for key in row}
+    assert "train/loss" in columns and not any("validation" in key for key in columns)
+    saved = sorted(path.name for path in (folder / "blind/checkpoints").glob("*.ckpt"))
+    assert saved == ["step-00000002.ckpt", "step-00000004.ckpt"]  # the default's monitor keeps no best
 
 
 def test_another_stage_logs_beside_the_run(folder: Path) -> None:

@@ -113,7 +113,7 @@ def test_every_argument_of_trainer_is_answered_on_the_command_line(row: Row) -> 
         with pytest.raises(ConfigError, match=rf"\b{row.name}=1: "):
             translate([said])
     else:
-        assert read.told and not read.words[0].startswith("trainer.") and row.answer != "refused"
+        assert read.told and read.words and not read.words[0].startswith("trainer.") and row.answer != "refused"
 
 
 def test_our_words_are_words_of_the_command_line() -> None:

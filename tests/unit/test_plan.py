@@ -344,7 +344,7 @@ def test_runs_dir_names_a_folder(runs_dir: str) -> None:
     [
         ({"log_every_n_steps": 0}, "log_every_n_steps=0: must be at least 1"),
         ({"validate_every_n_steps": 0}, "validate_every_n_steps=0: must be at least 1, or null"),
-        ({"max_validation_batches": -1}, "max_validation_batches=-1: must be at least 1, or null"),
+        ({"max_validation_batches": -1}, "max_validation_batches=-1: must be at least 1, 0 for"),
         ({"gradient_clip_val": 0.0}, "gradient_clip_val=0.0: must be above 0 and finite, or null"),
         ({"gradient_clip_val": float("nan")}, "gradient_clip_val=nan: must be above 0"),
         ({"gradient_clip_val": float("inf")}, "gradient_clip_val=inf: must be above 0 and finite"),

@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 import shardwise.translate
-from shardwise.cli import train
+from shardwise.cli import headline, train
 from shardwise.compose import compose
+from shardwise.plan import Host, make_plan
 from shardwise.tools import main
-from shardwise.translate import translate
+from shardwise.translate import Translated, translate
 
 # What is typed, and what it is read as
 READ = {
@@ -57,7 +58,20 @@ READ = {
     "+trainer.precision=bf16-mixed": ["precision=bf16"],
     "trainer.num_nodes=2": ["nodes=2"],
     "trainer.logger=wandb": ["logger=wandb"],
+    "logger=false": ["logger=csv"],
+    "trainer.logger=False": ["logger=csv"],
+    "enable_progress_bar=false": ["progress_bar=false"],
+    "limit_val_batches=0": ["max_validation_batches=0"],
+    "limit_val_batches=1.0": ["max_validation_batches=null"],
+    "limit_train_batches=1.0": ["max_train_batches=null"],
+    "val_check_interval=1.0": ["validate_every_n_steps=null"],
+    "check_val_every_n_epoch=1": ["validate_every_n_steps=null"],
 }  # fmt: skip
+ANYWAY = [
+    "num_sanity_val_steps=0", "limit_test_batches=1.0", "limit_predict_batches=1.0", "overfit_batches=0.0",
+    "overfit_batches=0", "use_distributed_sampler=true", "enable_model_summary=False", "sync_batchnorm=false",
+    "reload_dataloaders_every_n_epochs=0", "trainer.inference_mode=false", "barebones=false",
+]  # fmt: skip
 OURS = [
     "accelerator=cpu", "precision=bf16", "strategy=zero2", "strategy.offload_optimizer=true", "max_epochs=3",
     "devices=4",     "log_every_n_steps=3", "gradient_clip_val=1", "deterministic=true", "callbacks.stop.monitor=x",
@@ -72,6 +86,24 @@ def test_a_word_of_lightnings_is_read_as_ours_and_told(word: str, ours: list[str
     found = translate([word, "seed=1"])
     assert found.words == [*ours, "seed=1"]
     assert len(found.told) == 1 and found.told[0].startswith(f"{word} is read as {' '.join(ours)}")
+
+
+@pytest.mark.parametrize("word", ANYWAY)
+def test_what_happens_anyway_is_taken_and_told(word: str) -> None:
+    assert translate([word, "seed=1"]) == Translated(["seed=1"], (f"{word} is what happens here anyway",))
+
+
+def test_a_progress_bar_is_the_terminals_unless_said() -> None:
+    for words, in_terminal, elsewhere in (([], True, False), (["progress_bar=false"], False, False),
+                                          (["progress_bar=true"], True, True)):  # fmt: skip
+        config = compose([*words, "accelerator=cpu", "name=run"]).jobs[0].config
+        plans = [make_plan(config, Host(cuda_devices=0, is_terminal=there)) for there in (True, False)]
+        assert [plan.progress_bar for plan in plans] == [in_terminal, elsewhere]
+
+
+def test_the_headline_counts_epochs() -> None:
+    config = compose(["max_epochs=3", "schedule=none", "accelerator=cpu", "name=run"]).jobs[0].config
+    assert "\n3 epochs, global batch" in headline(make_plan(config, Host(cuda_devices=0)))
 
 
 def test_our_own_words_stay_what_they_are() -> None:

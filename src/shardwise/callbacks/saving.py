@@ -79,6 +79,8 @@ class Saving(Callback):
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Whether validation comes after the step that has just ended."""
+        if self.plan.max_validation_batches == 0:
+            return False
         counted, every = trainer.fit_loop.epoch_loop.batch_progress, self.plan.validate_every_n_steps
         if every is None:
             return counted.current.ready >= trainer.num_training_batches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -107,7 +107,7 @@ class StepLog(Callback):
         self.meter.add(step, weight, flops)
         while self._rows and self._rows[0][0] <= step.number - LAG:
             self._write_row(trainer)
-        if not self.plan.logs(step.number):
+        if not step_logging(trainer).logs(step.number):
             return
         strategy = strategy_of(trainer)
         assert strategy.lightning_module is not None
@@ -135,7 +135,7 @@ class StepLog(Callback):
 
     def collect(self, trainer: Trainer, step: int) -> None:
         """What the module has logged in the step that has just ended; it is on its way from the device from here on."""
-        if self.plan.logs(step):
+        if step_logging(trainer).logs(step):
             results = step_results(trainer)
             self._claim(trainer, results.names())
             window = results.take_window()
@@ -179,7 +179,8 @@ class StepLog(Callback):
         self._show(trainer, step, row)
 
     def _is_awaited(self, trainer: Trainer, step: int) -> bool:
-        return self._row_step < step <= step_logging(trainer).number and self.plan.logs(step)
+        logging = step_logging(trainer)
+        return self._row_step < step <= logging.number and logging.logs(step)
 
     def _claim(self, trainer: Trainer, names: Collection[str]) -> None:
         """Names that the module logs under are its own, from the run's first row on."""
@@ -223,8 +224,10 @@ class StepLog(Callback):
             return
         self._evaluated = True
         strategy_of(trainer).restart_clock()
-        if trainer.is_global_zero and (measured := validation_metrics(trainer)):
-            self.write(f"step {trainer.global_step}  " + "  ".join(f"{k} {v:.4f}" for k, v in measured.items()))
+        # Of this validation alone: trainer.callback_metrics also has what training logged in the epoch before
+        measured = _scalars(trainer.fit_loop.epoch_loop.val_loop._results.metrics(on_step=False)["callback"])
+        if trainer.is_global_zero and measured:
+            self.write(f"step {trainer.global_step}  " + "  ".join(f"{k} {digits(v)}" for k, v in measured.items()))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for logger in trainer.loggers:
@@ -259,11 +262,32 @@ def _untaken(key: str, taken: set[str]) -> str:
 
 def validation_metrics(trainer: Trainer) -> dict[str, float]:
     """Scalars of the last evaluation."""
-    return {
-        key: float(value)
-        for key, value in trainer.callback_metrics.items()
-        if value.numel() == 1 and not key.startswith("train/")
+    return {key: value for key, value in _scalars(trainer.callback_metrics).items() if not key.startswith("train/")}
+
+
+def final_metrics(trainer: Trainer, rows: list[dict[str, str]]) -> dict[str, float]:
+    """Scalars of the last evaluation and of the last epoch. What training logged in its steps has the value of the
+    last row of metrics.csv that has one: `trainer.callback_metrics` has that of the last micro-batch."""
+    of_steps = step_results(trainer).step_names()
+    found: dict[str, float | None] = {
+        key: last_of(rows, key) if key in of_steps else value for key, value in validation_metrics(trainer).items()
     }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def last_of(rows: list[dict[str, str]], key: str) -> float | None:
+    """The last value of a column of metrics.csv."""
+    values = [row[key] for row in rows if row.get(key)]
+    return float(values[-1]) if values else None
+
+
+def digits(value: float) -> str:
+    """Four decimals, or four significant digits of what is small."""
+    return f"{value:.4f}" if value == 0 or abs(value) >= 0.01 else f"{value:.4g}"
+
+
+def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {key: float(value) for key, value in metrics.items() if value.numel() == 1}
 
 
 def weight_unit(module: LightningModule) -> str:

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.callbacks.meter import memory_gib
 from shardwise.callbacks.saving import Saving
-from shardwise.callbacks.steps import LOSS, OTHER_LOSS, StepLog, validation_metrics, weight_unit
+from shardwise.callbacks.steps import LOSS, OTHER_LOSS, StepLog, digits, final_metrics, last_of, weight_unit
 from shardwise.checkpoint.find import stopped_before
 from shardwise.errors import count
 from shardwise.loggers import read_metrics
@@ -34,6 +34,7 @@ class Summary(Callback):
         steady = meter.steady
         seconds = max(steady.seconds, 1e-9)
         allocated, reserved = memory_gib(self.plan)
+        measured = final_metrics(trainer, rows)
         summary: dict[str, Any] = {
             "steps": trainer.global_step,
             "stopped_early": self._stop(trainer),
@@ -56,14 +57,14 @@ class Summary(Callback):
             "skipped_steps_this_process": trainer.strategy.skipped_steps,  # type: ignore[attr-defined]
             "memory_allocated_gib": round(allocated, 2) or None,  # rank 0's peaks
             "peak_memory_gib": round(reserved, 2) or None,
-            "train/loss": _last(rows, loss_key(rows)),
-            **validation_metrics(trainer),
+            "train/loss": last_of(rows, loss_key(rows)),
+            **measured,
             "baselines": baselines,
             "best": {"checkpoint": self.saving.best_path, monitor: self.saving.best_score} if monitor else None,
         }
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         picture = plot_losses(rows, baselines, run_dir / "loss.png")
-        print_table(self._lines(summary, validation_metrics(trainer), unit, picture))
+        print_table(self._lines(summary, measured, unit, picture))
 
     def _stop(self, trainer: Trainer) -> dict[str, Any] | None:
         """With the callbacks of the run: `resume=auto` goes on only with others."""
@@ -104,13 +105,13 @@ class Summary(Callback):
                 f"on rank 0"
             )
         if summary["train/loss"] is not None:
-            lines["training loss"] = f"{summary['train/loss']:.4f}"
-        lines |= {words(key): f"{value:.4f}" for key, value in measured.items()}
-        lines |= {f"baseline: {name}": f"{value:.4f}" for name, value in summary["baselines"].items()}
+            lines["training loss"] = digits(summary["train/loss"])
+        lines |= {words(key): digits(value) for key, value in measured.items()}
+        lines |= {f"baseline: {name}": digits(value) for name, value in summary["baselines"].items()}
         if self.saving.best_path is not None:
             lines["best checkpoint"] = (
                 f"{_short(self.saving.best_path)} ({words(str(self.plan.checkpoint.monitor))} "
-                f"{self.saving.best_score:.4f})"
+                f"{digits(self.saving.best_score or 0.0)})"
             )
         if self.plan.profiler != "none":
             name = "fit-profile-0.txt" if self.plan.topology.world_size > 1 else "fit-profile.txt"  # as Lightning says
@@ -162,11 +163,6 @@ def plot_losses(rows: list[dict[str, str]], baselines: dict[str, float], path: P
 def loss_key(rows: list[dict[str, str]]) -> str:
     """The column of the loss over the global batch."""
     return OTHER_LOSS if any(row.get(OTHER_LOSS) for row in rows) else LOSS
-
-
-def _last(rows: list[dict[str, str]], key: str) -> float | None:
-    values = [row[key] for row in rows if row.get(key)]
-    return float(values[-1]) if values else None
 
 
 def _short(path: str | Path) -> str:

@@ -147,6 +147,9 @@ def report(error: Exception, plan: Plan | None = None) -> int:
         else:
             rank = f"rank {os.environ['RANK']}:\n" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
             code, text = int(ExitCode.crash), rank + "".join(traceback.format_exception(error))
+            # What another rank says goes into its log by itself
+            if plan is not None and (not rank or os.environ["RANK"] == "0"):
+                text += _keep_traceback(error, plan)
     _say(code, text, is_alone)
     return code
 

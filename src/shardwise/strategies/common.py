@@ -293,7 +293,18 @@ class PlannedStrategy(ParallelStrategy):
             )
         if not self.lightning_module.automatic_optimization:
             self._end_batch_by_hand(loss)
+        elif not is_overridden("backward", self.lightning_module):
+            self._check_loss(loss)
         return loss
+
+    def _check_loss(self, output: Any) -> None:
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if isinstance(loss, Tensor) and not loss.requires_grad:
+            raise ConfigError(
+                f"{self.module_name}.training_step returned a loss that has no gradient: it does not depend on the "
+                f"parameters that are trained; look for detach(), torch.no_grad() or a new tensor made of its value, "
+                f"or for parameters that are all frozen"
+            )
 
     def _end_batch_by_hand(self, output: Any) -> None:
         """What a module that optimizes by hand returns is its loss, for the log and the guard."""
