@@ -88,6 +88,8 @@ def _callback_hooks(trainer: Any, hook_name: str, *args: Any, monitoring_callbac
     if known is None or monitoring_callbacks is not None:
         _original_callback_hooks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
         return
+    if hook_name == "on_fit_start":
+        trainer._checkpoint_connector._restore_modules_and_callbacks(trainer.strategy.plan.resume)
     if hook_name == "on_train_start":  # set-up is over: what hooks there are is known
         known.clear()
         module = trainer.lightning_module

@@ -21,6 +21,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch._C._distributed_c10d import HashStore
 
@@ -309,6 +310,17 @@ def explain_what_is_missing(trainer: Trainer) -> None:
 
     for name in ("_restore_modules_and_callbacks", "restore_training_state"):
         setattr(connector, name, partial(explained, getattr(connector, name)))
+    restore = connector._restore_modules_and_callbacks
+    restored = False
+
+    def once(*arguments: Any, **more: Any) -> None:
+        """Before `on_fit_start`, as under the strategies that Lightning restores before set-up; not behind it again."""
+        nonlocal restored
+        if not restored:
+            restore(*arguments, **more)
+        restored = not restored and trainer.state.fn == TrainerFn.FITTING
+
+    connector._restore_modules_and_callbacks = once  # type: ignore[method-assign]
 
 
 def build_profiler(plan: Plan) -> Profiler:

@@ -95,7 +95,8 @@ def run_all(folder: Path, ranks: int, accelerator: str = "cpu") -> dict[tuple[st
                 plan = plan_for(run_dir, module, ranks, *words)
                 cells[module, strategy, precision] = fit(plan)
     for strategy in ("ddp", "fsdp") if ranks > 1 else ():
-        plan = plan_for(folder / f"clipped-{strategy}", "Bare", ranks, f"strategy={strategy}", *BY_VALUE)
+        plan = plan_for(folder / f"clipped-{strategy}", "Bare", ranks, f"strategy={strategy}", *BY_VALUE,
+                        f"accelerator={accelerator}")  # fmt: skip
         cells["Clipped", strategy, "fp32"] = fit(plan)
     return cells
 

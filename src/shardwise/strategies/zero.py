@@ -252,6 +252,10 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         """Behind the hooks of module and callbacks."""
         assert self.lightning_module is not None
         super().on_validation_end()
+        self._check_evaluation()
+
+    def _check_evaluation(self) -> None:
+        assert self.lightning_module is not None
         before, self._before_evaluation = self._before_evaluation, None
         if before is not None:
             trained = {n: p for n, p in self.lightning_module.named_parameters() if p.requires_grad}
@@ -316,6 +320,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
     def masters_changed(self) -> None:
         if not self._is_training:
             return
+        self._check_evaluation()  # of other weights, an average's, than those that come now
         optimizer = self.engine_optimizer
         if self.plan.strategy.zero_stage < 3:
             optimizer.update_lp_params()
