@@ -173,6 +173,11 @@ def build(node: Any, where: str = "") -> Any:
         raise ConfigError(
             f"{where}._target_={node['_target_']} needs a package that is not there: pip install {package}"
         ) from error
+    except Exception as error:
+        if not where.startswith(("callbacks.", "loggers.")) or tell(error, None) is not None:
+            raise
+        said = " ".join(str(error).split())[:1000]
+        raise ConfigError(f"{where}._target_={node['_target_']}: {type(error).__name__}: {said}") from error
 
 
 def _missing_package(error: ImportError) -> str | None:

@@ -85,7 +85,7 @@ class CsvLogger(Logger):
     def _append(self, metrics: Mapping[str, float], step: int) -> None:
         known = self._known[1] if step == self._known[0] else set()
         row: dict[str, Any] = {**{key: value for key, value in metrics.items() if key not in known}, "step": step}
-        if len(row) == 1:
+        if row.keys() <= {"step", "epoch"}:
             return
         if not self._fields and self.path.exists():
             with self.path.open(newline="") as file:
@@ -280,6 +280,7 @@ def _wandb(plan: Plan, record: dict[str, Any]) -> Logger:
     if offline and os.environ.get("RANK", "0") == "0":
         folder = shlex.quote(str(Path(plan.run_dir) / "wandb"))
         print(f"W&B is offline, and writes to {folder}; to upload it: wandb sync {folder}/offline-run-*", flush=True)
+    Continued.__name__ = WandbLogger.__name__  # code that asks a logger for the name of its class
     logger = Continued(
         project=plan.logger.project,
         entity=plan.logger.entity,
