@@ -260,11 +260,12 @@ _GRADIENTS = "under `zero1`, `zero2` and `zero3` refused by name, because gradie
 _LOOKS = "under `zero1`, `zero2` and `zero3` a hook that looks at a gradient is refused by name: DeepSpeed has it"
 _SAVES = (
     "the same order and arguments; when is the run's own: every `checkpoint.save_every_n_steps`, at the end, once "
-    "before the first step to find what cannot be saved, and before a validation, which a signal may interrupt"
+    "before the first step to find what cannot be saved, and before a validation, which a signal may interrupt; "
+    '`checkpoint["state_dict"]` is empty in it, because tensors have files of their own'
 )
 _LOADS = (
-    "after `configure_optimizers` and `on_fit_start`, as stock Lightning calls it under FSDP and DeepSpeed; its `ddp` "
-    "calls it before them"
+    "before `on_fit_start` and after `configure_optimizers`, before which stock Lightning's `ddp` calls it; "
+    '`checkpoint["state_dict"]` is empty in it'
 )
 
 _MODULE_HOOKS = _rows(
