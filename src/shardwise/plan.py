@@ -477,14 +477,17 @@ def _quick(config: RunConfig) -> RunConfig:
     if config.stage is not Stage.fit or config.resume is not None:
         word = f"stage={config.stage.value}" if config.stage is not Stage.fit else f"resume={config.resume}"
         raise ConfigError(f"quick_check=true tries a new run in all its stages: leave out {word}")
-    checkpoint = dataclasses.replace(
-        config.checkpoint, save_every_n_steps=None, save_at_end=False, monitor=None, keep_every_n_steps=None
-    )
     return dataclasses.replace(
         config, max_steps=_QUICK_BATCHES, max_epochs=None, max_samples=None, validate_every_n_steps=_QUICK_BATCHES,
-        checkpoint=checkpoint, logger=LoggerConfig(), loggers={}, log_every_n_steps=1, max_restarts=0,
+        checkpoint=_unsaved(config.checkpoint), logger=LoggerConfig(), loggers={}, log_every_n_steps=1, max_restarts=0,
         name=None if config.name is None else f"{config.name}-quick-check",
     )  # fmt: skip
+
+
+def _unsaved(checkpoint: CheckpointConfig) -> CheckpointConfig:
+    return dataclasses.replace(
+        checkpoint, save_every_n_steps=None, save_at_end=False, monitor=None, keep_every_n_steps=None
+    )
 
 
 def _finding(config: RunConfig) -> RunConfig:
@@ -497,15 +500,13 @@ def _finding(config: RunConfig) -> RunConfig:
         word = "quick_check=true" if config.quick_check else f"resume={config.resume}"
         word = word if config.stage is Stage.fit else f"stage={config.stage.value}"
         raise ConfigError(f"find_learning_rate=true trains from the start with rates of its own: leave out {word}")
-    checkpoint = dataclasses.replace(
-        config.checkpoint, save_every_n_steps=None, save_at_end=False, monitor=None, keep_every_n_steps=None
-    )
     guard = dataclasses.replace(
         config.guard, on_nonfinite=OnNonfinite.skip, on_spike=OnSpike.ignore, max_in_a_row=FINDER_STEPS
     )
     return dataclasses.replace(
-        config, max_steps=FINDER_STEPS, max_epochs=None, max_samples=None, schedule=None, checkpoint=checkpoint,
-        guard=guard, max_restarts=0, name=None if config.name is None else f"{config.name}-learning-rate",
+        config, max_steps=FINDER_STEPS, max_epochs=None, max_samples=None, schedule=None, guard=guard,
+        checkpoint=_unsaved(config.checkpoint), max_validation_batches=0, max_restarts=0,
+        name=None if config.name is None else f"{config.name}-learning-rate",
     )  # fmt: skip
 
 

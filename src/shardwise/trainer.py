@@ -279,7 +279,7 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
         default_root_dir=plan.run_dir,
         profiler=build_profiler(plan),
         limit_train_batches=plan.max_train_batches,
-        limit_val_batches=0 if plan.find_learning_rate or plan.max_validation_batches == 0 else None,
+        limit_val_batches=0 if plan.max_validation_batches == 0 else None,
     )
     count_in_steps(trainer, plan)
     before_epoch_ends(trainer, partial(_save_before_epoch_ends, trainer, guard, saving))

@@ -49,8 +49,8 @@ class LearningRateFinder(Callback):
         trainer.strategy.lr_scheduler_configs = []  # they would set rates of their own
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        rate = rate_of(len(self.losses) + 1)
         for group in trainer.optimizers[0].param_groups:
-            rate = rate_of(len(self.losses) + 1)
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:

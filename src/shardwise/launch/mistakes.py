@@ -92,11 +92,12 @@ def _frames(error: Exception) -> list[Frame]:
 def _of_the_call(error: Exception) -> list[Frame]:
     """Where a function begins that was called with other arguments than it takes: it has no frame of its own."""
     called = _CALL.match(str(error)) if isinstance(error, TypeError) else None
-    functions = (f for f in gc.get_objects() if called and type(f) is types.FunctionType)
+    if called is None:
+        return []
     return [
         Frame(f.__code__.co_filename, f.__code__.co_firstlineno, f.__name__)
-        for f in functions
-        if called and f.__qualname__ == called[1]
+        for f in gc.get_objects()
+        if type(f) is types.FunctionType and f.__qualname__ == called[1]
     ]
 
 
