@@ -39,7 +39,7 @@ from shardwise.optimizers import parameter_groups  # noqa: E402
 from shardwise.plan import Host, Plan, make_plan  # noqa: E402
 from shardwise.precision import set_matmul_mode  # noqa: E402
 from shardwise.trainer import build_data, build_module, build_trainer, init_process_group, quiet_lightning  # noqa: E402
-from tests.distributed.processes import spawn  # noqa: E402
+from tests.harness.processes import spawn  # noqa: E402
 
 STEPS, WARM_UP = 9, 3
 ACCUMULATE = 2

@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 from tqdm import tqdm  # noqa: E402
 
 from benchmarks.machine import measured_on  # noqa: E402
-from tests.distributed.chaos import (  # noqa: E402
+from tests.harness.chaos import (  # noqa: E402
     FAULTS,
     HANG_SECONDS,
     MOUNTS,

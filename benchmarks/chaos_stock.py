@@ -25,8 +25,8 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 import torch  # noqa: E402
 
 from shardwise.environment import describe_environment  # noqa: E402
-from tests.distributed.chaos import SUBJECT  # noqa: E402
-from tests.distributed.commands import Running  # noqa: E402
+from tests.harness.chaos import SUBJECT  # noqa: E402
+from tests.harness.commands import Running  # noqa: E402
 
 PATIENCE = 60.0  # seconds
 PROGRAM = """

@@ -25,8 +25,8 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 from benchmarks.machine import measured_on  # noqa: E402
-from tests.distributed.across import BOUND, FURTHER, NAMES, SAVED, resume_all, save_all, sides  # noqa: E402
-from tests.distributed.processes import spawn  # noqa: E402
+from tests.harness.across import BOUND, FURTHER, NAMES, SAVED, resume_all, save_all, sides  # noqa: E402
+from tests.harness.processes import spawn  # noqa: E402
 
 PART = 24  # pairs that share a group of processes
 OPTIMIZERS = ["sgd", "adamw"]

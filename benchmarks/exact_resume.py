@@ -3,7 +3,7 @@
     python benchmarks/exact_resume.py                                 all GPUs, deterministic=true
     python benchmarks/exact_resume.py --accelerator cpu --ranks 2
 
-Every configuration of tests/distributed/test_exact_resume.py and a language model; three steps, a checkpoint, four
+Every configuration of tests/harness/exact_resume.py and a language model; three steps, a checkpoint, four
 more, beside seven in one go: rows of metrics.csv, weights and buffers of every rank. Writes
 benchmarks/results/exact-<device>-x<ranks>.json.
 """
@@ -27,9 +27,9 @@ import torch  # noqa: E402
 
 from benchmarks.machine import measured_on  # noqa: E402
 from shardwise.plan import Plan  # noqa: E402
-from tests.distributed.cells import cell_plan  # noqa: E402
-from tests.distributed.processes import spawn  # noqa: E402
-from tests.distributed.test_exact_resume import CONFIGS, STEPS, STOP, plan_for, stopped_and_not, unlike  # noqa: E402
+from tests.harness.cells import cell_plan  # noqa: E402
+from tests.harness.exact_resume import CONFIGS, STEPS, STOP, plan_for, stopped_and_not, unlike  # noqa: E402
+from tests.harness.processes import spawn  # noqa: E402
 
 LANGUAGE_MODEL = [
     "precision=bf16", "model.dim=512", "model.n_heads=8", "model.n_kv_heads=2", "model.ffn_dim=1024",

@@ -61,7 +61,7 @@ from shardwise.precision import (  # noqa: E402
 )
 from shardwise.trainer import build_module, build_trainer, init_process_group, quiet_lightning  # noqa: E402
 from shardwise.units import find_units  # noqa: E402
-from tests.distributed.processes import spawn  # noqa: E402
+from tests.harness.processes import spawn  # noqa: E402
 
 FEATURES = 64  # of a row: little to copy to the device
 SAMPLES = 1 << 17  # no epoch ends within a run

@@ -27,10 +27,10 @@ import torch  # noqa: E402
 
 from shardwise.environment import describe_environment  # noqa: E402
 from shardwise.loggers import read_metrics  # noqa: E402
-from tests.distributed import test_backward, test_scalars  # noqa: E402
-from tests.distributed.processes import spawn  # noqa: E402
-from tests.distributed.test_anybodys_module import BOUNDS as MODULE_BOUNDS  # noqa: E402
-from tests.distributed.test_anybodys_module import KINDS, RANKS, deviations, run_all  # noqa: E402
+from tests.harness import backward, scalars  # noqa: E402
+from tests.harness.anybodys_module import BOUNDS as MODULE_BOUNDS  # noqa: E402
+from tests.harness.anybodys_module import KINDS, RANKS, deviations, run_all  # noqa: E402
+from tests.harness.processes import spawn  # noqa: E402
 
 
 def modules(ranks: int, accelerator: str, folder: Path) -> list[dict[str, Any]]:
@@ -58,17 +58,17 @@ def beside_ddp(ranks: int, accelerator: str, folder: Path) -> list[dict[str, Any
     from that under ddp on the same devices."""
     if ranks != RANKS:
         return []
-    backward = spawn(ranks, test_backward.run, folder / "backward", accelerator, timeout_seconds=400)[0]
-    scalars = spawn(ranks, test_scalars.run, folder / "scalars", accelerator, timeout_seconds=400)[0]
+    of_backward = spawn(ranks, backward.run, folder / "backward", accelerator, timeout_seconds=400)[0]
+    of_scalars = spawn(ranks, scalars.run, folder / "scalars", accelerator, timeout_seconds=400)[0]
     rows = []
-    for key in test_backward.CELLS:
+    for key in backward.CELLS:
         module, strategy, precision, *words = key
-        bound, update = _bound(test_backward.BOUNDS, precision), test_backward.off(backward, key)
+        bound, update = _bound(backward.BOUNDS, precision), backward.off(of_backward, key)
         rows.append({"module": " ".join([module, *words]), "strategy": strategy, "precision": precision,
                      "update": update, "bound": bound, "holds": update <= bound})  # fmt: skip
-    for strategy, precision in test_scalars.CELLS:
-        bound = _bound(test_scalars.BOUNDS, precision)
-        update = test_scalars.off(scalars, (strategy, precision), ("ddp", precision))
+    for strategy, precision in scalars.CELLS:
+        bound = _bound(scalars.BOUNDS, precision)
+        update = scalars.off(of_scalars, (strategy, precision), ("ddp", precision))
         rows.append({"module": "Scalars", "strategy": strategy, "precision": precision, "update": update,
                      "bound": bound, "holds": update <= bound})  # fmt: skip
     return rows

@@ -32,8 +32,8 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 from benchmarks.machine import measured_on  # noqa: E402
 from shardwise.trainer import init_process_group, quiet_lightning  # noqa: E402
-from tests.distributed.everything import BATCH, Network, rows  # noqa: E402
-from tests.distributed.parity import (  # noqa: E402
+from tests.harness.everything import BATCH, Network, rows  # noqa: E402
+from tests.harness.parity import (  # noqa: E402
     BOUNDS,
     CLIP,
     STEPS,
@@ -44,8 +44,8 @@ from tests.distributed.parity import (  # noqa: E402
     reference,
     run_cells,
 )  # fmt: skip
-from tests.distributed.processes import spawn  # noqa: E402
-from tests.reference import OPTIMIZERS, WEIGHT_DECAY, groups_of, update_deviation  # noqa: E402
+from tests.harness.processes import spawn  # noqa: E402
+from tests.harness.reference import OPTIMIZERS, WEIGHT_DECAY, groups_of, update_deviation  # noqa: E402
 
 PART = 30  # cells that share a group of processes: what hangs or dies costs the others little
 # Where clipping bites, it hides a gradient that was divided twice.
@@ -95,7 +95,7 @@ def whole(parameter: torch.nn.Parameter) -> torch.Tensor:
 def stock_strategy(name: str, accelerator: str) -> Any:
     kind, _, stage = name.partition(", stage ")
     if kind == "FSDPStrategy":
-        from tests.distributed.everything import Block
+        from tests.harness.everything import Block
 
         return lightning_strategies.FSDPStrategy(auto_wrap_policy={Block}, use_orig_params=True)
     if kind == "ModelParallelStrategy":

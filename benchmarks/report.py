@@ -361,7 +361,7 @@ def section(result: dict[str, Any]) -> list[str]:
         lines.append("")
     if rows := result.get("modules"):
         lines += [
-            "**Modules of kinds that people bring** (tests/distributed/modules.py): after a few steps, the largest "
+            "**Modules of kinds that people bring** (tests/harness/modules.py): after a few steps, the largest "
             "deviation of an update, and of a buffer, from a plain loop in fp32.",
             "",
             "| module | strategy | precision | update | buffer |",
@@ -425,12 +425,12 @@ def parity_lines(results: list[dict[str, Any]]) -> list[str]:
         "# Parity",
         "",
         "Made by `python benchmarks/report.py`; measured by `make parity` and `make parity-gpu`. "
-        f"{settings['steps']} steps of a small model (tests/distributed/everything.py) with a tied weight, a frozen "
+        f"{settings['steps']} steps of a small model (tests/harness/everything.py) with a tied weight, a frozen "
         "part, sizes that no number of ranks divides, padded sequences with different numbers of valid tokens, and, in "
         "most cells, weights that no rank or one rank alone needs in a step (`ddp` and `zero*` are told so: "
         "`strategy.find_unused_parameters=true`); SGD with momentum and AdamW, accumulation "
         f"1 and 4, without clipping and clipped to {settings['clip']}, which bites in every step. The reference is one "
-        "process, the whole global batch, no Lightning (tests/reference.py). *update*: per tensor, norm of the "
+        "process, the whole global batch, no Lightning (tests/harness/reference.py). *update*: per tensor, norm of the "
         "difference of the update over the norm of the reference's; each number is the largest over tensors, steps and "
         "cells.",
         "",

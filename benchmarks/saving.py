@@ -41,7 +41,7 @@ from shardwise.checkpoint.save import Outcome  # noqa: E402
 from shardwise.compose import compose  # noqa: E402
 from shardwise.plan import Host, Plan, make_plan  # noqa: E402
 from shardwise.trainer import build_module, build_trainer, init_process_group, quiet_lightning  # noqa: E402
-from tests.distributed.processes import spawn  # noqa: E402
+from tests.harness.processes import spawn  # noqa: E402
 
 ONE = ["model=llama3_1b", "micro_batch_size=2", "data.sequence_length=2048"]
 EIGHT = ["model=llama3_8b", "micro_batch_size=1", "data.sequence_length=8192", "activation_checkpointing=full"]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.patience import alarm
+from tests.harness.patience import alarm
 
 # Cores are shared with other work: how long an example takes says nothing.
 settings.register_profile("shardwise", deadline=None)

@@ -14,7 +14,7 @@ import shardwise.cli
 import shardwise.tools.preflight
 from shardwise.data.tokens import write_token_shards
 from shardwise.plan import Host
-from tests.patience import run_patiently
+from tests.harness.patience import run_patiently
 
 ROOT = Path(__file__).parents[2]
 FOREIGN = "tests.configs.foreign"

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric
 
 from shardwise.coming_from_lightning import ROWS
-from tests.distributed.modules import Layer, samples
+from tests.harness.modules import Layer, samples
 
 Event = tuple[str, str, dict[str, Any]]  # who, which hook, and the arguments that are plain
 EVENTS: list[Event] = []

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.across import BOUND, NAMES, Side, resume_all, save_all, sides
-from tests.distributed.processes import spawn
+from tests.harness.across import BOUND, NAMES, Side, resume_all, save_all, sides
+from tests.harness.processes import spawn
 
 OPTIMIZERS = ["sgd", "adamw"]
 OFFLOADED = ["zero2, optimizer offloaded", "zero3, all offloaded"]

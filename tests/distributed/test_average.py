@@ -14,8 +14,8 @@ from torch import Tensor
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 from shardwise.trainer import build_data, build_module, build_trainer
-from tests.distributed.cells import cell_plan, fit
-from tests.distributed.processes import spawn
+from tests.harness.cells import cell_plan, fit
+from tests.harness.processes import spawn
 
 DECAY = 0.5
 CELLS = {

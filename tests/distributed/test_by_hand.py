@@ -19,11 +19,11 @@ from shardwise.errors import ConfigError, NonFiniteError
 from shardwise.loggers import read_metrics
 from shardwise.precision import LOSS_SCALE
 from shardwise.trainer import build_module
-from tests.distributed import modules
-from tests.distributed.cells import fit
-from tests.distributed.processes import spawn
-from tests.distributed.test_anybodys_module import MICRO, RANKS, micro_batches, plan_for
-from tests.reference import update_deviation
+from tests.harness import modules
+from tests.harness.anybodys_module import MICRO, RANKS, micro_batches, plan_for
+from tests.harness.cells import fit
+from tests.harness.processes import spawn
+from tests.harness.reference import update_deviation
 
 STEPS = 6
 BY_HAND = ["max_steps=6", f"global_batch_size={MICRO * RANKS}", "validate_every_n_steps=3",

@@ -11,8 +11,8 @@ import pytest
 from lightning.pytorch import Callback
 
 from shardwise.errors import ConfigError
-from tests.distributed.cells import cell_plan, fit
-from tests.distributed.processes import spawn
+from tests.harness.cells import cell_plan, fit
+from tests.harness.processes import spawn
 
 THEIRS = "lightning.pytorch.callbacks"
 CELLS = {"ddp": ["strategy=ddp"], "fsdp": ["strategy=fsdp"]}

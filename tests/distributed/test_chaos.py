@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.chaos import MOUNTS, make_subject, may_mount, torment
+from tests.harness.chaos import MOUNTS, make_subject, may_mount, torment
 
 # Whether its launcher brings it back, whether it saves asynchronously, and what it meets
 RUNS = {

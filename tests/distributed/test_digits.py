@@ -11,8 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.compose import compose
 from shardwise.plan import Host, make_plan
-from tests.distributed.cells import fit
-from tests.distributed.processes import spawn
+from tests.harness.cells import fit
+from tests.harness.processes import spawn
 
 STEPS = 3
 STRATEGIES = ["ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.commands import check, metrics, run
+from tests.harness.commands import check, metrics, run
 
 STRANGER = """
 import importlib.util

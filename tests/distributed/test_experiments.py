@@ -11,7 +11,7 @@ import pytest
 from shardwise.compose import CONF, ROOT
 from shardwise.data.tokens import write_token_shards
 from shardwise.loggers import read_metrics
-from tests.patience import run_patiently
+from tests.harness.patience import run_patiently
 
 SMALL = [
     "model.vocab_size=256", "model.dim=32", "model.n_layers=2", "model.n_heads=2", "model.n_kv_heads=1",

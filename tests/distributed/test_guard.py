@@ -22,10 +22,10 @@ from shardwise.errors import NonFiniteError
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.records import robust_z, robust_z_of
 from shardwise.trainer import _run_until_rolled_back
-from tests.distributed.cells import Capture, fit
-from tests.distributed.commands import check, make_home, run
-from tests.distributed.modules import Bare, Layer, samples
-from tests.distributed.processes import spawn
+from tests.harness.cells import Capture, fit
+from tests.harness.commands import check, make_home, run
+from tests.harness.modules import Bare, Layer, samples
+from tests.harness.processes import spawn
 
 BATCH, STEPS = 8, 5  # two micro-batches of two samples on each of two ranks
 ODD = 23  # a sample of the third window: its rank 1's last

@@ -18,9 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shardwise.errors import ConfigError
 from shardwise.tools import main
 from shardwise.trainer import build_data, build_module
-from tests.distributed.cells import cell_plan, fit
-from tests.distributed.processes import spawn
-from tests.distributed.test_exact_resume import WIDTH, Dropping, NoiseData, plan_for
+from tests.harness.cells import cell_plan, fit
+from tests.harness.exact_resume import WIDTH, Dropping, NoiseData, plan_for
+from tests.harness.processes import spawn
 
 CELLS = {
     "ddp": ["strategy=ddp"],

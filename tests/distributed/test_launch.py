@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.commands import OWN, RECIPE, TRAIN, Running, check, environment, make_home, metrics, run
-from tests.patience import exit_code, run_patiently
+from tests.harness.commands import OWN, RECIPE, TRAIN, Running, check, environment, make_home, metrics, run
+from tests.harness.patience import exit_code, run_patiently
 
 FILES = {"config.yaml", "plan.json", "environment.json", "starts.json", "metrics.csv", "summary.json", "loss.png",
          "checkpoints", "logs"}  # fmt: skip

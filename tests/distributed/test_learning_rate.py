@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from shardwise.callbacks.learning_rate import rate_of, suggest
 from shardwise.compose import compose
 from shardwise.plan import Host, make_plan
-from tests.distributed.cells import fit
-from tests.distributed.commands import run
-from tests.distributed.processes import spawn
+from tests.harness.cells import fit
+from tests.harness.commands import run
+from tests.harness.processes import spawn
 
 WORDS = ["recipe=custom", f"module._target_={__name__}.Regression", "find_learning_rate=true", "accelerator=cpu",
          "max_epochs=1", "schedule=none"]  # fmt: skip

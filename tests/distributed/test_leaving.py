@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.chaos import Life
-from tests.distributed.commands import OWN, RECIPE, check, make_home, run
-from tests.patience import slowness
+from tests.harness.chaos import Life
+from tests.harness.commands import OWN, RECIPE, check, make_home, run
+from tests.harness.patience import slowness
 from tests.unit.test_loggers import history
 
 WORDS = [*RECIPE, "max_steps=100000", "devices=2", "checkpoint.monitor=null", "strategy=fsdp"]

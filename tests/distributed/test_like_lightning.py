@@ -22,7 +22,7 @@ from shardwise.compose import compose
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.trainer import build_data, build_module, build_trainer, init_process_group, quiet_lightning
 from tests.distributed import recording
-from tests.distributed.processes import spawn
+from tests.harness.processes import spawn
 
 BATCH = 2  # of all ranks: a micro-batch on each of two ranks has one sample
 STRATEGIES = {1: ["ddp"], 2: ["ddp", "fsdp", "zero1", "zero2", "zero3"]}

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from shardwise.compose import compose
 from shardwise.plan import Host, Plan, make_plan
-from tests.distributed.cells import fit
 from tests.distributed.foreign import Foreign
-from tests.distributed.processes import spawn
+from tests.harness.cells import fit
+from tests.harness.processes import spawn
 
 STRATEGIES = {
     "ddp": ["strategy=ddp"],

@@ -17,9 +17,9 @@ from shardwise.callbacks.meter import SPENT, Meter, Sums, process_start
 from shardwise.compose import compose
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.records import Readback, Step, Tick
-from tests.distributed.cells import cell_plan, fit, masked_tokens
-from tests.distributed.modules import samples
-from tests.distributed.processes import spawn
+from tests.harness.cells import cell_plan, fit, masked_tokens
+from tests.harness.modules import samples
+from tests.harness.processes import spawn
 
 STRATEGIES = ["ddp", "fsdp", "zero1", "zero3"]
 WAIT = 0.15
@@ -57,7 +57,7 @@ def rows_of(run_dir: str | Path) -> list[dict[str, str]]:
 def slow_plan(run_dir: Path) -> Plan:
     run_dir.mkdir(parents=True, exist_ok=True)
     argv = [
-        "recipe=custom", "module._target_=tests.distributed.modules.Bare",
+        "recipe=custom", "module._target_=tests.harness.modules.Bare",
         "data._target_=tests.distributed.test_meter.SlowData", "+data.batch_size=${micro_batch_size}",
         f"runs_dir={run_dir.parent}", f"name={run_dir.name}", "accelerator=cpu", "devices=2", "micro_batch_size=4",
         "global_batch_size=8", "max_steps=6", "checkpoint=none", "validate_every_n_steps=1000", "log_every_n_steps=3",

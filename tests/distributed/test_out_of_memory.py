@@ -22,7 +22,7 @@ from shardwise.out_of_memory import (
     start_history,
 )
 from shardwise.plan import Host, Plan, make_plan
-from tests.distributed.commands import OWN, check, make_home, metrics, run
+from tests.harness.commands import OWN, check, make_home, metrics, run
 
 CUDA_TEXT = (
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 12.00 GiB is "

@@ -22,8 +22,8 @@ from shardwise.checkpoint.find import checkpoint_path
 from shardwise.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
-from tests.distributed.cells import fit
-from tests.distributed.processes import spawn
+from tests.harness.cells import fit
+from tests.harness.processes import spawn
 
 
 class Stage(enum.Enum):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.parity import (
+from tests.harness.parity import (
     BOUNDS,
     CLIP,
     OPTIMIZERS,
@@ -18,7 +18,7 @@ from tests.distributed.parity import (
     run_cells,
     some_cells,
 )
-from tests.distributed.processes import spawn
+from tests.harness.processes import spawn
 
 RANKS = (1, 2, 4)
 Results = dict[int, list[dict[Cell, dict[str, Any]]]]

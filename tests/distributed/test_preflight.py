@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from shardwise.preflight.place import Limits
-from tests.distributed.commands import RECIPE, check, environment, make_home, run
-from tests.distributed.processes import _context
-from tests.patience import Patience, slowness
+from tests.harness.commands import RECIPE, check, environment, make_home, run
+from tests.harness.patience import Patience, slowness
+from tests.harness.processes import _context
 
 WORDS = ["accelerator=cpu", "runs_dir=runs"]
 LIMITS = Limits(arrive=40.0, total=60.0, grace=2.0)

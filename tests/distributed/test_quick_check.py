@@ -10,7 +10,7 @@ from shardwise.compose import compose
 from shardwise.data.order import GlobalOrder
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, make_plan
-from tests.distributed.commands import OWN, check, make_home, metrics, run
+from tests.harness.commands import OWN, check, make_home, metrics, run
 
 STAGES = """
 class Stages(Module):

@@ -21,8 +21,8 @@ from shardwise.data.tokens import TokenSequences, TokenShards
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, make_plan
 from shardwise.trainer import _run, init_process_group, quiet_lightning
-from tests.distributed.commands import RECIPE, make_home, metrics
-from tests.distributed.processes import spawn
+from tests.harness.commands import RECIPE, make_home, metrics
+from tests.harness.processes import spawn
 
 # 5 steps an epoch; 8 steps cross its border
 WORDS = [*RECIPE, "global_batch_size=4", "validate_every_n_steps=2", "checkpoint.save_every_n_steps=2", "max_steps=8"]

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from shardwise.compose import compose
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.trainer import build_data, build_module, build_trainer
-from tests.distributed.cells import fit
-from tests.distributed.processes import spawn
+from tests.harness.cells import fit
+from tests.harness.processes import spawn
 
 HERE = "tests.distributed.test_rows"
 WORDS = [

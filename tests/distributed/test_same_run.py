@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.compose import compose
 from shardwise.plan import Host, Plan, make_plan
-from tests.distributed.cells import cell_plan, fit
-from tests.distributed.processes import spawn
-from tests.reference import update_deviation
+from tests.harness.cells import cell_plan, fit
+from tests.harness.processes import spawn
+from tests.harness.reference import update_deviation
 
 STRATEGIES = {
     "ddp": ["strategy=ddp"],
@@ -212,7 +212,7 @@ def watch(run_dir: Path, ranks: int, words: list[str]) -> dict[str, Any]:
     with (
         watched(seen),
         patch.object(lm, "cross_entropy", watched_loss),
-        patch("tests.distributed.cells.build_trainer", build_with_look),
+        patch("tests.harness.cells.build_trainer", build_with_look),
     ):
         cell = fit(lm_plan(run_dir, ranks, *words))
     return {"seen": seen, "losses": cell["losses"], "norms": cell["norms"], "hash": cell["hash"]}

@@ -27,11 +27,11 @@ from shardwise.checkpoint import save as saving
 from shardwise.checkpoint.find import damage, list_checkpoints, newest_whole, resolve_resume
 from shardwise.checkpoint.load import settle_resume
 from shardwise.errors import CheckpointError, ConfigError
-from tests.distributed.cells import fit
-from tests.distributed.commands import RECIPE, Running, check, make_home, metrics, run
-from tests.distributed.processes import spawn
-from tests.distributed.test_exact_resume import BATCH, Dropping, Noise, NoiseData, plan_for
-from tests.patience import slowness, wait_until
+from tests.harness.cells import fit
+from tests.harness.commands import RECIPE, Running, check, make_home, metrics, run
+from tests.harness.exact_resume import BATCH, Dropping, Noise, NoiseData, plan_for
+from tests.harness.patience import slowness, wait_until
+from tests.harness.processes import spawn
 
 WIDE = 1536  # 9 MB a layer, 28 MB with what AdamW keeps
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from shardwise.checkpoint.find import checkpoint_path
 from shardwise.compose import compose
 from shardwise.plan import Host, Plan, make_plan
-from tests.distributed.cells import fit
-from tests.distributed.processes import spawn
+from tests.harness.cells import fit
+from tests.harness.processes import spawn
 
 EPOCH, STEPS = 4, 12  # steps
 MIDDLE, END = 6, 8  # in the second epoch

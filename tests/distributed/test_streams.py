@@ -20,9 +20,9 @@ from shardwise.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.trainer import _run
-from tests.distributed.cells import fit
-from tests.distributed.modules import Layer
-from tests.distributed.processes import spawn
+from tests.harness.cells import fit
+from tests.harness.modules import Layer
+from tests.harness.processes import spawn
 
 RANKS, STOP, STEPS = 2, 3, 7
 LENGTHS = (37, 26)  # of the ranks' streams: 13 micro-batches of two samples, so three steps of four an epoch

@@ -18,9 +18,9 @@ from shardwise.data.order import GlobalOrder
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.trainer import build_data, build_module
-from tests.distributed.cells import fit
 from tests.foreign_packages.cases import STRATEGIES, Case
 from tests.foreign_packages.demos import write_mnist, write_wikitext
+from tests.harness.cells import fit
 
 RANKS, STEPS, SAVED = 2, 6, 3
 

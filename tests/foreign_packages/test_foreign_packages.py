@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.commands import Running, check, metrics, run
-from tests.distributed.processes import spawn
 from tests.foreign_packages import runs
 from tests.foreign_packages.cases import CASES, STRATEGIES, Case
+from tests.harness.commands import Running, check, metrics, run
+from tests.harness.processes import spawn
 
 
 @dataclass

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.commands import environment
-from tests.patience import run_patiently, wait_until
+from tests.harness.commands import environment
+from tests.harness.patience import run_patiently, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERIC = ROOT / "slurm" / "generic.sbatch"
-PATIENCE = 120.0  # seconds on an idle machine: see tests/patience.py
+PATIENCE = 120.0  # seconds on an idle machine: see tests/harness/patience.py
 
 
 def call(*words: Any, check: bool = True, cwd: Path | None = None, **more: str) -> str:

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.distributed.chaos import SUBJECT, compare
-from tests.distributed.commands import check, metrics, run
+from tests.harness.chaos import SUBJECT, compare
+from tests.harness.commands import check, metrics, run
 from tests.slurm.conftest import TESTBED
 from tests.slurm.jobs import ROOT, Submitted, call
 

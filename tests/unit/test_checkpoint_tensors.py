@@ -41,8 +41,8 @@ from shardwise.checkpoint.tensors import (
     read_tensors,
     whole,
 )
-from tests.distributed.processes import spawn
-from tests.patience import slowness
+from tests.harness.patience import slowness
+from tests.harness.processes import spawn
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 

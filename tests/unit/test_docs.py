@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.compose import compose
-from tests.patience import run_patiently
+from tests.harness.patience import run_patiently
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("recipes/**/*.md")),

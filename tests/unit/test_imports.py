@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import run_patiently
+from tests.harness.patience import run_patiently
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
@@ -126,3 +126,13 @@ def test_a_dry_run_leaves_torch_alone() -> None:
     done = run_patiently([sys.executable, "-c", code], 10, cwd=ROOT)
     assert done.returncode == 0 and done.stderr.strip() == "[]"
     assert '"shard": 8' in done.stdout
+
+
+SHARED = [path for folder in ("benchmarks", "tests/harness") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", SHARED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_benchmarks_share_helpers_with_tests_through_the_harness_alone(path: Path) -> None:
+    """A file of tests may change whenever its tests do; what others use of it moves to tests/harness/."""
+    used = {name for name in imports(path) if knows({name}, "tests")}
+    assert all(knows({name}, "tests.harness") for name in used - {"tests"}), sorted(used)

@@ -114,7 +114,7 @@ class Stream(IterableDataset[int]):
 
 def hard_coded(plan: Plan) -> Plan:
     """A Plan whose data has no argument for its batch size."""
-    return replace(plan, data={"_target_": "tests.distributed.test_exact_resume.Noise"})
+    return replace(plan, data={"_target_": "tests.harness.exact_resume.Noise"})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.loggers import CsvLogger, read_metrics
-from tests.distributed.commands import RECIPE, check, make_home, run
+from tests.harness.commands import RECIPE, check, make_home, run
 
 
 def test_a_new_metric_gets_a_column(tmp_path: Path) -> None:

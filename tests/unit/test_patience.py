@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests import patience
-from tests.patience import Patience, alarm, run_patiently, slowness, wait_until
+from tests.harness import patience
+from tests.harness.patience import Patience, alarm, run_patiently, slowness, wait_until
 
 # Takes a second of a core's time, however long that is by the clock
 WORK = "import time\nwhile time.process_time() < 1: pass"

@@ -32,7 +32,7 @@ from shardwise.schema import (
     RunConfig,
     Stage,
 )
-from tests.patience import run_patiently
+from tests.harness.patience import run_patiently
 
 SRC = Path(__file__).parents[2] / "src"
 HOST = Host(cuda_devices=0, run_id="made-up")

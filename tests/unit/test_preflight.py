@@ -21,7 +21,7 @@ from shardwise.preflight.show import save_json, table
 from shardwise.preflight.verdict import Found, Verdict, blame, judge
 from shardwise.schema import ClusterConfig
 from shardwise.tools import main
-from tests.patience import run_patiently
+from tests.harness.patience import run_patiently
 
 H100 = ClusterConfig(
     name="dgx_h100", devices_per_node=8, gpu="H100", gpu_memory_gib=80.0, nvlink_gb_per_second=450.0,

@@ -17,9 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from shardwise.compose import compose
 from shardwise.plan import Host, Plan, make_plan
-from tests.distributed.cells import fit
-from tests.distributed.everything import BATCH, Network, rows
-from tests.reference import WEIGHT_DECAY, plain_loop, update_deviation
+from tests.harness.cells import fit
+from tests.harness.everything import BATCH, Network, rows
+from tests.harness.reference import WEIGHT_DECAY, plain_loop, update_deviation
 
 STEPS = 20
 CLIP = 0.1  # far below every gradient norm of these runs
@@ -96,8 +96,8 @@ def some_cells(ranks: int) -> list[Cell]:
 def plan_of(cell: Cell, ranks: int, run_dir: Path, accelerator: str = "cpu") -> Plan:
     run_dir.mkdir(parents=True, exist_ok=True)
     argv = [
-        "recipe=custom", "module._target_=tests.distributed.everything.Everything",
-        "data._target_=tests.distributed.everything.Rows", "+data.batch_size=${micro_batch_size}",
+        "recipe=custom", "module._target_=tests.harness.everything.Everything",
+        "data._target_=tests.harness.everything.Rows", "+data.batch_size=${micro_batch_size}",
         f"runs_dir={run_dir.parent}", f"name={run_dir.name}", f"accelerator={accelerator}", f"devices={ranks}",
         f"max_steps={STEPS}", "checkpoint=none", "log_every_n_steps=1",
     ]  # fmt: skip

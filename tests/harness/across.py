@@ -14,10 +14,10 @@ from torch import Tensor
 from shardwise.checkpoint.find import checkpoint_path
 from shardwise.compose import compose
 from shardwise.plan import Host, Plan, make_plan
-from tests.distributed.cells import fit
-from tests.distributed.everything import BATCH, Network, rows
-from tests.distributed.parity import OPTIMIZERS, STRATEGIES
-from tests.reference import WEIGHT_DECAY, plain_loop, update_deviation
+from tests.harness.cells import fit
+from tests.harness.everything import BATCH, Network, rows
+from tests.harness.parity import OPTIMIZERS, STRATEGIES
+from tests.harness.reference import WEIGHT_DECAY, plain_loop, update_deviation
 
 SAVED, FURTHER = 3, 20  # steps
 BOUND = 1e-5
@@ -43,8 +43,8 @@ def sides(names: list[str], ranks: int) -> list[Side]:
 def plan_of(side: Side, optimizer: str, folder: Path, steps: int, accelerator: str, *words: str) -> Plan:
     micro = 2 if side.ranks < 4 else 4  # another number of micro-batches on every number of ranks
     argv = [
-        "recipe=custom", "module._target_=tests.distributed.everything.Everything",
-        "data._target_=tests.distributed.everything.Rows", "+data.batch_size=${micro_batch_size}",
+        "recipe=custom", "module._target_=tests.harness.everything.Everything",
+        "data._target_=tests.harness.everything.Rows", "+data.batch_size=${micro_batch_size}",
         f"runs_dir={folder.parent}", f"name={folder.name}", f"accelerator={accelerator}", f"devices={side.ranks}",
         f"max_steps={steps}", "checkpoint.monitor=null", "checkpoint.save_every_n_steps=null", "log_every_n_steps=1",
         *STRATEGIES[side.strategy], *OPTIMIZERS[optimizer], f"optimizer.weight_decay={WEIGHT_DECAY}",

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from shardwise.data.tokens import write_token_shards
-from tests.patience import exit_code, run_patiently, wait_until
+from tests.harness.patience import exit_code, run_patiently, wait_until
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
-TIMEOUT_SECONDS = 120.0  # on an idle machine, as all limits here: see tests/patience.py
+TIMEOUT_SECONDS = 120.0  # on an idle machine, as all limits here: see tests/harness/patience.py
 RECIPE = [
     "model.dim=32", "model.n_layers=2", "model.ffn_dim=64", "model.n_heads=2", "model.n_kv_heads=1",
     "model.max_seq_len=32", "module.sample_tokens=0", "data.sequence_length=32", "data.corpus=null",

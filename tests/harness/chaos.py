@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from shardwise.checkpoint.find import list_checkpoints
 from shardwise.checkpoint.load import changed
-from tests.distributed.commands import Running, check, run
-from tests.patience import exit_code, slowness, wait_until
+from tests.harness.commands import Running, check, run
+from tests.harness.patience import exit_code, slowness, wait_until
 
 STEPS, SAVE_EVERY, RANKS = 120, 5, 2
-PATIENCE = 90.0  # seconds until something that must come has come, on an idle machine: see tests/patience.py
+PATIENCE = 90.0  # seconds until something that must come has come, on an idle machine: see tests/harness/patience.py
 HANG_SECONDS = {"cpu": 6.0, "cuda": 15.0}  # on an idle machine without progress; three times as long in set-up
 SUBJECT = """
 import os, time

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.patience import Patience
+from tests.harness.patience import Patience
 
 
 def spawn(ranks: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = 240) -> list[Any]:
     """`function(*arguments)` on every rank, RANK and friends in its environment. A failed or hung rank fails all.
-    `timeout_seconds` is for an idle machine; see tests/patience.py."""
+    `timeout_seconds` is for an idle machine; see tests/harness/patience.py."""
     context = _context()
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -58,7 +58,7 @@ def _context() -> Any:
     if Path("/dev/nvidiactl").exists():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.cells", "deepspeed"])
+    context.set_forkserver_preload(["tests.harness.cells", "deepspeed"])
     return context
 
 

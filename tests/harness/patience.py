@@ -54,7 +54,7 @@ class Patience:
         return (
             f"the limit of {self.seconds:g} s is reached after {waited:.1f} s by the clock: while the test waited, the "
             f"machine was {waited / max(self.spent, 1e-9):.1f} times slower than an idle one (by the reference step of "
-            f"tests/patience.py, which scales every limit by 1 to {AT_MOST:g})"
+            f"tests/harness/patience.py, which scales every limit by 1 to {AT_MOST:g})"
         )
 
 
