@@ -1,0 +1,454 @@
+"""What shardwise uses of other packages without being invited: private names, and functions that it replaces.
+
+A file that moves takes its line in USED along. A new name gets an entry in NAMES: where it is, why there is no other
+way, and, where it is called or overridden, its arguments. tests/unit/test_private_names.py holds all of it against the
+code and against the installed versions.
+"""
+
+from typing import NamedTuple
+
+
+class Name(NamedTuple):
+    """A private name: the classes or modules that have it, why it is used, and what a function takes."""
+
+    of: tuple[str, ...]
+    why: str
+    takes: str = ""
+    with_cuda: bool = False  # it is there only where torch is built with CUDA
+
+
+def name(of: str, why: str, takes: str = "", *, with_cuda: bool = False) -> Name:
+    """`of`: dotted paths, with spaces between."""
+    return Name(tuple(of.split()), why, takes, with_cuda)
+
+
+# The versions that all of this was seen in: those that the requirements pin.
+SEEN_IN = {
+    "lightning": "2.6.6",
+    "torch": "2.13.0",
+    "torchmetrics": "1.9.0",
+    "deepspeed": "0.19.8",
+    "transformers": "5.23.0",
+    "python": "3.11",
+}
+
+# File → private names of others in it.
+USED = {
+    "callbacks/average.py": "_foreach_add_ _foreach_lerp_ _foreach_mul_ _foreach_sub",
+    "callbacks/predict.py": "_combined_loader",
+    "callbacks/saving.py": "_call_lightning_module_hook _first_loop_iter _logger_connector",
+    "callbacks/steps.py": "_dynamo _results",
+    "checkpoint/plain.py": "_backward_hooks",
+    "checkpoint/state.py": "_buffers _non_persistent_buffers_set",
+    "checkpoint/tensors.py": "_MEM_FORMAT_ENCODING _StorageInfo _get_layout _utils",
+    "data/loaders.py": "_get_iterator _iterator",
+    "initialize.py": "_buffers _parameters",
+    "launch/local.py": "_C _distributed_c10d",
+    "launch/scratch.py": "_config",
+    "launch/watchdog.py": "_C _current_frames _distributed_c10d _dump_nccl_trace _dump_nccl_trace_json _exit",
+    "launch/worker.py": "_exit _run_exitfuncs _shutdown",
+    "loggers.py": "_wandb_init",
+    "loops.py": (
+        "_FitLoop _LoggerConnector _ManualOptimization _Metadata _ProcessedTracker _ResultCollection _ResultMetric "
+        "_Sync _TrainingEpochLoop _batches_that_stepped _can_stop_early _combined_loader_states_to_load _data_fetcher "
+        "_defaults _first_loop_iter _forked_name _forward_cache _get_cache _getframe _is_training_done "
+        "_is_validation_done _load_combined_loader_states _logger_connector _num_ready_batches_reached _on_after_step "
+        "_on_before_step _restarting _results _resuming_from_checkpoint _should_accumulate _should_check_val_fx "
+        "_update_count"
+    ),
+    "out_of_memory.py": "_dump_snapshot _record_memory_history",
+    "parallelize.py": "_buffers _dynamo",
+    "precision.py": (
+        "_NormBase _after_closure _amp_foreach_non_finite_check_and_unscale_ _clip_gradients _foreach_clamp_max_ "
+        "_foreach_clamp_min_ _foreach_mul_ _foreach_norm _opt_called _optimizer _parameters _per_optimizer_states "
+        "_pytree _step_supports_amp_scaling _unscale_grads_"
+    ),
+    "preflight/judge.py": "_C _distributed_c10d",
+    "preflight/measure.py": "_C _distributed_c10d",
+    "preflight/place.py": "_C _distributed_c10d",
+    "preflight/rank.py": "_C _distributed_c10d _exit",
+    "shortcuts.py": (
+        "_DataFetcher _build_kwargs _call_callback_hooks _call_lightning_module_hook _call_strategy_hook "
+        "_checkpoint_connector _current_fx_name _restore_modules_and_callbacks _select_data_fetcher"
+    ),
+    "strategies/common.py": (
+        "_ResultMetric _callback_metrics _checkpoint_connector _computed _copy_state_dict _defaults _foreach_copy_ "
+        "_forward_redirection _growth_tracker _logger_connector _results _update_count"
+    ),
+    "strategies/ddp.py": "_compute_bucket_assignment_by_size _ddp_kwargs _setup_model",
+    "strategies/fsdp.py": (
+        "_device_mesh _fsdp_param _fsdp_param_group _fully_shard _get_fsdp_state _lazy_init _local_tensor "
+        "_module_info _parameters _set_pg_timeout _setup_distributed _unsharded_param"
+    ),
+    "strategies/hooks.py": "_modules _parameters",
+    "strategies/operators.py": "_get_build_directory",
+    "strategies/whole_weights.py": (
+        "_fsdp_common _fsdp_param_group _fsdp_param_groups _fully_shard _get_fsdp_state _is_view _pre_backward "
+        "_root_post_backward_final_callback _state_ctx _training_state"
+    ),
+    "strategies/zero.py": (
+        "_after_closure _broadcast_model _clip_gradients _foreach_norm _get_fp32_opt_state_partition _hp_mapping "
+        "_init_optimizers_and_lr_schedulers _pytree _reassign_or_swap_out_partitioned_parameters"
+    ),
+    "tools/preflight.py": "_C _distributed_c10d _exit",
+    "trainer.py": (
+        "_C _broadcast_sigterm_tensor _checkpoint_connector _data_connector _distributed_c10d _log_hyperparams "
+        "_prepare_dataloader _restore_modules_and_callbacks _signal_connector"
+    ),
+    "units.py": "_no_split_modules _parameters",
+}
+
+PYTORCH = "lightning.pytorch"
+LOOPS = f"{PYTORCH}.loops"
+CONNECTORS = f"{PYTORCH}.trainer.connectors"
+LOGGING = f"{CONNECTORS}.logger_connector"
+FSDP = "torch.distributed.fsdp._fully_shard"
+ZERO = "deepspeed.runtime.zero"
+
+EPOCH_LOOP = f"{LOOPS}.training_epoch_loop._TrainingEpochLoop"
+FIT_LOOP = f"{LOOPS}.fit_loop._FitLoop"
+TRAINER = f"{PYTORCH}.trainer.trainer.Trainer"
+STAGE_3 = f"{ZERO}.stage3.DeepSpeedZeroOptimizer_Stage3"
+STATE = f"{FSDP}._fsdp_state.FSDPState"
+METRIC = "torchmetrics.metric.Metric"
+MODULE = "torch.nn.modules.module.Module"
+
+NAMES = {
+    # Lightning's loops: steps instead of batches, and what is left of an epoch
+    "_FitLoop": name(f"{LOOPS}.fit_loop", "base of the loop that takes up what is left of an epoch"),
+    "_TrainingEpochLoop": name(
+        f"{LOOPS}.training_epoch_loop", "base of the loop that ends where an accumulation window ends"
+    ),
+    "_ManualOptimization": name(f"{LOOPS}.optimization.manual", "base of the loop that counts a batch as one step"),
+    "_ProcessedTracker": name(f"{LOOPS}.progress", "a type, for a counter that a loop has"),
+    "_DataFetcher": name(f"{LOOPS}.fetchers", "base of the fetcher that reads whole windows"),
+    "_batches_that_stepped": name(EPOCH_LOOP, "the number that Lightning and its callbacks log under: the step's here"),
+    "_can_stop_early": name(FIT_LOOP, "an early stop waits for min_steps, as in Lightning's own `done`"),
+    "_combined_loader": name(
+        f"{LOOPS}.prediction_loop._PredictionLoop", "which samples were predicted is known to the loaders"
+    ),
+    "_combined_loader_states_to_load": name(
+        FIT_LOOP, "where the data goes on is not forgotten when set-up has read it early"
+    ),
+    "_load_combined_loader_states": name(
+        FIT_LOOP, "where the data goes on is not forgotten when set-up has read it early", "(self)"
+    ),
+    "_data_fetcher": name(FIT_LOOP, "where the data goes on is not forgotten when set-up has read it early"),
+    "_is_training_done": name(EPOCH_LOOP, "`done`, without a stop within a window"),
+    "_is_validation_done": name(EPOCH_LOOP, "`done`, without a stop within a window"),
+    "_num_ready_batches_reached": name(EPOCH_LOOP, "whether the epoch has batches left", "(self)"),
+    "_on_after_step": name(
+        f"{LOOPS}.optimization.manual._ManualOptimization", "steps of single optimizers are not counted", "(self)"
+    ),
+    "_on_before_step": name(
+        f"{LOOPS}.optimization.manual._ManualOptimization", "steps of single optimizers are not counted", "(self)"
+    ),
+    "_restarting": name(f"{LOOPS}.loop._Loop", "what was pending in a checkpoint is done by callbacks/saving.py"),
+    "_resuming_from_checkpoint": name(f"{LOOPS}.loop._Loop", "the next epoch takes the iterator that is there"),
+    "_results": name(f"{EPOCH_LOOP} {LOOPS}.evaluation_loop._EvaluationLoop {TRAINER}", "what the module logs"),
+    "_should_accumulate": name(EPOCH_LOOP, "whether a batch is the last of its window", "(self)"),
+    "_should_check_val_fx": name(EPOCH_LOOP, "validation waits for the end of the window", "(self, data_fetcher)"),
+    "_build_kwargs": name(
+        EPOCH_LOOP,
+        "the signature of training_step is looked up once, not in every batch",
+        "(self, kwargs, batch, batch_idx)",
+    ),
+    "_broadcast_sigterm_tensor": name(EPOCH_LOOP, "it asks rank 0 in every micro-batch, and the host waits", "(self)"),
+    "_select_data_fetcher": name(
+        f"{LOOPS}.utilities {LOOPS}.fit_loop", "where a Trainer chooses who fetches its batches", "(trainer, stage)"
+    ),
+    # Lightning's logging
+    "_LoggerConnector": name(f"{LOGGING}.logger_connector", "base of the logging that counts optimizer steps"),
+    "_logger_connector": name(TRAINER, "where a Trainer keeps it"),
+    "_callback_metrics": name(
+        f"{LOGGING}.logger_connector._LoggerConnector",
+        "a run that goes on has what the one before has measured, for ReduceLROnPlateau",
+    ),
+    "_first_loop_iter": name(
+        f"{LOGGING}.logger_connector._LoggerConnector",
+        "a validation between two batches must not make the next batch the first",
+    ),
+    "_Metadata": name(f"{LOGGING}.result", "values that are half an epoch's mean are in the checkpoint"),
+    "_ResultCollection": name(f"{LOGGING}.result", "base of the results that are reduced over a window"),
+    "_ResultMetric": name(f"{LOGGING}.result", "values that are half an epoch's mean are in the checkpoint"),
+    "_Sync": name(f"{LOGGING}.result", "values that are half an epoch's mean are in the checkpoint"),
+    "_forked_name": name(
+        f"{LOGGING}.result._ResultCollection", "the name that a value is logged under", "(self, result_metric, on_step)"
+    ),
+    "_get_cache": name(f"{LOGGING}.result._ResultCollection", "its value", "(result_metric, on_step)"),
+    "_forward_cache": name(METRIC, "the value of the last micro-batch"),
+    "_update_count": name(METRIC, "a padding batch leaves no trace in metrics"),
+    "_computed": name(METRIC, "a padding batch leaves no trace in metrics"),
+    "_copy_state_dict": name(METRIC, "a padding batch leaves no trace in metrics", "(self)"),
+    "_defaults": name(
+        METRIC, "a padding batch leaves no trace in metrics; and which of a metric's attributes are state"
+    ),
+    "_wandb_init": name(f"{PYTORCH}.loggers.wandb.WandbLogger", "an argument that wandb warns of is taken out"),
+    # Lightning's hooks, its connectors and its module
+    "_call_callback_hooks": name(
+        f"{PYTORCH}.trainer.call",
+        "idle hooks are left out; weights are whole around those that look at them",
+        "(trainer, hook_name, *args, monitoring_callbacks=None, **kwargs)",
+    ),
+    "_call_lightning_module_hook": name(
+        f"{PYTORCH}.trainer.call",
+        "idle hooks are left out; weights are whole around those that look at them",
+        "(trainer, hook_name, *args, pl_module=None, **kwargs)",
+    ),
+    "_call_strategy_hook": name(
+        f"{PYTORCH}.trainer.call",
+        "idle hooks are left out; weights are whole around those that look at them",
+        "(trainer, hook_name, *args, **kwargs)",
+    ),
+    "_checkpoint_connector": name(TRAINER, "what hooks put into a checkpoint, and how it is taken up"),
+    "_restore_modules_and_callbacks": name(
+        f"{CONNECTORS}.checkpoint_connector._CheckpointConnector",
+        "once, before on_fit_start; and an error says what the checkpoint came without",
+        "(self, checkpoint_path=None, weights_only=None)",
+    ),
+    "_data_connector": name(TRAINER, "see `_prepare_dataloader`"),
+    "_prepare_dataloader": name(
+        f"{CONNECTORS}.data_connector._DataConnector",
+        "it would replace the batch sampler of a predict loader",
+        "(self, dataloader, shuffle, mode)",
+    ),
+    "_signal_connector": name(TRAINER, "Lightning's SIGTERM handler is a collective"),
+    "_current_fx_name": name(
+        f"{PYTORCH}.core.module.LightningModule", "set without nn.Module.__setattr__, which short steps feel"
+    ),
+    "_log_hyperparams": name(
+        f"{PYTORCH}.core.mixins.hparams_mixin.HyperparametersMixin {PYTORCH}.core.module.LightningModule",
+        "whether a constructor has called super().__init__()",
+    ),
+    "_init_optimizers_and_lr_schedulers": name(
+        f"{PYTORCH}.core.optimizer", "DeepSpeed needs the optimizer before the engine is made", "(model)"
+    ),
+    "_optimizer": name(f"{PYTORCH}.core.optimizer.LightningOptimizer", "the module's own optimizer within Lightning's"),
+    "_after_closure": name(
+        f"{PYTORCH}.plugins.precision.precision.Precision",
+        "a gradient that is missing is zero; hooks that reach for DeepSpeed's gradients are refused",
+        "(self, model, optimizer)",
+    ),
+    "_clip_gradients": name(
+        f"{PYTORCH}.plugins.precision.precision.Precision",
+        "the norm is measured once, before clipping",
+        "(self, model, optimizer, clip_val=None, gradient_clip_algorithm=None)",
+    ),
+    "_forward_redirection": name(
+        f"{PYTORCH}.strategies.strategy.Strategy", "evaluation goes through the root's forward, too"
+    ),
+    "_ddp_kwargs": name(
+        f"{PYTORCH}.strategies.ddp.DDPStrategy", "find_unused_parameters for a module that optimizes by hand"
+    ),
+    "_setup_model": name(f"{PYTORCH}.strategies.ddp.DDPStrategy", "DDP is made on the main stream", "(self, model)"),
+    "_device_mesh": name(
+        f"{PYTORCH}.strategies.model_parallel.ModelParallelStrategy",
+        "the mesh is the Plan's: Lightning's has no replicate axis",
+    ),
+    "_setup_distributed": name(
+        f"{PYTORCH}.strategies.model_parallel.ModelParallelStrategy", "the processes without Lightning's mesh", "(self)"
+    ),
+    # torch.distributed.fsdp: `fully_shard`
+    "_fully_shard": name("torch.distributed.fsdp", "the package where FSDP2 lives"),
+    "_fsdp_param": name(FSDP, "the file of FSDPParam"),
+    "_fsdp_common": name(FSDP, "the file of TrainingState"),
+    "_get_fsdp_state": name("torch.distributed.fsdp.FSDPModule", "hooks of FSDP2 are replaced for one module"),
+    "_fsdp_param_group": name(STATE, "hooks of FSDP2 are replaced for one module; of torch 2.11"),
+    "_fsdp_param_groups": name(
+        STATE, "hooks of FSDP2 are replaced for one module; of torch 2.11; of torch 2.12 and later"
+    ),
+    "_lazy_init": name(STATE, "before a module that optimizes by hand toggles an optimizer", "(self)"),
+    "_pre_backward": name(STATE, "tensors inside objects and views need the hook as well", "(self, grad)"),
+    "_root_post_backward_final_callback": name(STATE, "a backward pass within a step is not the step's last", "(self)"),
+    "_state_ctx": name(STATE, "a backward pass within a step is not the step's last"),
+    "_training_state": name(
+        f"{STATE} {FSDP}._fsdp_param_group.FSDPParamGroup", "a backward pass within a step is not the step's last"
+    ),
+    "_unsharded_param": name(f"{FSDP}._fsdp_param.FSDPParam", "a weight that took no part has a zero gradient"),
+    "_module_info": name(f"{FSDP}._fsdp_param.FSDPParam", "whole weights that a hook sees are no shards"),
+    # torch
+    "_C": name("torch", "TCPStore and HashStore without importing torch.distributed; NCCL's record"),
+    "_distributed_c10d": name("torch._C", "TCPStore and HashStore without importing torch.distributed; NCCL's record"),
+    "_dump_nccl_trace": name(
+        "torch._C._distributed_c10d", "what every rank waits for when a run hangs; built with CUDA only", with_cuda=True
+    ),
+    "_dump_nccl_trace_json": name(
+        "torch._C._distributed_c10d", "what every rank waits for when a run hangs; built with CUDA only", with_cuda=True
+    ),
+    "_set_pg_timeout": name(
+        "torch.distributed.distributed_c10d", "groups of a mesh come with NCCL's default", "(timeout, group=None)"
+    ),
+    "_compute_bucket_assignment_by_size": name(
+        "torch.distributed", "a run that goes on has DDP's buckets from the start"
+    ),
+    "_local_tensor": name(
+        "torch.distributed.tensor.DTensor", "a shard's gradient without DTensor's dispatch, which the host feels"
+    ),
+    "_utils": name("torch.distributed.tensor", "where a shard lies in the whole"),
+    "_MEM_FORMAT_ENCODING": name("torch.distributed.checkpoint.metadata", "a class that the pickle of .metadata names"),
+    "_StorageInfo": name("torch.distributed.checkpoint.filesystem", "a class that the pickle of .metadata names"),
+    "_get_layout": name("torch.serialization", "a class that the pickle of .metadata names"),
+    "_dynamo": name("torch", "the limit of recompilations, and how many graphs there are"),
+    "_record_memory_history": name("torch.cuda.memory", "documented by torch under this name"),
+    "_dump_snapshot": name("torch.cuda.memory", "documented by torch under this name"),
+    "_get_build_directory": name(
+        "torch.utils.cpp_extension", "where DeepSpeed's operators are built, for a lock", "(name, verbose)"
+    ),
+    "_pytree": name("torch.utils", "tree_map, which torch itself imports from there"),
+    "_NormBase": name("torch.nn.modules.batchnorm", "every layer that keeps running statistics"),
+    "_parameters": name(MODULE, "parameters are replaced by copies, shards or whole ones for a while"),
+    "_buffers": name(MODULE, "parameters are replaced by copies, shards or whole ones for a while buffers"),
+    "_modules": name(MODULE, "a hook that reaches for it may look at weights"),
+    "_non_persistent_buffers_set": name(MODULE, "which buffers a checkpoint leaves out"),
+    "_backward_hooks": name("torch.Tensor", "a tensor with hooks is pickled without them"),
+    "_is_view": name("torch.Tensor", "a hook on a view is lost when somebody writes into it"),
+    "_get_iterator": name("torch.utils.data.DataLoader", "whether a subclass iterates in its own way", "(self)"),
+    "_iterator": name("torch.utils.data.DataLoader", "a copy of a loader has an iterator of its own"),
+    "_opt_called": name(
+        "torch.optim.lr_scheduler", "a first step that was skipped is no mistake in the order of calls"
+    ),
+    "_step_supports_amp_scaling": name(
+        "torch.optim.adam torch.optim.sgd", "whether the optimizer reads found_inf on the device"
+    ),
+    "_growth_tracker": name("torch.amp.GradScaler", "part of a GradScaler's state_dict"),
+    "_per_optimizer_states": name(
+        "torch.amp.GradScaler", "whether a step is skipped is known before the optimizer is called"
+    ),
+    "_unscale_grads_": name(
+        "torch.amp.GradScaler",
+        "on shards, and an overflow on one rank is one on all",
+        "(self, optimizer, inv_scale, found_inf, allow_fp16)",
+    ),
+    "_amp_foreach_non_finite_check_and_unscale_": name("torch", "the kernel that GradScaler uses"),
+    "_foreach_add_": name("torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"),
+    "_foreach_clamp_max_": name(
+        "torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"
+    ),
+    "_foreach_clamp_min_": name(
+        "torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"
+    ),
+    "_foreach_copy_": name(
+        "torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"
+    ),
+    "_foreach_lerp_": name(
+        "torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"
+    ),
+    "_foreach_mul_": name("torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"),
+    "_foreach_norm": name("torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"),
+    "_foreach_sub": name("torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"),
+    # DeepSpeed, transformers and Python
+    "_broadcast_model": name(
+        "deepspeed.runtime.engine.DeepSpeedEngine",
+        "all ranks have the same weights already, and a parameter of shape () cannot be sent",
+        "(self)",
+    ),
+    "_get_fp32_opt_state_partition": name(
+        STAGE_3,
+        "this rank's part of a master, which the public function gathers",
+        "(self, param, release_swap_buffers, optim_state_key=None)",
+    ),
+    "_reassign_or_swap_out_partitioned_parameters": name(
+        STAGE_3, "masters were written to: 16-bit copies follow", "(self, sub_group_id)"
+    ),
+    "_hp_mapping": name("deepspeed.utils.mixed_precision_linkage", "where a parameter's master lies in the flat one"),
+    "_no_split_modules": name("transformers.modeling_utils", "which layers a Hugging Face model names as its units"),
+    "_exit": name("os", "documented by Python"),
+    "_current_frames": name("sys", "documented by Python: where every thread stands when a run hangs"),
+    "_getframe": name("sys", "documented by Python: who has set should_stop"),
+    "_shutdown": name("threading", "waits for threads, as at any exit", "()"),
+    "_run_exitfuncs": name("atexit", "what multiprocessing calls at the end of a process"),
+    "_config": name("multiprocessing.process.BaseProcess", "where multiprocessing keeps its temporary folder"),
+}
+
+# Functions whose name is not private, but which are replaced, or which nobody has promised to keep: why, and arguments.
+CALLED = {
+    "lightning.fabric.plugins.environments.slurm.SLURMEnvironment.detect": (
+        "the launcher knows who started the ranks",
+        "()",
+    ),
+    f"{CONNECTORS}.checkpoint_connector._CheckpointConnector.restore_training_state": (
+        "an error says what the checkpoint came without",
+        "(self)",
+    ),
+    f"{CONNECTORS}.checkpoint_connector._CheckpointConnector.dump_checkpoint": (
+        "what hooks put into a checkpoint",
+        "(self, weights_only=None)",
+    ),
+    f"{CONNECTORS}.signal_connector._SignalConnector.register_signal_handlers": (
+        "Lightning's SIGTERM handler is a collective",
+        "(self)",
+    ),
+    f"{EPOCH_LOOP}.update_lr_schedulers": (
+        "ReduceLROnPlateau, where a run was left between a save and it",
+        "(self, interval, update_plateau_schedulers)",
+    ),
+    f"{LOGGING}.logger_connector._LoggerConnector.on_batch_start": (
+        "counts micro-batches",
+        "(self, batch, dataloader_idx=None)",
+    ),
+    f"{LOGGING}.logger_connector._LoggerConnector.update_eval_step_metrics": ("counts micro-batches", "(self, step)"),
+    f"{LOGGING}.logger_connector._LoggerConnector.update_train_step_metrics": ("counts micro-batches", "(self)"),
+    f"{LOGGING}.result._ResultCollection.update_metrics": (
+        "the values of single micro-batches",
+        "(self, key, value, batch_size)",
+    ),
+    f"{PYTORCH}.strategies.parallel.ParallelStrategy.block_backward_sync": (
+        "FSDP2 and DeepSpeed have no no_sync()",
+        "(self)",
+    ),
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.post_backward": (
+        "weights that took no part; backward passes within a step",
+        "(self, *unused)",
+    ),
+    f"{FSDP}._fsdp_param.FSDPParam.reset_sharded_param": ("whole weights that a hook sees are no shards", "(self)"),
+    "torch.nn.Module.register_parameter": ("parameters without memory", "(self, name, param)"),
+    "deepspeed.runtime.engine.DeepSpeedEngine.backward": (
+        "the loss is divided already",
+        "(self, loss, retain_graph=False, scale_wrt_gas=True)",
+    ),
+    "deepspeed.runtime.engine.DeepSpeedEngine.set_gradient_accumulation_boundary": (
+        "the window is Lightning's",
+        "(self, is_boundary)",
+    ),
+    f"{ZERO}.parameter_offload.DeepSpeedZeRoOffload.post_sub_module_backward_function": (
+        "a gradient taken within a step",
+        "(self, sub_module)",
+    ),
+    f"{ZERO}.stage3.z3_leaf_parameter": ("gradients are reduced one by one", "(model)"),
+    "deepspeed.runtime.bf16_optimizer.BF16_Optimizer.clear_hp_grads": ("whose gradient was not finite", "(self)"),
+    "deepspeed.runtime.bf16_optimizer.BF16_Optimizer.update_lp_params": (
+        "masters were written to: 16-bit copies follow",
+        "(self)",
+    ),
+    f"{ZERO}.stage_1_and_2.DeepSpeedZeroOptimizer.update_lp_params": (
+        "masters were written to: 16-bit copies follow",
+        "(self)",
+    ),
+    f"{ZERO}.stage_1_and_2.DeepSpeedZeroOptimizer.zero_grad": (
+        "whose gradient was not finite",
+        "(self, set_to_none=True)",
+    ),
+    f"{STAGE_3}.zero_grad": ("whose gradient was not finite", "(self, set_to_none=True)"),
+    f"{ZERO}.stage_1_and_2.DeepSpeedZeroOptimizer.scaled_global_norm": (
+        "a step in bf16 is judged by its norm",
+        "(self, norm_type=2)",
+    ),
+    "deepspeed.ops.op_builder.builder.OpBuilder.jit_load": ("one rank builds at a time", "(self, verbose=True)"),
+    "deepspeed.utils.set_z3_leaf_module": ("a unit is gathered as a whole", "(model, flag)"),
+}
+
+# Attributes of our own that are put on an object of others: the class, which must have none of that name.
+PUT_ON_OTHERS = {
+    "_callbacks_with": f"{PYTORCH}.Trainer",
+    "_idle_hooks": f"{PYTORCH}.Trainer",
+    "_looking_hooks": f"{PYTORCH}.Trainer",
+    "_planned_step": f"{PYTORCH}.LightningModule",
+}
+
+# Texts that look like a private name and are none.
+NO_NAMES = {
+    "_per_second": "how names of values end",
+    "_this_process": "how names of values end",
+    "_reasons": "within a name of nvidia-smi's",
+    "_local": "where Python 3.13 has the classes of pathlib, which a pickle of .metadata names",
+}
