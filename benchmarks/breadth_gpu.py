@@ -32,13 +32,15 @@ import torch.distributed as dist  # noqa: E402
 from lightning.pytorch import Callback, LightningDataModule, Trainer  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
-from shardwise.build import build  # noqa: E402
-from shardwise.compose import compose  # noqa: E402
-from shardwise.environment import describe_environment  # noqa: E402
-from shardwise.optimizers import parameter_groups  # noqa: E402
+from shardwise.config.compose import compose  # noqa: E402
+from shardwise.config.targets import build  # noqa: E402
+from shardwise.distributed.process_group import init_process_group  # noqa: E402
+from shardwise.optim.optimizers import parameter_groups  # noqa: E402
+from shardwise.parallel.precision import set_matmul_mode  # noqa: E402
 from shardwise.plan import Host, Plan, make_plan  # noqa: E402
-from shardwise.precision import set_matmul_mode  # noqa: E402
-from shardwise.trainer import build_data, build_module, build_trainer, init_process_group, quiet_lightning  # noqa: E402
+from shardwise.rank import quiet_lightning  # noqa: E402
+from shardwise.run_dir.environment import describe_environment  # noqa: E402
+from shardwise.trainer import build_data, build_module, build_trainer  # noqa: E402
 from tests.harness.processes import spawn  # noqa: E402
 
 STEPS, WARM_UP = 9, 3
@@ -204,7 +206,7 @@ def stock_strategy(plan: Plan, offload: bool, module: Any) -> Any:
     if name == "ddp":
         return DDPStrategy()
     if name in ("fsdp", "fsdp_hybrid"):
-        from shardwise.units import find_units
+        from shardwise.parallel.units import find_units
 
         wrap = {type(unit) for _, unit in find_units(module).modules}
         if name == "fsdp":

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 import torch  # noqa: E402
 
-from shardwise.environment import describe_environment  # noqa: E402
+from shardwise.run_dir.environment import describe_environment  # noqa: E402
 from tests.harness.chaos import SUBJECT  # noqa: E402
 from tests.harness.commands import Running  # noqa: E402
 

@@ -72,14 +72,16 @@ from torch import Tensor, nn  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
-from shardwise.compose import compose  # noqa: E402
+from shardwise.config.compose import compose  # noqa: E402
 from shardwise.data.loaders import TrainLoader  # noqa: E402
-from shardwise.environment import describe_environment  # noqa: E402
-from shardwise.initialize import Materializer  # noqa: E402
-from shardwise.optimizers import parameter_groups  # noqa: E402
+from shardwise.distributed.process_group import init_process_group  # noqa: E402
+from shardwise.optim.optimizers import parameter_groups  # noqa: E402
+from shardwise.parallel.precision import set_matmul_mode  # noqa: E402
 from shardwise.plan import Host, Plan, make_plan  # noqa: E402
-from shardwise.precision import set_matmul_mode  # noqa: E402
-from shardwise.trainer import build_data, build_module, build_trainer, init_process_group, quiet_lightning  # noqa: E402
+from shardwise.rank import quiet_lightning  # noqa: E402
+from shardwise.run_dir.environment import describe_environment  # noqa: E402
+from shardwise.trainer import build_data, build_module, build_trainer  # noqa: E402
+from shardwise.weights.initialize import Materializer  # noqa: E402
 
 WAITING = (
     "In steps after the timed ones: the device is synchronised, then the host asks the loader for the next batch; the "

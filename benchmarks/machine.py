@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import Any
 
-from shardwise.environment import describe_environment
+from shardwise.run_dir.environment import describe_environment
 
 
 def measured_on(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:

@@ -45,12 +45,11 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.data import DataLoader, Dataset, DistributedSampler  # noqa: E402
 
 from benchmarks.machine import measured_on  # noqa: E402
-from shardwise.build import build  # noqa: E402
-from shardwise.compose import compose  # noqa: E402
-from shardwise.initialize import Materializer  # noqa: E402
-from shardwise.optimizers import parameter_groups  # noqa: E402
-from shardwise.plan import Host, Plan, make_plan  # noqa: E402
-from shardwise.precision import (  # noqa: E402
+from shardwise.config.compose import compose  # noqa: E402
+from shardwise.config.targets import build  # noqa: E402
+from shardwise.distributed.process_group import init_process_group  # noqa: E402
+from shardwise.optim.optimizers import parameter_groups  # noqa: E402
+from shardwise.parallel.precision import (  # noqa: E402
     Places,
     compute_in,
     dtype_of,
@@ -59,8 +58,11 @@ from shardwise.precision import (  # noqa: E402
     parameters_as,
     set_matmul_mode,
 )
-from shardwise.trainer import build_module, build_trainer, init_process_group, quiet_lightning  # noqa: E402
-from shardwise.units import find_units  # noqa: E402
+from shardwise.parallel.units import find_units  # noqa: E402
+from shardwise.plan import Host, Plan, make_plan  # noqa: E402
+from shardwise.rank import quiet_lightning  # noqa: E402
+from shardwise.trainer import build_module, build_trainer  # noqa: E402
+from shardwise.weights.initialize import Materializer  # noqa: E402
 from tests.harness.processes import spawn  # noqa: E402
 
 FEATURES = 64  # of a row: little to copy to the device

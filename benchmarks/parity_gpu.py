@@ -25,8 +25,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.env
 
 import torch  # noqa: E402
 
-from shardwise.environment import describe_environment  # noqa: E402
-from shardwise.loggers import read_metrics  # noqa: E402
+from shardwise.metrics.csv_logger import read_metrics  # noqa: E402
+from shardwise.run_dir.environment import describe_environment  # noqa: E402
 from tests.harness import backward, scalars  # noqa: E402
 from tests.harness.anybodys_module import BOUNDS as MODULE_BOUNDS  # noqa: E402
 from tests.harness.anybodys_module import KINDS, RANKS, deviations, run_all  # noqa: E402

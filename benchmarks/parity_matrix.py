@@ -31,7 +31,8 @@ from lightning.pytorch import strategies as lightning_strategies  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from benchmarks.machine import measured_on  # noqa: E402
-from shardwise.trainer import init_process_group, quiet_lightning  # noqa: E402
+from shardwise.distributed.process_group import init_process_group  # noqa: E402
+from shardwise.rank import quiet_lightning  # noqa: E402
 from tests.harness.everything import BATCH, Network, rows  # noqa: E402
 from tests.harness.parity import (  # noqa: E402
     BOUNDS,

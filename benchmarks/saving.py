@@ -36,11 +36,13 @@ from lightning.pytorch import Callback  # noqa: E402
 from benchmarks.machine import measured_on  # noqa: E402
 from benchmarks.overhead import TINY, Held, wait_for  # noqa: E402
 from shardwise.callbacks.saving import Saving  # noqa: E402
-from shardwise.checkpoint.find import list_checkpoints  # noqa: E402
-from shardwise.checkpoint.save import Outcome  # noqa: E402
-from shardwise.compose import compose  # noqa: E402
+from shardwise.checkpoint.writer import Outcome  # noqa: E402
+from shardwise.config.compose import compose  # noqa: E402
+from shardwise.distributed.process_group import init_process_group  # noqa: E402
 from shardwise.plan import Host, Plan, make_plan  # noqa: E402
-from shardwise.trainer import build_module, build_trainer, init_process_group, quiet_lightning  # noqa: E402
+from shardwise.rank import quiet_lightning  # noqa: E402
+from shardwise.run_dir.checkpoints import list_checkpoints  # noqa: E402
+from shardwise.trainer import build_module, build_trainer  # noqa: E402
 from tests.harness.processes import spawn  # noqa: E402
 
 ONE = ["model=llama3_1b", "micro_batch_size=2", "data.sequence_length=2048"]

@@ -6,7 +6,7 @@ from functools import partial
 from typing import get_args
 
 from benchmarks.pages.markdown import table
-from shardwise.coming_from_lightning import ROWS, Kind
+from shardwise.config.coming_from_lightning import ROWS, Kind
 
 ANSWERS = {"same": "the same", "word": "ours", "refused": "refused"}
 

@@ -12,7 +12,7 @@ MODELS = ("gpt2_124m", "llama3_1b", "llama3_8b", "llama3_70b")
 
 def peaks() -> list[str]:
     """conf/cluster/: the dense peak of one GPU, by kind of arithmetic."""
-    from shardwise.compose import read_clusters
+    from shardwise.config.compose import read_clusters
 
     clusters = read_clusters()
     kinds = [field.name for field in dataclasses.fields(clusters[0].peak_tflops)]

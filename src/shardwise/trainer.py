@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
-import logging
 import os
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -15,122 +12,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch._C._distributed_c10d import HashStore
 
-from shardwise.build import build, locate
 from shardwise.callbacks.average import WeightAverage
 from shardwise.callbacks.configured import build_callbacks, leave_out_model_checkpoints
-from shardwise.callbacks.guard import Guard, RollBack
+from shardwise.callbacks.guard import Guard
 from shardwise.callbacks.heartbeat import Heartbeat
 from shardwise.callbacks.learning_rate import LearningRateFinder
 from shardwise.callbacks.leaving import Leaving
-from shardwise.callbacks.predict import Predictions
 from shardwise.callbacks.saving import Saving
-from shardwise.callbacks.steps import StepLog, digits, validation_metrics
-from shardwise.callbacks.summary import Summary, print_table, words
-from shardwise.checkpoint.find import keep_earlier, list_checkpoints, stage_file, step_of
-from shardwise.checkpoint.load import settle_resume
-from shardwise.environment import describe_environment
-from shardwise.errors import ConfigError, a_or_an, count
-from shardwise.initialize import derived_seed, initializes_itself, parameters_on_meta, seed_streams
-from shardwise.launch.watchdog import keep_nccl_record, progress
-from shardwise.loggers import build_loggers
-from shardwise.loops import StoppableTrainer, before_epoch_ends, count_in_steps
-from shardwise.one_lightning import newly_used, second_copy
-from shardwise.optimizers import configure_optimizers
-from shardwise.out_of_memory import OutOfMemoryWatch, start_history
-from shardwise.ownership import check_ownership
+from shardwise.callbacks.steps import StepLog
+from shardwise.callbacks.summary import Summary
+from shardwise.config.one_lightning import second_copy
+from shardwise.config.targets import build, locate
+from shardwise.distributed.rng import derived_seed, seed_streams
+from shardwise.errors import ConfigError, a_or_an
+from shardwise.lightning_internals.hooks import Unprofiled, take_shortcuts
+from shardwise.lightning_internals.patches import StoppableTrainer, before_epoch_ends, count_in_steps
+from shardwise.metrics.loggers import build_loggers
+from shardwise.optim.optimizers import configure_optimizers
+from shardwise.optim.ownership import check_ownership
+from shardwise.parallel.precision import default_dtype, set_parameter_dtype
 from shardwise.plan import Plan
-from shardwise.precision import default_dtype, set_matmul_mode, set_parameter_dtype
-from shardwise.shortcuts import Unprofiled, take_shortcuts
+from shardwise.run_dir.environment import describe_environment
+from shardwise.run_dir.files import keep_earlier, stage_file
 from shardwise.strategies import build_strategy
-from shardwise.strategies.common import group_timeout, strategy_of
-
-
-def run(plan: Plan) -> None:
-    """Run one rank of `plan`. RANK, LOCAL_RANK and WORLD_SIZE are in the environment; one process needs none.
-
-    Raises:
-        ConfigError: what only the user's own code or data could tell.
-        OutOfMemoryError: what was held, what was asked for and what to change.
-    """
-    quiet_lightning()
-    if plan.topology.world_size == 1:  # there is a process group all the same, and so Lightning's advice
-        warnings.filterwarnings("ignore", ".*sync_dist=True.*")
-    set_matmul_mode(plan.precision)
-    with OutOfMemoryWatch(plan) as watch:
-        init_process_group(plan)
-        start_history(plan)
-        goes_on: Plan | None = settle_resume(plan)
-        while goes_on is not None:
-            goes_on = _run_until_rolled_back(goes_on, watch)
-        progress.over = True  # what comes now, a tracker's last upload say, may take its time
-    # Not after a failure: the peers would fail in turn, and NCCL might wait for them.
-    dist.barrier()  # nobody is gone before the last has written its part: srun gives those that are left a minute
-    dist.destroy_process_group()
-
-
-def _run_until_rolled_back(plan: Plan, *more: Callback) -> Plan | None:
-    """Run `plan`. If the guard rolls it back, the Plan to go on with: from the last checkpoint, in these processes."""
-    try:
-        _run(plan, *more)
-        return None
-    except RollBack as back:
-        start = back.start
-    progress.settled = False  # what is built and compiled again may take its time
-    gc.collect()  # the module and its optimizer
-    if plan.accelerator == "cuda":
-        torch.cuda.empty_cache()
-    # What a damaged checkpoint was passed over for may still be there, of a later step.
-    before = [path for path in list_checkpoints(plan.run_dir) if step_of(path) <= start // plan.global_batch_size]
-    guard = dataclasses.replace(plan.guard, pass_over=(*plan.guard.pass_over, start))
-    resume = str(before[-1]) if before else plan.resume
-    return settle_resume(dataclasses.replace(plan, resume=resume, guard=guard, may_fall_back=True))
-
-
-def _run(plan: Plan, *more: Callback) -> None:
-    module, data = build_module(plan), build_data(plan)
-    for told in newly_used() if dist.get_rank() == 0 else ():
-        print(told, flush=True)
-    predictions = Predictions(plan)
-    trainer = build_trainer(plan, module, *more, *([predictions] if plan.stage == "predict" else []))
-    # The table below says what validation found, and `predictions` has written what was predicted.
-    quiet = {"fit": {}, "predict": {"return_predictions": False}}.get(plan.stage, {"verbose": False})
-    trainer_function = getattr(trainer, plan.stage)
-    trainer_function(module, datamodule=data, ckpt_path=plan.resume, weights_only=True, **quiet)
-    if plan.stage == "fit":
-        if plan.quick_check:
-            check_other_stages(trainer, module, data)
-        return
-    lines = {"weights": plan.resume or plan.init_from or "as constructed"}
-    if plan.stage == "predict":
-        lines["predictions"] = f"{count(predictions.rows, 'row')}, in {predictions.path}"
-    elif trainer.is_global_zero:
-        measured = validation_metrics(trainer)
-        (Path(plan.run_dir) / f"{plan.stage}.json").write_text(json.dumps({**lines, **measured}, indent=2) + "\n")
-        lines |= {words(key): digits(value) for key, value in measured.items()}
-    if trainer.is_global_zero:
-        print_table(lines)
-
-
-def check_other_stages(trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
-    """A few batches of test and of predict, where module and data define them."""
-    for stage, step in (("test", "test_step"), ("predict", "predict_step")):
-        loader = f"{stage}_dataloader"
-        defined = is_overridden(step, module) and (is_overridden(loader, data) or is_overridden(loader, module))
-        if defined:
-            more = {"verbose": False} if stage == "test" else {"return_predictions": False}
-            getattr(trainer, stage)(module, datamodule=data, **more)
-        if trainer.is_global_zero:
-            print(f"quick check: {stage} {'runs' if defined else 'is not defined'}", flush=True)
+from shardwise.strategies.common import strategy_of
+from shardwise.weights.initialize import initializes_itself, parameters_on_meta
 
 
 def build_module(plan: Plan) -> LightningModule:
@@ -331,41 +244,3 @@ def build_profiler(plan: Plan) -> Profiler:
     if plan.profiler == "none" or os.environ["RANK"] != "0":
         return Unprofiled()
     return kinds[plan.profiler](dirpath=plan.run_dir, filename="profile")
-
-
-def init_process_group(plan: Plan) -> None:
-    """One process group for the run, made here so that every strategy and a single process share one path."""
-    timeout = group_timeout(plan)
-    backend = "nccl" if plan.accelerator == "cuda" else "gloo"
-    if plan.topology.world_size == 1 and "RANK" not in os.environ:
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    device = None
-    if plan.accelerator == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        keep_nccl_record(plan.run_dir)
-    if plan.topology.world_size == 1:  # no port, no rendezvous
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=device)
-    else:
-        dist.init_process_group(backend, timeout=timeout, device_id=device)
-
-
-def quiet_lightning() -> None:
-    """Keep what the Plan has said already, and advice that does not apply here, out of the log."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-    for message in (
-        ".*does not have many workers.*",
-        ".*isinstance.treespec, LeafSpec.*",
-        ".*Checkpoint directory .* exists and is not empty.*",
-        ".*GPU available but not used.*",
-        ".*number of training batches .* is smaller than the logging interval.*",  # StepLog keeps its own
-        ".*predict returned None.*",  # a padding batch
-        ".*`IterableDataset` has `__len__` defined.*",  # an end that comes earlier is one of all ranks
-        ".*RNN module weights are not part of single contiguous chunk.*",  # under fsdp they cannot be
-        ".*wandb run already in progress.*",  # a run that was rolled back goes on in the same one
-        ".*barrier.*: using the device under current context.*",
-        ".*torch.distributed.* is deprecated. Please use.*",  # DeepSpeed, on torch 2.13
-        ".*torch.distributed is disabled, unavailable.*",  # DCP, of one rank
-    ):
-        warnings.filterwarnings("ignore", message)

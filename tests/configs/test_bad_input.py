@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import shardwise.cli
-import shardwise.tools.preflight
+import shardwise.preflight.run
 from shardwise.data.tokens import write_token_shards
 from shardwise.plan import Host
 from tests.harness.patience import run_patiently
@@ -496,7 +496,7 @@ def test_a_preflight_comes_first_and_once(
     order: list[Any] = []
     code = 0
     monkeypatch.setattr(shardwise.cli, "start", lambda job, plan, single: order.append("run") or 0)
-    monkeypatch.setattr(shardwise.tools.preflight, "run_alone", lambda words, config: order.append(words) or code)
+    monkeypatch.setattr(shardwise.preflight.run, "run_alone", lambda words, config: order.append(words) or code)
     sweep = [f"runs_dir={files}/runs", "-m", "seed=1,2", "preflight=true", "data.corpus=python_stdlib"]
     assert shardwise.cli.train(sweep) == 0 and order == [sweep, "run", "run"]
     code = 7

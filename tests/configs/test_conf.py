@@ -9,11 +9,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from benchmarks.report import with_tables
-from shardwise.build import check
 from shardwise.cli import make_run_plans
-from shardwise.compose import CONF, compose, config_groups, read_clusters
-from shardwise.plan import Host, Plan, make_plan
-from shardwise.schema import (
+from shardwise.config.bind import bind
+from shardwise.config.compose import CONF, compose, read_clusters
+from shardwise.config.help import config_groups
+from shardwise.config.schema import (
     STRATEGY_CONFIGS,
     CheckpointConfig,
     ClusterConfig,
@@ -22,8 +22,9 @@ from shardwise.schema import (
     PrecisionConfig,
     RunConfig,
     StrategyName,
-    bind,
 )
+from shardwise.config.targets import check
+from shardwise.plan import Host, Plan, make_plan
 
 DGX = Host(cuda_devices=8, run_id="made-up")
 GROUPS = config_groups([CONF])

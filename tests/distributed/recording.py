@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric
 
-from shardwise.coming_from_lightning import ROWS
+from shardwise.config.coming_from_lightning import ROWS
 from tests.harness.modules import Layer, samples
 
 Event = tuple[str, str, dict[str, Any]]  # who, which hook, and the arguments that are plain

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.checkpoint.find import list_checkpoints
-from shardwise.compose import ROOT
+from shardwise.config.compose import ROOT
 from shardwise.errors import ConfigError
+from shardwise.run_dir.checkpoints import list_checkpoints
 from shardwise.trainer import build_module
 from tests.harness import modules
 from tests.harness.anybodys_module import (

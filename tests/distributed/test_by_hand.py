@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from shardwise.callbacks.summary import plot_losses
-from shardwise.checkpoint.find import list_checkpoints
 from shardwise.errors import ConfigError, NonFiniteError
-from shardwise.loggers import read_metrics
-from shardwise.precision import LOSS_SCALE
+from shardwise.metrics.csv_logger import read_metrics
+from shardwise.run_dir.checkpoints import list_checkpoints
+from shardwise.step.precision_plugin import LOSS_SCALE
 from shardwise.trainer import build_module
 from tests.harness import modules
 from tests.harness.anybodys_module import MICRO, RANKS, micro_batches, plan_for

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from shardwise.compose import compose
+from shardwise.config.compose import compose
 from shardwise.plan import Host, make_plan
 from tests.harness.cells import fit
 from tests.harness.processes import spawn

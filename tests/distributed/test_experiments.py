@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.compose import CONF, ROOT
+from shardwise.config.compose import CONF, ROOT
 from shardwise.data.tokens import write_token_shards
-from shardwise.loggers import read_metrics
+from shardwise.metrics.csv_logger import read_metrics
 from tests.harness.patience import run_patiently
 
 SMALL = [

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardwise.callbacks.guard import RollBack
-from shardwise.compose import compose
+from shardwise.config.compose import compose
 from shardwise.errors import NonFiniteError
 from shardwise.plan import Host, Plan, make_plan
-from shardwise.records import robust_z, robust_z_of
-from shardwise.trainer import _run_until_rolled_back
+from shardwise.rank import _run_until_rolled_back
+from shardwise.step.spikes import robust_z, robust_z_of
 from tests.harness.cells import Capture, fit
 from tests.harness.commands import check, make_home, run
 from tests.harness.modules import Bare, Layer, samples

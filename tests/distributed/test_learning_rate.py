@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardwise.callbacks.learning_rate import rate_of, suggest
-from shardwise.compose import compose
+from shardwise.config.compose import compose
 from shardwise.plan import Host, make_plan
 from tests.harness.cells import fit
 from tests.harness.commands import run

@@ -16,11 +16,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
-from shardwise.checkpoint.find import list_checkpoints, step_of
-from shardwise.coming_from_lightning import ROWS
-from shardwise.compose import compose
+from shardwise.config.coming_from_lightning import ROWS
+from shardwise.config.compose import compose
+from shardwise.distributed.process_group import init_process_group
 from shardwise.plan import Host, Plan, make_plan
-from shardwise.trainer import build_data, build_module, build_trainer, init_process_group, quiet_lightning
+from shardwise.rank import quiet_lightning
+from shardwise.run_dir.checkpoints import list_checkpoints, step_of
+from shardwise.trainer import build_data, build_module, build_trainer
 from tests.distributed import recording
 from tests.harness.processes import spawn
 

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from shardwise.compose import compose
+from shardwise.config.compose import compose
 from shardwise.plan import Host, Plan, make_plan
 from tests.distributed.foreign import Foreign
 from tests.harness.cells import fit

@@ -13,10 +13,10 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
-from shardwise.callbacks.meter import SPENT, Meter, Sums, process_start
-from shardwise.compose import compose
+from shardwise.config.compose import compose
+from shardwise.metrics.meter import SPENT, Meter, Sums, process_start
 from shardwise.plan import Host, Plan, make_plan
-from shardwise.records import Readback, Step, Tick
+from shardwise.step.record import Readback, Step, Tick
 from tests.harness.cells import cell_plan, fit, masked_tokens
 from tests.harness.modules import samples
 from tests.harness.processes import spawn

@@ -9,18 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint.save import _Pinned
-from shardwise.compose import compose
+from shardwise.callbacks.out_of_memory import OutOfMemoryWatch, asked_gib, explain, is_out_of_memory, start_history
+from shardwise.checkpoint.pinned_memory import PinnedMemory
+from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
-from shardwise.out_of_memory import (
-    GpuMemory,
-    OutOfMemoryWatch,
-    asked_gib,
-    explain,
-    is_out_of_memory,
-    remedies,
-    start_history,
-)
+from shardwise.forecast.remedies import GpuMemory, remedies
 from shardwise.plan import Host, Plan, make_plan
 from tests.harness.commands import OWN, check, make_home, metrics, run
 
@@ -274,7 +267,7 @@ def test_a_host_without_memory_is_told_apart_from_its_gpus() -> None:
                         "    checkpoint.asynchronous=false (a save then needs no copy of what a rank holds)",
                         "    fewer data.num_workers than 4, of each of the ranks on this machine"]  # fmt: skip
     with pytest.raises(MemoryError) as raised:
-        _Pinned().like(torch.empty(2**46, device="meta"))
+        PinnedMemory().like(torch.empty(2**46, device="meta"))
     said = explain(planned("checkpoint.asynchronous=false", gpus=1), raised.value, "saving").splitlines()
     assert said[0] == "rank 0 is out of host memory: saving, micro_batch_size=6"
     assert said[1] == "  262,144.00 GiB were asked for"

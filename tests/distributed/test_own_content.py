@@ -18,10 +18,10 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from shardwise.checkpoint.find import checkpoint_path
-from shardwise.compose import compose
+from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
+from shardwise.run_dir.files import checkpoint_path
 from tests.harness.cells import fit
 from tests.harness.processes import spawn
 

@@ -93,14 +93,14 @@ def _rank(
     import torch
 
     from shardwise.preflight import place, verdict
-    from shardwise.tools import preflight
+    from shardwise.preflight.run import run
 
     verdict.SHARE_OF_OTHERS = {False: 0.0}  # six ranks on two cores are not equally fast
     torch.set_num_threads(1)
     place.STARTED = time.monotonic()  # this is a fork
     if breaks is not None:
         breaks(rank)
-    preflight.run(words, limits)
+    run(words, limits)
 
 
 def test_nodes_that_are_well(tmp_path: Path) -> None:

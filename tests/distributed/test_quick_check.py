@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.compose import compose
+from shardwise.config.compose import compose
 from shardwise.data.order import GlobalOrder
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, make_plan

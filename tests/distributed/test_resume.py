@@ -14,13 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.find import list_checkpoints, resolve_resume
-from shardwise.checkpoint.save import describe
-from shardwise.compose import compose
+from shardwise.checkpoint.publish import describe
+from shardwise.config.compose import compose
 from shardwise.data.tokens import TokenSequences, TokenShards
+from shardwise.distributed.process_group import init_process_group
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, make_plan
-from shardwise.trainer import _run, init_process_group, quiet_lightning
+from shardwise.rank import _run, quiet_lightning
+from shardwise.run_dir.checkpoints import list_checkpoints
+from shardwise.run_dir.resume import resolve_resume
 from tests.harness.commands import RECIPE, make_home, metrics
 from tests.harness.processes import spawn
 

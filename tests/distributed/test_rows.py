@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from shardwise.compose import compose
+from shardwise.config.compose import compose
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.trainer import build_data, build_module, build_trainer
 from tests.harness.cells import fit

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.compose import compose
+from shardwise.config.compose import compose
 from shardwise.plan import Host, Plan, make_plan
 from tests.harness.cells import cell_plan, fit
 from tests.harness.processes import spawn
@@ -259,15 +259,15 @@ def switch_all(folder: Path) -> dict[tuple[str, str, str], Any]:
 
 @contextmanager
 def recomputations() -> Iterator[list[int]]:
-    from shardwise import parallelize
+    from shardwise.parallel import activation_checkpointing
 
-    count, copied = [0], parallelize._CopiedBuffers
+    count, copied = [0], activation_checkpointing._CopiedBuffers
 
     def counting(unit: Any) -> Any:
         count[0] += 1
         return copied(unit)
 
-    with patch.object(parallelize, "_CopiedBuffers", counting):
+    with patch.object(activation_checkpointing, "_CopiedBuffers", counting):
         yield count
 
 

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from shardwise.callbacks.saving import Saving
-from shardwise.checkpoint import save as saving
-from shardwise.checkpoint.find import damage, list_checkpoints, newest_whole, resolve_resume
-from shardwise.checkpoint.load import settle_resume
+from shardwise.checkpoint import writer as saving
+from shardwise.checkpoint.verify import settle_resume
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.run_dir.checkpoints import damage, list_checkpoints, newest_whole
+from shardwise.run_dir.resume import resolve_resume
 from tests.harness.cells import fit
 from tests.harness.commands import RECIPE, Running, check, make_home, metrics, run
 from tests.harness.exact_resume import BATCH, Dropping, Noise, NoiseData, plan_for

@@ -16,10 +16,10 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from shardwise.compose import compose
+from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
-from shardwise.trainer import _run
+from shardwise.rank import _run
 from tests.harness.cells import fit
 from tests.harness.modules import Layer
 from tests.harness.processes import spawn

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
-from shardwise.compose import compose
+from shardwise.config.compose import compose
 from shardwise.data.order import GlobalOrder
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan

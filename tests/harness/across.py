@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.checkpoint.find import checkpoint_path
-from shardwise.compose import compose
+from shardwise.config.compose import compose
 from shardwise.plan import Host, Plan, make_plan
+from shardwise.run_dir.files import checkpoint_path
 from tests.harness.cells import fit
 from tests.harness.everything import BATCH, Network, rows
 from tests.harness.parity import OPTIMIZERS, STRATEGIES

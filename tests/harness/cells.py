@@ -13,10 +13,12 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from shardwise.compose import compose
+from shardwise.config.compose import compose
+from shardwise.distributed.process_group import init_process_group
+from shardwise.parallel.precision import set_matmul_mode
 from shardwise.plan import Host, Plan, make_plan
-from shardwise.precision import set_matmul_mode
-from shardwise.trainer import build_data, build_module, build_trainer, init_process_group, quiet_lightning
+from shardwise.rank import quiet_lightning
+from shardwise.trainer import build_data, build_module, build_trainer
 
 TINY = [
     "model.vocab_size=61", "model.dim=24", "model.n_layers=3", "model.n_heads=2", "model.n_kv_heads=1",

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from shardwise.compose import compose
+from shardwise.config.compose import compose
 from shardwise.plan import Host, Plan, make_plan
 from tests.harness.cells import fit
 from tests.harness.everything import BATCH, Network, rows

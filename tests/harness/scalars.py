@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.find import list_checkpoints
 from shardwise.errors import ConfigError
+from shardwise.run_dir.checkpoints import list_checkpoints
 from tests.harness.anybodys_module import RANKS, plan_for, words_for
 from tests.harness.cells import fit
 from tests.harness.reference import update_deviation

@@ -11,9 +11,9 @@ import lightning.pytorch.callbacks as lightning_callbacks
 import pytest
 
 from shardwise.callbacks.configured import build_callbacks, check_callbacks
-from shardwise.compose import compose
+from shardwise.config.compose import compose
+from shardwise.config.lightning_callbacks import LIGHTNING, WORKS
 from shardwise.errors import ConfigError
-from shardwise.lightning_callbacks import LIGHTNING, WORKS
 from shardwise.plan import Host, Plan, make_plan
 
 THEIRS = "lightning.pytorch.callbacks"

@@ -25,22 +25,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardwise.checkpoint import save, tensors
-from shardwise.checkpoint.find import damage
-from shardwise.checkpoint.load import changed
+from shardwise.checkpoint import dcp as tensors
+from shardwise.checkpoint import files, pinned_memory
+from shardwise.checkpoint.chunks import Box, Spread, range_of, whole
+from shardwise.checkpoint.dcp import RankError, TensorWriter, _Saving, read_tensors
+from shardwise.checkpoint.metadata import read_metadata
 from shardwise.checkpoint.plain import Packed
-from shardwise.checkpoint.save import Snapshot, Writer
-from shardwise.checkpoint.tensors import (
-    Box,
-    RankError,
-    Spread,
-    TensorWriter,
-    _Saving,
-    range_of,
-    read_metadata,
-    read_tensors,
-    whole,
-)
+from shardwise.checkpoint.publish import Snapshot
+from shardwise.checkpoint.verify import changed
+from shardwise.checkpoint.writer import Writer
+from shardwise.run_dir.checkpoints import damage
 from tests.harness.patience import slowness
 from tests.harness.processes import spawn
 
@@ -80,7 +74,7 @@ def parts(tensor: Tensor, *cuts: int) -> Spread:
 def test_what_is_written_in_some_boxes_is_read_into_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuts: Any, others: Any, threads: int
 ) -> None:
-    monkeypatch.setattr("shardwise.checkpoint.tensors.io_threads", lambda: threads)
+    monkeypatch.setattr("shardwise.checkpoint.dcp.io_threads", lambda: threads)
     tensor, scalar = torch.randn(5, 3, 2), torch.tensor(3.0)
     TensorWriter(None).write(tmp_path / "written", {"a": parts(tensor, *cuts), "b": whole(scalar)})
     into, number = torch.zeros(5, 3, 2), torch.tensor(0.0)
@@ -105,7 +99,7 @@ def test_who_writes_what_is_worked_out_once(tmp_path: Path, monkeypatch: pytest.
         read_tensors(tmp_path / name, into, None)
         assert all(torch.equal(into[key].boxes[0].values, tensors[key].boxes[0].values) for key in "abc")
 
-    monkeypatch.setattr("shardwise.checkpoint.tensors.io_threads", lambda: 2)
+    monkeypatch.setattr("shardwise.checkpoint.dcp.io_threads", lambda: 2)
     write("first", 1.0)
     write("second", 2.0)
     assert len(plans) == 1
@@ -118,7 +112,7 @@ def test_who_writes_what_is_worked_out_once(tmp_path: Path, monkeypatch: pytest.
     assert len(plans) == 2
     write("sixth", 6.0, width=3)  # another shape
     assert len(plans) == 3
-    monkeypatch.setattr("shardwise.checkpoint.tensors.io_threads", lambda: 3)
+    monkeypatch.setattr("shardwise.checkpoint.dcp.io_threads", lambda: 3)
     write("seventh", 7.0, width=3)  # in other files
     assert len(plans) == 4
 
@@ -162,7 +156,7 @@ def one_then_all(folder: Path) -> None:
             def hexdigest(self) -> str:
                 return self.real.hexdigest()
 
-        with patch.object(tensors, "hashlib", SimpleNamespace(sha256=Digest)):
+        with patch.object(files, "hashlib", SimpleNamespace(sha256=Digest)):
             writer = Writer(asynchronous, torch.device("cpu"), timedelta(seconds=60))
             writer.save(folder / f"{asynchronous}", snapshot, lambda: None)
             assert here.acquire(timeout=20 * slowness())
@@ -172,7 +166,11 @@ def one_then_all(folder: Path) -> None:
         assert outcome is not None and outcome.error is None, outcome
         writer.close()
 
-    with patch.object(tensors, "io_threads", lambda: 3), patch.object(tensors, "_PIECE", 1000):
+    with (
+        patch.object(tensors, "io_threads", lambda: 3),
+        patch.object(files, "io_threads", lambda: 3),
+        patch.object(files, "_PIECE", 1000),
+    ):
         for asynchronous in (True, False):
             save_watched(asynchronous)
             path = folder / f"{asynchronous}"
@@ -190,13 +188,13 @@ def test_one_thread_writes_beside_the_training_and_all_once_it_waits(tmp_path: P
 def test_pinned_memory_is_cut_into_parts_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """And lie in what is registered. Copies into them: benchmarks/exact_resume.py, on GPUs."""
     registered: dict[int, int] = {}
-    monkeypatch.setattr(save, "cudart", lambda: SimpleNamespace(
+    monkeypatch.setattr(pinned_memory, "cudart", lambda: SimpleNamespace(
         cudaHostRegister=lambda address, size, flags: registered.update({address: size}) or 0,
         cudaHostUnregister=registered.pop,
     ))  # fmt: skip
-    monkeypatch.setattr(save, "check_error", lambda code: None)
-    memory = save._Pinned()
-    sizes = [3, 0, save._SLAB // 16, 1, save._SLAB // 4, 7, *[save._SLAB // 40] * 12, 5]
+    monkeypatch.setattr(pinned_memory, "check_error", lambda code: None)
+    memory = pinned_memory.PinnedMemory()
+    sizes = [3, 0, pinned_memory._SLAB // 16, 1, pinned_memory._SLAB // 4, 7, *[pinned_memory._SLAB // 40] * 12, 5]
     values = [torch.randn(size) for size in sizes] + [torch.tensor(2.0), torch.randn(5, 7).bfloat16()]
     held = [memory.like(one).copy_(one) for one in values]
     for one, copy in zip(values, held, strict=True):
@@ -206,7 +204,7 @@ def test_pinned_memory_is_cut_into_parts_that_do_not_meet(monkeypatch: pytest.Mo
             b for b, size in registered.items() if b <= copy.data_ptr() and copy.data_ptr() + one.nbytes <= b + size
         ]
         assert len(begins) == (1 if one.numel() else 0)
-    assert sum(registered.values()) < 1.2 * sum(one.nbytes for one in values) + save._SLAB
+    assert sum(registered.values()) < 1.2 * sum(one.nbytes for one in values) + pinned_memory._SLAB
     memory.close()
     assert not registered
 
@@ -235,7 +233,7 @@ def test_what_one_rank_holds_otherwise_is_worked_out_by_all(tmp_path: Path) -> N
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_goes_wrong_in_a_thread_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.checkpoint.tensors.io_threads", lambda: 3)
+    monkeypatch.setattr("shardwise.checkpoint.dcp.io_threads", lambda: 3)
     (tmp_path / "__0_1_0.distcp").mkdir()
     tensors = {str(number): whole(torch.ones(4)) for number in range(3)}
     with pytest.raises(RankError, match="rank 0: IsADirectoryError"):

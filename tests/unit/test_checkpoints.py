@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.checkpoint.find import keep_earlier
-from shardwise.cli import differences, resumption
-from shardwise.compose import compose
+from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, make_plan
+from shardwise.run_dir.files import keep_earlier
+from shardwise.run_dir.resume import differences, resumption
 
 
 def test_earlier_records_stay_beside_later_ones(tmp_path: Path) -> None:

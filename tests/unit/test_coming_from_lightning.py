@@ -17,13 +17,14 @@ from lightning.pytorch.loggers import Logger
 from torch import nn
 
 from benchmarks.report import with_tables
-from shardwise.coming_from_lightning import ROWS, Kind, Row
-from shardwise.compose import CONF, compose, config_groups
+from shardwise.config.coming_from_lightning import ROWS, Kind, Row
+from shardwise.config.compose import CONF, compose
+from shardwise.config.help import config_groups
+from shardwise.config.schema import PrecisionName, RunConfig
+from shardwise.config.translate import translate
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, make_plan
-from shardwise.precision import PlannedPrecision
-from shardwise.schema import PrecisionName, RunConfig
-from shardwise.translate import translate
+from shardwise.step.precision_plugin import PlannedPrecision
 
 ROOT = Path(__file__).parents[2]
 # Functions of Trainer, and what a module or its data overrides beside the hooks

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.compose import compose
+from shardwise.config.compose import compose
 from tests.harness.patience import run_patiently
 
 ROOT = Path(__file__).resolve().parents[2]

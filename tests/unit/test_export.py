@@ -18,13 +18,14 @@ from transformers import LlamaForCausalLM
 
 from recipes.language_modeling.model import Transformer
 from recipes.language_modeling.module import LanguageModel
-from shardwise.checkpoint.find import checkpoint_path
+from shardwise.checkpoint.chunks import Spread, range_of
+from shardwise.checkpoint.dcp import TensorWriter
 from shardwise.checkpoint.plain import Packed
-from shardwise.checkpoint.save import Snapshot, publish
+from shardwise.checkpoint.publish import Snapshot, publish
 from shardwise.checkpoint.state import persistent_buffers
-from shardwise.checkpoint.tensors import Spread, TensorWriter, range_of
-from shardwise.checkpoint.weights import Entry, list_weights, shards
+from shardwise.run_dir.files import checkpoint_path
 from shardwise.tools import main
+from shardwise.weights.safetensors import Entry, list_weights, shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

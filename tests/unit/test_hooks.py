@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 from torch import nn
 from torchmetrics import MeanMetric
 
-from shardwise.strategies.hooks import looks_at_weights
+from shardwise.lightning_internals.hook_analysis import looks_at_weights
 
 
 def blend(module: Any) -> None:

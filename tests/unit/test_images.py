@@ -43,8 +43,8 @@ from recipes.image_classification.model import Attention, ResNet, VisionTransfor
 from recipes.image_classification.module import ImageClassifier
 from shardwise.data.order import _mix
 from shardwise.errors import ConfigError
-from shardwise.initialize import Materializer, parameters_on_meta
-from shardwise.units import find_units
+from shardwise.parallel.units import find_units
+from shardwise.weights.initialize import Materializer, parameters_on_meta
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 EVERYTHING = Augment(crop_scale=(0.08, 1.0), flip=0.5, brightness=0.4, contrast=0.4, erase=0.5)

@@ -1,4 +1,4 @@
-"""DESIGN's rules about who may know whom, read from the imports themselves."""
+"""Which module may import which, read from the imports themselves. docs/architecture.md shows it as a picture."""
 
 import ast
 import sys
@@ -59,9 +59,9 @@ def on_import(module: str) -> set[str]:
 
 def test_the_reader_of_imports_sees_what_it_should() -> None:
     assert len(MODULES) > 15 and RECIPES
-    assert knows(imports(SRC / "shardwise/environment.py"), "torch")
-    assert not knows(imports(SRC / "shardwise/environment.py", everywhere=False), "torch")
-    assert knows(on_import("shardwise.trainer"), "torch.distributed.fsdp")  # through shardwise.precision
+    assert knows(imports(SRC / "shardwise/run_dir/environment.py"), "torch")
+    assert not knows(imports(SRC / "shardwise/run_dir/environment.py", everywhere=False), "torch")
+    assert knows(on_import("shardwise.trainer"), "torch.distributed.fsdp")  # through shardwise.parallel.precision
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -69,31 +69,85 @@ def test_shardwise_knows_no_recipe(module: str) -> None:
     assert not knows(imports(MODULES[module]), "recipes")
 
 
+# Rooms (a folder of shardwise, or a file in its root) on floors, the lowest first
+FLOORS = [
+    {"errors", "mistakes", "devices", "schedules"},
+    {"config"},
+    {"plan"},
+    {"run_dir", "distributed"},
+    {"process", "optim", "parallel"},
+    {"lightning_internals", "checkpoint", "forecast"},
+    {"data", "weights"},
+    {"step"},
+    {"strategies", "metrics"},
+    {"callbacks"},
+    {"trainer"},
+    {"rank"},
+    {"launch"},
+    {"preflight"},
+    {"tools", "cli"},
+    {"__main__"},
+]
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def own_imports(module: str) -> set[str]:
+    """Modules of shardwise that a module imports, within functions too, and without itself."""
+    return (imports(MODULES[module]) & MODULES.keys()) - {module, "shardwise"}
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room_of(module) for module in MODULES if module != "shardwise"} == FLOOR_OF.keys()
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module != "shardwise"])
+def test_a_module_imports_from_its_own_room_and_from_lower_floors(module: str) -> None:
+    room = room_of(module)
+    for other in sorted(own_imports(module)):
+        there = room_of(other)
+        assert there == room or FLOOR_OF[there] < FLOOR_OF[room], (
+            f"{module} imports {other}: {there}/ is not below {room}/; move what is needed to a lower room"
+        )
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    # A package's face imports from its files; a file that imports a neighbour runs the face too, which is no circle.
+    left = {module: own_imports(module) - {module.rpartition(".")[0]} for module in MODULES}
+    while free := [module for module, needs in left.items() if not needs & left.keys()]:
+        for module in free:
+            del left[module]
+    assert not left, f"these import each other: {sorted(left)}"
+
+
+WITHOUT_TORCH = ["config", "plan", "run_dir", "process", "launch", "cli", "errors", "mistakes", "devices", "schedules"]
+PREFLIGHT = ["preflight.look", "preflight.rounds", "preflight.verdict"]
+
+
 @pytest.mark.parametrize(
     "module",
-    [
-        "schema", "topology", "plan", "errors", "checkpoint.find", "compose", "launch.host", "build", "cli",
-        "preflight.look", "preflight.rounds", "preflight.verdict", "coming_from_lightning",
-    ],
-)  # fmt: skip
+    [m for m in MODULES if m != "shardwise" and (room_of(m) in WITHOUT_TORCH or m.partition(".")[2] in PREFLIGHT)],
+)
 def test_a_dry_run_needs_no_torch(module: str) -> None:
-    names = on_import(f"shardwise.{module}")
+    names = on_import(module)
     for package in ("torch", "lightning", "torchmetrics", "numpy", "wandb", "deepspeed"):
         assert not knows(names, package), package
-    assert knows(names, "hydra") <= (module in ("compose", "cli"))
 
 
 ONLY = {
-    "torch.distributed.fsdp": {"shardwise.strategies", "shardwise.parallelize", "shardwise.precision"},
-    "torch.distributed._composable": {"shardwise.strategies", "shardwise.parallelize"},
-    "safetensors": {"shardwise.checkpoint.initial"},
-    "deepspeed": {"shardwise.strategies", "shardwise.parallelize"},
+    "torch.distributed.fsdp": {"shardwise.strategies", "shardwise.parallel.precision"},
+    "torch.distributed._composable": {"shardwise.strategies"},
+    "safetensors": {"shardwise.weights.init_from"},
+    "deepspeed": {"shardwise.strategies.zero", "shardwise.optim.deepspeed", "shardwise.optim.deepspeed_operators"},
     "lightning.pytorch.strategies": {"shardwise.strategies"},
-    "wandb": {"shardwise.loggers"},
-    "lightning.pytorch.loggers.wandb": {"shardwise.loggers"},
-    "lightning.pytorch.loggers.WandbLogger": {"shardwise.loggers"},
-    "hydra": {"shardwise.compose", "shardwise.schema"},
-    "omegaconf": {"shardwise.compose", "shardwise.schema"},
+    "wandb": {"shardwise.metrics.wandb_logger"},
+    "lightning.pytorch.loggers.wandb": {"shardwise.metrics.wandb_logger"},
+    "lightning.pytorch.loggers.WandbLogger": {"shardwise.metrics.wandb_logger"},
+    "hydra": {"shardwise.config.compose", "shardwise.config.schema"},
+    "omegaconf": {"shardwise.config.compose", "shardwise.config.schema"},
 }
 
 
@@ -109,7 +163,7 @@ def test_recipes_know_no_rank_no_strategy_and_no_launcher(recipe: str) -> None:
     names = imports(RECIPES[recipe])
     for package in (
         "torch.distributed", "deepspeed", "hydra", "omegaconf", "wandb",
-        "shardwise.strategies", "shardwise.launch", "shardwise.plan", "shardwise.trainer", "shardwise.topology",
+        "shardwise.strategies", "shardwise.launch", "shardwise.plan", "shardwise.trainer", "shardwise.plan.topology",
     ):  # fmt: skip
         assert not knows(names, package), package
     assert "dist." not in RECIPES[recipe].read_text()

@@ -17,11 +17,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from shardwise.compose import compose
+from shardwise.config.compose import compose
 from shardwise.data.loaders import EvaluationLoader, TrainLoader
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
-from shardwise.topology import make_topology
+from shardwise.plan.topology import make_topology
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.loggers import CsvLogger, read_metrics
+from shardwise.metrics.csv_logger import CsvLogger, read_metrics
 from tests.harness.commands import RECIPE, check, make_home, run
 
 

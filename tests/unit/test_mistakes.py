@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from shardwise.build import build
-from shardwise.compose import compose
+from shardwise.config.compose import compose
+from shardwise.config.targets import build
 from shardwise.errors import ConfigError
-from shardwise.launch.mistakes import tell
-from shardwise.launch.watchdog import rank_log
-from shardwise.launch.worker import report
+from shardwise.mistakes import tell
 from shardwise.plan import Host, Plan, make_plan
+from shardwise.process.report import report
+from shardwise.run_dir.files import rank_log
 from shardwise.trainer import build_data, build_module
 
 FOREIGN = "tests.configs.foreign"
@@ -65,8 +65,8 @@ def test_a_package_that_a_constructor_asks_for_is_named(
     def needs_a_package() -> None:
         raise ModuleNotFoundError(text, **more)
 
-    monkeypatch.setattr("shardwise.build.locate", lambda path, where: needs_a_package)
-    monkeypatch.setattr("shardwise.launch.mistakes.is_authors", lambda file, package: False)  # a library's
+    monkeypatch.setattr("shardwise.config.targets.locate", lambda path, where: needs_a_package)
+    monkeypatch.setattr("shardwise.mistakes.is_authors", lambda file, package: False)  # a library's
     with pytest.raises(ConfigError) as error:
         build({"_target_": "a.Bar"}, "callbacks.bar")
     assert str(error.value) == f"callbacks.bar._target_=a.Bar needs a package that is not there: pip install {package}"
@@ -76,7 +76,7 @@ def test_an_import_that_fails_in_the_authors_constructor_keeps_his_line(monkeypa
     def imports() -> None:
         import no_such_package  # type: ignore[import-not-found] # noqa: F401
 
-    monkeypatch.setattr("shardwise.build.locate", lambda path, where: imports)
+    monkeypatch.setattr("shardwise.config.targets.locate", lambda path, where: imports)
     with pytest.raises(ModuleNotFoundError) as error:
         build({"_target_": "a.Bar"}, "callbacks.bar")
     assert "in imports, " in (tell(error.value, None) or "")

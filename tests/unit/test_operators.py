@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-operators = pytest.importorskip("shardwise.strategies.operators")
+operators = pytest.importorskip("shardwise.optim.deepspeed_operators")
 
 
 def test_a_lock_of_the_dead_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.compose import compose
-from shardwise.parallelize import parallelize
+from shardwise.config.compose import compose
+from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.units import find_units
 from shardwise.plan import Host, Plan, make_plan
-from shardwise.units import find_units
 
 
 class Block(nn.Module):

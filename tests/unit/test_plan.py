@@ -12,10 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import ConfigError
-from shardwise.launch.host import inspect_host
-from shardwise.plan import Host, Plan, make_plan
-from shardwise.schema import (
+from shardwise.config.schema import (
     Accelerator,
     CheckpointConfig,
     ClusterConfig,
@@ -32,6 +29,9 @@ from shardwise.schema import (
     RunConfig,
     Stage,
 )
+from shardwise.errors import ConfigError
+from shardwise.launch.host import inspect_host
+from shardwise.plan import Host, Plan, make_plan
 from tests.harness.patience import run_patiently
 
 SRC = Path(__file__).parents[2] / "src"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.precision import compute_in, keep_statistics_in_fp32, owners, parameters_as
+from shardwise.parallel.precision import compute_in, keep_statistics_in_fp32, owners, parameters_as
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

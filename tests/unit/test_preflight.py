@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.config.schema import ClusterConfig
 from shardwise.errors import ExitCode
 from shardwise.launch.slurm import all_hosts, first_host
 from shardwise.preflight import look as looking
@@ -19,7 +20,6 @@ from shardwise.preflight.look import Gpu, Look, count_links, hash_code, read_gpu
 from shardwise.preflight.rounds import MOST, SAMPLED, make_rounds
 from shardwise.preflight.show import save_json, table
 from shardwise.preflight.verdict import Found, Verdict, blame, judge
-from shardwise.schema import ClusterConfig
 from shardwise.tools import main
 from tests.harness.patience import run_patiently
 
@@ -381,7 +381,7 @@ def test_other_code_has_another_hash(tmp_path: Path) -> None:
 def test_the_words_are_a_runs_and_the_exit_code_is_the_tools(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import shardwise.tools.preflight as tool
+    import shardwise.preflight.run as tool
 
     started: list[list[str]] = []
     alone = tool.run_alone

@@ -5,21 +5,12 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import make_run_plans
-from shardwise.compose import compose
+from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
-from shardwise.launch import slurm
 from shardwise.launch.host import inspect_host
-from shardwise.launch.slurm import (
-    first_host,
-    has_begun,
-    is_first_to_end,
-    note,
-    note_begun,
-    read_array_member,
-    read_run_id,
-    read_task,
-)
+from shardwise.launch.slurm import first_host, read_array_member, read_run_id, read_task
 from shardwise.plan import Host
+from shardwise.run_dir.job_folder import has_begun, is_first_to_end, job_folder, note, note_begun
 
 JOB = {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
 STEP = JOB | {
@@ -111,7 +102,7 @@ def test_what_the_batch_script_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     assert is_first_to_end(1, "") and is_first_to_end(1, "")
     monkeypatch.setenv("SHARDWISE_JOB_DIR", str(tmp_path))
     monkeypatch.setenv("SHARDWISE_START", "3")
-    assert slurm.job_folder() == tmp_path
+    assert job_folder() == tmp_path
     assert not has_begun("/runs/a")
     note_begun("/runs/a")
     assert has_begun("/runs/a") and not has_begun("/runs/b")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shardwise.compose import compose
+from shardwise.config.compose import compose
 from shardwise.data.streams import Stream
 from shardwise.plan import Host, Plan, make_plan
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.compose import compose
+from shardwise.config.compose import compose
 from shardwise.plan import Host, Plan, make_plan
-from shardwise.sweep import report_sweep, swept
+from shardwise.run_dir.sweep import report_sweep, swept
 
 
 def plan(folder: Path, number: int, mode: str) -> Plan:

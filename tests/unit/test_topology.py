@@ -6,7 +6,7 @@ import re
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.topology import Topology, make_topology
+from shardwise.plan.topology import Topology, make_topology
 
 SIZES = [(nodes, devices) for nodes in range(1, 7) for devices in range(1, 10)]
 

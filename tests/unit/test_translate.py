@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-import shardwise.translate
-from shardwise.cli import headline, train
-from shardwise.compose import compose
+import shardwise.config.translate
+from shardwise.cli import train
+from shardwise.config.compose import compose
+from shardwise.config.translate import Translated, translate
 from shardwise.plan import Host, make_plan
+from shardwise.plan.plan import headline
 from shardwise.tools import main
-from shardwise.translate import Translated, translate
 
 # What is typed, and what it is read as
 READ = {
@@ -111,7 +112,7 @@ def test_our_own_words_stay_what_they_are() -> None:
 
 
 def test_all_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shardwise.translate, "count_cuda_devices", lambda: 8)
+    monkeypatch.setattr(shardwise.config.translate, "count_cuda_devices", lambda: 8)
     assert translate(["devices=-1"]).words == translate(["devices=auto"]).words == ["devices=8"]
     assert translate(["gpus=2"]).words == ["accelerator=cuda", "devices=2"]
     assert translate(["gpus=-1"]).words == ["accelerator=cuda", "devices=8"]

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.units import Units, find_units
+from shardwise.parallel.units import Units, find_units
 
 
 class Block(nn.Module):

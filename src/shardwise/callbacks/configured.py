@@ -10,9 +10,9 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from shardwise.build import build, check, locate
+from shardwise.config.lightning_callbacks import LIGHTNING, WORKS
+from shardwise.config.targets import build, check, locate
 from shardwise.errors import ConfigError
-from shardwise.lightning_callbacks import LIGHTNING, WORKS
 from shardwise.plan import Plan
 
 

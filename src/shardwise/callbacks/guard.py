@@ -19,9 +19,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog
 from shardwise.errors import NonFiniteError, count
-from shardwise.launch.signals import to_leave, to_save
 from shardwise.plan import Plan
-from shardwise.records import LAG, SPIKE_MINIMUM, SPIKE_WINDOW, Step, robust_z_of
+from shardwise.process.signals import to_leave, to_save
+from shardwise.step.record import LAG, Step
+from shardwise.step.spikes import SPIKE_MINIMUM, SPIKE_WINDOW, robust_z_of
 from shardwise.strategies.common import PlannedStrategy, strategy_of
 
 _SCALER_SKIPS = 32  # in a row: the loss scale has been halved from 65536 to 2**-16, and is not what is wrong
@@ -37,7 +38,7 @@ class RollBack(Exception):
 class Guard(Callback):
     """Reads every step, hands it on to the log, and stops, skips or rolls back where the Plan says so."""
 
-    ends_step = True  # after every other callback and the module: see shortcuts.py
+    ends_step = True  # after every other callback and the module: see lightning_internals/hooks.py
 
     def __init__(self, plan: Plan, rows: StepLog, saving: Saving) -> None:
         self.plan, self.rows, self.saving = plan, rows, saving

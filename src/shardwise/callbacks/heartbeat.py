@@ -7,9 +7,9 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from shardwise.checkpoint.find import trained_mark
-from shardwise.launch.watchdog import progress
 from shardwise.plan import Plan
+from shardwise.process.watchdog import progress
+from shardwise.run_dir.files import trained_mark
 
 
 class Heartbeat(Callback):

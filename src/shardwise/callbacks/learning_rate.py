@@ -17,7 +17,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from shardwise.errors import ConfigError
-from shardwise.plan import FINDER_STEPS, Plan
+from shardwise.plan import Plan
+from shardwise.plan.plan import FINDER_STEPS
 
 LOWEST, HIGHEST = 1e-8, 1.0
 _SMOOTHING = 0.98

@@ -14,16 +14,16 @@ from shardwise.callbacks.average import WeightAverage
 from shardwise.callbacks.guard import Guard
 from shardwise.callbacks.saving import Saving
 from shardwise.errors import Left
-from shardwise.launch.signals import asked, in_words, listen, to_leave, to_save
 from shardwise.plan import Plan
-from shardwise.records import LAG, Readback
+from shardwise.process.signals import asked, in_words, listen, to_leave, to_save
+from shardwise.step.record import LAG, Readback
 
 
 class Leaving(Callback):
     """What a rank was asked for travels with the step's numbers, which are summed over the ranks anyway and are read
     some steps later at the same step everywhere: no wait and no message of its own."""
 
-    ends_step = True  # after every other callback and the module: see shortcuts.py
+    ends_step = True  # after every other callback and the module: see lightning_internals/hooks.py
 
     def __init__(self, plan: Plan, guard: Guard, saving: Saving) -> None:
         self.plan, self.guard, self.saving = plan, guard, saving

@@ -14,14 +14,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer import call
 
 from shardwise.callbacks.steps import validation_metrics
-from shardwise.checkpoint.find import checkpoint_path, damage, list_checkpoints, step_of
 from shardwise.checkpoint.plain import Packed
-from shardwise.checkpoint.save import Outcome, Writer, publish_again
+from shardwise.checkpoint.publish import publish_again
+from shardwise.checkpoint.writer import Outcome, Writer
+from shardwise.distributed.process_group import group_timeout
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.launch.slurm import note
-from shardwise.launch.watchdog import progress
 from shardwise.plan import Plan
-from shardwise.strategies.common import group_timeout, strategy_of
+from shardwise.process.watchdog import progress
+from shardwise.run_dir.checkpoints import damage, list_checkpoints, step_of
+from shardwise.run_dir.files import checkpoint_path
+from shardwise.run_dir.job_folder import note
+from shardwise.strategies.common import strategy_of
 
 
 class Saving(Callback):
@@ -31,7 +34,7 @@ class Saving(Callback):
     written before validation has found it, and another run that goes on from one has a best of its own.
     """
 
-    ends_step = True  # after every other callback and the module: see shortcuts.py
+    ends_step = True  # after every other callback and the module: see lightning_internals/hooks.py
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

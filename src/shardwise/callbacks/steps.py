@@ -15,11 +15,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from shardwise.callbacks.configured import refuse_callbacks
-from shardwise.callbacks.meter import SPENT, Meter, Sums, memory_gib
-from shardwise.loggers import CsvLogger
-from shardwise.loops import step_logging, step_results
+from shardwise.lightning_internals.results import step_logging, step_results
+from shardwise.metrics.csv_logger import CsvLogger
+from shardwise.metrics.meter import SPENT, Meter, Sums, memory_gib
 from shardwise.plan import Plan
-from shardwise.records import LAG, Readback, Step
+from shardwise.step.record import LAG, Readback, Step
 from shardwise.strategies.common import strategy_of
 
 LOSS, OTHER_LOSS = "train/loss", "train/global_batch_loss"
@@ -32,7 +32,7 @@ class StepLog(Callback):
     The guard hands it each step once its numbers have come from the device; `flush` ends what is still on its way.
     """
 
-    ends_step = True  # after every other callback and the module: see shortcuts.py
+    ends_step = True  # after every other callback and the module: see lightning_internals/hooks.py
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

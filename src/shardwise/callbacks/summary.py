@@ -8,14 +8,14 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from shardwise.callbacks.meter import memory_gib
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import LOSS, OTHER_LOSS, StepLog, digits, final_metrics, last_of, weight_unit
-from shardwise.checkpoint.find import stopped_before
 from shardwise.errors import count
-from shardwise.loggers import read_metrics
-from shardwise.loops import early_stop
+from shardwise.lightning_internals.patches import early_stop
+from shardwise.metrics.csv_logger import read_metrics
+from shardwise.metrics.meter import memory_gib
 from shardwise.plan import Plan
+from shardwise.run_dir.checkpoints import stopped_before
 
 
 class Summary(Callback):

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.tensors import Box, Spread, read_tensors, whole
+from shardwise.checkpoint.chunks import Box, Spread, whole
+from shardwise.checkpoint.dcp import read_tensors
 from shardwise.errors import ConfigError
 
 

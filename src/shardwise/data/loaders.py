@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from shardwise.build import locate
+from shardwise.config.targets import locate
 from shardwise.data.order import DrawnOrder, GlobalOrder
 from shardwise.data.streams import Group, OwnRandom, Stream, evaluation_batches, name_of, set_epoch
+from shardwise.distributed.rng import derived_seed
 from shardwise.errors import ConfigError
-from shardwise.initialize import derived_seed
-from shardwise.launch.signals import leave_to_parent
-from shardwise.launch.worker import kill_with_parent
 from shardwise.plan import Plan
+from shardwise.process.parent import kill_with_parent
+from shardwise.process.signals import leave_to_parent
 
 _STEPS_AT_A_TIME = 64  # whose order is worked out: a call costs as much for one sample as for a thousand
 

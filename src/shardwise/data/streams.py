@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shardwise.checkpoint.plain import PLAIN, NotPlainError, encode
+from shardwise.distributed.rng import derived_seed, random_state, set_random_state
 from shardwise.errors import ConfigError
-from shardwise.initialize import derived_seed, random_state, set_random_state
 from shardwise.plan import Plan
 
 Group = Callable[[], "dist.ProcessGroup | None"]  # of all ranks, on the hosts; made when it is first needed

@@ -14,15 +14,17 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from shardwise.checkpoint.find import newest_whole, step_of
-from shardwise.compose import ROOT
+from shardwise.config.compose import ROOT
+from shardwise.devices import count_cpus
 from shardwise.errors import ExitCode
-from shardwise.launch.host import count_cpus
-from shardwise.launch.scratch import remove_abandoned
-from shardwise.launch.signals import LEAVE, SAVE, in_words
-from shardwise.launch.slurm import is_first_to_end
-from shardwise.launch.worker import PARENT, REPORT, run_rank
+from shardwise.launch.worker import run_rank
 from shardwise.plan import Plan
+from shardwise.process.parent import PARENT
+from shardwise.process.report import REPORT
+from shardwise.process.scratch import remove_abandoned
+from shardwise.process.signals import LEAVE, SAVE, in_words
+from shardwise.run_dir.checkpoints import newest_whole, step_of
+from shardwise.run_dir.job_folder import is_first_to_end
 
 GRACE_SECONDS = 60  # for a rank that has said how it ends: its tracker's last upload
 _DEATH_SECONDS = 10  # a process that waits for a lost disk or GPU does not even die

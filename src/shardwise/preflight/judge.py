@@ -11,14 +11,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.config.schema import Accelerator, RunConfig
 from shardwise.errors import ExitCode, count
-from shardwise.launch.slurm import all_hosts, is_first_to_end, job_folder, note
-from shardwise.launch.worker import PARENT
+from shardwise.launch.slurm import all_hosts
 from shardwise.preflight.look import Look
 from shardwise.preflight.place import Limits, Place, left, spent
 from shardwise.preflight.show import save_json, save_picture, table
 from shardwise.preflight.verdict import Found, Verdict, judge
-from shardwise.schema import Accelerator, RunConfig
+from shardwise.process.parent import PARENT
+from shardwise.run_dir.job_folder import is_first_to_end, job_folder, note
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

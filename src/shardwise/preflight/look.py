@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.launch.host import count_cuda_devices
+from shardwise.devices import count_cuda_devices
 
 _PATIENCE_SECONDS = 20  # for a program that asks the driver: without persistence mode it wakes every GPU first
 # nvidia-smi's names. What a driver does not know is left out; the reasons had another name before driver 535.
@@ -178,7 +178,7 @@ def read_xids(text: str, up_seconds: float) -> list[str]:
 
 def read_versions() -> dict[str, str]:
     """What has to be the same on every node, the code included."""
-    from shardwise.environment import describe_environment
+    from shardwise.run_dir.environment import describe_environment
 
     described = describe_environment()
     packages: dict[str, Any] = described.pop("packages")

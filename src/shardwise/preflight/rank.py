@@ -15,14 +15,14 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from shardwise.config.schema import Accelerator, RunConfig
 from shardwise.errors import ExitCode
-from shardwise.launch.slurm import is_first_to_end
-from shardwise.launch.worker import PARENT
 from shardwise.preflight.judge import PINGS, Judge
 from shardwise.preflight.look import host_name, look
 from shardwise.preflight.place import Limits, Place, connect, left
 from shardwise.preflight.rounds import make_rounds
-from shardwise.schema import Accelerator, RunConfig
+from shardwise.process.parent import PARENT
+from shardwise.run_dir.job_folder import is_first_to_end
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

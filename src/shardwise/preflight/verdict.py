@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
 
+from shardwise.config.schema import ClusterConfig
 from shardwise.errors import ExitCode, count
-from shardwise.plan import is_gpu
+from shardwise.plan.hardware import is_gpu
 from shardwise.preflight.look import Gpu, Look
 from shardwise.preflight.rounds import Pair
-from shardwise.schema import ClusterConfig
 
 # Of what the cluster file has: NCCL's all-reduce over eight healthy H200 was measured at 0.77 of their NVLinks
 # (346 of 450 GB/s at 256 MiB). A GPU or node with half of its links, or one of whose adapters does the work of two, is

@@ -6,17 +6,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -24,12 +21,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
-from shardwise.checkpoint.initial import read_initial
-from shardwise.checkpoint.load import load_own, load_rest
-from shardwise.checkpoint.plain import PLAIN, SHARD, LeftOut, Packed, pack
-from shardwise.checkpoint.save import SaveError, Snapshot, publish
+from shardwise.checkpoint.chunks import slice_of
+from shardwise.checkpoint.dcp import TensorWriter
+from shardwise.checkpoint.metadata import read_metadata
+from shardwise.checkpoint.plain import SHARD, Packed, pack
+from shardwise.checkpoint.publish import SaveError, Snapshot, publish
 from shardwise.checkpoint.state import (
     Held,
     apply_options,
@@ -41,32 +38,34 @@ from shardwise.checkpoint.state import (
     restore,
     shapes_of,
 )
-from shardwise.checkpoint.tensors import TensorWriter, read_metadata, slice_of
-from shardwise.data.loaders import EvaluationLoader, TrainLoader
-from shardwise.errors import ConfigError, RunStopped, where
-from shardwise.initialize import broadcast_from_rank_zero, derived_seed, random_state, seed_streams, set_random_state
-from shardwise.launch.signals import asked
-from shardwise.loops import log_on, logged_so_far
-from shardwise.parallelize import parallelize
-from shardwise.plan import Plan
-from shardwise.precision import (
-    Places,
-    PlannedPrecision,
-    compute_in,
-    dtype_of,
-    local_part,
-    map_tensors,
-    owners,
-    parameters_as,
+from shardwise.checkpoint.train_state import (
+    _DEPTHS,
+    _HYPERPARAMETERS,
+    _NOT_SAVED,
+    _UNLOADABLE,
+    _in_words,
+    _with_extra_state,
 )
-from shardwise.records import SPIKE_MINIMUM, SPIKE_WINDOW, Readback, Step, Tick, robust_z
-from shardwise.units import Units, find_units
-
-# What torch raises for a checkpoint that is cut short, holds code, or has other weights
-_UNLOADABLE = (EOFError, OSError, RuntimeError, ValueError, LookupError, AssertionError, UnpicklingError,
-               CheckpointException)  # fmt: skip
-
-_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+from shardwise.checkpoint.verify import load_own, load_rest
+from shardwise.data.loaders import EvaluationLoader, TrainLoader
+from shardwise.data.transfer import _TRANSFERS, _is_plain, _is_small_and_pinned
+from shardwise.distributed.collectives import broadcast_from_rank_zero
+from shardwise.distributed.dtensor import _whole, local_part
+from shardwise.distributed.process_group import group_timeout
+from shardwise.distributed.rng import derived_seed, random_state, seed_streams, set_random_state
+from shardwise.errors import ConfigError, RunStopped, where
+from shardwise.lightning_internals.counters import _in_micro_batches
+from shardwise.lightning_internals.results import _unrecorded, log_on, logged_so_far
+from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.precision import Places, compute_in, dtype_of, map_tensors, owners, parameters_as
+from shardwise.parallel.units import Units, find_units
+from shardwise.plan import Plan
+from shardwise.process.signals import asked
+from shardwise.step.buffers import _in_a_row
+from shardwise.step.precision_plugin import PlannedPrecision
+from shardwise.step.record import Readback, Step, Tick
+from shardwise.step.spikes import SPIKE_MINIMUM, SPIKE_WINDOW, robust_z
+from shardwise.weights.init_from import read_initial
 
 
 class PlannedStrategy(ParallelStrategy):
@@ -494,7 +493,7 @@ class PlannedStrategy(ParallelStrategy):
             print(f"step {step} skipped: its gradients are not finite; the loss scale is "
                   f"{self.planned_precision.loss_scale:g} now", flush=True)  # fmt: skip
 
-    # What a step came to: see records.py
+    # What a step came to: see step/record.py
 
     def restart_clock(self) -> None:
         """What comes now is the next step's; what came since the last one was not."""
@@ -914,96 +913,7 @@ class PlannedStrategy(ParallelStrategy):
         return {n: _whole(p.detach()).cpu().clone() for n, p in self.lightning_module.named_parameters()}
 
 
-# Of Lightning's checkpoint: tensors have files of their own, and a class is no data
-_NOT_SAVED = ("state_dict", "optimizer_states", "hparams_type", "datamodule_hparams_type")
-# The config's own words, which nothing needs in order to go on: what is not plain data there goes without a word
-_HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-# Down to which level a key that is not plain data is left out by itself
-_DEPTHS = {"loops": 9, "optimizers": 9, "callbacks": 2, "lr_schedulers": 2, "layers": 1,
-           **dict.fromkeys(_HYPERPARAMETERS, 1)}  # fmt: skip
-
-
-def _in_words(left_out: list[LeftOut]) -> str:
-    pickled = [str(left) for left in left_out if left.pickled]
-    lost = [str(left) for left in left_out if not left.pickled]
-    said = []
-    if pickled:
-        said.append(
-            f"{', '.join(pickled)}: not plain data, so it is kept in trainer.unsafe.pkl, a pickle, which is read only "
-            f"where trust=true is given; a run that goes on without it does not get it"
-        )
-    if lost:
-        said.append(f"{', '.join(lost)}: not plain data, and it cannot be pickled: it is left out")
-    return f"{'; '.join(said)} ({PLAIN})"
-
-
-def group_timeout(plan: Plan) -> timedelta:
-    """For every process group: what the watchdog, which tells more, waits at most comes first."""
-    return timedelta(minutes=4 * plan.strategy.timeout_minutes + 1)
-
-
 def strategy_of(trainer: Trainer) -> PlannedStrategy:
     """Every Trainer made here has one."""
     assert isinstance(trainer.strategy, PlannedStrategy)
     return trainer.strategy
-
-
-def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Layers that keep something besides parameters and buffers."""
-    for name, layer in module.named_modules():
-        if type(layer).get_extra_state is not nn.Module.get_extra_state:
-            yield name, layer
-
-
-def _in_a_row(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _in_micro_batches(loops: dict[str, Any], before: int, now: int) -> None:
-    """Lightning's counters count micro-batches, and a step may have another number of them now."""
-    if before == now:
-        return
-    progress = loops["fit_loop"]["epoch_loop.batch_progress"]
-    for counters in (progress["total"], progress["current"]):
-        ready = counters["ready"]
-        for key, count in counters.items():  # a save comes before the last micro-batch of its window is completed
-            counters[key] = ready // before * now - (ready - count)
-
-
-def _is_small_and_pinned(batch: Any) -> bool:
-    """Its copy would keep the device for less time than another stream takes the host; pageable memory would make the
-    host wait for the stream."""
-    tensors = [batch] if isinstance(batch, Tensor) else list(batch.values() if isinstance(batch, dict) else batch)
-    return sum(t.nbytes for t in tensors) < 2**20 and all(t.is_cuda or t.is_pinned() for t in tensors)
-
-
-def _is_plain(batch: Any) -> bool:
-    """A tensor, or a list, tuple or mapping of them: nothing that Lightning would have to move in a way of its own."""
-    if isinstance(batch, (list, tuple)):
-        return all(isinstance(item, Tensor) for item in batch)
-    return isinstance(batch, Tensor) or (type(batch) is dict and all(isinstance(v, Tensor) for v in batch.values()))
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-@contextmanager
-def _unrecorded(module: LightningModule) -> Iterator[None]:
-    """A step whose results count nowhere. What it logs is registered, with a weight of zero: a rank that runs nothing
-    but padding takes part in the reductions at the end of the epoch like any other."""
-    results: dict[str, Any] = {} if module.trainer._results is None else module.trainer._results  # predict has none
-    known = set(map(id, results.values()))
-    metrics = [m for m in (*module.modules(), *results.values()) if isinstance(m, Metric)]
-    states = [(m, m._copy_state_dict(), m._update_count, m._computed) for m in metrics]
-    yield
-    for metric, state, count, computed in states:
-        for name, value in state.items():
-            if value == [] and (added := getattr(metric, name)):
-                value = [tensor[:0] for tensor in added]  # of no length, but of a dtype that others can gather
-            setattr(metric, name, value)
-        metric._update_count, metric._computed = max(1, count), computed  # at 0 it would warn
-    for result in results.values():
-        if isinstance(result, _ResultMetric) and id(result) not in known and result.is_tensor:
-            for name, default in result._defaults.items():
-                setattr(result, name, torch.full_like(getattr(result, name), float(cast(Tensor, default))))

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from shardwise.checkpoint.load import load_rest
+from shardwise.checkpoint.verify import load_rest
+from shardwise.distributed.collectives import broadcast_from_rank_zero
 from shardwise.errors import ConfigError
-from shardwise.initialize import Materializer, broadcast_from_rank_zero
 from shardwise.plan import Plan
 from shardwise.strategies.common import PlannedStrategy
+from shardwise.weights.initialize import Materializer
 
 # torch 2.13 renamed the argument
 _BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in signature(DDP).parameters else "broadcast_buffers"

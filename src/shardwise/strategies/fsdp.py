@@ -26,15 +26,18 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise.checkpoint.chunks import slice_of
 from shardwise.checkpoint.state import Held
-from shardwise.checkpoint.tensors import slice_of
+from shardwise.distributed.collectives import broadcast_from_rank_zero
+from shardwise.distributed.dtensor import local_part
+from shardwise.distributed.process_group import group_timeout
 from shardwise.errors import ConfigError
-from shardwise.initialize import Materializer, broadcast_from_rank_zero
-from shardwise.optimizers import treats_weights_one_by_one
+from shardwise.optim.optimizers import treats_weights_one_by_one
+from shardwise.parallel.precision import dtype_of, mixed_precision_policy
 from shardwise.plan import Plan
-from shardwise.precision import dtype_of, local_part, mixed_precision_policy
-from shardwise.strategies.common import PlannedStrategy, group_timeout
+from shardwise.strategies.common import PlannedStrategy
 from shardwise.strategies.whole_weights import InnerBackwards, explained, show_outputs
+from shardwise.weights.initialize import Materializer
 
 
 class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):

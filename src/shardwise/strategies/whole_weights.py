@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.errors import ConfigError
-from shardwise.precision import map_tensors
+from shardwise.parallel.precision import map_tensors
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, nn.Module, type)
 # What torch says when a hook has missed

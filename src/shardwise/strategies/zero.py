@@ -8,11 +8,8 @@ its masters from rounded weights and skips a step in silence: each is undone her
 
 from __future__ import annotations
 
-import logging
 import math
-import os
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -34,15 +31,18 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from shardwise.checkpoint.chunks import range_of, slice_of
 from shardwise.checkpoint.state import Held, make_like, restore
-from shardwise.checkpoint.tensors import range_of, slice_of
+from shardwise.distributed.collectives import broadcast_from_rank_zero
 from shardwise.errors import ConfigError
-from shardwise.initialize import Materializer, broadcast_from_rank_zero
-from shardwise.optimizers import treats_weights_one_by_one
+from shardwise.optim.deepspeed import import_deepspeed
+from shardwise.optim.optimizers import treats_weights_one_by_one
+from shardwise.parallel.precision import dtype_of
 from shardwise.plan import Plan
-from shardwise.precision import LOSS_SCALE, PlannedPrecision, dtype_of
+from shardwise.step.precision_plugin import LOSS_SCALE, PlannedPrecision
 from shardwise.strategies.common import PlannedStrategy
 from shardwise.strategies.whole_weights import gives_tensors, tensors_in_objects
+from shardwise.weights.initialize import Materializer
 
 # Elements reduced or gathered at a time: DDP's 25 MiB would be many small ones, DeepSpeed's default takes 2 GB.
 _BUCKET = 25_000_000
@@ -633,21 +633,6 @@ def _reduced_one_by_one() -> Iterator[None]:
         stage3.z3_leaf_parameter = kept
 
 
-def import_deepspeed(plan: Plan) -> Any:
-    """The package, quiet, on the Plan's accelerator."""
-    os.environ.setdefault("DS_ACCELERATOR", plan.accelerator)
-    import deepspeed
-    from deepspeed.runtime.zero import parameter_offload
-
-    from shardwise.strategies.operators import watch_builds
-
-    # ZeRO-3 looks for tensors in what a layer returns, and an object with __slots__ has no __dict__ to look in.
-    parameter_offload.vars = lambda output: getattr(output, "__dict__", {})
-    watch_builds()
-    deepspeed.utils.logging.logger.setLevel(logging.WARNING)
-    return deepspeed
-
-
 def engine_config(plan: Plan, training: bool) -> dict[str, Any]:
     """The Plan in DeepSpeed's words; a new dict each time, since DeepSpeed writes into it."""
     strategy, precision, cuda = plan.strategy, plan.precision, plan.accelerator == "cuda"
@@ -693,17 +678,3 @@ def engine_config(plan: Plan, training: bool) -> dict[str, Any]:
             "hysteresis": 1,
         }
     return config
-
-
-def cpu_adam(plan: Plan) -> Any:
-    """DeepSpeed's Adam for offloaded state, or None where it cannot be compiled: torch's runs there too, slower."""
-    import_deepspeed(plan)
-    try:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-        from deepspeed.ops.op_builder import CPUAdamBuilder
-
-        CPUAdamBuilder().load(verbose=False)
-    except Exception as error:  # whatever a compiler may say
-        warnings.warn(f"DeepSpeedCPUAdam cannot be built ({str(error).splitlines()[0]}): torch's runs", stacklevel=2)
-        return None
-    return DeepSpeedCPUAdam

@@ -7,9 +7,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardwise.config.bind import bind
 from shardwise.errors import ConfigError, did_you_mean
-from shardwise.launch.worker import report
-from shardwise.schema import bind
+from shardwise.process.report import report
 
 TOOLS = {
     "export": "a run's weights for others to read: safetensors, Hugging Face, torch",

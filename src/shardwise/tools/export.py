@@ -18,12 +18,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from shardwise.build import locate
-from shardwise.checkpoint.find import MANIFEST, damage, list_checkpoints, newest_whole
-from shardwise.checkpoint.weights import DTYPES, Entry, write_weights
+from shardwise.config.schema import MISSING
+from shardwise.config.targets import locate
 from shardwise.errors import ConfigError, count
-from shardwise.schema import MISSING
+from shardwise.run_dir.checkpoints import damage, list_checkpoints, newest_whole
+from shardwise.run_dir.files import MANIFEST
 from shardwise.tools import read_words
+from shardwise.weights.safetensors import DTYPES, Entry, write_weights
 
 HELP = """\
 usage: shardwise export RUN format=safetensors|hf|torch [key=value …]
@@ -118,7 +119,7 @@ def _check_free(out: Path) -> None:
 
 
 def _check_bytes(checkpoint: Path) -> None:
-    from shardwise.checkpoint.load import changed
+    from shardwise.checkpoint.verify import changed
 
     if found := changed(checkpoint):
         raise ConfigError(f"{checkpoint} is damaged: {found}; give another checkpoint")
@@ -145,7 +146,7 @@ class Export:
     """What is in a checkpoint, by the names and in the dtypes that it is to have outside."""
 
     def __init__(self, checkpoint: Path, run_dir: Path, config: ExportConfig) -> None:
-        from shardwise.checkpoint.tensors import read_metadata
+        from shardwise.checkpoint.metadata import read_metadata
 
         self.checkpoint, self.config = checkpoint, config
         self.metadata = read_metadata(checkpoint)
@@ -236,7 +237,8 @@ class Export:
     def _read(self, entry: Entry) -> Any:
         import torch
 
-        from shardwise.checkpoint.tensors import read_tensors, whole
+        from shardwise.checkpoint.chunks import whole
+        from shardwise.checkpoint.dcp import read_tensors
 
         source = self.sources[self.inside[entry.name]]
         saved = torch.empty(entry.shape, dtype=self.known[source].properties.dtype)

@@ -12,12 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.cli import check_weights, find_checkpoint, headline, number_run
-from shardwise.compose import ROOT, Job, compose
+from shardwise.config.bind import bind
+from shardwise.config.compose import ROOT, Job, compose
+from shardwise.config.schema import Accelerator
+from shardwise.config.translate import translate
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
-from shardwise.schema import Accelerator, bind
-from shardwise.translate import translate
+from shardwise.plan.plan import headline
+from shardwise.plan.resolve import number_run
+from shardwise.run_dir.resume import find_checkpoint
+from shardwise.weights.safetensors import check_weights
 
 HELP = """\
 usage: shardwise submit nodes=N cluster=NAME [time=24:00:00 …] [--dry-run] [what train.py takes]

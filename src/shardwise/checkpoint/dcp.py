@@ -1,0 +1,291 @@
+"""Tensors of which this rank holds boxes, in and out of `torch.distributed.checkpoint`, whatever the strategy.
+
+A checkpoint knows a tensor by its name and its whole shape. Who holds which part of it is the strategy's: all of it
+(ddp), a slice of its first dimension (FSDP2), a range of its elements in row-major order (DeepSpeed). Each of these is
+a handful of boxes, and boxes are what DCP writes and reads: nothing is ever gathered.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from shardwise.checkpoint.chunks import Box, Spread
+from shardwise.checkpoint.files import Pace, _Summed, _without_crc, io_threads, write_through
+from shardwise.checkpoint.metadata import read_metadata
+
+_T = TypeVar("_T")
+
+
+class RankError(Exception):
+    """What went wrong on a rank, wherever it is raised."""
+
+    def __init__(self, rank: int, error: BaseException) -> None:
+        super().__init__(f"rank {rank}: " + " ".join(f"{type(error).__name__}: {error}".split())[:500])
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What the system has said, where torch.save hides it, a full disk say, behind a complaint about its own file."""
+    found: BaseException | None = error if isinstance(error, RuntimeError) else None
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found or error
+
+
+class _Saving(DefaultSavePlanner):
+    def __init__(self, tensors: dict[str, Spread]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._tensors = tensors
+        self._values = {_index(name, box): box.values for name, spread in tensors.items() for box in spread.boxes}
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for name, spread in self._tensors.items():
+            for box in spread.boxes:
+                data = TensorWriteData(box.chunk, TensorProperties(dtype=box.values.dtype), torch.Size(spread.shape))
+                items.append(WriteItem(_index(name, box), WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._values[index]
+
+
+def _index(name: str, box: Box) -> MetadataIndex:
+    return MetadataIndex(name, torch.Size(box.offsets))
+
+
+class _Loading(DefaultLoadPlanner):
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        self._values = {(name, box.offsets): box.values for name, s in self.state_dict.items() for box in s.boxes}
+        items = []
+        for name, spread in self.state_dict.items():
+            known = self.metadata.state_dict_metadata[name]
+            assert isinstance(known, TensorStorageMetadata)
+            if known.size != torch.Size(spread.shape):
+                raise ValueError(f"{name} is of shape {tuple(known.size)} there and {spread.shape} here")
+            of_it = create_read_items_for_chunk_list(name, known, [box.chunk for box in spread.boxes])
+            if sum(prod(item.lengths) for item in of_it) != sum(box.values.numel() for box in spread.boxes):
+                raise ValueError(f"{name} is not all there")
+            items += of_it
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        found: Tensor = self._values[index.fqn, tuple(index.offset)]
+        return found
+
+
+class _Reader(FileSystemReader):
+    """DCP's metadata is a pickle: of the few classes that it is made of, and nothing else."""
+
+    def __init__(self, path: Path, metadata: Metadata | None = None) -> None:
+        super().__init__(path)
+        self._known = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._known or read_metadata(Path(self.path))
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Several files at a time."""
+        files: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            files.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        with ThreadPoolExecutor(io_threads()) as pool:
+            list(pool.map(lambda items: FileSystemReader.read_data(self, LoadPlan(items), planner), files.values()))
+        return _done(None)
+
+
+class _Files(FileSystem):
+    """Sums up what it writes on the way: what is to be there, and no second look at it. On disk once it is closed."""
+
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
+        self.described: dict[str, dict[str, Any]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        file = _Summed(path, self.pace)
+        with io.BufferedWriter(file, 2**16) as stream:
+            yield stream
+        self.described[Path(path).name] = {"bytes": file.bytes, "sha256": file.digest.hexdigest()}
+
+
+class _Writer(FileSystemWriter):
+    """DCP's, in several threads. An error of one is an error here: those that DCP would start lose theirs."""
+
+    def __init__(self, path: Path, pace: Pace) -> None:
+        # Nothing copied ahead: DCP would wait for the training's stream. Nor synced: it would sync .metadata while that
+        # is still in a buffer; _Files does when it has left it.
+        super().__init__(path, sync_files=False, overwrite=True, per_thread_copy_ahead=0)
+        self.fs = self._files = _Files(pace)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()  # not where it was first written: .metadata is the same in every checkpoint
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self.plan = plan
+        prefix: str = plan.storage_data.prefix
+        shares = [
+            replace(plan, items=items, storage_data=replace(plan.storage_data, prefix=f"{prefix}{number}_"))
+            for number, items in enumerate(_shares(plan.items, io_threads()))
+        ]
+        with ThreadPoolExecutor(len(shares)) as pool:
+            try:
+                written = list(pool.map(lambda share: FileSystemWriter.write_data(self, share, planner).wait(), shares))
+            except RuntimeError as error:
+                raise cause_of(error) from error
+        self.results = [result for results in written for result in results]
+        self.described = dict(self._files.described)
+        return _done(self.results)
+
+
+def _shares(items: list[WriteItem], most: int) -> list[list[WriteItem]]:
+    """Of about as many bytes each."""
+    shares: list[list[WriteItem]] = [[] for _ in range(max(1, min(most, len(items))))]
+    full = [0] * len(shares)
+    for item in sorted(items, key=_bytes_of, reverse=True):
+        least = full.index(min(full))
+        shares[least].append(item)
+        full[least] += _bytes_of(item)
+    return shares
+
+
+def _bytes_of(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+
+
+def _done(result: _T) -> Future[_T]:
+    future: Future[_T] = Future()
+    future.set_result(result)
+    return future
+
+
+class TensorWriter:
+    """Writes boxes, time after time.
+
+    What DCP works out, who writes what and where it stands, is kept for as long as every rank's names and shapes are
+    the same: rank 0 would hear and answer all ranks at every save, half a second of Python for four ranks of nine
+    hundred tensors, and the training beside it would wait for the interpreter.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.pace = Pace()
+        self._known: tuple[list[Any], int] | None = None  # what was written last, in how many threads
+        self._metadata = b""  # rank 0's
+
+    def write(self, folder: Path, tensors: dict[str, Spread]) -> dict[str, dict[str, Any]]:
+        """Every rank its boxes; what several hold is written by one of them. Collective.
+
+        Returns:
+            Of this rank's files, by name: `bytes` and `sha256`.
+
+        Raises:
+            RankError: what went wrong on a rank, on that one or on every rank.
+        """
+        boxes = [
+            (name, spread.shape, box.offsets, box.values.shape, box.values.dtype)
+            for name, spread in tensors.items()
+            for box in spread.boxes
+        ]
+        known, self._known = self._known, None
+        with _without_crc():
+            if self._everywhere(known == (boxes, io_threads())):
+                writer = self._write_again(folder, tensors)
+            else:
+                writer = self._write_anew(folder, tensors)
+        self._known = boxes, io_threads()
+        return writer.described
+
+    def _write_anew(self, folder: Path, tensors: dict[str, Spread]) -> _Writer:
+        writer, planner = _Writer(folder, self.pace), _Saving(tensors)
+        try:
+            # Nothing in it: the planner has them, and DCP would wrap and log each
+            save({}, storage_writer=writer, planner=planner, process_group=self.group, no_dist=self.group is None)
+        except CheckpointException as error:
+            rank, (failure, _) = next(iter(error.failures.items()))
+            raise RankError(rank, failure) from None
+        self._plan, self._results = writer.plan, writer.results
+        if _rank(self.group) == 0:
+            self._metadata = (folder / ".metadata").read_bytes()
+        return writer
+
+    def _write_again(self, folder: Path, tensors: dict[str, Spread]) -> _Writer:
+        writer = _Writer(folder, self.pace)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            results = writer.write_data(self._plan, _Saving(tensors)).wait()
+            if results != self._results:
+                raise RuntimeError("what is written does not stand where it stood in the checkpoint before")
+            if _rank(self.group) == 0:
+                write_through(folder / ".metadata", self._metadata)
+        except Exception as error:
+            raise RankError(_rank(self.group), error) from None
+        return writer
+
+    def _everywhere(self, mine: bool) -> bool:
+        if self.group is None:
+            return mine
+        verdict = torch.tensor(int(mine))
+        dist.all_reduce(verdict, dist.ReduceOp.MIN, group=self.group)
+        return bool(verdict)
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_rank(group)
+
+
+def read_tensors(
+    folder: Path, tensors: dict[str, Spread], group: dist.ProcessGroup | None, metadata: Metadata | None = None
+) -> None:
+    """Into the boxes' storage, from whatever boxes were written. Collective.
+
+    `metadata`: the folder's, where it has been read already: that of many ranks is large.
+    """
+    planner = _Loading(flatten_state_dict=False)
+    load(tensors, storage_reader=_Reader(folder, metadata), planner=planner, process_group=group, no_dist=group is None)

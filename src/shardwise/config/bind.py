@@ -1,0 +1,81 @@
+"""Values from YAML or from a command line → the dataclasses of schema.py, each value checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import Enum
+from types import UnionType
+from typing import Any, cast, get_args, get_origin, get_type_hints
+
+from shardwise.config.schema import MISSING
+from shardwise.errors import ConfigError, did_you_mean
+
+_TAKES = {
+    int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list, e.g. [a,b]",
+    dict: "a mapping, e.g. {A: b}",
+}  # fmt: skip
+
+
+def bind(kind: Any, value: Any, key: str = "") -> Any:
+    """A plain value from YAML as the schema's type `kind`. Nothing is rounded, cut or dropped.
+
+    Raises:
+        ConfigError: a value of another type, a word that is no choice, an unknown key, or one without a value.
+    """
+    if kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind):
+        return _bind_fields(cast(type[Any], kind), value, key)
+    or_null = isinstance(kind, UnionType)
+    if or_null:
+        kind = get_args(kind)[0]
+        if value is None:
+            return None
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        if value in kind.__members__:
+            return kind[value]
+        words = list(kind.__members__)
+        raise ConfigError(f"{key}={say(value)}: must be one of {', '.join(words)}" + did_you_mean(str(value), words))
+    if get_origin(kind) is list and isinstance(value, list):
+        return [bind(get_args(kind)[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
+    if get_origin(kind) is dict and isinstance(value, dict):
+        return {str(word): bind(get_args(kind)[1], item, f"{key}.{word}") for word, item in value.items()}
+    if kind in (int, float) and isinstance(value, str):  # from an environment variable
+        try:
+            return kind(value)
+        except ValueError:
+            pass
+    if type(value) is kind:
+        return value
+    if type(value) is int and kind in (float, str):
+        return kind(value)
+    kind = get_origin(kind) or kind
+    remedy = ", or null" if or_null else ""
+    if kind is int and isinstance(value, float) and value.is_integer():
+        remedy = f"; write {int(value)}"
+    elif kind is str and isinstance(value, (float, bool)):
+        remedy = f"; quote it: \"{key}='…'\""
+    raise ConfigError(f"{key}={say(value)}: must be {_TAKES[kind]}{remedy}")
+
+
+def _bind_fields(kind: type[Any], value: Any, key: str) -> Any:
+    prefix = f"{key}." if key else ""
+    types = get_type_hints(kind)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{key}={say(value)}: must be a mapping with {', '.join(types)}")
+    for word in value:
+        if word not in types:
+            near = did_you_mean(str(word), types)
+            known = f"; {key} has {', '.join(types)}" if key else "; --help lists what there is"
+            raise ConfigError(f"{prefix}{word}: there is no such option{near}{known}")
+    for f in dataclasses.fields(kind):
+        if value.get(f.name, f.default) == MISSING:
+            raise ConfigError(
+                f"{prefix}{f.name} has no value, and nothing can be assumed for it: give {prefix}{f.name}=…"
+            )
+    return kind(**{word: bind(types[word], item, prefix + word) for word, item in value.items()})
+
+
+def say(value: Any) -> str:
+    """A value as YAML spells it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

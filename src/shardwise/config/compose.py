@@ -1,0 +1,357 @@
+"""argv → RunConfig. The one module that drives Hydra, for train.py and every tool.
+
+Hydra's compose API is used rather than `@hydra.main`, so that a sweep does not relaunch itself in every rank, no
+`outputs/` folder appears, and a mistake gets one message instead of a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import math
+import sys
+import warnings
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, NoReturn, cast, get_type_hints
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import MarkedYAMLError  # type: ignore[import-untyped]
+
+from shardwise.config.bind import bind, say
+from shardwise.config.help import config_groups, help_text
+from shardwise.config.schema import MISSING, STRATEGY_CONFIGS, ClusterConfig, RunConfig, StrategyName
+from shardwise.config.translate import translate
+from shardwise.errors import ConfigError, did_you_mean
+
+ROOT = Path(__file__).resolve().parents[3]
+CONF = ROOT / "conf"
+
+_BUILT = ("data", "optimizer", "schedule")  # by their _target_, which may take an argument `name`
+_FIELDS: dict[str, Any] = get_type_hints(RunConfig)
+_NAMED = ("callbacks.", "loggers.")  # mappings whose names the user makes up
+_TEXT = (str, str | None)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: its typed config, the same as YAML, and the words that made it; and the machines that conf/ knows."""
+
+    config: RunConfig
+    yaml: str
+    overrides: tuple[str, ...]
+    clusters: tuple[ClusterConfig, ...] = ()
+    told: tuple[str, ...] = ()  # what the user's words were read as
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the command line asks for: `print` holds text for --help or --cfg; else the jobs are run."""
+
+    jobs: tuple[Job, ...] = ()
+    print: str | None = None
+
+
+def compose(argv: list[str], config_name: str = "train") -> Command:
+    """Read a command line: overrides (`strategy=fsdp micro_batch_size=4`) and Hydra's own flags.
+
+    Raises:
+        ConfigError: an unknown flag, group, option, key or value.
+    """
+    arguments = _parse(argv)
+    directories = [CONF, *([Path(arguments.config_dir)] if arguments.config_dir else [])]
+    for directory in directories:
+        if not directory.is_dir():
+            raise ConfigError(f"--config-dir={directory}: no such folder")
+    warnings.filterwarnings("ignore", module="hydra")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        if arguments.help:
+            return Command(print=help_text(directories))
+        groups = config_groups(directories)
+        ours = translate(arguments.overrides)
+        overrides = [_read_override(word, groups) for word in _with_plus(ours.words)]
+        searchpath = [f"hydra.searchpath=[{Path(d).resolve().as_uri()}]" for d in directories[1:]]
+        combinations = _combinations(overrides, arguments.multirun)
+        for word in sorted({word for words in combinations for word in words}):
+            _check_override(_read_override(word, groups), groups)
+        if arguments.cfg and len(combinations) > 1:
+            raise ConfigError(f"--cfg prints one job, and this sweep has {len(combinations)}: give one value each")
+        try:
+            jobs = tuple(_compose_job(config_name, words, searchpath, ours.told) for words in combinations)
+        except ConfigError as error:  # of a word that the user has not typed
+            told = [line for line in ours.told if f" is read as {str(error).partition(': ')[0]}" in line]
+            raise ConfigError("; ".join([*told, str(error)])) from None
+        return Command(print=jobs[0].yaml) if arguments.cfg else Command(jobs=jobs)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            flags = [word for word in argv if word.startswith("--") and "=" in word]
+            if message.startswith("unrecognized arguments: ") and flags:
+                raise ConfigError(f"{message}; write {' '.join(word.lstrip('-') for word in flags)}, without --")
+            raise ConfigError(f"{message}; overrides look like strategy=fsdp, and --help explains them")
+
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--config-dir", "-cd")
+    return parser.parse_intermixed_args(argv)
+
+
+def _with_plus(words: list[str]) -> list[str]:
+    """`module.lr=3e-4` beside `module._target_=my.Module`: an argument of a class that conf/ knows nothing of, so that
+    it is no option there yet. What the class does not take is said when the class has been looked at."""
+    own = {w.partition("._target_=")[0] for w in words if "._target_=" in w and not w.startswith(("+", "~"))}
+    roots = [w.partition(".")[0] for w in words]
+    # An argument may have a target of its own: module.backbone._target_=my.Backbone
+    return [
+        f"++{w}" if w.startswith(_NAMED) or (root in own and not w.startswith(f"{root}._target_=")) else w
+        for root, w in zip(roots, words, strict=True)
+    ]
+
+
+def _read_override(word: str, groups: dict[str, list[str]]) -> Override:
+    try:
+        return OverridesParser.create().parse_override(word)
+    except HydraException:
+        key, equals, value = word.partition("=")
+        if equals:
+            raise ConfigError(
+                f"{word}: the value cannot be read; if it is meant as text, quote it: \"{key}='{value}'\""
+            ) from None
+        example = f"{word} is one of {', '.join(groups[word])}" if word in groups else "e.g. strategy=fsdp"
+        raise ConfigError(f"{word!r} is not key=value; {example}") from None
+
+
+def _check_override(override: Override, groups: dict[str, list[str]]) -> None:
+    """Say of a key, a group and an option what would have been right, before Hydra says it in its own words."""
+    said, key = override.input_line, override.key_or_group
+    root, _, rest = key.partition(".")
+    if not key:
+        raise ConfigError(f"{said}: no key before the =; overrides look like strategy=fsdp")
+    if root == "hydra":
+        raise ConfigError(f"{said}: Hydra's own node is set by this program; leave it out")
+    if override.package is not None:
+        raise ConfigError(f"{said}: a group has one place here; write {key}=…, without @{override.package}")
+    if root not in groups and root not in _FIELDS:
+        near = did_you_mean(root, [*groups, *_FIELDS])
+        raise ConfigError(f"{said}: there is no {root}{near}; --help lists what there is")
+    if rest and root not in _FIELDS:
+        raise ConfigError(f"{said}: {root} names a file and has no values of its own; {root} is one of "
+                          f"{', '.join(groups[root])}")  # fmt: skip
+    value = override.value()
+    if key in groups and not isinstance(value, dict):
+        options = f"{key} is one of {', '.join(groups[key])}"
+        if override.is_add() or override.is_delete():
+            raise ConfigError(f"{said}: a run always has one {key}; write {key}=…, without + or ~; {options}")
+        if value not in groups[key]:
+            raise ConfigError(f"{said}: no such option; {options}{did_you_mean(str(value), groups[key])}")
+    if override.is_add() and key in _FIELDS:
+        raise ConfigError(f"{said}: {key} is there already; leave out the +")
+    if rest == "name" and root in groups and root in _FIELDS and root not in _BUILT:
+        raise ConfigError(f"{said}: a name alone changes nothing; {root}={say(value)} brings its values as well")
+    raw = cast(str, said).partition("=")[2]
+    if _FIELDS.get(key) in _TEXT and type(value) in (int, float, bool) and str(value) != raw:
+        raise ConfigError(f"{said}: is read as {say(value)}, not as text; quote it: \"{key}='{raw}'\"")
+
+
+def _combinations(overrides: list[Override], multirun: bool) -> list[tuple[str, ...]]:
+    """The cartesian product of the sweeps, as Hydra's basic sweeper makes it."""
+    choices: list[list[str]] = []
+    for override in overrides:
+        if not override.is_sweep_override():
+            choices.append([cast(str, override.input_line)])
+            continue
+        if not multirun:
+            raise ConfigError(f"{override.input_line}: several values make a sweep; add -m, or quote the value")
+        if not override.is_discrete_sweep():
+            raise ConfigError(f"{override.input_line}: only lists of values, choice() and range() are swept")
+        key = override.get_key_element()
+        choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+    return list(itertools.product(*choices))
+
+
+def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str], told: tuple[str, ...] = ()) -> Job:
+    try:
+        composed = hydra_compose(config_name, overrides=[*words, *searchpath])
+        _check_belongs(composed, words)
+        if replaced := _replaced_lengths(composed, words):
+            composed = hydra_compose(
+                config_name, overrides=[*words, *(f"{w.partition('=')[0]}=null" for w in replaced), *searchpath]
+            )
+            given = next(w for w in words if w.partition("=")[0] in _LENGTHS and not w.endswith("=null"))
+            told += tuple(f"{given} is given, so the recipe's {old} does not count" for old in replaced)
+        plain = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=False))
+    except MarkedYAMLError as error:
+        raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(error, config_name, words, searchpath)) from None
+    _check_numbers(plain)
+    yaml = OmegaConf.to_yaml(OmegaConf.create(plain))
+    return Job(config=_typed(plain), yaml=yaml, overrides=words, clusters=read_clusters(), told=told)
+
+
+_LENGTHS = ("max_steps", "max_epochs", "max_samples")
+
+
+def _replaced_lengths(composed: DictConfig, words: tuple[str, ...]) -> list[str]:
+    """The command line's `max_epochs=3` takes the place of a recipe's max_steps. Two on the command line stay two."""
+    said = dict(word.split("=", 1) for word in words if word.partition("=")[0] in _LENGTHS)
+    if all(value == "null" for value in said.values()):
+        return []
+    return [f"{word}={composed[word]}" for word in _LENGTHS if word not in said and composed.get(word) is not None]
+
+
+def _check_belongs(composed: DictConfig, words: tuple[str, ...]) -> None:
+    """A recipe's model or data with another recipe's module: two classes that were not made for each other."""
+    recipe = _recipe_of(composed, "module")
+    for group in ("model", "data"):
+        other = _recipe_of(composed, group)
+        if other not in (None, recipe) and recipe is not None:
+            said = next((word for word in reversed(words) if word.startswith(f"{group}=")), group)
+            raise ConfigError(f"{said} belongs to the recipe {other}, and this run's is {recipe}: add recipe={other}")
+
+
+def _recipe_of(composed: DictConfig, key: str) -> str | None:
+    """`recipes.NAME.…` → NAME; None for a class of the user's own."""
+    node = composed.get(key)
+    if not isinstance(node, DictConfig) or OmegaConf.is_missing(node, "_target_"):
+        return None
+    package, _, rest = str(node.get("_target_")).partition(".")
+    name = rest.partition(".")[0]
+    return name if package == "recipes" and (CONF / "recipe" / f"{name}.yaml").is_file() else None
+
+
+def _check_numbers(plain: dict[str, Any]) -> None:
+    """What is a number in conf/ is a finite number: optimizers and schedules check little, and only when they run."""
+    for group in ("optimizer", "schedule"):
+        node = plain.get(group)
+        if not isinstance(node, dict):
+            continue
+        for key, default in _defaults_of(group, node.get("_target_")).items():
+            value, expected = node.get(key, default), "a number"
+            if isinstance(default, list):
+                expected = f"a list of {len(default)} numbers, e.g. {say(default)}"
+                is_right = isinstance(value, list) and len(value) == len(default) and all(map(_is_number, value))
+            else:
+                is_right = _is_number(value) or not _is_number(default)
+            if not is_right and value != MISSING:
+                raise ConfigError(f"{group}.{key}={say(value)}: must be {expected}, as it is in conf/{group}/")
+
+
+@functools.cache
+def _defaults_of(group: str, target: Any) -> dict[str, Any]:
+    """The values in conf/GROUP of this class or function; none for one that conf/ does not have."""
+    nodes = (OmegaConf.to_container(OmegaConf.load(file)) for file in sorted((CONF / group).glob("*.yaml")))
+    found = next((node for node in nodes if isinstance(node, dict) and node.get("_target_") == target), {})
+    return {str(key): value for key, value in found.items() if key != "_target_"} if target else {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@functools.cache
+def read_clusters() -> tuple[ClusterConfig, ...]:
+    """The machines of conf/cluster/ that have a GPU of a known name."""
+    files = sorted((CONF / "cluster").glob("*.yaml"))
+    clusters = [bind(ClusterConfig, OmegaConf.to_container(OmegaConf.load(file)), "cluster") for file in files]
+    return tuple(cluster for cluster in clusters if cluster.gpu is not None)
+
+
+def _typed(plain: dict[str, Any]) -> RunConfig:
+    """Bind the composed mapping to the schema: types, enums, unknown keys, values that were left open."""
+    for group in ("recipe", "experiment"):
+        if group in plain:
+            raise ConfigError(
+                f"the file of {group}= sets values of {group} itself; start it with `# @package _global_`"
+            )
+    _check_open(plain)
+    strategy = plain.get("strategy")
+    name = bind(StrategyName, strategy.get("name") if isinstance(strategy, dict) else strategy, "strategy.name")
+    config: RunConfig = bind(RunConfig, plain)
+    config.strategy = bind(STRATEGY_CONFIGS[name], strategy, "strategy")
+    return config
+
+
+def _check_open(plain: dict[str, Any]) -> None:
+    """A model that no module takes may stay open; one that the module takes is named where it is written."""
+    missing = _missing(plain)
+    below_model = {key for key in missing if key.startswith("model.")}
+    keys = [key.removeprefix("module.") if key.removeprefix("module.") in below_model else key
+            for key in missing if key not in below_model]  # fmt: skip
+    if keys:
+        give = " ".join(f"{key}=…" for key in keys)
+        verb = "has" if len(keys) == 1 else "have"
+        raise ConfigError(f"{', '.join(keys)} {verb} no value, and nothing can be assumed: give {give}")
+
+
+def _missing(node: Any, prefix: str = "") -> list[str]:
+    if isinstance(node, dict):
+        return [key for k, v in node.items() for key in _missing(v, f"{prefix}.{k}" if prefix else str(k))]
+    if isinstance(node, list):
+        return [key for i, v in enumerate(node) for key in _missing(v, f"{prefix}[{i}]")]
+    return [prefix] if node == MISSING else []
+
+
+def _explain(error: Exception, config_name: str, words: tuple[str, ...], searchpath: list[str]) -> str:
+    """Hydra's and OmegaConf's errors as one line: what was wrong, and what would be right."""
+    if isinstance(error, MissingConfigException):
+        group, _, option = (error.missing_cfg_file or "").rpartition("/")
+        return f"{group}={option}: no such config file; {group} is one of {', '.join(error.options or [])}"
+    cause = error.__cause__ or error
+    key = getattr(cause, "full_key", None) or ""
+    said = next((word for word in reversed(words) if word.split("=")[0].lstrip("+~") == key), key)
+    first_line = str(error).strip().splitlines()[0].rstrip(".")
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
+        return f"{said}: " + _no_option(key, config_name, words, searchpath)
+    if isinstance(error, OmegaConfBaseException) and "nterpolation" in type(error).__name__ + first_line:
+        return f"{said}: {first_line}; ${{…}} takes a key of this config, or oc.env:NAME"
+    return f"{said}: {first_line}" if said else first_line
+
+
+def _no_option(key: str, config_name: str, words: tuple[str, ...], searchpath: list[str]) -> str:
+    parent, _, option = key.rpartition(".")
+    groups_only = [word for word in words if "." not in word.split("=")[0]]
+    try:
+        node = OmegaConf.select(hydra_compose(config_name, overrides=[*groups_only, *searchpath]), parent)
+    except (HydraException, OmegaConfBaseException):
+        return f"{parent} has no option {option}"
+    if node is None:
+        value = next((word.partition("=")[2] for word in words if word.partition("=")[0] == key), "…")
+        own = f", or give module.{option}={value} where it is an argument of the module's constructor"
+        return f"{parent} is none here, so it has no {option}; choose {parent}=… as well{own * (parent == 'optimizer')}"
+    if not isinstance(node, DictConfig):
+        return f"{parent} is a single value; write {parent}=…"
+    known = [str(k) for k in node]
+    return f"{parent} has no option {option}; it has {', '.join(known)}{did_you_mean(option, known)}"
+
+
+def to_plain(value: Any) -> Any:
+    """Enums to their words, recursively: what is written to a file."""
+    if isinstance(value, Enum):
+        return value.value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {k: to_plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(v) for v in value]
+    return value
+
+
+if GlobalHydra.instance().is_initialized():  # a caller's own Hydra would be cleared by ours
+    sys.stderr.write("shardwise: Hydra is already initialised in this process\n")

@@ -1,0 +1,189 @@
+"""Nodes with a `_target_` → objects. A few lines instead of Hydra's instantiate, since ranks never run Hydra."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType, ModuleType, NoneType, UnionType
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+
+from shardwise.config.bind import say
+from shardwise.config.one_lightning import read_as_one, second_copy
+from shardwise.errors import ConfigError, a_or_an, did_you_mean
+from shardwise.mistakes import tell
+
+# Modules of the standard library whose classes hold values and do nothing when they are made
+_PLAIN = ("collections", "datetime", "decimal", "fractions", "functools", "pathlib", "uuid", "zoneinfo")
+_PIP = re.compile(r"pip3? install (?:-\S+ )*['\"]?([\w-]+(?:\[[\w,-]+\])?)")
+_PLAIN_TYPES = (bool, bytes, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple)
+
+
+def locate(path: str, where: str) -> Callable[..., Any]:
+    """The class, function or class method named by a dotted path; the current directory is importable.
+
+    Raises:
+        ConfigError: no such module or attribute, or something of the standard library that may run commands. An error
+            inside the module keeps its own traceback.
+    """
+    read_as_one()
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    names = path.split(".")
+    if len(names) < 2 or not all(name.isidentifier() for name in names):
+        raise ConfigError(f"{where}._target_={path}: not a dotted path; write package.module.Class")
+    found: Any = _import(names[0], path, where)
+    if found is None:
+        raise ConfigError(
+            f"{where}._target_={path}: there is no module {names[0]}; it is looked for in {Path.cwd()} and the "
+            f"installed packages"
+        )
+    for i, name in enumerate(names[1:], start=1):
+        parent = ".".join(names[:i])
+        is_module = isinstance(found, ModuleType)
+        if not hasattr(found, name) and not (is_module and _import(f"{parent}.{name}", path, where)):
+            near = did_you_mean(name, vars(found) if hasattr(found, "__dict__") else ())
+            raise ConfigError(f"{where}._target_={path}: {parent} has no {name}{near}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise ConfigError(f"{where}._target_={path}: {a_or_an(type(found).__name__)}, neither a class nor a function")
+    home = _home(found)
+    is_plain = found in _PLAIN_TYPES or (home in _PLAIN and isinstance(found, type))
+    if home in sys.stdlib_module_names and not is_plain:
+        raise ConfigError(
+            f"{where}._target_={path} is of Python's standard library ({home}), and is not called: a _target_ names a "
+            f"class or function of yours or of an installed package; of the standard library only classes of "
+            f"{', '.join(_PLAIN)} and the plain types (SECURITY.md)"
+        )
+    return cast(Callable[..., Any], found)
+
+
+def _home(target: Any) -> str:
+    """The first part of the name of the module that it was defined in, whatever name it is reached by."""
+    if isinstance(target, ModuleType):
+        return target.__name__.partition(".")[0]
+    owner = getattr(target, "__self__", None)
+    module = getattr(target, "__module__", None) or getattr(owner, "__module__", None) or type(owner).__module__
+    return str(module).partition(".")[0]
+
+
+def _import(name: str, path: str, where: str) -> ModuleType | None:
+    """The module, or None where there is none of this name."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name:
+            return None
+        raise ConfigError(
+            f"{where}._target_={path}: importing it needs {error.name}, which is not there; install it, or mend the "
+            f"import in {name}"
+        ) from error
+
+
+def check(
+    node: Any, where: str, base: type | None = None, *, positional: int = 0, supplied: tuple[str, ...] = ()
+) -> None:
+    """Locate every target below `node` and bind its arguments, building nothing.
+
+    `base`: what the outermost target makes; it is a subclass of that, or a Python function, whose result is looked at
+    when it has been called. `positional` and `supplied`: how many arguments it will be given when it is called, and by
+    name.
+
+    Raises:
+        ConfigError: a target of another kind, an argument that the target does not take, one that it needs and does
+            not get, or one of another type than the target's annotation.
+    """
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        check(value, f"{where}.{key}")
+    if not (isinstance(node, dict) and "_target_" in node):
+        return
+    target = locate(node["_target_"], where)
+    if base is not None:
+        _check_kind(target, node["_target_"], where, base)
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return
+    arguments = {key: value for key, value in node.items() if key != "_target_"}
+    takes = [name for name in signature.parameters if name != "self" and name not in supplied][positional:]
+    if twice := [name for name in supplied if name in arguments]:
+        raise ConfigError(f"{where}.{twice[0]}: {node['_target_']} is given it when it is called; leave it out")
+    try:
+        signature.bind(*[None] * positional, **dict.fromkeys(supplied), **arguments)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {node['_target_']}: {error}; it takes {', '.join(takes) or 'nothing'}") from None
+    annotations = _annotations(target)
+    for name, value in arguments.items():
+        expected = annotations.get(name, Any)
+        if not _fits(value, expected) and not (value is None and signature.parameters[name].default is None):
+            raise ConfigError(f"{where}.{name}={say(value)}: {node['_target_']} takes {_words(expected)}")
+
+
+def _check_kind(target: Callable[..., Any], path: str, where: str, base: type) -> None:
+    made = f"{base.__module__}.{base.__name__}".replace("lightning.pytorch.core.module", "lightning.pytorch")
+    rule = f"{where}._target_ names a subclass of {made}, or a Python function that returns one{second_copy()}"
+    if isinstance(target, type):
+        if not issubclass(target, base):
+            raise ConfigError(f"{where}._target_={path} is no {base.__name__}, and is not called: {rule}")
+    elif not isinstance(inspect.unwrap(getattr(target, "__func__", target)), FunctionType):
+        raise ConfigError(f"{where}._target_={path} is {a_or_an(type(target).__name__)}, and is not called: {rule}")
+
+
+def _annotations(target: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(target.__init__ if isinstance(target, type) else target)
+    except Exception:  # annotations that only a type checker can read
+        return {}
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """False only where it is certain: a word for a number, a fraction for a count, null for what must be there."""
+    is_union = isinstance(annotation, UnionType) or get_origin(annotation) is Union
+    options = get_args(annotation) if is_union else (annotation,)
+    if value is None:
+        return not all(isinstance(option, type) and option not in (NoneType, object, Any) for option in options)
+    if isinstance(value, (dict, list)) or not all(option in (int, float, bool, str, NoneType) for option in options):
+        return True
+    return type(value) in options or (type(value) is int and float in options)
+
+
+def _words(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+
+def build(node: Any, where: str = "") -> Any:
+    """Build `node`, innermost first. Mappings without a `_target_`, lists and plain values stay what they are."""
+    if isinstance(node, list):
+        return [build(value, where) for value in node]
+    if not isinstance(node, dict):
+        return node
+    arguments = {key: build(value, f"{where}.{key}") for key, value in node.items() if key != "_target_"}
+    if "_target_" not in node:
+        return arguments
+    target = locate(node["_target_"], where)
+    try:
+        return target(**arguments)
+    except ImportError as error:
+        package = _missing_package(error)
+        if package is None:
+            raise
+        raise ConfigError(
+            f"{where}._target_={node['_target_']} needs a package that is not there: pip install {package}"
+        ) from error
+    except Exception as error:
+        if not where.startswith(("callbacks.", "loggers.")) or tell(error, None) is not None:
+            raise
+        said = " ".join(str(error).split())[:1000]
+        raise ConfigError(f"{where}._target_={node['_target_']}: {type(error).__name__}: {said}") from error
+
+
+def _missing_package(error: ImportError) -> str | None:
+    """The package that a constructor asks for, where its message names one. An import that fails in the author's own
+    code is told by his line."""
+    if tell(error, None) is not None:
+        return None
+    named = _PIP.search(str(error))
+    return named[1] if named else error.name if isinstance(error, ModuleNotFoundError) else None

@@ -1,0 +1,45 @@
+"""The process group of all ranks: how it begins, how long it waits, and what NCCL records of it."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from shardwise.plan import Plan
+
+
+def group_timeout(plan: Plan) -> timedelta:
+    """For every process group: what the watchdog, which tells more, waits at most comes first."""
+    return timedelta(minutes=4 * plan.strategy.timeout_minutes + 1)
+
+
+def keep_nccl_record(run_dir: str) -> None:
+    """NCCL's own watchdog, too, writes what every rank was doing there. What the user has set stays."""
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its older name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives
+    for name, value in (
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+        ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{run_dir}/logs/nccl-trace-rank-"),
+    ):
+        os.environ.setdefault(name, value)
+
+
+def init_process_group(plan: Plan) -> None:
+    """One process group for the run, made here so that every strategy and a single process share one path."""
+    timeout = group_timeout(plan)
+    backend = "nccl" if plan.accelerator == "cuda" else "gloo"
+    if plan.topology.world_size == 1 and "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    device = None
+    if plan.accelerator == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        keep_nccl_record(plan.run_dir)
+    if plan.topology.world_size == 1:  # no port, no rendezvous
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=device)
+    else:
+        dist.init_process_group(backend, timeout=timeout, device_id=device)

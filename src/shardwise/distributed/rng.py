@@ -1,0 +1,47 @@
+"""A seed for each purpose, and the random streams of this process: taken, and given back."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+def derived_seed(seed: int, *words: object) -> int:
+    """A seed of its own for each purpose, the same on every platform."""
+    digest = hashlib.sha256("/".join(map(str, (seed, *words))).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def seed_streams(seed: int) -> None:
+    """torch's, Python's and NumPy's streams, of which a module or its data may draw from any."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Where this process's random streams stand: torch's on the host and on `device`, Python's, NumPy's if in use."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (kind, torch.tensor(keys.tolist()), *rest)
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    if "numpy" in state:
+        import numpy
+
+        kind, keys, *rest = state["numpy"]
+        numpy.random.set_state((kind, keys.numpy().astype("uint32"), *rest))

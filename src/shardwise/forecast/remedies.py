@@ -1,0 +1,77 @@
+"""What to change in a config so that a run needs less memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from shardwise.plan import Plan
+
+
+def remedies(plan: Plan, memory: GpuMemory | None, asked: float | None) -> list[str]:
+    """What to change, as words for the command line; only what this Plan has not done yet."""
+    strategy, ranks, trains = plan.strategy, plan.topology.world_size, plan.stage == "fit"
+    words = []
+    if (smaller := smaller_micro_batch_size(plan)) is not None:
+        words.append(f"micro_batch_size={smaller}" + (f" (global_batch_size={plan.global_batch_size} stays)" * trains))
+    if trains and plan.activation_checkpointing == "none":
+        words.append("activation_checkpointing=full (recomputes each repeated layer in backward)")
+    if strategy.name.startswith("fsdp") and not strategy.reshard_after_forward:
+        words.append("strategy.reshard_after_forward=true")
+    if strategy.name.startswith("fsdp") and strategy.defer_gradient_sync:
+        words.append("strategy.defer_gradient_sync=false")
+    sharded = "zero3" if strategy.zero_stage and plan.compile != "model" else "fsdp"
+    if strategy.name not in ("fsdp", "zero3") and ranks > 1:
+        words.append(f"strategy={sharded} (parameters, gradients and optimizer state sharded over the {ranks} ranks)")
+    if trains and plan.accelerator == "cuda" and plan.precision.name != "fp64":
+        if not strategy.zero_stage:
+            words.append("strategy=zero2 strategy.offload_optimizer=true (its state and step on the CPU; DeepSpeed)")
+        elif not strategy.offload_optimizer:
+            words.append("strategy.offload_optimizer=true (its state and step on the CPU)")
+    if strategy.zero_stage == 3 and plan.accelerator == "cuda" and not strategy.offload_parameters:
+        words.append("strategy.offload_parameters=true")
+    if memory is not None and _is_fragmented(memory, asked):
+        words.append(
+            f"PYTORCH_ALLOC_CONF=expandable_segments:True in the environment ({memory.reserved - memory.allocated:.2f} "
+            f"GiB are reserved and in no tensor)"
+        )
+    if ranks == 1:
+        words.append("devices=N strategy=fsdp, on a machine with N GPUs" if strategy.name == "ddp" else "more devices")
+    return words or ["a smaller model, shorter samples or more devices"]
+
+
+def host_remedies(plan: Plan) -> list[str]:
+    """Of a rank on a GPU whose host has no memory left."""
+    offloads = {
+        "offload_optimizer": plan.strategy.offload_optimizer,
+        "offload_parameters": plan.strategy.offload_parameters,
+    }
+    words = [f"strategy.{word}=false" for word, is_on in offloads.items() if is_on]
+    if plan.stage == "fit" and plan.checkpoint.saves and plan.checkpoint.asynchronous:
+        words.append("checkpoint.asynchronous=false (a save then needs no copy of what a rank holds)")
+    if plan.data is not None and plan.data.get("num_workers"):
+        words.append(f"fewer data.num_workers than {plan.data['num_workers']}, of each of the ranks on this machine")
+    return words or ["fewer processes on this machine, or one with more memory"]
+
+
+def smaller_micro_batch_size(plan: Plan) -> int | None:
+    """The largest that is at most half and leaves the global batch a whole number of micro-batches."""
+    each = plan.global_batch_size // plan.topology.data_parallel_size
+    return next((size for size in range(plan.micro_batch_size // 2, 0, -1) if each % size == 0), None)
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """What the allocator of this rank's GPU holds, in GiB."""
+
+    allocated: float  # in tensors
+    reserved: float  # from the GPU, these included
+    free: float
+    total: float
+
+
+def _is_fragmented(memory: GpuMemory, asked: float | None) -> bool:
+    """What was asked for, or a tenth of the GPU, lies in pieces in the allocator's hands."""
+    told = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    unused = memory.reserved - memory.allocated
+    return "expandable_segments:True" not in told and unused >= min(asked or memory.total, memory.total / 10)

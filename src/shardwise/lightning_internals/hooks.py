@@ -1,0 +1,181 @@
+"""What Lightning does around every hook of every batch though nobody has that hook: left out, for Trainers made here.
+And the one place where its training loop takes batches from the loader: see `WindowFetcher`.
+
+It calls each hook of module, strategy and callbacks, overridden or not, under a profiler that notes nothing and with
+two assignments through `nn.Module.__setattr__`: about 70 times a step, which short steps feel.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops import fit_loop, utilities
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from shardwise.errors import ConfigError
+from shardwise.lightning_internals.hook_analysis import looks_at_weights, may_look
+
+_original_fetcher = utilities._select_data_fetcher
+_original_callback_hooks = call._call_callback_hooks
+_original_module_hook, _original_strategy_hook = call._call_lightning_module_hook, call._call_strategy_hook
+
+# LightningModule's own of these do nothing
+_EMPTY = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward",
+          "on_after_backward", "on_before_optimizer_step")  # fmt: skip
+_END = "on_train_batch_end"  # where what is saved must be what the module has made of its step
+
+
+class Unprofiled(PassThroughProfiler):
+    """Notes nothing, in one object."""
+
+    _nothing = nullcontext()
+
+    def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
+        return self._nothing
+
+
+def take_shortcuts(trainer: Trainer, module: LightningModule) -> None:
+    """For the rest of this Trainer's life. Callbacks may be added until it starts."""
+    trainer._callbacks_with = {}  # type: ignore[attr-defined] # (hook, number of callbacks) → see `_having`
+    trainer._looking_hooks = {}  # type: ignore[attr-defined] # (host, hook) → whether it looks at weights
+    trainer._idle_hooks = set()  # type: ignore[attr-defined] # of the module; found when training starts
+    fit_loop._select_data_fetcher = _fetcher  # type: ignore[attr-defined]
+    call._call_callback_hooks = _callback_hooks
+    call._call_lightning_module_hook, call._call_strategy_hook = _module_hook, _strategy_hook
+    takes_index: list[bool] = []  # looked up once, at the first batch
+
+    def build_kwargs(kwargs: dict[str, Any], batch: Any, batch_idx: int) -> dict[str, Any]:
+        if not takes_index:
+            takes_index.append(is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2))
+        kwargs["batch"] = batch
+        if takes_index[0]:
+            kwargs["batch_idx"] = batch_idx
+        return kwargs
+
+    trainer.fit_loop.epoch_loop._build_kwargs = build_kwargs  # type: ignore[assignment,method-assign]
+
+
+class WindowFetcher(_DataFetcher):
+    """Fetches nothing ahead: `TrainLoader` reads whole windows, and knows the last one of a stream without length."""
+
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        self.done = self.done or any(getattr(loader, "has_ended", False) for loader in self.combined_loader.flattened)
+        return batch
+
+
+def _fetcher(trainer: Any, stage: Any) -> _DataFetcher:
+    if not hasattr(trainer, "_callbacks_with"):
+        return _original_fetcher(trainer, stage)
+    if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
+        raise ConfigError(
+            f"{type(trainer.lightning_module).__name__}.training_step takes dataloader_iter: a step's micro-batches "
+            f"are weighed before the first of them is computed, so they are fetched here; take batch and batch_idx"
+        )
+    return WindowFetcher()
+
+
+def _callback_hooks(trainer: Any, hook_name: str, *args: Any, monitoring_callbacks: Any = None, **kwargs: Any) -> None:
+    known = getattr(trainer, "_callbacks_with", None)
+    if known is None or monitoring_callbacks is not None:
+        _original_callback_hooks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
+        return
+    if hook_name == "on_fit_start":
+        trainer._checkpoint_connector._restore_modules_and_callbacks(trainer.strategy.plan.resume)
+    if hook_name == "on_train_start":  # set-up is over: what hooks there are is known
+        known.clear()
+        module = trainer.lightning_module
+        idle = {name for name in _EMPTY if not _has(module, name)}
+        if module.automatic_optimization and not (
+            _has(module, "optimizer_step") or _has(module, "optimizer_zero_grad")
+        ):
+            idle.add("optimizer_zero_grad")  # the strategy has zeroed gradients behind the step before
+        trainer._idle_hooks = idle
+    _call(trainer, _having(trainer, hook_name)[0], hook_name, *args, **kwargs)
+
+
+def _having(trainer: Any, hook_name: str) -> tuple[list[Callback], list[Callback]]:
+    """Callbacks that have this hook; and those among them that act once the module has ended its step."""
+    key = hook_name, len(trainer.callbacks)
+    if key not in trainer._callbacks_with:
+        having = [c for c in trainer.callbacks if is_overridden(hook_name, c, Callback) or hook_name in vars(c)]
+        last = [c for c in having if hook_name == _END and getattr(c, "ends_step", False)]
+        trainer._callbacks_with[key] = [c for c in having if c not in last], last
+    found: tuple[list[Callback], list[Callback]] = trainer._callbacks_with[key]
+    return found
+
+
+def _call(trainer: Any, callbacks: list[Callback], hook_name: str, *args: Any, **kwargs: Any) -> None:
+    if not callbacks:
+        return
+    module = trainer.lightning_module
+    before, module.__dict__["_current_fx_name"] = module._current_fx_name, hook_name
+    for callback in callbacks:
+        with _weights_for(trainer, callback, hook_name):
+            getattr(callback, hook_name)(trainer, module, *args, **kwargs)
+    module.__dict__["_current_fx_name"] = before
+
+
+def _weights_for(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[Any]:
+    """Around a hook that looks at weights they are whole, wherever a strategy hides them. The ranks agree on that."""
+    known = getattr(trainer, "_looking_hooks", None)
+    if known is None or not trainer.strategy.hides_weights or not may_look(hook_name):
+        return nullcontext()
+    key = id(host), hook_name
+    if key not in known:
+        looks = looks_at_weights(host, hook_name, trainer.lightning_module)
+        known[key] = trainer.strategy.reduce_boolean_decision(looks, all=False)
+    return trainer.strategy.whole_parameters(hook_name) if known[key] else nullcontext()
+
+
+def _takes(trainer: Any) -> bool:
+    """A profiler's names are those of the hooks, which Lightning itself calls for it."""
+    return hasattr(trainer, "_callbacks_with") and isinstance(trainer.profiler, Unprofiled)
+
+
+def _has(module: LightningModule, hook_name: str) -> bool:
+    """A hook of its own, in its class or set on it."""
+    return is_overridden(hook_name, module) or hook_name in vars(module)
+
+
+def _module_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+    if hook_name == _END and hasattr(trainer, "_callbacks_with"):
+        if hook_name not in trainer._idle_hooks:
+            with _weights_for(trainer, trainer.lightning_module, hook_name):
+                _named(trainer.lightning_module, hook_name, trainer.lightning_module, *args, **kwargs)
+        _call(trainer, _having(trainer, hook_name)[1], hook_name, *args, **kwargs)
+        return None
+    if hook_name in getattr(trainer, "_idle_hooks", ()):
+        return None
+    module = trainer.lightning_module
+    with _weights_for(trainer, module, hook_name) if "pl_module" not in kwargs else nullcontext():
+        if not _takes(trainer) or "pl_module" in kwargs:
+            output = _original_module_hook(trainer, hook_name, *args, **kwargs)
+        else:
+            output = _named(module, hook_name, module, *args, **kwargs)
+    if hook_name == "on_train_batch_start" and output == -1 and hasattr(trainer, "_callbacks_with"):
+        raise ConfigError(
+            f"{trainer.strategy.module_name}.on_train_batch_start returned -1, which skips the rest of the epoch: here "
+            f"the next epoch would begin with the samples that were skipped; leave samples out in the data set"
+        )
+    return output
+
+
+def _strategy_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+    if not _takes(trainer):
+        return _original_strategy_hook(trainer, hook_name, *args, **kwargs)
+    return _named(trainer.lightning_module, hook_name, trainer.strategy, *args, **kwargs)
+
+
+def _named(module: LightningModule, hook_name: str, host: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a hook; `self.log` looks at its name."""
+    before, module.__dict__["_current_fx_name"] = module._current_fx_name, hook_name
+    output = getattr(host, hook_name)(*args, **kwargs)
+    module.__dict__["_current_fx_name"] = before
+    return output

@@ -1,0 +1,106 @@
+"""Weights & Biases. The only module that knows wandb."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import shlex
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from shardwise.metrics.csv_logger import _metrics, read_metrics
+from shardwise.plan import Plan
+
+
+def _wandb(plan: Plan, record: dict[str, Any]) -> Logger:
+    import wandb
+    from lightning.pytorch.loggers import WandbLogger
+
+    # What the run's earlier processes have logged and this one comes to again: once is enough, and it is the same.
+    logged: dict[int, set[str]] = {}
+    for row in read_metrics(_metrics(plan.run_dir)) if plan.stage == "fit" else []:
+        logged.setdefault(int(row["step"]), set()).update(key for key, value in row.items() if value)
+
+    # What it has missed, if its own process was gone before the run: the signal to a whole job ends it at once.
+    gone = Path(plan.run_dir) / "wandb-gone"
+    since = int(gone.read_text()) if plan.stage == "fit" and gone.exists() else None
+    missed = [] if since is None else [row for row in read_metrics(_metrics(plan.run_dir)) if int(row["step"]) >= since]
+
+    class Continued(WandbLogger):
+        is_gone = False
+
+        @rank_zero_only
+        def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+            if missed:
+                for row in missed:
+                    values = {key: float(value) for key, value in row.items() if value and key != "step"}
+                    self._tell(super().log_metrics, values, int(row["step"]))
+                missed.clear()
+                if not self.is_gone:
+                    gone.unlink(missing_ok=True)
+            known = logged.get(-1 if step is None else step, set())
+            if new := {key: value for key, value in metrics.items() if key not in known}:
+                self._tell(super().log_metrics, new, step)
+
+        @rank_zero_only
+        def leaves(self) -> None:
+            self._tell(self.experiment.mark_preempting)  # W&B's word for: it will be run again
+
+        def _tell(self, function: Callable[..., Any], *words: Any) -> None:
+            """A tracker that is gone does not take the run with it."""
+            if self.is_gone:
+                return
+            try:
+                function(*words)
+            except (OSError, wandb.Error) as error:
+                self.is_gone = True
+                told = f"W&B is gone ({type(error).__name__}: {error}): what comes now it gets when the run goes on"
+                print(told, flush=True)
+                if len(words) > 1 and not gone.exists():
+                    gone.write_text(str(words[1]))
+
+    run_id = plan.run_id if plan.stage == "fit" else f"{plan.run_id}-{plan.stage}"
+    offline = plan.logger.mode == "offline" or (plan.logger.mode == "auto" and not _wandb_reachable())
+    os.environ.setdefault("WANDB_SILENT", "true")
+    if offline and os.environ.get("RANK", "0") == "0":
+        folder = shlex.quote(str(Path(plan.run_dir) / "wandb"))
+        print(f"W&B is offline, and writes to {folder}; to upload it: wandb sync {folder}/offline-run-*", flush=True)
+    Continued.__name__ = WandbLogger.__name__  # code that asks a logger for the name of its class
+    logger = Continued(
+        project=plan.logger.project,
+        entity=plan.logger.entity,
+        id=run_id,
+        name=run_id,
+        save_dir=plan.run_dir,
+        offline=offline,
+        resume=None if offline else "allow",
+        tags=list(plan.logger.tags),
+        config=record,
+    )
+    logger._wandb_init.pop("anonymous", None)  # Lightning always passes it, and wandb warns that it means nothing
+    return logger
+
+
+def _wandb_reachable() -> bool:
+    """A key and a server that answers within two seconds; without them the run is logged to disk."""
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    if not os.environ.get("WANDB_API_KEY") and not _netrc_knows(host.hostname or ""):
+        return False
+    try:
+        with socket.create_connection((host.hostname or "", host.port or 443), timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+def _netrc_knows(host: str) -> bool:
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

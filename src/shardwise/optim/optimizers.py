@@ -1,0 +1,87 @@
+"""Plan → optimizer and schedule, for modules that bring none of their own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from shardwise.config.targets import locate
+from shardwise.errors import ConfigError
+from shardwise.plan import Plan
+
+_ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad,
+                optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD)  # fmt: skip
+
+
+def treats_weights_one_by_one(optimizer: Optimizer) -> bool:
+    """Whether it comes to the same on any pieces of its parameters."""
+    known = isinstance(optimizer, _ELEMENTWISE) or type(optimizer).__module__.startswith("deepspeed.")
+    return known or bool(getattr(optimizer, "is_elementwise", False))
+
+
+def try_optimizer(plan: Plan) -> None:
+    """Build both for one small matrix: what their values are worth is theirs to say, before anything starts.
+
+    Raises:
+        ConfigError: a value that they refuse.
+    """
+    if plan.optimizer is None or plan.stage != "fit":
+        return
+    try:
+        made = configure_optimizers(plan, nn.Linear(2, 2, bias=False))
+        if plan.schedule is not None and plan.max_steps is not None:
+            float(made["lr_scheduler"]["scheduler"].lr_lambdas[0](plan.max_steps - 1))
+    except (TypeError, ValueError, ArithmeticError) as error:
+        nodes = {"optimizer": plan.optimizer, "schedule": plan.schedule or {}}
+        for word, node in nodes.items():
+            for key, value in node.items():
+                if isinstance(error, TypeError) and key != "_target_" and isinstance(value, str):
+                    raise ConfigError(f"{word}.{key}={value}: must be a number") from error
+        said = " ".join(f"{word}.{k}={v}" for word, node in nodes.items() for k, v in node.items() if k != "_target_")
+        raise ConfigError(f"optimizer or schedule: {error}; mend one of {said}") from error
+
+
+def configure_optimizers(plan: Plan, module: nn.Module) -> Any:
+    """The Plan's optimizer over two groups, weight decay and none, with its schedule stepped every step."""
+    assert plan.optimizer is not None
+    arguments = {key: value for key, value in plan.optimizer.items() if key != "_target_"}
+    optimizer_class = locate(plan.optimizer["_target_"], "optimizer")
+    if plan.strategy.offload_optimizer and optimizer_class in (torch.optim.Adam, torch.optim.AdamW):
+        from shardwise.optim.deepspeed import cpu_adam
+
+        if (built := cpu_adam(plan)) is not None:
+            arguments |= {"adamw_mode": optimizer_class is torch.optim.AdamW}
+            optimizer_class = built
+    if plan.accelerator == "cuda" and not plan.strategy.offload_optimizer:
+        # SGD's fused kernel has no rule for FSDP's sharded tensors in torch 2.11
+        whole = () if plan.strategy.name.startswith("fsdp") else (torch.optim.SGD,)
+        if optimizer_class in (torch.optim.Adam, torch.optim.AdamW, *whole):
+            arguments.setdefault("fused", True)
+    optimizer = optimizer_class(parameter_groups(module, arguments.get("weight_decay", 0.0)), **arguments)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"optimizer._target_={plan.optimizer['_target_']} is not a torch.optim.Optimizer")
+    if plan.schedule is None:
+        return optimizer
+    options = {key: value for key, value in plan.schedule.items() if key != "_target_"}
+    factor = partial(locate(plan.schedule["_target_"], "schedule"), total_steps=plan.max_steps, **options)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups of the trainable parameters: matrices decay; norms, biases and embeddings do not.
+
+    A head tied to an embedding is an embedding.
+    """
+    embeddings = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    decay: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            (rest if parameter.ndim < 2 or id(parameter) in embeddings else decay).append(parameter)
+    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

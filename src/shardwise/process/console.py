@@ -1,0 +1,84 @@
+"""Standard output that may go away while the run goes on."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+from shardwise.plan import Plan
+from shardwise.process.watchdog import Watchdog
+from shardwise.run_dir.files import rank_log
+
+
+def outlive_console() -> None:
+    """From here on this process may lose its standard output and error, and goes on."""
+    if not isinstance(sys.stdout, Console):
+        sys.stdout, sys.stderr = cast(Any, Console(sys.stdout)), cast(Any, Console(sys.stderr))
+
+
+class Console:
+    """Standard output that may go away: a closed pipe or terminal ends the lines that are shown, not the run."""
+
+    def __init__(self, stream: Any) -> None:
+        # None: it was closed from the start
+        self.stream = open(os.devnull, "w") if stream is None else stream  # noqa: SIM115
+
+    def write(self, text: str) -> int:
+        try:
+            return int(self.stream.write(text))
+        except OSError:
+            return self._gone(text)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except OSError:
+            self._gone("")
+
+    def _gone(self, text: str) -> int:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+_console: Any = None  # where the user looks, if this rank's own messages go into a file
+
+
+def console() -> Any:
+    """The stream that the user looks at."""
+    return _console or sys.stderr
+
+
+def keep_log(plan: Plan, report_hang: Callable[[int, str], None]) -> None:
+    """`logs/rank-N.log`: what C libraries print (NCCL, the allocator, a crash) and, but for rank 0, everything else.
+
+    SIGQUIT writes every thread's Python stack there, and the run goes on. A watchdog calls `report_hang(exit code,
+    message)` when the run makes no progress.
+    """
+    global _console
+    rank = int(os.environ.get("RANK", "0"))
+    path = rank_log(plan.run_dir, rank)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = path.open("a", buffering=1)
+    except OSError:  # what cannot be written now is said when it is needed: at a save
+        return
+    log.write(f"{time.strftime('%F %T')} rank {rank} on {os.uname().nodename}, process {os.getpid()}\n")
+    if plan.topology.world_size > 1:
+        _console = cast(Any, Console(os.fdopen(os.dup(2), "w", buffering=1)))
+        if rank == 0:
+            sys.stderr = _console
+        else:
+            os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    faulthandler.enable(log)
+    faulthandler.register(signal.SIGQUIT, log, all_threads=True)
+    minutes = plan.strategy.timeout_minutes
+    Watchdog(plan.run_dir, rank, plan.topology.world_size, minutes, report_hang)

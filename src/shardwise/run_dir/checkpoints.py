@@ -1,0 +1,88 @@
+"""Where a run's checkpoints are, and which one to go on from. No torch: the launcher asks before anything starts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from shardwise.run_dir.files import MANIFEST, trained_mark
+
+FORMAT = 2
+_READS = (1, 2)  # in 1, everything but tensors by name was what torch.load reads by itself: see plain.py
+
+_STEP = re.compile(r"step-\d{8}\.ckpt")
+
+
+def list_checkpoints(run_dir: str | Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    folder = Path(run_dir) / "checkpoints"
+    found = [p for p in folder.iterdir() if _STEP.fullmatch(p.name)] if folder.is_dir() else []
+    return sorted(p for p in found if (p / MANIFEST).is_file())
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What a look at names and sizes finds wrong. Checksums take longer: see checkpoint/verify.py."""
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        for name, file in manifest["files"].items():
+            path = checkpoint / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != file["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes of {file['bytes']}"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read ({type(error).__name__})"
+    if manifest.get("format") not in _READS:
+        reads = " and ".join(map(str, _READS))
+        return f"{MANIFEST} is of format {manifest.get('format')}, and this version reads {reads}"
+    return None
+
+
+def newest_whole(run_dir: str | Path) -> Path | None:
+    """As far as names and sizes tell."""
+    return next((path for path in reversed(list_checkpoints(run_dir)) if damage(path) is None), None)
+
+
+def best_whole(run_dir: str | Path) -> Path | None:
+    """The checkpoint with the best score, as far as names and sizes tell; None: no score was kept, or it is damaged."""
+    folder = Path(run_dir) / "checkpoints"
+    try:
+        path = folder / Path(json.loads((folder / "best.json").read_text())["checkpoint"]).name
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return path if damage(path) is None else None
+
+
+def was_trained(run_dir: str | Path) -> bool:
+    """Whether a run has left anything that a new start of its name would spoil: a step that was made, a checkpoint, a
+    row of measurements, a summary. A start that was refused or crashed before its first step has not."""
+    folder = Path(run_dir)
+    checkpoints = folder / "checkpoints"
+    if (
+        trained_mark(folder).exists()
+        or (folder / "summary.json").exists()
+        or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+    ):
+        return True
+    try:
+        with (folder / "metrics.csv").open() as file:
+            return sum(1 for _ in zip(range(2), file, strict=False)) == 2  # the names of its columns, and a row
+    except FileNotFoundError:
+        return False
+
+
+def step_of(path: str | Path) -> int:
+    """Of `step-…` and `best-…`; -1 for a checkpoint of another name."""
+    match = re.fullmatch(r"(?:step|best)-(\d{8})\.ckpt", Path(path).name)
+    return int(match[1]) if match else -1
+
+
+def stopped_before(run_dir: str | Path, step: int) -> dict[str, Any] | None:
+    """What stopped this run early at `step`, as its summary has it; None where nothing did."""
+    try:
+        stop = json.loads((Path(run_dir) / "summary.json").read_text()).get("stopped_early")
+    except (OSError, ValueError):
+        return None
+    return stop if stop and stop["step"] == step else None

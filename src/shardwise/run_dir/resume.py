@@ -1,0 +1,154 @@
+"""Which checkpoint a run goes on from, and what differs from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.plan import Host, Plan
+from shardwise.run_dir.checkpoints import (
+    best_whole,
+    damage,
+    list_checkpoints,
+    newest_whole,
+    step_of,
+    stopped_before,
+    was_trained,
+)
+from shardwise.run_dir.files import MANIFEST
+from shardwise.run_dir.job_folder import has_begun
+
+
+def resolve_resume(resume: str | None, run_dir: str | Path, stage: str, may_be_taken: bool = True) -> str | None:
+    """`resume=` as written → the checkpoint to load, or None. `may_be_taken`: look whether another run is there.
+
+    Raises:
+        ConfigError: no such checkpoint, or a run directory that would be overwritten.
+    """
+    try:
+        taken = may_be_taken and stage == "fit" and (Path(run_dir) / "plan.json").exists() and was_trained(run_dir)
+        if resume == "best" and stage == "fit":
+            raise ConfigError(
+                f"resume=best: a run goes on from its newest checkpoint, with resume=auto; to train on from its best "
+                f"one ({best_whole(run_dir) or 'there is none here'}), give resume=PATH and another name="
+            )
+        if resume in ("auto", "best"):
+            found = (best_whole(run_dir) if resume == "best" else None) or newest_whole(run_dir)
+            if found is None and list_checkpoints(run_dir):
+                last = list_checkpoints(run_dir)[-1]
+                raise ConfigError(
+                    f"resume={resume}: no checkpoint of {run_dir} is whole ({last.name}: {damage(last)}); another "
+                    f"name= starts anew"
+                )
+            if found is None and stage != "fit":
+                raise ConfigError(
+                    f"resume={resume}: {run_dir} holds no checkpoint to {stage}; name= a run that has one"
+                )
+            return str(found) if found else None
+        path = None if resume is None else _checkpoint(resume)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"cannot look for checkpoints of {run_dir}: {error}; give another path") from None
+    if taken and (path is None or Path(run_dir).resolve() not in path.parents):
+        raise ConfigError(f"{run_dir} already holds a run: resume=auto goes on with it, another name= starts a new one")
+    if taken and path and (newer := [p.name for p in list_checkpoints(run_dir) if step_of(p) > step_of(path)]):
+        raise ConfigError(
+            f"resume={resume}: this run went on to {newer[-1]}, and two histories would mix in {run_dir}: "
+            f"another name= starts a branch"
+        )
+    return None if path is None else str(path)
+
+
+def _checkpoint(resume: str) -> Path:
+    path = Path(resume).expanduser().resolve()
+    if not path.exists():
+        raise ConfigError(f"resume={resume}: no such checkpoint; resume=auto takes the newest of this name")
+    if not (path / MANIFEST).is_file():
+        raise ConfigError(
+            f"resume={resume}: without a {MANIFEST} it is no complete checkpoint; give another, or resume=auto"
+        )
+    if found := damage(path):
+        raise ConfigError(f"resume={resume} is damaged: {found}; resume=auto takes the newest that is whole")
+    return path
+
+
+def find_checkpoint(plan: Plan, host: Host) -> Plan:
+    """The Plan with the checkpoint that it goes on from. A requeued job goes on with its own run, unasked."""
+    first = host.launcher == "local" or os.environ.get("RANK") == "0"  # which creates the directory
+    resume, begun = plan.resume, has_begun(plan.run_dir)
+    if begun and plan.stage == "fit" and (resume is None or newest_whole(plan.run_dir) is not None):
+        plan = dataclasses.replace(plan, resume="auto", may_fall_back=True)
+    plan = dataclasses.replace(plan, resume=resolve_resume(plan.resume, plan.run_dir, plan.stage, first and not begun))
+    stop = _early_stop(plan)
+    return plan if stop is None else dataclasses.replace(plan, max_steps=stop["step"])
+
+
+def _early_stop(plan: Plan) -> dict[str, Any] | None:
+    """The early stop that `resume=auto` has come back to, unless the callbacks are others now."""
+    if plan.stage != "fit" or plan.resume is None or not plan.may_fall_back:
+        return None
+    stop = stopped_before(plan.run_dir, step_of(plan.resume))
+    return stop if stop is not None and stop.get("callbacks") == plan.callbacks else None
+
+
+def resumption(plan: Plan) -> list[str]:
+    """What the user may not expect of a run that goes on: other values than its checkpoint's, or nothing to do.
+
+    Raises:
+        ConfigError: another run's samples would come, in another order, and nobody has said that they may.
+    """
+    if plan.resume is None:
+        return []
+    told = []
+    if plan.init_from is not None:
+        told.append(f"the weights are those of {Path(plan.resume).name}: init_from={plan.init_from} is not read")
+    if plan.stage != "fit":
+        return told
+    if plan.may_fall_back:
+        passed = [p for p in list_checkpoints(plan.run_dir) if step_of(p) > step_of(plan.resume)]
+        told += [f"{path} is damaged: {damage(path)}; going on from {Path(plan.resume).name}" for path in passed]
+    try:
+        before = json.loads((Path(plan.resume).parents[1] / "plan.json").read_text())
+    except (OSError, ValueError):
+        before = {}
+    now = json.loads(plan.to_json())
+    for of_both in (before, now):
+        data = of_both.get("data") or {}
+        of_both["data"] = {key: value for key, value in data.items() if key not in _HOW_DATA_COMES}
+    changed = list(differences({k: before[k] for k in _OF_A_RUN if k in before}, {k: now[k] for k in _OF_A_RUN}))
+    if before.get("module") and changed:
+        told.append("goes on with other values than its checkpoint was trained with: " + "; ".join(changed))
+        for word in ("data", "global_batch_size", "seed"):
+            lines = [line for line in changed if line.startswith((f"{word} ", f"{word}."))]
+            if lines and word not in plan.resume_allow:
+                raise ConfigError(
+                    f"resume={plan.resume}: {'; '.join(lines)}: the run would not see the samples that it was to see; "
+                    f"give the same {word}, or resume_allow=[{word}]"
+                )
+        if any(line.startswith(("optimizer", "schedule")) for line in changed):
+            told.append("the checkpoint's optimizer state, its learning rate included, is kept")
+    if (stop := _early_stop(plan)) is not None:
+        told.append(
+            f"nothing left to train: {stop['by']} stopped this run at step {stop['step']}; other values of callbacks.* "
+            f"or resume={plan.resume} go on from there"
+        )
+    elif plan.max_steps is not None and step_of(plan.resume) >= plan.max_steps:
+        told.append(f"nothing left to train: max_steps={plan.max_steps}, and {Path(plan.resume).name} is there already")
+    return told
+
+
+_OF_A_RUN = ("module", "data", "optimizer", "schedule", "seed", "global_batch_size", "gradient_clip_val", "ema_decay")
+_HOW_DATA_COMES = ("batch_size", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+
+
+def differences(before: Any, now: Any, key: str = "") -> Iterator[str]:
+    """`key before → now` of every value that is another."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in before | now:
+            yield from differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+    elif before != now:
+        yield f"{key} {json.dumps(before)} → {json.dumps(now)}"

@@ -1,0 +1,83 @@
+"""Initial weights: a function of seed and model alone, whatever the strategy and the number of ranks.
+
+A module that says how a layer is initialised (`init_module_weights(layer)`) is built without memory for its
+parameters; each layer is then made on the device and initialised under its own seed, one unit at a time, so that no
+rank ever holds the whole model before it is sharded. Any other module is built on every rank and takes rank 0's values,
+parameters and buffers alike, so that whatever its constructor did survives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from shardwise.distributed.collectives import broadcast_from_rank_zero
+from shardwise.distributed.rng import derived_seed
+
+
+def initializes_itself(target: Any) -> bool:
+    """Whether a module (or its class) has the method `init_module_weights(layer)`."""
+    return callable(getattr(target, "init_module_weights", None))
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Inside, every registered parameter has a shape and no memory. Buffers and metric states stay real."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    with patch.object(nn.Module, "register_parameter", register_on_meta):
+        yield
+
+
+class Materializer:
+    """Gives the parts of one module their memory and their initial values, in any order, each part once."""
+
+    def __init__(self, root: nn.Module, device: torch.device, seed: int) -> None:
+        self.root, self.device, self.seed = root, device, seed
+        self.names = {id(module): name for name, module in root.named_modules(remove_duplicate=True)}
+        self.made: dict[int, nn.Parameter] = {}  # tied parameters stay one object
+        self.placed: set[int] = set()
+        self.own = initializes_itself(root)
+
+    def place(self, part: nn.Module) -> None:
+        """Put `part` on the device with its initial values. Layers that were placed before are left alone."""
+        layers = [m for m in part.modules() if id(m) not in self.placed]
+        self.placed.update(id(m) for m in layers)
+        for layer in layers:
+            for name, parameter in layer._parameters.items():
+                if parameter is not None:
+                    layer._parameters[name] = self._on_device(parameter)
+            for name, buffer in layer._buffers.items():
+                if buffer is not None:
+                    layer._buffers[name] = buffer.to(self.device)
+        if not self.own:
+            broadcast_from_rank_zero([p.data for m in layers for p in m._parameters.values() if p is not None])
+            return
+        devices = [self.device] if self.device.type == "cuda" else []
+        for layer in layers:
+            if any(p is not None for p in layer._parameters.values()):
+                with torch.random.fork_rng(devices, enabled=True), torch.no_grad():
+                    torch.manual_seed(derived_seed(self.seed, self.names[id(layer)]))
+                    self.root.init_module_weights(layer)  # type: ignore[operator]
+
+    def _on_device(self, parameter: nn.Parameter) -> nn.Parameter:
+        if id(parameter) not in self.made:
+            data = (
+                torch.empty_like(parameter, device=self.device)
+                if parameter.device.type == "meta"
+                else parameter.data.to(self.device)
+            )
+            made = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            self.made[id(parameter)] = made
+            self.made[id(made)] = made
+        return self.made[id(parameter)]
