@@ -35,53 +35,60 @@ SEEN_IN = {
 # File → private names of others in it.
 USED = {
     "callbacks/average.py": "_foreach_add_ _foreach_lerp_ _foreach_mul_ _foreach_sub",
+    "callbacks/out_of_memory.py": "_dump_snapshot _record_memory_history",
     "callbacks/predict.py": "_combined_loader",
     "callbacks/saving.py": "_call_lightning_module_hook _first_loop_iter _logger_connector",
     "callbacks/steps.py": "_dynamo _results",
+    "checkpoint/chunks.py": "_utils",
+    "checkpoint/metadata.py": "_MEM_FORMAT_ENCODING _StorageInfo _get_layout",
     "checkpoint/plain.py": "_backward_hooks",
     "checkpoint/state.py": "_buffers _non_persistent_buffers_set",
-    "checkpoint/tensors.py": "_MEM_FORMAT_ENCODING _StorageInfo _get_layout _utils",
     "data/loaders.py": "_get_iterator _iterator",
-    "initialize.py": "_buffers _parameters",
+    "distributed/process_group.py": "_C _distributed_c10d",
     "launch/local.py": "_C _distributed_c10d",
-    "launch/scratch.py": "_config",
-    "launch/watchdog.py": "_C _current_frames _distributed_c10d _dump_nccl_trace _dump_nccl_trace_json _exit",
     "launch/worker.py": "_exit _run_exitfuncs _shutdown",
-    "loggers.py": "_wandb_init",
-    "loops.py": (
-        "_FitLoop _LoggerConnector _ManualOptimization _Metadata _ProcessedTracker _ResultCollection _ResultMetric "
-        "_Sync _TrainingEpochLoop _batches_that_stepped _can_stop_early _combined_loader_states_to_load _data_fetcher "
-        "_defaults _first_loop_iter _forked_name _forward_cache _get_cache _getframe _is_training_done "
-        "_is_validation_done _load_combined_loader_states _logger_connector _num_ready_batches_reached _on_after_step "
-        "_on_before_step _restarting _results _resuming_from_checkpoint _should_accumulate _should_check_val_fx "
-        "_update_count"
+    "lightning_internals/hook_analysis.py": "_modules _parameters",
+    "lightning_internals/hooks.py": (
+        "_DataFetcher _build_kwargs _call_callback_hooks _call_lightning_module_hook _call_strategy_hook "
+        "_checkpoint_connector _current_fx_name _restore_modules_and_callbacks _select_data_fetcher"
     ),
-    "out_of_memory.py": "_dump_snapshot _record_memory_history",
-    "parallelize.py": "_buffers _dynamo",
-    "precision.py": (
-        "_NormBase _after_closure _amp_foreach_non_finite_check_and_unscale_ _clip_gradients _foreach_clamp_max_ "
-        "_foreach_clamp_min_ _foreach_mul_ _foreach_norm _opt_called _optimizer _parameters _per_optimizer_states "
-        "_pytree _step_supports_amp_scaling _unscale_grads_"
+    "lightning_internals/loops.py": (
+        "_FitLoop _ManualOptimization _ProcessedTracker _TrainingEpochLoop _batches_that_stepped _can_stop_early "
+        "_combined_loader_states_to_load _data_fetcher _is_training_done _is_validation_done "
+        "_load_combined_loader_states _num_ready_batches_reached _on_after_step _on_before_step _restarting "
+        "_resuming_from_checkpoint _should_accumulate _should_check_val_fx"
     ),
+    "lightning_internals/patches.py": "_getframe _logger_connector _results",
+    "lightning_internals/results.py": (
+        "_LoggerConnector _Metadata _ResultCollection _ResultMetric _Sync _computed _copy_state_dict _defaults "
+        "_first_loop_iter _forked_name _forward_cache _get_cache _logger_connector _results _update_count"
+    ),
+    "metrics/wandb_logger.py": "_wandb_init",
+    "optim/deepspeed_operators.py": "_get_build_directory",
+    "parallel/activation_checkpointing.py": "_buffers",
+    "parallel/parallelize.py": "_dynamo",
+    "parallel/precision.py": "_NormBase _parameters _pytree",
+    "parallel/units.py": "_no_split_modules _parameters",
     "preflight/judge.py": "_C _distributed_c10d",
     "preflight/measure.py": "_C _distributed_c10d",
     "preflight/place.py": "_C _distributed_c10d",
     "preflight/rank.py": "_C _distributed_c10d _exit",
-    "shortcuts.py": (
-        "_DataFetcher _build_kwargs _call_callback_hooks _call_lightning_module_hook _call_strategy_hook "
-        "_checkpoint_connector _current_fx_name _restore_modules_and_callbacks _select_data_fetcher"
+    "preflight/run.py": "_C _distributed_c10d _exit",
+    "process/scratch.py": "_config",
+    "process/watchdog.py": "_C _current_frames _distributed_c10d _dump_nccl_trace _dump_nccl_trace_json _exit",
+    "step/precision_plugin.py": (
+        "_after_closure _amp_foreach_non_finite_check_and_unscale_ _clip_gradients _foreach_clamp_max_ "
+        "_foreach_clamp_min_ _foreach_mul_ _foreach_norm _opt_called _optimizer _per_optimizer_states "
+        "_step_supports_amp_scaling _unscale_grads_"
     ),
     "strategies/common.py": (
-        "_ResultMetric _callback_metrics _checkpoint_connector _computed _copy_state_dict _defaults _foreach_copy_ "
-        "_forward_redirection _growth_tracker _logger_connector _results _update_count"
+        "_callback_metrics _checkpoint_connector _foreach_copy_ _forward_redirection _growth_tracker _logger_connector"
     ),
     "strategies/ddp.py": "_compute_bucket_assignment_by_size _ddp_kwargs _setup_model",
     "strategies/fsdp.py": (
         "_device_mesh _fsdp_param _fsdp_param_group _fully_shard _get_fsdp_state _lazy_init _local_tensor "
         "_module_info _parameters _set_pg_timeout _setup_distributed _unsharded_param"
     ),
-    "strategies/hooks.py": "_modules _parameters",
-    "strategies/operators.py": "_get_build_directory",
     "strategies/whole_weights.py": (
         "_fsdp_common _fsdp_param_group _fsdp_param_groups _fully_shard _get_fsdp_state _is_view _pre_backward "
         "_root_post_backward_final_callback _state_ctx _training_state"
@@ -90,12 +97,11 @@ USED = {
         "_after_closure _broadcast_model _clip_gradients _foreach_norm _get_fp32_opt_state_partition _hp_mapping "
         "_init_optimizers_and_lr_schedulers _pytree _reassign_or_swap_out_partitioned_parameters"
     ),
-    "tools/preflight.py": "_C _distributed_c10d _exit",
     "trainer.py": (
-        "_C _broadcast_sigterm_tensor _checkpoint_connector _data_connector _distributed_c10d _log_hyperparams "
-        "_prepare_dataloader _restore_modules_and_callbacks _signal_connector"
+        "_broadcast_sigterm_tensor _checkpoint_connector _data_connector _log_hyperparams _prepare_dataloader "
+        "_restore_modules_and_callbacks _signal_connector"
     ),
-    "units.py": "_no_split_modules _parameters",
+    "weights/initialize.py": "_buffers _parameters",
 }
 
 PYTORCH = "lightning.pytorch"
