@@ -11,12 +11,9 @@ or become read-only are mounts, which need root; without, those two faults are l
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import os
 import random
-import shlex
 import shutil
 import sys
 import tempfile
@@ -28,7 +25,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from tqdm import tqdm  # noqa: E402
 
-from benchmarks.machine import measured_on  # noqa: E402
+from benchmarks.harness import results  # noqa: E402
 from tests.harness.chaos import (  # noqa: E402
     FAULTS,
     HANG_SECONDS,
@@ -42,19 +39,30 @@ from tests.harness.chaos import (  # noqa: E402
 )
 
 
+def tried(home: Path, strategy: str, seed: int, faults: list[str], accelerator: str, bar: tqdm[Any]) -> dict[str, Any]:
+    """One round: a run that meets every fault once."""
+    order = random.Random(seed).sample(faults, len(faults))
+    # Half of them are brought back by their launcher, half save beside the training: all four in four rounds
+    how = {"in_place": seed % 2 == 1, "asynchronous": seed % 4 in (1, 2)}
+    rows = []
+    for found in torment(home, strategy, order, seed, accelerator=accelerator, **how):
+        rows.append(dataclasses.asdict(found))
+        if not found.survived:
+            bar.write(f"{strategy}, seed {seed}, {found.fault}: {found.told}")
+        bar.update()
+    return {"strategy": strategy, "seed": seed, **how, "faults": rows}
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.command_line(__doc__, accelerator="cpu")
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--rounds", type=int, default=4, help="runs of each strategy")
     parser.add_argument("--faults", default=";".join(FAULTS), help="separated by semicolons")
-    parser.add_argument("--accelerator", choices=["cuda", "cpu"], default="cpu")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/chaos-<accelerator>.json")
-    parser.add_argument("--commit", help="of this code, where it was copied without its history")
     arguments = parser.parse_args()
-    arguments.out = arguments.out or ROOT / "benchmarks" / "results" / f"chaos-{arguments.accelerator}.json"
-    environment, _ = measured_on(arguments)
+    path = arguments.out / f"chaos-{arguments.accelerator}.json"
+    environment, _ = results.measured_on(arguments.accelerator, arguments.commit)
     result: dict[str, Any] = {
-        "command": shlex.join(["python", "benchmarks/chaos.py", *sys.argv[1:]]),
+        "command": results.command(),
         "environment": environment,
         "settings": {
             "steps": STEPS,
@@ -64,7 +72,7 @@ def main() -> int:
         },
         "rounds": [],
     }
-    before = json.loads(arguments.out.read_text()) if arguments.out.exists() else result
+    before = json.loads(path.read_text()) if path.exists() else result
     if before["settings"] == result["settings"] and before["environment"]["commit"] == environment["commit"]:
         result["rounds"] = before["rounds"]
     done = {(one["strategy"], one["seed"]) for one in result["rounds"]}
@@ -72,26 +80,16 @@ def main() -> int:
     make_subject(home)
     faults = [fault for fault in arguments.faults.split(";") if may_mount(home) or fault not in MOUNTS]
     todo = [(s, n) for n in range(arguments.rounds) for s in arguments.strategies.split(",") if (s, n) not in done]
-    failed = 0
+    survived = True
     with tqdm(total=len(todo) * (len(faults) + 1), unit="fault") as bar:
         for strategy, seed in todo:
-            order = random.Random(seed).sample(faults, len(faults))
-            # Half of them are brought back by their launcher, half save beside the training: all four in four rounds
-            how = {"in_place": seed % 2 == 1, "asynchronous": seed % 4 in (1, 2)}
-            rows = []
-            for found in torment(home, strategy, order, seed, accelerator=arguments.accelerator, **how):
-                rows.append(dataclasses.asdict(found))
-                failed += not found.survived
-                if not found.survived:
-                    bar.write(f"{strategy}, seed {seed}, {found.fault}: {found.told}")
-                bar.update()
-            result["rounds"].append({"strategy": strategy, "seed": seed, **how, "faults": rows})
-            beside = arguments.out.with_suffix(".partial")
-            beside.write_text(json.dumps(result, indent=1) + "\n")
-            os.replace(beside, arguments.out)
-    if not failed:
+            found = tried(home, strategy, seed, faults, arguments.accelerator, bar)
+            survived &= all(row["survived"] for row in found["faults"])
+            result["rounds"].append(found)
+            results.write(path, result)
+    if survived:
         shutil.rmtree(home)
-    return 1 if failed else 0
+    return 0 if survived else 1
 
 
 if __name__ == "__main__":

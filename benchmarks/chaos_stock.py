@@ -6,8 +6,6 @@ docs/reliability.md.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import signal
@@ -24,7 +22,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 import torch  # noqa: E402
 
-from shardwise.run_dir.environment import describe_environment  # noqa: E402
+from benchmarks.harness import results  # noqa: E402
 from tests.harness.chaos import SUBJECT  # noqa: E402
 from tests.harness.commands import Running  # noqa: E402
 
@@ -91,18 +89,15 @@ def meet(fault: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "chaos-stock-cpu.json")
-    arguments = parser.parse_args()
-    environment = describe_environment()
-    del environment["hostname"]
+    arguments = results.command_line(__doc__, accelerator=None).parse_args()
+    environment, device = results.measured_on("cpu", arguments.commit)
     rows: list[dict[str, Any]] = []
     os.environ["PAUSE"] = "0.05"  # seconds a micro-batch
     for fault in FAULTS:
         rows.append({"fault": fault, "outcome": meet(fault)})
         print(rows[-1], flush=True)
     result = {"command": "python benchmarks/chaos_stock.py", "environment": environment, "stock": rows}
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    results.write(arguments.out / f"chaos-stock-{device}.json", result)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,8 @@ benchmarks/results/exact-<device>-x<ranks>.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -21,15 +19,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 import torch  # noqa: E402
 
-from benchmarks.machine import measured_on  # noqa: E402
+from benchmarks.harness import results  # noqa: E402
+from benchmarks.harness.limits import on_ranks  # noqa: E402
 from shardwise.plan import Plan  # noqa: E402
 from tests.harness.cells import cell_plan  # noqa: E402
 from tests.harness.exact_resume import CONFIGS, STEPS, STOP, plan_for, stopped_and_not, unlike  # noqa: E402
-from tests.harness.processes import spawn  # noqa: E402
 
 LANGUAGE_MODEL = [
     "precision=bf16", "model.dim=512", "model.n_heads=8", "model.n_kv_heads=2", "model.ffn_dim=1024",
@@ -60,30 +57,25 @@ def compared(folder: Path, ranks: int, names: list[str], accelerator: str) -> di
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--accelerator", choices=["cuda", "cpu"], default="cuda")
+    parser = results.command_line(__doc__)
     parser.add_argument("--ranks", type=int, help="default: all GPUs")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for all")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--commit", help="of this code, where it was copied without its history")
     arguments = parser.parse_args()
     ranks = arguments.ranks or torch.cuda.device_count()
-    environment, device = measured_on(arguments)
+    environment, device = results.measured_on(arguments.accelerator, arguments.commit)
     names = [*CONFIGS, *LANGUAGE]
     with tempfile.TemporaryDirectory() as folder:
         what = (Path(folder), ranks, names, arguments.accelerator)
-        found = spawn(ranks, compared, *what, timeout_seconds=arguments.timeout)
+        found = on_ranks(ranks, compared, *what, timeout_seconds=arguments.timeout)
     result: dict[str, Any] = {
-        "command": shlex.join(["python", "benchmarks/exact_resume.py", *sys.argv[1:]]),
+        "command": results.command(),
         "ranks": ranks,
         "environment": environment,
         "settings": {"steps": STEPS, "stopped_after": STOP},
         "overrides": {**CONFIGS, **LANGUAGE},
         "unlike": {name: sorted({what for rank in found for what in rank[name]}) for name in names},
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"exact-{device}-x{ranks}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    results.write(arguments.out / f"exact-{device}-x{ranks}.json", result)
     print(json.dumps(result["unlike"], indent=1), flush=True)
     return 1 if any(result["unlike"].values()) else 0
 

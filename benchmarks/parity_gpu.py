@@ -9,10 +9,7 @@ Parity: parity_matrix.py.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -21,23 +18,21 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
 
-import torch  # noqa: E402
-
+from benchmarks.harness import results  # noqa: E402
+from benchmarks.harness.device import two_and_all  # noqa: E402
+from benchmarks.harness.limits import on_ranks  # noqa: E402
 from shardwise.metrics.csv_logger import read_metrics  # noqa: E402
-from shardwise.run_dir.environment import describe_environment  # noqa: E402
 from tests.harness import backward, scalars  # noqa: E402
 from tests.harness.anybodys_module import BOUNDS as MODULE_BOUNDS  # noqa: E402
 from tests.harness.anybodys_module import KINDS, RANKS, deviations, run_all  # noqa: E402
-from tests.harness.processes import spawn  # noqa: E402
 
 
 def modules(ranks: int, accelerator: str, folder: Path) -> list[dict[str, Any]]:
     """Modules of kinds that people bring (BatchNorm, Hugging Face, a GAN, unused weights), on two ranks."""
     if ranks != RANKS:
         return []
-    cells = spawn(ranks, run_all, folder / "modules", ranks, accelerator, timeout_seconds=400)[0]
+    cells = on_ranks(ranks, run_all, folder / "modules", ranks, accelerator, timeout_seconds=400)[0]
     rows = []
     for module in KINDS:
         own = {key: cell for key, cell in cells.items() if key[0] == module}
@@ -58,8 +53,8 @@ def beside_ddp(ranks: int, accelerator: str, folder: Path) -> list[dict[str, Any
     from that under ddp on the same devices."""
     if ranks != RANKS:
         return []
-    of_backward = spawn(ranks, backward.run, folder / "backward", accelerator, timeout_seconds=400)[0]
-    of_scalars = spawn(ranks, scalars.run, folder / "scalars", accelerator, timeout_seconds=400)[0]
+    of_backward = on_ranks(ranks, backward.run, folder / "backward", accelerator, timeout_seconds=400)[0]
+    of_scalars = on_ranks(ranks, scalars.run, folder / "scalars", accelerator, timeout_seconds=400)[0]
     rows = []
     for key in backward.CELLS:
         module, strategy, precision, *words = key
@@ -132,54 +127,42 @@ def speed(ranks: int, folder: Path) -> dict[str, Any]:
     return {name: train(folder, name, *words, *common, "checkpoint=none") for name, words in runs.items()}
 
 
+def measure(section: str, ranks: int, accelerator: str, folder: Path) -> Any:
+    """One section of the result; what it found is printed."""
+    if section in ("modules", "beside_ddp"):
+        rows = (modules if section == "modules" else beside_ddp)(ranks, accelerator, folder)
+        for row in rows:
+            print(f"{ranks} ranks  {row}", flush=True)
+        return rows
+    runs = curves(ranks, accelerator, folder) if section == "curves" else speed(ranks, folder)
+    for name, run in runs.items():
+        print(f"{ranks} ranks  {name}: {words_of(run)}", flush=True)
+    return runs
+
+
+def words_of(run: dict[str, Any]) -> str:
+    if run["exit_code"]:
+        return f"exit code {run['exit_code']}\n{run['stderr']}"
+    losses = f"loss {run['curve'][0][1]:.3f} → {run['curve'][-1][1]:.3f}"
+    return f"{losses}, {run['tokens_per_second'][-1]:,.0f} tokens/s, {run['peak_memory_gib']} GiB"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", help="comma-separated; default: 2 and all")
-    parser.add_argument("--accelerator", choices=["cuda", "cpu"], default="cuda")
+    parser = results.command_line(__doc__)
+    parser.add_argument("--ranks", type=results.numbers, help="comma-separated; default: 2 and all")
     parser.add_argument("--sections", default="modules,beside_ddp,curves,speed")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--commit", help="of this code, where it was copied without its history")
     arguments = parser.parse_args()
-    there = torch.cuda.device_count()
-    ranks = [int(r) for r in arguments.ranks.split(",")] if arguments.ranks else sorted({min(2, there), there})
-    environment = describe_environment()
-    gpu = environment["gpus"][0] if environment["gpus"] else "cpu"
-    del environment["hostname"]
-    environment["commit"] = arguments.commit or environment["commit"]
-    for number in ranks:
+    environment, device = results.measured_on(arguments.accelerator, arguments.commit)
+    for number in arguments.ranks or two_and_all():
+        result: dict[str, Any] = {
+            "command": f"python benchmarks/parity_gpu.py --ranks {number}",
+            "ranks": number,
+            "environment": environment,
+        }
         with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            result: dict[str, Any] = {
-                "command": f"python benchmarks/parity_gpu.py --ranks {number}",
-                "ranks": number,
-                "environment": environment,
-            }
-            path = arguments.out / f"parity-{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}-x{number}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
             for section in arguments.sections.split(","):
-                match section:
-                    case "modules":
-                        result["modules"] = modules(number, arguments.accelerator, folder)
-                        for row in result["modules"]:
-                            told = f"{row['update']:.1e}  {row['buffer']:.1e}  holds: {row['holds']}"
-                            print(f"{number} ranks  {row['module']:<9}{row['precision']}  {row['strategy']:<12}{told}")
-                    case "beside_ddp":
-                        result["beside_ddp"] = beside_ddp(number, arguments.accelerator, folder)
-                        for row in result["beside_ddp"]:
-                            print(f"{number} ranks  {row}", flush=True)
-                    case "curves":
-                        result["curves"] = curves(number, arguments.accelerator, folder)
-                    case "speed":
-                        result["speed"] = speed(number, folder)
-                runs = {} if section in ("modules", "beside_ddp") else result[section]
-                for run, values in runs.items():
-                    if values["exit_code"]:
-                        print(f"{number} ranks  {run}: exit code {values['exit_code']}\n{values['stderr']}", flush=True)
-                    else:
-                        losses = f"loss {values['curve'][0][1]:.3f} → {values['curve'][-1][1]:.3f}"
-                        rate = f"{values['tokens_per_second'][-1]:,.0f} tokens/s, {values['peak_memory_gib']} GiB"
-                        print(f"{number} ranks  {run}: {losses}, {rate}", flush=True)
-                path.write_text(json.dumps(result, indent=1) + "\n")
+                result[section] = measure(section, number, arguments.accelerator, Path(name))
+                results.write(arguments.out / f"parity-{device}-x{number}.json", result)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import shlex
 import sys
 import tempfile
 import time
@@ -22,16 +20,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from lightning.pytorch import LightningModule, Trainer  # noqa: E402
+from lightning.pytorch import LightningModule  # noqa: E402
 from lightning.pytorch import strategies as lightning_strategies  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
-from benchmarks.machine import measured_on  # noqa: E402
+from benchmarks.harness import results  # noqa: E402
+from benchmarks.harness.limits import note, noted, on_ranks  # noqa: E402
+from benchmarks.harness.trainers import stock_trainer  # noqa: E402
 from shardwise.distributed.process_group import init_process_group  # noqa: E402
+from shardwise.plan import Plan  # noqa: E402
 from shardwise.rank import quiet_lightning  # noqa: E402
 from tests.harness.everything import BATCH, Network, rows  # noqa: E402
 from tests.harness.parity import (  # noqa: E402
@@ -45,7 +45,6 @@ from tests.harness.parity import (  # noqa: E402
     reference,
     run_cells,
 )  # fmt: skip
-from tests.harness.processes import spawn  # noqa: E402
 from tests.harness.reference import OPTIMIZERS, WEIGHT_DECAY, groups_of, update_deviation  # noqa: E402
 
 PART = 30  # cells that share a group of processes: what hangs or dies costs the others little
@@ -132,37 +131,36 @@ class OnCpu(lightning_strategies.DeepSpeedStrategy):
         deepspeed.init_distributed("gloo", dist_init_required=False)
 
 
-def run_stock(folder: Path, ranks: int, names: list[str], accelerator: str) -> None:
-    """In each rank: Lightning's own strategies, on the same rows; rank 0 writes each result down when it is there."""
+def run_stock(folder: Path, ranks: int, name: str, accelerator: str) -> None:
+    """In each rank: one of Lightning's own strategies, on the same rows; rank 0 writes each result down at once."""
     quiet_lightning()
-    for name in names:
-        for number, cell in enumerate(STOCK_CELLS):
-            plan = plan_of(cell, ranks, folder / f"{number}", accelerator)
-            if not dist.is_initialized():
-                init_process_group(plan)
-            row = {"strategy": name, "optimizer": cell.optimizer, "accumulate": cell.accumulate, "clip": cell.clip}
-            try:
-                module = Stock(cell.optimizer)
-                size, rank = plan.micro_batch_size, dist.get_rank()
-                batches = [list(range(i, i + size)) for i in range(rank * size, 48, ranks * size)]
-                trainer = Trainer(
-                    accelerator="gpu" if accelerator == "cuda" else "cpu", devices=ranks, max_steps=STEPS,
-                    strategy=stock_strategy(name, accelerator), accumulate_grad_batches=cell.accumulate,
-                    gradient_clip_val=cell.clip, use_distributed_sampler=False, logger=False, barebones=False,
-                    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-                    default_root_dir=folder,
-                )  # fmt: skip
-                trainer.fit(module, DataLoader(rows(), batch_sampler=batches))  # type: ignore[arg-type]
-                start, final, *_ = reference("fp32", cell.optimizer, cell.clip, False)
-                trained = [n for n in start if not torch.equal(start[n], final[n])]
-                ours = {n: module.final[n.removeprefix("network.")] for n in trained}
-                row["update"] = max(update_deviation({n: start[n] for n in trained}, ours, final).values())
-            except Exception as error:
-                traceback.print_exc()
-                row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-            if dist.get_rank() == 0:
-                with (folder / "stock.jsonl").open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+    for number, cell in enumerate(STOCK_CELLS):
+        plan = plan_of(cell, ranks, folder / f"{number}", accelerator)
+        if not dist.is_initialized():
+            init_process_group(plan)
+        row = {"strategy": name, "optimizer": cell.optimizer, "accumulate": cell.accumulate, "clip": cell.clip}
+        try:
+            row["update"] = stock_update(folder, name, cell, plan)
+        except Exception as error:
+            traceback.print_exc()
+            row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        note(folder, row)
+
+
+def stock_update(folder: Path, name: str, cell: Cell, plan: Plan) -> float:
+    """The largest deviation of an update under one of Lightning's strategies from the plain loop's."""
+    module, size = Stock(cell.optimizer), plan.micro_batch_size
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    batches = [list(range(i, i + size)) for i in range(rank * size, 48, ranks * size)]
+    trainer = stock_trainer(
+        plan.accelerator, ranks, folder, max_steps=STEPS, strategy=stock_strategy(name, plan.accelerator),
+        accumulate_grad_batches=cell.accumulate, gradient_clip_val=cell.clip, use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(rows(), batch_sampler=batches))  # type: ignore[arg-type]
+    start, final, *_ = reference("fp32", cell.optimizer, cell.clip, False)
+    trained = [n for n in start if not torch.equal(start[n], final[n])]
+    ours = {n: module.final[n.removeprefix("network.")] for n in trained}
+    return max(update_deviation({n: start[n] for n in trained}, ours, final).values())
 
 
 def measured(ranks: int, accelerator: str, only: str, timeout: float) -> Any:
@@ -172,16 +170,16 @@ def measured(ranks: int, accelerator: str, only: str, timeout: float) -> Any:
         part = cells[first : first + PART]
         with tempfile.TemporaryDirectory() as name:
             try:
-                results = spawn(ranks, run_cells, Path(name), ranks, part, accelerator, timeout_seconds=timeout)[0]
+                found = on_ranks(ranks, run_cells, Path(name), ranks, part, accelerator, timeout_seconds=timeout)[0]
             except AssertionError as error:
                 print(str(error)[-3000:], flush=True)
                 yield [{**vars(cell), "error": str(error)[-500:]} for cell in part]
                 continue
             yield [row_of(cell, ranks, result, plan_of(cell, ranks, Path(name) / "plan", accelerator))
-                   for cell, result in results.items()]  # fmt: skip
+                   for cell, result in found.items()]  # fmt: skip
 
 
-def row_of(cell: Cell, ranks: int, result: dict[str, Any], plan: Any) -> dict[str, Any]:
+def row_of(cell: Cell, ranks: int, result: dict[str, Any], plan: Plan) -> dict[str, Any]:
     found = deviations(cell, result)
     bound = BOUNDS[cell.precision]
     precision = plan.precision
@@ -201,52 +199,48 @@ def stock(ranks: int, accelerator: str, timeout: float) -> list[dict[str, Any]]:
             continue
         with tempfile.TemporaryDirectory() as folder:
             try:
-                spawn(ranks, run_stock, Path(folder), ranks, [name], accelerator, timeout_seconds=timeout)
+                on_ranks(ranks, run_stock, Path(folder), ranks, name, accelerator, timeout_seconds=timeout)
             except AssertionError as error:
                 print(str(error)[-3000:], flush=True)
-            file = Path(folder) / "stock.jsonl"
-            found += [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+            found += noted(Path(folder))
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--accelerator", choices=["cuda", "cpu"], default="cpu")
-    parser.add_argument("--ranks", help="comma-separated; default: 1, 2, 4 on the CPU, of 2, 4, 8 what there is")
+    parser = results.command_line(__doc__, accelerator="cpu")
+    parser.add_argument("--ranks", type=results.numbers, help="default: 1,2,4 on the CPU, of 2,4,8 what there is")
     parser.add_argument("--only", default="", help="a regular expression: cells to measure, and no stock")
     parser.add_argument("--timeout", type=float, default=300, help=f"seconds for {PART} cells")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--stock-only", action="store_true", help="the recorded cells stay")
-    parser.add_argument("--commit", help="of this code, where it was copied without its history")
     arguments = parser.parse_args()
     there = torch.cuda.device_count()
     default = [1, 2, 4] if arguments.accelerator == "cpu" else [n for n in (2, 4, 8) if n <= there]
-    environment, device = measured_on(arguments)
-    for ranks in [int(n) for n in arguments.ranks.split(",")] if arguments.ranks else default:
-        began = time.monotonic()
+    environment, device = results.measured_on(arguments.accelerator, arguments.commit)
+    for ranks in arguments.ranks or default:
         result: dict[str, Any] = {
-            "command": shlex.join(["python", "benchmarks/parity_matrix.py", *sys.argv[1:]]),
-            "ranks": ranks, "environment": environment, "cells": [], "stock": [],
+            "command": results.command(), "ranks": ranks, "environment": environment, "cells": [], "stock": [],
             "settings": {"steps": STEPS, "global_batch_size": BATCH, "clip": CLIP, "weight_decay": WEIGHT_DECAY},
         }  # fmt: skip
-        arguments.out.mkdir(parents=True, exist_ok=True)
         path = arguments.out / f"matrix-{device}-x{ranks}.json"
         if arguments.stock_only:
             recorded = json.loads(path.read_text())
             result |= {key: recorded[key] for key in ("cells", "command", "environment")}
-        for part in (
-            () if arguments.stock_only else measured(ranks, arguments.accelerator, arguments.only, arguments.timeout)
-        ):
-            result["cells"] += part
-            path.write_text(json.dumps(result, indent=1) + "\n")
-            bad = [row for row in part if not row.get("holds")]
-            print(
-                f"{ranks} ranks: {len(result['cells'])} cells, {time.monotonic() - began:.0f} s; not: {bad}", flush=True
-            )
+        else:
+            measure(ranks, arguments, result, path)
         if ranks == 2 and not arguments.only:
             rows_of_stock = stock(ranks, arguments.accelerator, arguments.timeout)
             result["stock"] = [{**row, "commit": environment["commit"]} for row in rows_of_stock]
-            path.write_text(json.dumps(result, indent=1) + "\n")
+            results.write(path, result)
+
+
+def measure(ranks: int, arguments: argparse.Namespace, result: dict[str, Any], path: Path) -> None:
+    """Fills the result's cells, and writes it after each part of them."""
+    began = time.monotonic()
+    for part in measured(ranks, arguments.accelerator, arguments.only, arguments.timeout):
+        result["cells"] += part
+        results.write(path, result)
+        bad = [row for row in part if not row.get("holds")]
+        print(f"{ranks} ranks: {len(result['cells'])} cells, {time.monotonic() - began:.0f} s; not: {bad}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,6 @@ cell.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import shlex
 import shutil
 import sys
 import tempfile
@@ -27,23 +23,23 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from lightning.pytorch import Callback  # noqa: E402
 
-from benchmarks.machine import measured_on  # noqa: E402
-from benchmarks.overhead import TINY, Held, wait_for  # noqa: E402
+from benchmarks.harness import results  # noqa: E402
+from benchmarks.harness.data import NO_CORPUS, Held, batch_of_tokens  # noqa: E402
+from benchmarks.harness.device import device_of, wait_for  # noqa: E402
+from benchmarks.harness.limits import on_ranks  # noqa: E402
+from benchmarks.harness.trainers import TINY_LANGUAGE_MODEL, on_all, resolve  # noqa: E402
 from shardwise.callbacks.saving import Saving  # noqa: E402
 from shardwise.checkpoint.writer import Outcome  # noqa: E402
-from shardwise.config.compose import compose  # noqa: E402
 from shardwise.distributed.process_group import init_process_group  # noqa: E402
-from shardwise.plan import Host, Plan, make_plan  # noqa: E402
+from shardwise.plan import Plan  # noqa: E402
 from shardwise.rank import quiet_lightning  # noqa: E402
 from shardwise.run_dir.checkpoints import list_checkpoints  # noqa: E402
 from shardwise.trainer import build_module, build_trainer  # noqa: E402
-from tests.harness.processes import spawn  # noqa: E402
 
 ONE = ["model=llama3_1b", "micro_batch_size=2", "data.sequence_length=2048"]
 EIGHT = ["model=llama3_8b", "micro_batch_size=1", "data.sequence_length=8192", "activation_checkpointing=full"]
@@ -57,13 +53,6 @@ WARM_UP, QUIET, SAVES = 4, 8, 3
 BEHIND = 12  # steps after a save, at most, that are timed while it is written
 STRIDE = BEHIND + 1 + QUIET  # from one save to the next: it is waited for in between
 STEPS = WARM_UP + QUIET + (SAVES - 1) * STRIDE + BEHIND
-
-
-class Ticks:
-    """Stands where the data set's clock would; nothing is measured there."""
-
-    def tick(self) -> None:
-        pass
 
 
 class Watch(Callback):
@@ -149,38 +138,25 @@ class Watch(Callback):
         return float(self.ends[first].elapsed_time(self.ends[second]) / 1e3)
 
 
-def plan_of(words: list[str], strategy: str, ranks: int, accelerator: str, folder: Path, name: str, steps: int) -> Plan:
-    micro = [w.split("=")[1] for w in words if w.startswith("micro_batch_size=")][-1]
+def plan_of(words: list[str], strategy: str, ranks: int, accelerator: str, folder: Path, name: str) -> Plan:
     argv = [
-        "schedule=none", "optimizer.lr=1e-5", "module.sample_tokens=0", "data._target_=benchmarks.overhead.Held",
-        "~data.corpus", "~data.directory", "~data.max_validation_sequences", "~data.num_workers", "precision=bf16",
-        "checkpoint=async", "checkpoint.monitor=null", "checkpoint.save_every_n_steps=null",
-        "checkpoint.save_at_end=false", "validate_every_n_steps=1000000", f"strategy={strategy}", *words,
-        f"devices={ranks}", f"global_batch_size={int(micro) * ranks}", f"accelerator={accelerator}",
-        f"max_steps={steps}", f"runs_dir={folder}", f"name={name}",
+        "schedule=none", "optimizer.lr=1e-5", "module.sample_tokens=0", "data._target_=benchmarks.harness.data.Held",
+        *NO_CORPUS, "precision=bf16", "checkpoint=async", "checkpoint.monitor=null",
+        "checkpoint.save_every_n_steps=null", "checkpoint.save_at_end=false", "validate_every_n_steps=1000000",
+        f"strategy={strategy}", *words, f"max_steps={STEPS}",
     ]  # fmt: skip
-    plan = make_plan(compose(argv).jobs[0].config, Host(cuda_devices=torch.cuda.device_count()))
-    Path(plan.run_dir).mkdir(parents=True, exist_ok=True)
-    return plan
+    return resolve(on_all(argv, ranks), accelerator, folder, name)
 
 
-def tokens_for(plan: Plan) -> Any:
-    length, vocabulary = plan.data["sequence_length"], plan.module["model"]["vocab_size"]
-    tokens = torch.randint(
-        0, vocabulary, (plan.micro_batch_size, length + 1), generator=torch.Generator().manual_seed(0)
-    )
-    return Held({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, Ticks(), plan.micro_batch_size)  # type: ignore[arg-type]
-
-
-def device_of(accelerator: str) -> torch.device:
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if accelerator == "cuda" else torch.device("cpu")
+def tokens_for(plan: Plan) -> Held:
+    return Held(batch_of_tokens(plan), plan.micro_batch_size)
 
 
 def save(
     words: list[str], strategy: str, ranks: int, accelerator: str, folder: Path, one_at_a_time: bool
 ) -> dict[str, Any]:
     quiet_lightning()
-    plan = plan_of(words, strategy, ranks, accelerator, folder, "saved", STEPS)
+    plan = plan_of(words, strategy, ranks, accelerator, folder, "saved")
     init_process_group(plan)
     watch = Watch(plan, device_of(accelerator), one_at_a_time)
     module = build_module(plan)
@@ -192,7 +168,7 @@ def save(
 
 def load(words: list[str], strategy: str, ranks: int, accelerator: str, folder: Path, path: str) -> dict[str, Any]:
     quiet_lightning()
-    plan = plan_of([*words, f"resume={path}"], strategy, ranks, accelerator, folder, "loaded", STEPS)
+    plan = plan_of([*words, f"resume={path}"], strategy, ranks, accelerator, folder, "loaded")
     init_process_group(plan)
     module = build_module(plan)
     trainer = build_trainer(plan, module)
@@ -221,39 +197,38 @@ def peak_host_gib() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--accelerator", choices=["cuda", "cpu"], default="cuda")
+    parser = results.command_line(__doc__)
     parser.add_argument("--ranks", type=int, help="default: all GPUs")
     parser.add_argument("--cells", default=";".join(CELLS), help="separated by semicolons")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--folder", type=Path, help="where checkpoints are written; default: a temporary one")
     parser.add_argument("--one-at-a-time", action="store_true", help="for a folder that has room for one checkpoint")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for a cell's saving, and for its loading")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--commit", help="of this code, where it was copied without its history")
     arguments = parser.parse_args()
     ranks = arguments.ranks or torch.cuda.device_count()
-    environment, device = measured_on(arguments)
-    command = shlex.join(["python", "benchmarks/saving.py", *sys.argv[1:]])
-    result: dict[str, Any] = {"command": command, "ranks": ranks, "environment": environment, "cells": []}
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"saving-{device}-x{ranks}.json"
+    environment, device = results.measured_on(arguments.accelerator, arguments.commit)
+    result: dict[str, Any] = {
+        "command": results.command(),
+        "ranks": ranks,
+        "environment": environment,
+        "cells": [],
+    }
     for name in arguments.cells.split(";"):
         strategy, words, (other, part) = CELLS[name]
-        words = [*words, *(TINY if arguments.tiny else [])]
+        words = [*words, *(TINY_LANGUAGE_MODEL if arguments.tiny else [])]
         cell: dict[str, Any] = {"name": name, "overrides": words}
         folder = Path(tempfile.mkdtemp(dir=arguments.folder))
         try:
             what = (words, strategy, ranks, arguments.accelerator, folder)
-            cell |= spawn(ranks, save, *what, arguments.one_at_a_time, timeout_seconds=arguments.timeout)[0]
+            cell |= on_ranks(ranks, save, *what, arguments.one_at_a_time, timeout_seconds=arguments.timeout)[0]
             few = ranks // part
             loading = (words, other, few, arguments.accelerator, folder, cell.pop("checkpoint"))
-            cell |= spawn(few, load, *loading, timeout_seconds=arguments.timeout)[0]
+            cell |= on_ranks(few, load, *loading, timeout_seconds=arguments.timeout)[0]
         except Exception as error:
             cell["error"] = str(error)[-1500:].replace(f"{ROOT}/", "")
         shutil.rmtree(folder, ignore_errors=True)
         result["cells"].append(cell)
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        results.write(arguments.out / f"saving-{device}-x{ranks}.json", result)
         print({key: value for key, value in cell.items() if key != "overrides"}, flush=True)
 
 

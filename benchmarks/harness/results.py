@@ -1,15 +1,118 @@
-"""The files in benchmarks/results/."""
+"""The files in benchmarks/results/: what a benchmark records of its command and its machine, and how pages read it."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
+import os
+import re
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.harness import ROOT
+from benchmarks.harness.limits import at_most
+from shardwise.run_dir.environment import describe_environment
+
 RESULTS = ROOT / "benchmarks" / "results"
 
 
 def read(kind: str) -> list[dict[str, Any]]:
     """The results of one benchmark, one for each file; none where it has not been run."""
     return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{kind}-*.json"))]
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Writes the whole result, or leaves the file as it was. Benchmarks write after every part, so that a run that is
+    cut short keeps what it has."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".partial")
+    beside.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(beside, path)
+
+
+def command_line(doc: str | None, *, accelerator: str | None = "cuda") -> argparse.ArgumentParser:
+    """A parser with the options that benchmarks have in common. `accelerator` is the default; None where there is no
+    choice."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if accelerator is not None:
+        parser.add_argument("--accelerator", choices=["cuda", "cpu"], default=accelerator)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of results; default: benchmarks/results")
+    parser.add_argument("--commit", help="of this code, where it was copied without its history")
+    return parser
+
+
+def numbers(text: str) -> list[int]:
+    """The type of an option that takes several numbers, separated by commas."""
+    return [int(number) for number in text.split(",")]
+
+
+def command() -> str:
+    """The command line of this process, as the result records it."""
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+
+
+def measured_on(accelerator: str, commit: str | None) -> tuple[dict[str, Any], str]:
+    """The environment without the machine's name, and the device as it is named in the names of files. `commit` is
+    given where the code was copied without its history."""
+    environment = describe_environment()
+    del environment["hostname"]
+    environment["commit"] = commit or environment["commit"]
+    gpu = environment["gpus"][0] if accelerator == "cuda" else "cpu"
+    return environment, re.sub(r"[^a-z0-9]+", "-", gpu.lower())
+
+
+class Parts:
+    """A result that is made of sections and their parts. A part that fails or takes too long is recorded with its
+    error, and the next one begins; what an earlier run on the same machine has measured stays in the file."""
+
+    def __init__(
+        self, path: Path, head: dict[str, Any], *, limit_seconds: int, commit: str | None, only: str,
+        prepare: Callable[[], None], words: Callable[[dict[str, Any]], str],
+    ) -> None:  # fmt: skip
+        self.path, self.limit_seconds, self.commit, self.only = path, limit_seconds, commit, only
+        self.prepare, self.words = prepare, words
+        self.content = head
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            earlier = json.loads(path.read_text())
+            if all(earlier[key] == head[key] for key in ("environment", "size", "tiny")):
+                self.content = head | {"sections": earlier["sections"]}
+
+    def section(self, name: str) -> dict[str, Any]:
+        return self.content["sections"].setdefault(name, {})  # type: ignore[no-any-return]
+
+    def part(self, section: str, name: str, measure: Callable[[], dict[str, Any]], **said: Any) -> dict[str, Any]:
+        """Measures the part `name`; if `only` leaves it out, it is the one of the earlier run."""
+        if not re.search(self.only, name):
+            return self.section(section).get(name, {})  # type: ignore[no-any-return]
+        self.prepare()
+        started = time.perf_counter()
+        row = self._measured(measure, said)
+        row["commit"] = self.commit
+        row["seconds"] = round(time.perf_counter() - started, 1)
+        self.section(section)[name] = row
+        write(self.path, self.content)
+        words = self.words(row) if row["ok"] else f"FAILED, {row['error']}"
+        print(f"{section:9} {name}: {words}  ({row['seconds']} s)", flush=True)
+        return row
+
+    def skip(self, section: str, why: str) -> None:
+        print(f"{section:9} skipped: {why}", flush=True)
+        self.section(section)["skipped"] = why
+        write(self.path, self.content)
+
+    def _measured(self, measure: Callable[[], dict[str, Any]], said: dict[str, Any]) -> dict[str, Any]:
+        try:
+            with at_most(self.limit_seconds):
+                return {"ok": True, **said, **measure()}
+        except Exception as error:
+            traceback.print_exc()
+            text = "".join(traceback.format_exception(error))
+            error.__traceback__ = None  # its frames hold tensors
+            what = f"{type(error).__name__}: {error}"[:500]
+            return {"ok": False, **said, "error": what, "traceback": text[-4000:]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from benchmarks.harness.results import ROOT
+from benchmarks.harness import ROOT
 from benchmarks.pages.markdown import table
 
 MODELS = ("gpt2_124m", "llama3_1b", "llama3_8b", "llama3_70b")

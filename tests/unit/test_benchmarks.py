@@ -1,0 +1,72 @@
+"""Benchmarks stay small, can be imported, and are where the docs say."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks"
+FILES = {str(path.relative_to(ROOT)): path for path in sorted(FOLDER.rglob("*.py"))}
+COMMANDS = [path.stem for path in sorted(FOLDER.glob("*.py")) if "__name__" in path.read_text()]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", *sorted((ROOT / "docs").glob("*.md"))]
+LONGEST = 300  # lines
+
+
+def too_long(path: Path) -> list[str]:
+    """What is longer than it may be. A file that has to be says so in its first line: `… longer than 300 lines: …`."""
+    text = path.read_text()
+    lines = text.splitlines()
+    found = [f"{path.name}: {len(lines)} lines"] if len(lines) > LONGEST else []
+    if found and f"longer than {LONGEST} lines: " in lines[0]:
+        found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef) and (node.end_lineno or 0) - node.lineno >= LONGEST:
+            found.append(f"{path.name}: class {node.name}")
+    return found
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_file_and_no_class_is_long(name: str) -> None:
+    assert not too_long(FILES[name])
+
+
+def test_what_is_long_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "long.py"
+    path.write_text('"""Words."""\nclass Long:\n' + "    a = 1\n" * 300)
+    assert too_long(path) == ["long.py: 302 lines", "long.py: class Long"]
+    path.write_text('"""Words, longer than 300 lines: one table."""\n' + "a = 1\n" * 300)
+    assert not too_long(path)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_benchmark_says_what_it_does(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Much of them runs on GPUs alone: so far they are known to fit the code."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", "--help"])
+    module = importlib.import_module(f"benchmarks.{name}")
+    if name == "report":  # it takes no words
+        return
+    with pytest.raises(SystemExit, match="0"):
+        module.main()
+    assert "--commit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_classes_that_overrides_name_are_there(name: str) -> None:
+    for target in re.findall(r"_target_=((?:benchmarks|tests)[\w.]+)", FILES[name].read_text()):
+        module, _, what = target.rpartition(".")
+        assert hasattr(importlib.import_module(module), what), target
+
+
+def test_commands_in_the_docs_are_there() -> None:
+    named = {name for page in PAGES for name in re.findall(r"benchmarks/(\w+\.py)", page.read_text())}
+    assert "report.py" in named
+    assert not {name for name in named if not (FOLDER / name).exists()}
