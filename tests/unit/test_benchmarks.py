@@ -44,6 +44,29 @@ def test_what_is_long_is_found(tmp_path: Path) -> None:
     assert not too_long(path)
 
 
+def runs_of(path: Path, length: int) -> dict[tuple[str, ...], int]:
+    """Every run of `length` lines of code → the line where it begins. Imports do not count, and neither do lines that
+    are blank, a comment or a bracket."""
+    lines = [(line.strip(), number) for number, line in enumerate(path.read_text().splitlines(), 1)]
+    code = [
+        (line, number) for line, number in lines if re.search(r"\w", line) and not re.match("import |from |#", line)
+    ]
+    windows = (code[i : i + length] for i in range(len(code) - length + 1))
+    return {tuple(line for line, _ in window): window[0][1] for window in windows}
+
+
+def test_nothing_is_written_twice() -> None:
+    """Six lines of code stand in one place, in the benchmarks and in what they share with the tests."""
+    seen: dict[tuple[str, ...], str] = {}
+    twins = []
+    for path in [*FILES.values(), *sorted((ROOT / "tests" / "harness").glob("*.py"))]:
+        for run, number in runs_of(path, 6).items():
+            where = f"{path.relative_to(ROOT)}:{number}"
+            if (first := seen.setdefault(run, where)).split(":")[0] != where.split(":")[0]:
+                twins.append(f"{first} ~ {where}")
+    assert not twins
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_benchmark_says_what_it_does(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
