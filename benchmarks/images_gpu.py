@@ -27,10 +27,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-from benchmarks.harness.absent import PILLOW  # noqa: E402, I001 # first: what follows imports Pillow
 import torch  # noqa: E402
 
 from benchmarks.harness import results  # noqa: E402
+from benchmarks.harness.absent import PILLOW  # noqa: E402
 from benchmarks.harness.clock import TurnsClock  # noqa: E402
 from benchmarks.harness.data import Held, batch_of_images  # noqa: E402
 from benchmarks.harness.device import shared_memory_gib  # noqa: E402
@@ -38,11 +38,11 @@ from benchmarks.harness.jpegs import decoding_alone, write_shards  # noqa: E402
 from benchmarks.harness.observed import ObservedSteps, observe_plain, start_afresh  # noqa: E402
 from benchmarks.harness.plain_loops import image_step  # noqa: E402
 from benchmarks.harness.trainers import resolve  # noqa: E402
-from shardwise.plan import Plan  # noqa: E402
-from shardwise.parallel.precision import set_matmul_mode  # noqa: E402
-from shardwise.trainer import build_data, build_module, build_trainer  # noqa: E402
 from shardwise.distributed.process_group import init_process_group  # noqa: E402
+from shardwise.parallel.precision import set_matmul_mode  # noqa: E402
+from shardwise.plan import Plan  # noqa: E402
 from shardwise.rank import quiet_lightning  # noqa: E402
+from shardwise.trainer import build_data, build_module, build_trainer  # noqa: E402
 
 WAITING = (
     "In steps after the timed ones: the device is synchronised, then the host asks the loader for the next batch; the "

@@ -1,4 +1,4 @@
-"""Stand-ins for Pillow and matplotlib where they are not installed. To be imported before anything of shardwise."""
+"""Stand-ins for Pillow and matplotlib where they are not installed. Imported before what imports the image recipe."""
 
 from __future__ import annotations
 
