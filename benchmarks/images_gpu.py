@@ -41,6 +41,7 @@ from benchmarks.harness.trainers import resolve  # noqa: E402
 from shardwise.distributed.process_group import init_process_group  # noqa: E402
 from shardwise.parallel.precision import set_matmul_mode  # noqa: E402
 from shardwise.plan import Plan  # noqa: E402
+from shardwise.process.signals import end_workers  # noqa: E402
 from shardwise.rank import quiet_lightning  # noqa: E402
 from shardwise.trainer import build_data, build_module, build_trainer  # noqa: E402
 
@@ -293,6 +294,7 @@ def main() -> None:
                     Training(parts, section, size, arguments, folder).measure()
         finally:
             torch.distributed.destroy_process_group()
+            end_workers()
     print(f"written: {parts.path}", flush=True)
 
 
