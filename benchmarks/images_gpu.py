@@ -33,7 +33,7 @@ from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.absent import PILLOW  # noqa: E402
 from benchmarks.harness.clock import TurnsClock  # noqa: E402
 from benchmarks.harness.data import Held, batch_of_images  # noqa: E402
-from benchmarks.harness.device import shared_memory_gib  # noqa: E402
+from benchmarks.harness.device import device_of, shared_memory_gib  # noqa: E402
 from benchmarks.harness.jpegs import decoding_alone, write_shards  # noqa: E402
 from benchmarks.harness.observed import ObservedSteps, observe_plain, start_afresh  # noqa: E402
 from benchmarks.harness.plain_loops import image_step  # noqa: E402
@@ -130,7 +130,7 @@ class Training:
         self, parts: results.Parts, name: str, size: Size, arguments: argparse.Namespace, folder: Path
     ) -> None:
         self.parts, self.name, self.size, self.folder = parts, name, size, folder
-        self.accelerator, self.device = arguments.accelerator, device_of(arguments)
+        self.accelerator, self.device = arguments.accelerator, device_of(arguments.accelerator)
         own = size.overrides(name, arguments.tiny)
         self.base = [*COMMON, "data=synthetic_images", *own, f"data.num_workers={size.workers}"]
         self.input = f"uint8 from memory, {size.workers} workers, pinned"
@@ -207,7 +207,7 @@ def measure_jpegs(parts: results.Parts, size: Size, arguments: argparse.Namespac
         return
     shards = folder / "shards"
     queue = 2 * size.jpeg_workers + 4  # batches that were decoded before the first step ended, and then some
-    clock = size.clock(device_of(arguments), max(size.warm_up, queue))
+    clock = size.clock(device_of(arguments.accelerator), max(size.warm_up, queue))
     words = [*COMMON, "data=webdataset", *size.overrides("resnet50", arguments.tiny), "compile=model",
              f"data.num_workers={size.jpeg_workers}", f"max_steps={clock.steps}"]  # fmt: skip
     samples = (clock.steps + queue) * size.batch
@@ -241,10 +241,6 @@ def words_of(row: dict[str, Any]) -> str:
     return words + (f", waiting {row['waiting']['share']:.1%}" if row.get("waiting") else "")
 
 
-def device_of(arguments: argparse.Namespace) -> torch.device:
-    return torch.device("cuda", 0) if arguments.accelerator == "cuda" else torch.device("cpu")
-
-
 def head_of(arguments: argparse.Namespace, size: Size, environment: dict[str, Any]) -> dict[str, Any]:
     environment["packages"]["pillow"] = importlib.metadata.version("pillow") if PILLOW else None
     command = ["python benchmarks/images_gpu.py"]
@@ -274,7 +270,7 @@ def main() -> None:
     if not arguments.tiny:
         size = dataclasses.replace(size, jpeg_workers=max(1, min(size.jpeg_workers, (os.cpu_count() or 2) - 2)))
     environment, name = results.measured_on(arguments.accelerator, arguments.commit)
-    commit, device = environment.pop("commit"), device_of(arguments)
+    commit, device = environment.pop("commit"), device_of(arguments.accelerator)
     parts = results.Parts(
         arguments.out / f"images-{name}.json", head_of(arguments, size, environment), words=words_of,
         limit_seconds=size.limit_seconds, commit=commit, only=arguments.only, prepare=lambda: start_afresh(device),

@@ -10,8 +10,8 @@ import torch
 
 
 def device_of(accelerator: str) -> torch.device:
-    """The device of this rank."""
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if accelerator == "cuda" else torch.device("cpu")
+    """The device of this rank; of a process that is no rank, the first one."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if accelerator == "cuda" else torch.device("cpu")
 
 
 def two_and_all() -> list[int]:
