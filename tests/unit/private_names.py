@@ -29,6 +29,7 @@ SEEN_IN = {
     "torchmetrics": "1.9.0",
     "deepspeed": "0.19.8",
     "transformers": "5.23.0",
+    "hydra-core": "1.3.8",
     "python": "3.11",
 }
 
