@@ -9,6 +9,7 @@ import importlib
 import json
 import logging
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -43,6 +44,7 @@ def run(title: str, code: str, folder: Path) -> str | None:
     told.unlink(missing_ok=True)
     child = os.fork()
     if not child:
+        signal.alarm(100)  # its parent may be gone by then
         try:
             exec(compile(code, title, "exec"), {"__name__": "__main__"})
         except BaseException:
