@@ -8,8 +8,8 @@ from typing import Any
 from benchmarks.harness.results import read
 from benchmarks.pages.markdown import device_of, table, torch_and_commit
 
-SAVING = ["", "step, ms", "loop held by the first save, ms", "by later ones", "steps behind a save", "size, GB",
-          "written at, GB/s", "loaded at, GB/s"]  # fmt: skip
+SAVING = ["", "step, ms", "training waits for the first save, ms", "for later ones, ms",
+          "steps while a save is written", "size, GB", "written at, GB/s", "loaded at, GB/s"]  # fmt: skip
 
 
 def saving() -> list[str]:
@@ -80,7 +80,7 @@ def resumed() -> list[str]:
             f"`{result['command']}`. {', '.join(optimizers)}; {len(pairs)} cells; update: at most "
             f"{max(pair['update'] for pair in pairs if 'update' in pair):.1e}.",
             "",
-            *table(["saved under ↓, gone on with under →", *names], rows),
+            *table(["saved under ↓, resumed under →", *names], rows),
             "",
         ]
     return lines

@@ -55,7 +55,7 @@ def parity(rows: list[dict[str, Any]] | None) -> list[str]:
     if not rows:
         return []
     return block(
-        f"**Parity**: {rows[0]['steps']} steps of SGD with momentum, accumulation 4, clipping that bites, masked "
+        f"**Parity**: {rows[0]['steps']} steps of SGD with momentum, accumulation 4, clipping in every step, masked "
         "targets, against a plain one-process loop over the global batch. Per tensor: norm of the difference of "
         "the update over the norm of the reference's update; the largest over all tensors.",
         ["strategy", "precision", "update", "loss", "gradient norm", "bound"],
@@ -71,7 +71,7 @@ def modules(rows: list[dict[str, Any]] | None) -> list[str]:
     if not rows:
         return []
     return block(
-        "**Modules of kinds that people bring** (tests/harness/modules.py): after a few steps, the largest "
+        "**Modules like those that users bring** (tests/harness/modules.py): after a few steps, the largest "
         "deviation of an update, and of a buffer, from a plain loop in fp32.",
         ["module", "strategy", "precision", "update", "buffer"],
         ([*module(r), f"{r['update']:.1e}", f"{r['buffer']:.1e}"] for r in rows),
@@ -82,9 +82,9 @@ def beside_ddp(rows: list[dict[str, Any]] | None) -> list[str]:
     if not rows:
         return []
     return block(
-        "**Beside ddp on the same GPUs** (tests/distributed/test_backward.py, test_scalars.py): second "
-        "derivatives, views that are written into, objects between layers, parameters without a dimension; the "
-        "largest deviation of an update from that under ddp.",
+        "**Compared with ddp on the same GPUs** (tests/distributed/test_backward.py, test_scalars.py): modules with "
+        "second derivatives, with views that are written to, with layers that pass tensors on inside an object, and "
+        "with parameters without a dimension. *update*: the largest deviation of an update from the one under ddp.",
         ["module", "strategy", "precision", "update", "bound"],
         ([*module(r), f"{r['update']:.1e}", f"{r['bound']:.0e}"] for r in rows if r["strategy"] != "ddp"),
     )
@@ -140,9 +140,10 @@ def breadth(result: dict[str, Any]) -> list[str]:
         f"{settings['steps'] - settings['warm_up']} steps after {settings['warm_up']}; one run. Commits "
         f"{commits_of(result['cells'])}. `{result['command']}`",
         "",
-        "Stock differs where it must: its FSDPStrategy refuses to clip, its 16-bit DDP refuses to clip before a fused "
-        "optimizer and got an unfused one, and its DeepSpeed reduces in 16 bits. Cells shared processes: what "
-        "was allocated when a cell began is taken off its peak.",
+        "Stock Lightning runs with other settings where it refuses these: its FSDPStrategy does not clip, its DDP in "
+        "16 bits does not clip with a fused optimizer and was given an unfused one, and its DeepSpeed reduces in 16 "
+        "bits. Several cells ran in the same processes: what was allocated when a cell began is subtracted from its "
+        "peak.",
         "",
         *(line for model in settings["models"] for line in strategies_of(model, result["cells"])),
         *overflow(result.get("overflow")),
@@ -234,8 +235,8 @@ def in_turn(model: str, row: dict[str, Any]) -> list[str]:
         for who, ratios in row["ratios"].items()
     ]
     return [
-        f"**{model}, in turn**: in one process, round after round, a stretch of the Trainer's steps (compile=model, "
-        f"images from workers) between stretches of the plain loops: a GPU's clock moves by more than they differ by. "
+        f"**{model}, in turn**: in one process, every round runs some steps of the Trainer (compile=model, images from "
+        f"workers) between steps of the plain loops, because the clock rate of a GPU varies more than these differ. "
         f"The Trainer reaches {', '.join(said)}: median and range of {len(row['rounds']['trainer'])} rounds.",
         "",
     ]

@@ -8,8 +8,8 @@ from benchmarks.harness.results import read
 from benchmarks.pages.markdown import commits_of, device_of, table, versions
 
 QUIET = (
-    " *Quiet*: the fastest tenth of stretches of ten steps, of the best round: what the steps take while nobody "
-    "else uses the machine. *CPU*: time of one rank's process."
+    " *Quiet*: a tenth of all stretches of ten steps was at least as fast, in the best round: what a step takes while "
+    "no other program uses the machine. *CPU*: CPU time of one rank's process."
 )
 
 
@@ -24,7 +24,7 @@ def page() -> list[str]:
         "The same module on the same batch in a plain PyTorch loop (its own loader, clipping, DDP where there are "
         "several ranks, nothing logged), under stock Lightning, and here with everything that a run does: guard, "
         "meter, metrics.csv. The contenders take turns, round after round; a step's time is the median of the rounds. "
-        "Where rounds lie far apart, others were using the machine: then *quiet* is what can be compared.",
+        "Where the rounds differ much, other programs were using the machine: compare *quiet* there.",
         "",
         *(line for result in results for line in machine(result)),
     ]
@@ -73,9 +73,9 @@ def what_is_small(name: str, part: dict[str, Any]) -> str:
     precision = next(w.split("=")[1] for w in part["overrides"] if w.startswith("precision="))
     return (
         f"**A step of which the GPU needs 2 ms**, {name.removeprefix('gpu2ms ')}: {layers}, {precision}, "
-        f"{part.get('rows', 0):,} rows, of which the host of the plain loop issues one in "
+        f"{part.get('rows', 0):,} rows; the host of the plain loop issues such a step in "
         f"{part.get('plain_host_ms', float('nan')):.2f} ms"
-        + ". Stock Lightning's optimizer is not fused: it refuses to clip before one in bf16"
+        + ". Stock Lightning's optimizer is not fused: in bf16 it refuses to clip with a fused one"
         * (precision == "bf16")
     )
 

@@ -19,11 +19,11 @@ def page() -> list[str]:
         "Made by `python benchmarks/report.py`; measured by `make parity` and `make parity-gpu`. "
         f"{settings['steps']} steps of a small model (tests/harness/everything.py) with a tied weight, a frozen "
         "part, sizes that no number of ranks divides, padded sequences with different numbers of valid tokens, and, in "
-        "most cells, weights that no rank or one rank alone needs in a step (`ddp` and `zero*` are told so: "
+        "most cells, weights that no rank or only one rank needs in a step (`ddp` and `zero*` run with "
         "`strategy.find_unused_parameters=true`); SGD with momentum and AdamW, accumulation "
-        f"1 and 4, without clipping and clipped to {settings['clip']}, which bites in every step. The reference is one "
-        "process, the whole global batch, no Lightning (tests/harness/reference.py). *update*: per tensor, norm of the "
-        "difference of the update over the norm of the reference's; each number is the largest over tensors, steps and "
+        f"1 and 4, without clipping and clipped to {settings['clip']}, which takes effect in every step. The reference "
+        "is one process, the whole global batch, no Lightning (tests/harness/reference.py). *update*: per tensor, norm "
+        "of the difference of the update over the norm of the reference's; each number is the largest over tensors, steps and "
         "cells.",
         "",
     ]
@@ -74,7 +74,7 @@ def stock(result: dict[str, Any]) -> list[str]:
     rows.append(["ours, the largest of any strategy", *(largest_of(result["cells"], kind) for kind in kinds)])
     return [
         "**Stock Lightning**: the same network and rows under a plain Trainer, mean loss of each micro-batch, fp32; "
-        "update. Its DeepSpeedStrategy refuses CPUs: a subclass leaves the refusal out.",
+        "update. Its DeepSpeedStrategy refuses CPUs; there a subclass that does not is used.",
         "",
         *table(["strategy", *(f"{o}, accumulation {a}{', clipped' if c else ''}" for o, a, c in kinds)], rows),
         "",
@@ -109,9 +109,9 @@ def traffic(result: dict[str, Any]) -> list[str]:
         rows.append([cell["strategy"], counts, *shares, ", ".join(cell["dtypes"]), *gib])
     return [
         "**What a step does**, accumulation 4, AdamW: collectives of rank 0 by kind (*scalars*: sums of at "
-        "most four elements: losses, weights, norms; the all-reduce beside reduce-scatters is of "
-        "the tensors' norms), the share that rank 0 holds between steps (padding included), "
-        "dtypes of parameters, computing and reduction in fp32"
+        "most four elements: losses, weights, norms; where a strategy has reduce-scatters, "
+        "its all-reduce is over the norms of the tensors), the share that rank 0 holds between steps (padding "
+        "included), dtypes of parameters, computing and reduction in fp32"
         + (", and peak allocated GiB of gpt2_124m in bf16 (docs/gpu.md)." if memory else "."),
         "",
         *table(["strategy", "collectives", "parameters", "optimizer state", "dtypes", *["GiB"] * bool(memory)], rows),

@@ -22,7 +22,7 @@ REASONS = {
     ),
     ExitCode.non_finite: ("the loss or a gradient is not finite (guard.md)", "no"),
     ExitCode.out_of_memory: ("a rank is out of memory; says what needs less", "no"),
-    ExitCode.saved: ("told to leave by a signal: saved, run me again", "yes"),
+    ExitCode.saved: ("a signal told it to end: it has saved, and can be started again", "yes"),
     ExitCode.hang: ("no progress for `strategy.timeout_minutes`", "yes"),
     ExitCode.bad_node: ("preflight found a bad node (preflight.md)", "without it"),
 }
