@@ -1,10 +1,11 @@
-"""Every strategy in fp32, bf16 and fp16 on GPUs: step time and peak memory, beside stock Lightning.
+"""Every strategy in fp32, bf16 and fp16 on GPUs: step time and peak memory, compared with stock Lightning.
 
     python benchmarks/breadth_gpu.py                all GPUs of this machine, and 2 of them
     python benchmarks/breadth_gpu.py --ranks 2      two
 
-A 124 M language model and ResNet-50, random data in memory, AdamW, accumulation 2, the same settings for both. And what
-fp16 does when the gradients of one rank overflow in one step. Writes benchmarks/results/breadth-<gpu>-x<ranks>.json.
+A 124 M language model and ResNet-50, random data in memory, AdamW, accumulation 2, the same settings for both. The
+result also has what fp16 does when the gradients of one rank overflow in one step. Writes
+benchmarks/results/breadth-<gpu>-x<ranks>.json.
 `--accelerator cpu --tiny` is for trying it out.
 """
 

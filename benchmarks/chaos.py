@@ -1,4 +1,4 @@
-"""Runs that are interrupted in every way, some fifty times under every strategy: the table of docs/reliability.md.
+"""Runs that are interrupted in every way, some fifty times under each strategy: the table of docs/reliability.md.
 
     make chaos                                          about two hours on two cores; goes on where it was stopped
     make chaos ARGS="--strategies fsdp,zero3 --rounds 1"
@@ -42,7 +42,8 @@ from tests.harness.chaos import (  # noqa: E402
 def tried(home: Path, strategy: str, seed: int, faults: list[str], accelerator: str, bar: tqdm[Any]) -> dict[str, Any]:
     """One round: a run that meets every fault once."""
     order = random.Random(seed).sample(faults, len(faults))
-    # Half of them are brought back by their launcher, half save beside the training: all four in four rounds
+    # The launcher restarts ranks in every second round, and saves are asynchronous in half of the rounds: four rounds
+    # have all four combinations.
     how = {"in_place": seed % 2 == 1, "asynchronous": seed % 4 in (1, 2)}
     rows = []
     for found in torment(home, strategy, order, seed, accelerator=accelerator, **how):

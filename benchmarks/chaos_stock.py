@@ -1,7 +1,6 @@
-"""What stock Lightning does where `make chaos` interrupts this repository's runs: the second table of
-docs/reliability.md.
+"""What stock Lightning does with the faults of `make chaos`: the second table of docs/reliability.md.
 
-    python benchmarks/chaos_stock.py            DDP on two CPU ranks, a ModelCheckpoint every five steps
+python benchmarks/chaos_stock.py            DDP on two CPU ranks, a ModelCheckpoint every five steps
 """
 
 from __future__ import annotations

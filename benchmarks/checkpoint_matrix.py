@@ -1,10 +1,11 @@
-"""Saved under every strategy and gone on with under every other: the matrix of docs/checkpointing.md.
+"""Saved under every strategy and resumed under every other: the matrix of docs/checkpointing.md.
 
     make checkpoint-matrix                                                     CPU, gloo: 1, 2 and 4 ranks
     python benchmarks/checkpoint_matrix.py --accelerator cuda --ranks 1,2,4    NCCL
 
-Three steps, a checkpoint, twenty further steps elsewhere; beside a plain loop that was never interrupted. SGD with
-momentum and AdamW, two groups of which one decays. Writes benchmarks/results/resume-<device>.json as it goes.
+Three steps, a checkpoint, and twenty more steps under the other strategy, compared with a plain loop that was never
+interrupted. SGD with momentum and AdamW, two parameter groups, one of them with weight decay. Writes
+benchmarks/results/resume-<device>.json as it goes.
 """
 
 from __future__ import annotations

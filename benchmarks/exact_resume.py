@@ -1,11 +1,11 @@
-"""Is a run that was stopped and resumed, bit for bit, the one that was not? The table of docs/checkpointing.md.
+"""Has a run that was stopped and resumed the same bits as one that was not? The table of docs/checkpointing.md.
 
     python benchmarks/exact_resume.py                                 all GPUs, deterministic=true
     python benchmarks/exact_resume.py --accelerator cpu --ranks 2
 
-Every configuration of tests/harness/exact_resume.py and a language model; three steps, a checkpoint, four
-more, beside seven in one go: rows of metrics.csv, weights and buffers of every rank. Writes
-benchmarks/results/exact-<device>-x<ranks>.json.
+Every configuration of tests/harness/exact_resume.py and a language model makes three steps, saves, and makes four more
+steps in a new run. Its rows of metrics.csv and the weights and buffers of every rank are compared with those of a run
+that made seven steps without a stop. Writes benchmarks/results/exact-<device>-x<ranks>.json.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def plan_of(name: str, folder: Path, ranks: int, accelerator: str, *more: str) -
 
 
 def compared(folder: Path, ranks: int, names: list[str], accelerator: str) -> dict[str, list[str]]:
-    """In each rank: what is not the same bits."""
+    """In each rank: configuration → what has other bits after the resume."""
     found = {}
     for number, name in enumerate(names):
         runs = stopped_and_not(

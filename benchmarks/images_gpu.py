@@ -1,4 +1,4 @@
-"""Images on one GPU, in one command: the Trainer's path beside a plain loop, with and without its input, and JPEGs.
+"""Images on one GPU, in one command: the Trainer compared with a plain loop, with and without its input, and JPEGs.
 
     python benchmarks/images_gpu.py                             ResNet-50, ViT-B/16, JPEGs from tar shards
     python benchmarks/images_gpu.py --sections resnet50         one of them; the others stay in the file

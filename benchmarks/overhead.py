@@ -5,9 +5,9 @@
     python benchmarks/overhead.py --ranks 2 --sections llm    the other sections stay in the file
 
 `host`: a step with hardly any arithmetic. `gpu2ms`: steps of which the GPU needs 2 ms, of few kernels (three wide
-layers) and of many (five, bf16 under autocast). `llm`: language models, against a plain loop alone. `sync`: fsdp with
-its reductions in every micro-batch and deferred to the window's end. Writes
-benchmarks/results/overhead-<device>-x<ranks>.json after every part; each part has processes of its own and a time
+layers) and of many (five, bf16 under autocast). `llm`: language models, compared with a plain loop alone. `sync`: fsdp
+that reduces gradients in every micro-batch, and at the end of the accumulation window. Writes
+benchmarks/results/overhead-<device>-x<ranks>.json after every part. Each part has processes of its own and a time
 limit, and one that fails is recorded with its error. `--tiny` is for trying it out on a CPU.
 """
 
@@ -170,7 +170,7 @@ def calibrated(part: Part, plan: Plan) -> int:
 
 
 def measure(part: Part, folder: Path) -> None:
-    """Round after round, the contenders in turn: a machine that is shared changes its pace. Rank 0 writes rows."""
+    """The contenders take turns, round after round, since the speed of a shared machine varies. Rank 0 writes rows."""
     quiet_lightning()
     plan = part.plan(folder)
     init_process_group(plan)
@@ -182,7 +182,7 @@ def measure(part: Part, folder: Path) -> None:
             note(folder, {"rows": rows, "plain_host_ms": host_ms(plan, part.batch(plan, rows), part.device)})
         began = time.perf_counter()
         for number in range(part.size.rounds):
-            # A round that would not end in time is not begun, by any rank.
+            # No rank begins a round that would not end in time.
             spent = torch.tensor(time.perf_counter() - began, device=part.device)
             dist.all_reduce(spent, dist.ReduceOp.MAX)
             if float(spent) * (number + 1) > 0.8 * part.size.limit_seconds * max(number, 1):
@@ -230,7 +230,7 @@ def parts_of_section(section: str, ranks: int, accelerator: str, tiny: bool) -> 
 
 
 def result_of(part: Part, commit: str | None) -> dict[str, Any]:
-    """Measures a part in processes of its own, come what may."""
+    """Measures a part in processes of its own. If they fail, the result has the error and what was measured before."""
     began = time.perf_counter()
     result: dict[str, Any] = {"overrides": part.overrides(), "size": asdict(part.size), "commit": commit}
     with tempfile.TemporaryDirectory() as name:

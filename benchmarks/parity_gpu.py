@@ -1,4 +1,4 @@
-"""What only GPUs can show, in one command: foreign modules over NCCL, bf16 beside fp32, samples, a first speed.
+"""What only GPUs can show, in one command: modules of users over NCCL, bf16 and fp32 compared, samples, a first speed.
 
     make gpu-test                              all GPUs of this machine, and 2 of them
     python benchmarks/parity_gpu.py --ranks 2  two

@@ -1,4 +1,4 @@
-"""Every strategy against a plain one-process loop, beside stock Lightning: the data of docs/parity.md.
+"""Every strategy and stock Lightning's, compared with a plain one-process loop: the data of docs/parity.md.
 
     make parity        CPU, gloo: 1, 2 and 4 ranks
     make parity-gpu    NCCL: as many of 2, 4 and 8 GPUs as there are (ARGS="--ranks 2": two)
@@ -48,7 +48,7 @@ from tests.harness.parity import (  # noqa: E402
 from tests.harness.reference import OPTIMIZERS, WEIGHT_DECAY, groups_of, update_deviation  # noqa: E402
 
 PART = 30  # cells that share a group of processes: what hangs or dies costs the others little
-# Where clipping bites, it hides a gradient that was divided twice.
+# Clipping hides a gradient that was divided twice, so that one cell is without it.
 STOCK_CELLS = [Cell("ddp", "fp32", optimizer, accumulate, clip, False)
                for optimizer in OPTIMIZERS for accumulate, clip in ((1, CLIP), (4, CLIP), (4, None))]  # fmt: skip
 STOCK = ["DDPStrategy", "ModelParallelStrategy", "FSDPStrategy", "DeepSpeedStrategy, stage 1",

@@ -1,14 +1,14 @@
-"""How long a save holds the training, what it costs the steps behind it, how fast it is written and loaded.
+"""How long a save holds up the training, how much it slows down the steps after it, how fast it is written and loaded.
 
     python benchmarks/saving.py                                    all GPUs: llama3_1b under fsdp and zero2, llama3_8b
     python benchmarks/saving.py --cells "llama3_8b fsdp" --ranks 4
     python benchmarks/saving.py --accelerator cpu --ranks 2 --tiny    tries it out
 
-Random tokens in memory, accumulation 1. Three saves, each with quiet steps before it, which it is compared with: a host
-that others use is not equally fast all the time. How much longer the step after a save takes is how long the loop is
-held; the steps after that are those behind it, for as long as it is being written. Then the last is loaded: on all
-ranks, on half of them, or under another strategy. Writes benchmarks/results/saving-<device>-x<ranks>.json after every
-cell.
+Random tokens in memory, accumulation 1. A run saves three times. Before each save it makes quiet steps, with which the
+steps after it are compared, since the speed of a host that others use varies. The first step after a save takes longer
+by the time for which the save held up the training. The steps after that one are timed as long as the save is being
+written. Then the last checkpoint is loaded: on all ranks, on half of them, or under another strategy. Writes
+benchmarks/results/saving-<device>-x<ranks>.json after every cell.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ STEPS = WARM_UP + QUIET + (SAVES - 1) * STRIDE + BEHIND
 
 
 class Watch(Callback):
-    """Saves when it is time to; comes after every other callback. Nothing is waited for between the steps of a save."""
+    """Saves at its steps, after every other callback. Does not wait for the device between the steps that it times."""
 
     def __init__(self, plan: Plan, device: torch.device, one_at_a_time: bool) -> None:
         self.saving, self.device, self.run_dir = Saving(plan), device, plan.run_dir

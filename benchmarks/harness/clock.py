@@ -87,8 +87,8 @@ class StepTimer(Callback):
 class TurnsClock(Callback):
     """In one process and in turn, round after round: a stretch of the Trainer's steps, one of each plain loop's.
 
-    A GPU's clock moves by more than the contenders differ by; what is measured a minute apart cannot be compared so
-    closely. Each stretch settles for a few steps and ends in a synchronisation.
+    The clock rate of a GPU varies more than the contenders differ, so that measurements a minute apart cannot be
+    compared so closely. Each stretch settles for a few steps and ends in a synchronisation.
     """
 
     SETTLE = 5

@@ -1,4 +1,4 @@
-"""Limits of time, and processes of its own for what may hang, die, or leave something behind."""
+"""Limits of time, and separate processes for what may hang, die, or leave something behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def at_most(seconds: int) -> Iterator[None]:
         raise OutOfTimeError(f"more than {seconds} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 30)  # again, should a compiler have swallowed the first
+    signal.setitimer(signal.ITIMER_REAL, seconds, 30)  # repeated, in case a compiler swallows the first exception
     try:
         yield
     finally:
@@ -40,7 +40,7 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout_
 
     here = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     earlier = os.environ.get("PYTHONPATH", "")
-    if not earlier.startswith(here):  # the server that forks the ranks looks for modules here alone
+    if not earlier.startswith(here):  # The server that forks the ranks finds modules by this variable.
         os.environ["PYTHONPATH"] = os.pathsep.join([here, earlier])
     return spawn(ranks, function, *arguments, timeout_seconds=timeout_seconds)
 
@@ -55,6 +55,6 @@ def note(folder: Path, row: dict[str, Any]) -> None:
 
 
 def noted(folder: Path) -> list[dict[str, Any]]:
-    """The rows that the ranks have written down; none where they did not come to it."""
+    """The rows that the ranks have written down; none if they failed before the first one."""
     file = folder / "rows.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

@@ -18,7 +18,7 @@ from benchmarks.harness import ROOT
 from benchmarks.harness.device import free_memory, peaks_gib, wait_for
 from shardwise.data.loaders import TrainLoader
 
-LAST_COMPILATION = 5  # steps by which everything has been compiled; what goes on would take the GPU's time for nothing
+LAST_COMPILATION = 5  # After so many steps everything is compiled. A run that still compiles would never be timed.
 WATCHED = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx", "cudaMemcpyAsync",
            "cudaMemsetAsync", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize",
            "aten::item", "aten::_local_scalar_dense", "aten::_to_copy", "aten::copy_")  # fmt: skip
@@ -32,7 +32,7 @@ def start_afresh(device: torch.device) -> None:
 
 
 def compiled_graphs() -> dict[str, Any]:
-    """How often dynamo captured, and why it stopped: a step in one graph has one frame and no breaks."""
+    """How many graphs dynamo has compiled, and why it split a graph. A step that is one graph has no breaks."""
     counters = torch._dynamo.utils.counters
     return {"unique_graphs": counters["stats"].get("unique_graphs", 0), "graph_breaks": dict(counters["graph_break"])}
 
@@ -194,7 +194,7 @@ class ObservedSteps(Callback):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, `TrainLoader` measures how long a batch takes to come, while it is asked to."""
+        """Inside, `TrainLoader` measures how long each batch takes to come while `waits` is a list."""
         original = TrainLoader.__iter__
         clock = self
 

@@ -23,8 +23,8 @@ def page() -> list[str]:
         "`strategy.find_unused_parameters=true`); SGD with momentum and AdamW, accumulation "
         f"1 and 4, without clipping and clipped to {settings['clip']}, which takes effect in every step. The reference "
         "is one process, the whole global batch, no Lightning (tests/harness/reference.py). *update*: per tensor, norm "
-        "of the difference of the update over the norm of the reference's; each number is the largest over tensors, steps and "
-        "cells.",
+        "of the difference of the update over the norm of the reference's; each number is the largest over tensors, "
+        "steps and cells.",
         "",
     ]
     for result in results:
