@@ -5,8 +5,7 @@
 
 A 124 M language model and ResNet-50, random data in memory, AdamW, accumulation 2, the same settings for both. The
 result also has what fp16 does when the gradients of one rank overflow in one step. Writes
-benchmarks/results/breadth-<gpu>-x<ranks>.json.
-`--accelerator cpu --tiny` is for trying it out.
+benchmarks/results/breadth-<gpu>-x<ranks>.json. `--accelerator cpu --tiny` is for trying it out.
 """
 
 from __future__ import annotations
@@ -28,19 +27,11 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from lightning.pytorch import Callback  # noqa: E402
 
-from benchmarks.harness import results  # noqa: E402
+from benchmarks.harness import results, trainers  # noqa: E402
 from benchmarks.harness.clock import StepTimer  # noqa: E402
 from benchmarks.harness.data import NO_CORPUS  # noqa: E402
 from benchmarks.harness.device import device_of, free_memory, peaks_gib, two_and_all  # noqa: E402
 from benchmarks.harness.limits import note, noted, on_ranks  # noqa: E402
-from benchmarks.harness.trainers import (  # noqa: E402
-    TINY_LANGUAGE_MODEL,
-    on_all,
-    our_trainer,
-    resolve,
-    stock_strategy,
-    stock_trainer,
-)
 from shardwise.config.targets import build  # noqa: E402
 from shardwise.distributed.process_group import init_process_group  # noqa: E402
 from shardwise.optim.optimizers import parameter_groups  # noqa: E402
@@ -67,7 +58,7 @@ MODELS = {
     ],
 }  # fmt: skip
 TINY = {
-    "gpt2_124m": TINY_LANGUAGE_MODEL,
+    "gpt2_124m": trainers.TINY_LANGUAGE_MODEL,
     "resnet50": ["model.layers=[3,4,6,3]", "model.width=8", "data.image_size=32", "micro_batch_size=4"],
 }  # fmt: skip
 
@@ -88,7 +79,7 @@ def plan_of(folder: Path, ranks: int, model: str, strategy: str, precision: str,
     words += [*STRATEGIES[strategy], f"precision={precision}", f"max_steps={STEPS}", "gradient_clip_val=1.0",
               *NOTHING_ELSE]  # fmt: skip
     name = re.sub(r"[^a-z0-9]+", "-", f"{model} {strategy} {precision} {time.monotonic_ns()}")
-    return resolve(on_all(words, ranks, ACCUMULATE), options["accelerator"], folder, name)
+    return trainers.resolve(trainers.on_all(words, ranks, ACCUMULATE), options["accelerator"], folder, name)
 
 
 def timer_of(plan: Plan) -> StepTimer:
@@ -97,7 +88,7 @@ def timer_of(plan: Plan) -> StepTimer:
 
 def ours(plan: Plan) -> dict[str, Any]:
     module, timer = build_module(plan), timer_of(plan)
-    trainer = our_trainer(plan, module, timer)
+    trainer = trainers.our_trainer(plan, module, timer)
     trainer.fit(module, datamodule=build_data(plan))
     inside = [type(getattr(o, "optimizer", o)).__name__ for o in trainer.optimizers]
     return {**timer.result(), "optimizer": inside[0], "overrides": STRATEGIES.get(plan.strategy.name)}
@@ -123,11 +114,11 @@ def stock(plan: Plan, strategy: str) -> dict[str, Any]:
 
     module.configure_optimizers = configure_optimizers
     timer = timer_of(plan)
-    trainer = stock_trainer(
+    trainer = trainers.stock_trainer(
         plan.accelerator,
         plan.topology.devices,
         plan.run_dir,
-        strategy=stock_strategy(plan, module, offload=offload),
+        strategy=trainers.stock_strategy(plan, module, offload=offload),
         precision=STOCK_PRECISION[plan.precision.name],
         max_steps=STEPS,
         accumulate_grad_batches=ACCUMULATE,
@@ -201,7 +192,7 @@ def overflow_under(strategy: str, folder: Path, ranks: int, options: dict[str, A
 
     module.training_step = training_step  # type: ignore[method-assign]
     windows = EachWindow()
-    trainer: Any = our_trainer(plan, module, windows)
+    trainer: Any = trainers.our_trainer(plan, module, windows)
     trainer.fit(module, datamodule=build_data(plan))
     skipped = trainer.strategy.skipped_steps
     return {"strategy": strategy, "windows": windows.rows, "skipped_steps": skipped, "finite": windows.finite}

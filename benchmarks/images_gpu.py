@@ -11,10 +11,8 @@ that fails or takes too long is recorded with its error, and the next one starts
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib.metadata
-import io
 import json
 import os
 import re
@@ -32,18 +30,14 @@ import torch  # noqa: E402
 from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.absent import PILLOW  # noqa: E402
 from benchmarks.harness.clock import TurnsClock  # noqa: E402
-from benchmarks.harness.data import Held, batch_of_images  # noqa: E402
 from benchmarks.harness.device import device_of, shared_memory_gib  # noqa: E402
 from benchmarks.harness.jpegs import decoding_alone, write_shards  # noqa: E402
-from benchmarks.harness.observed import ObservedSteps, observe_plain, start_afresh  # noqa: E402
+from benchmarks.harness.observed import ObservedSteps, observe_plain, start_afresh, through_trainer  # noqa: E402
 from benchmarks.harness.plain_loops import image_step  # noqa: E402
 from benchmarks.harness.trainers import resolve  # noqa: E402
 from shardwise.distributed.process_group import init_process_group  # noqa: E402
-from shardwise.parallel.precision import set_matmul_mode  # noqa: E402
 from shardwise.plan import Plan  # noqa: E402
 from shardwise.process.signals import end_workers  # noqa: E402
-from shardwise.rank import quiet_lightning  # noqa: E402
-from shardwise.trainer import build_data, build_module, build_trainer  # noqa: E402
 
 WAITING = (
     "In steps after the timed ones: the device is synchronised, then the host asks the loader for the next batch; the "
@@ -100,27 +94,6 @@ TINY_SIZE = Size(
     batch=8, image=32, classes=10, warm_up=2, plain_warm_up=1, timed=3, rounds=2, waiting=2, profiled=1, workers=1,
     jpeg_workers=2, jpegs=32, jpeg_size=(60, 45), limit_seconds=240,
 )  # fmt: skip
-
-
-def through_trainer(plan: Plan, clock: ObservedSteps | TurnsClock, *, resident: bool = False) -> dict[str, Any]:
-    """`python train.py …` from its Plan on, in this process. `resident`: the data are one batch that lies on the
-    device: no workers, no collation, no copy; what is left of a step is the Trainer's and the recipe's."""
-    quiet_lightning()
-    set_matmul_mode(plan.precision)
-    said = io.StringIO()
-    try:
-        watching = clock.watching() if isinstance(clock, ObservedSteps) else contextlib.nullcontext()
-        with watching, contextlib.redirect_stdout(said):
-            module = build_module(plan)
-            images = batch_of_images(plan, clock.device) if resident else None
-            data = Held(images, plan.micro_batch_size) if resident else build_data(plan)
-            trainer = build_trainer(plan, module)
-            trainer.callbacks.append(clock)  # type: ignore[attr-defined] # the last: it sees steps that are over
-            trainer.fit(module, datamodule=data)
-    except BaseException:
-        print(said.getvalue(), flush=True)
-        raise
-    return clock.result
 
 
 class Training:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import time
 import warnings
 from collections import Counter
@@ -15,8 +16,14 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness import ROOT
+from benchmarks.harness.clock import TurnsClock
+from benchmarks.harness.data import Held, batch_of_images
 from benchmarks.harness.device import free_memory, peaks_gib, wait_for
 from shardwise.data.loaders import TrainLoader
+from shardwise.parallel.precision import set_matmul_mode
+from shardwise.plan import Plan
+from shardwise.rank import quiet_lightning
+from shardwise.trainer import build_data, build_module, build_trainer
 
 LAST_COMPILATION = 5  # After so many steps everything is compiled. A run that still compiles would never be timed.
 WATCHED = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx", "cudaMemcpyAsync",
@@ -217,6 +224,27 @@ class ObservedSteps(Callback):
             yield
         finally:
             TrainLoader.__iter__ = original  # type: ignore[method-assign]
+
+
+def through_trainer(plan: Plan, clock: ObservedSteps | TurnsClock, *, resident: bool = False) -> dict[str, Any]:
+    """`python train.py …` from its Plan on, in this process. `resident`: the data are one batch that lies on the
+    device: no workers, no collation, no copy; what is left of a step is the Trainer's and the recipe's."""
+    quiet_lightning()
+    set_matmul_mode(plan.precision)
+    said = io.StringIO()
+    try:
+        watching = clock.watching() if isinstance(clock, ObservedSteps) else contextlib.nullcontext()
+        with watching, contextlib.redirect_stdout(said):
+            module = build_module(plan)
+            images = batch_of_images(plan, clock.device) if resident else None
+            data = Held(images, plan.micro_batch_size) if resident else build_data(plan)
+            trainer = build_trainer(plan, module)
+            trainer.callbacks.append(clock)  # type: ignore[attr-defined] # the last: it sees steps that are over
+            trainer.fit(module, datamodule=data)
+    except BaseException:
+        print(said.getvalue(), flush=True)
+        raise
+    return clock.result
 
 
 def short(path: str) -> str:
