@@ -58,7 +58,7 @@ def _context() -> Any:
     if Path("/dev/nvidiactl").exists():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.harness.cells", "deepspeed"])
+    context.set_forkserver_preload(["tests.harness.preload"])
     return context
 
 
