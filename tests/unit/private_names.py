@@ -444,6 +444,43 @@ CALLED = {
     "deepspeed.utils.set_z3_leaf_module": ("a unit is gathered as a whole", "(model, flag)"),
 }
 
+# Entry of docs/upstream.md → the names that are not needed any more once it is mended there.
+NEEDED_UNTIL = {
+    "Every micro-batch asks rank 0 whether there was a SIGTERM": "_broadcast_sigterm_tensor",
+    "The SIGTERM handler waits for all ranks": "_signal_connector",
+    "A stop within an accumulation window leaves half a step": (
+        "_can_stop_early _is_training_done _is_validation_done _should_check_val_fx"
+    ),
+    "A logged value is the last micro-batch's, under a step that counts from 0": (
+        "_LoggerConnector _ResultCollection _batches_that_stepped _forked_name _get_cache"
+    ),
+    "Steps of every optimizer are counted where a module optimizes by hand": (
+        "_ManualOptimization _on_after_step _on_before_step"
+    ),
+    "`estimated_stepping_batches` loses the position of the data": "_combined_loader_states_to_load _data_fetcher",
+    "The position of the data is not restored at the end of an epoch": "_load_combined_loader_states",
+    "A checkpoint of an epoch's last batch leaves out the end of the epoch": "_ProcessedTracker",
+    "ReduceLROnPlateau is not stepped at the end of a resumed epoch": "_restarting",
+    "A stream is read one batch ahead of the step": "_DataFetcher _select_data_fetcher",
+    "A mean over an epoch does not outlive a restart": "_Metadata _ResultMetric _Sync _callback_metrics",
+    "Predict makes the batch sampler anew": "_data_connector _prepare_dataloader",
+    "Hooks are restored before or after `on_fit_start`, by strategy": "_restore_modules_and_callbacks",
+    "Every hook is called, whether or not anybody has it": (
+        "_build_kwargs _call_callback_hooks _call_strategy_hook _current_fx_name"
+    ),
+    "ModelParallelStrategy needs `configure_model` and knows two axes": "_device_mesh _setup_distributed",
+    "WandbLogger passes an argument that means nothing": "_wandb_init",
+    "FSDP2: a parameter that takes no part on one rank stops all of them": "_fsdp_param_group _unsharded_param",
+    "FSDP2: a gradient that is taken within a step ends the step": (
+        "_fsdp_common _fsdp_param_groups _root_post_backward_final_callback _state_ctx _training_state"
+    ),
+    "Groups of a mesh have another time limit than the default group": "_set_pg_timeout",
+    "DDP cannot start with the buckets that it ends with": "_compute_bucket_assignment_by_size",
+    "A loss scaler does not say whether it skipped a step": "_opt_called _per_optimizer_states",
+    "The lock of a compiler that was killed is never released": "_get_build_directory",
+    "ZeRO-3: no parameters without a dimension": "_broadcast_model",
+}
+
 # Attributes of our own that are put on an object of others: the class, which must have none of that name.
 PUT_ON_OTHERS = {
     "_callbacks_with": f"{PYTORCH}.Trainer",

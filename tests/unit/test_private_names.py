@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import re
-import textwrap
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -40,12 +40,16 @@ def stored_on_self(tree: ast.AST) -> set[str]:
 
 
 @functools.cache
+def classes_of(file: str) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.ClassDef)}
+
+
+@functools.cache
 def has_of_its_own(kind: type) -> frozenset[str]:
     """Private names of a class: its attributes, and what its methods put on `self`."""
-    try:
-        stored = stored_on_self(ast.parse(textwrap.dedent(inspect.getsource(kind))))
-    except (OSError, TypeError):  # written in C
-        stored = set()
+    file = str(getattr(sys.modules.get(kind.__module__), "__file__", ""))
+    node = classes_of(file).get(kind.__name__) if file.endswith(".py") else None  # else it is written in C
+    stored = set() if node is None else stored_on_self(node)
     return frozenset(filter(is_private, {*vars(kind), *vars(kind).get("__annotations__", ()), *stored}))
 
 
@@ -193,6 +197,7 @@ def _names_of_base(base: ast.expr, imports: dict[str, tuple[str, str]]) -> set[s
         return set()
 
 
+@functools.cache
 def _imports(tree: ast.AST) -> dict[str, tuple[str, str]]:
     """Name here → module, and name there."""
     found: dict[str, tuple[str, str]] = {}
@@ -206,6 +211,7 @@ def _imports(tree: ast.AST) -> dict[str, tuple[str, str]]:
     return found
 
 
+@functools.cache
 def _defined_in(tree: ast.AST) -> set[str]:
     """Names of functions, classes, variables, arguments and attributes of `self`."""
     found = stored_on_self(tree)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.patience import run_patiently
-from tests.unit.private_names import SEEN_IN
+from tests.unit.private_names import NAMES, NEEDED_UNTIL, SEEN_IN
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "upstream.md"
@@ -82,7 +82,11 @@ def test_the_symptom_is_still_there(entry: Entry, errors: dict[str, str | None])
     if entry.title not in errors:
         pytest.skip("its packages are not installed")
     if (error := errors[entry.title]) is not None:
-        mended = f"upstream has mended «{entry.title}»: remove what works around it in {entry.ours}, and the entry"
+        names = NEEDED_UNTIL.get(entry.title, "").split()
+        mended = (
+            f"upstream has mended «{entry.title}»: remove what works around it in {entry.ours}"
+            f"{f' with the private names {names}' if names else ''}, and the entry"
+        )
         broken = f"the program of «{entry.title}» fails in another way than by its assert: mend the program"
         pytest.fail(f"{mended if 'AssertionError' in error else broken}\n{error}", pytrace=False)
 
@@ -94,7 +98,9 @@ def test_the_entries_name_modules_of_ours_and_the_versions_that_are_pinned() -> 
     for entry in entries():
         for package, version in map(str.split, entry.seen.split(", ")):
             assert SEEN_IN[package] == version, f"{entry.title}: look at it, and say that it was seen in {version}"
-    assert len({entry.title for entry in entries()}) == len(entries())
+    titles = {entry.title for entry in entries()}
+    assert len(titles) == len(entries()) and titles >= NEEDED_UNTIL.keys()
+    assert NAMES.keys() >= {name for names in NEEDED_UNTIL.values() for name in names.split()}
 
 
 def test_the_table_is_that_of_the_entries() -> None:
