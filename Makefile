@@ -3,17 +3,24 @@ PYTHON ?= $(shell command -v python3.12 >/dev/null 2>&1 && python3.12 -c '' 2>/d
 VENV ?= .venv
 ARGS ?=
 
-.PHONY: train test test-slurm check fix parity parity-gpu checkpoint-matrix chaos gpu-test overhead clean
+.PHONY: train test test-all test-rest test-slurm check fix parity parity-gpu checkpoint-matrix chaos gpu-test overhead clean
 
 train: $(VENV)/.run
 	$(VENV)/bin/python train.py $(ARGS)
 
+# Linters, types, units, and one honest run of every strategy and feature (tests/quick.py).
 test: check
 	$(VENV)/bin/python -m pytest $(ARGS)
 
-# On a real Slurm of four emulated nodes, which is installed for it: root, on Debian or Ubuntu.
+# Everything: `make test`, then the rest of the matrix, with chaos and a real Slurm.
+test-all: test test-rest
+
+# What `make test` leaves out. Its Slurm of four emulated nodes is installed for it: root, on Debian or Ubuntu.
+test-rest: $(VENV)/.dev
+	SHARDWISE_TEST_SLURM=1 $(VENV)/bin/python -m pytest --tier=rest $(ARGS)
+
 test-slurm: $(VENV)/.dev
-	SHARDWISE_TEST_SLURM=1 $(VENV)/bin/python -m pytest tests/slurm $(ARGS)
+	SHARDWISE_TEST_SLURM=1 $(VENV)/bin/python -m pytest --tier=all tests/slurm $(ARGS)
 
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

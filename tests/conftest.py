@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests import quick
 from tests.harness.patience import alarm
 
 # Cores are shared with other work: how long an example takes says nothing.
@@ -26,3 +27,26 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
 
     item.cancel_timeout = alarm(settings.timeout, ring)  # type: ignore[attr-defined]
     return True
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tier", choices=["quick", "rest", "all"],
+        help="which tests of the named folders: tests/quick.py's (the default), all others, or all",
+    )  # fmt: skip
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the tests of one tier. Who names a file or a test wants all of it."""
+    named = any(".py" in argument for argument in config.args)
+    tier = config.option.tier or ("all" if named else "quick")
+    if not named:
+        files = {item.nodeid.partition("::")[0] for item in items}
+        gone = [one for one in quick.listed() if one.partition("::")[0] in files
+                and not any(quick.names(one, item.nodeid) for item in items)]  # fmt: skip
+        if gone:
+            raise pytest.UsageError(f"tests/quick.py lists what is no test: {', '.join(gone)}")
+    if tier != "all":
+        kept = [item for item in items if quick.is_quick(item.nodeid) == (tier == "quick")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept

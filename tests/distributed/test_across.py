@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness.across import BOUND, NAMES, Side, resume_all, save_all, sides
 from tests.harness.processes import spawn
+from tests.harness.selected import needed
 
 OPTIMIZERS = ["sgd", "adamw"]
 OFFLOADED = ["zero2, optimizer offloaded", "zero3, all offloaded"]
@@ -22,12 +22,14 @@ CELLS = {4: (MORE, ["adamw"]), 1: (FEWER, OPTIMIZERS), 2: (SAME, OPTIMIZERS)}  #
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, float]]:
-    folder: Path = tmp_path_factory.mktemp("across")
-    spawn(2, save_all, folder, [*sides(NAMES, 2), Side(OFFLOADED[1], 2)], OPTIMIZERS)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, float]]:
+    folder, wanted = tmp_path_factory.mktemp("across"), needed(request, "pair") or set()
+    saved = [side for side in [*sides(NAMES, 2), Side(OFFLOADED[1], 2)] if side in {side for side, _ in wanted}]
+    spawn(2, save_all, folder, saved, OPTIMIZERS)
     results: dict[Any, dict[str, float]] = {}
     for ranks, (pairs, optimizers) in CELLS.items():
-        results |= spawn(ranks, resume_all, folder, pairs, optimizers)[0]
+        if mine := [pair for pair in pairs if pair in wanted]:
+            results |= spawn(ranks, resume_all, folder, mine, optimizers)[0]
     return results
 
 

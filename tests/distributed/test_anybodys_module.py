@@ -31,6 +31,7 @@ from tests.harness.cells import fit
 from tests.harness.patience import run_patiently
 from tests.harness.processes import spawn
 from tests.harness.reference import update_deviation
+from tests.harness.selected import needed
 
 # Module, strategy and what the refusal says
 REFUSED = [
@@ -62,8 +63,9 @@ REFUSED = [
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    return {n: spawn(n, run_all, tmp_path_factory.mktemp(f"r{n}"), n)[0] for n in (1, RANKS)}
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    wanted = needed(request, "module")
+    return {n: spawn(n, run_all, tmp_path_factory.mktemp(f"r{n}"), n, "cpu", wanted)[0] for n in (1, RANKS)}
 
 
 @pytest.mark.parametrize("module", KINDS)

@@ -16,6 +16,7 @@ from shardwise.plan import Plan
 from shardwise.trainer import build_data, build_module, build_trainer
 from tests.harness.cells import cell_plan, fit
 from tests.harness.processes import spawn
+from tests.harness.selected import needed
 
 DECAY = 0.5
 CELLS = {
@@ -93,11 +94,13 @@ def message(run: Any) -> str:
     return "none"
 
 
-def run_all(folder: Path) -> dict[str, dict[str, Any]]:
-    """In each rank: every cell, without and with an average, gone on with, and evaluated from its checkpoints."""
+def run_all(folder: Path, names: set[str] | None) -> dict[str, dict[str, Any]]:
+    """In each rank: these cells, without and with an average, gone on with, and evaluated from their checkpoints."""
     cells: dict[str, dict[str, Any]] = {}
     ema = f"ema_decay={DECAY}"
     for name, words in CELLS.items():
+        if names is not None and name not in names:
+            continue
         cell: dict[str, Any] = {}
         home = folder / name.replace(" ", "-")
         first, second, last = (home / "checkpoints" / f"step-0000000{n}.ckpt" for n in (2, 4, 4))
@@ -119,8 +122,8 @@ def run_all(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    return spawn(2, run_all, tmp_path_factory.mktemp("average"))
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    return spawn(2, run_all, tmp_path_factory.mktemp("average"), needed(request, "name"))
 
 
 def far(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:

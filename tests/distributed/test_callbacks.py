@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from shardwise.errors import ConfigError
 from tests.harness.cells import cell_plan, fit
 from tests.harness.processes import spawn
+from tests.harness.selected import needed
 
 THEIRS = "lightning.pytorch.callbacks"
 CELLS = {"ddp": ["strategy=ddp"], "fsdp": ["strategy=fsdp"]}
@@ -76,13 +77,13 @@ def bring(brings: str, **words: Any) -> Any:
     return Brings(**words)
 
 
-def run_all(folder: Path) -> dict[str, Any]:
-    return {name: stops(folder / name, words) for name, words in CELLS.items()}
+def run_all(folder: Path, names: set[str] | None) -> dict[str, Any]:
+    return {name: stops(folder / name, CELLS[name]) for name in CELLS if names is None or name in names}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return spawn(2, run_all, tmp_path_factory.mktemp("callbacks"))[0]
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return spawn(2, run_all, tmp_path_factory.mktemp("callbacks"), needed(request, "name"))[0]
 
 
 @pytest.mark.parametrize("name", CELLS)

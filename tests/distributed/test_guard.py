@@ -26,6 +26,7 @@ from tests.harness.cells import Capture, fit
 from tests.harness.commands import check, make_home, run
 from tests.harness.modules import Bare, Layer, samples
 from tests.harness.processes import spawn
+from tests.harness.selected import needed
 
 BATCH, STEPS = 8, 5  # two micro-batches of two samples on each of two ranks
 ODD = 23  # a sample of the third window: its rank 1's last
@@ -144,10 +145,14 @@ def watched(plan: Plan) -> dict[str, Any]:
     return {"steps": look.steps, "error": error, "out": out.getvalue(), "noted": noted}
 
 
-def run_all(folder: Path, accelerator: str = "cpu") -> dict[tuple[str, str], dict[str, Any]]:
-    """In each rank: every configuration stops, goes on from what it has saved, and skips."""
+def run_all(
+    folder: Path, names: set[str] | None = None, accelerator: str = "cpu"
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """In each rank: every configuration of these names stops, goes on from what it has saved, and skips."""
     cells = {}
     for number, (name, config) in enumerate(CONFIGS.items()):
+        if names is not None and name not in names:
+            continue
         for kind, value in (("loss", BEYOND), ("gradient", MARK)):
             words = [*config, f"+data.value={value}", f"accelerator={accelerator}"]
             stop, skip = folder / f"{number}-{kind}", [*words, "guard.on_nonfinite=skip"]
@@ -161,8 +166,10 @@ def run_all(folder: Path, accelerator: str = "cpu") -> dict[tuple[str, str], dic
 
 
 @pytest.fixture(scope="module")
-def cells(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], dict[str, Any]]]:
-    return spawn(2, run_all, tmp_path_factory.mktemp("guard"), timeout_seconds=400)
+def cells(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[tuple[str, str], dict[str, Any]]]:
+    return spawn(2, run_all, tmp_path_factory.mktemp("guard"), needed(request, "name"), timeout_seconds=400)
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

@@ -25,6 +25,7 @@ from shardwise.run_dir.checkpoints import list_checkpoints, step_of
 from shardwise.trainer import build_data, build_module, build_trainer
 from tests.distributed import recording
 from tests.harness.processes import spawn
+from tests.harness.selected import needed
 
 BATCH = 2  # of all ranks: a micro-batch on each of two ranks has one sample
 STRATEGIES = {1: ["ddp"], 2: ["ddp", "fsdp", "zero1", "zero2", "zero3"]}
@@ -163,8 +164,11 @@ def run_all(folder: Path, ranks: int) -> dict[tuple[str, str], Recorded]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[tuple[str, str], Recorded]]]:
-    return {ranks: spawn(ranks, run_all, tmp_path_factory.mktemp(f"r{ranks}"), ranks) for ranks in STRATEGIES}
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, list[dict[tuple[str, str], Recorded]]]:
+    numbers = needed(request, "ranks") or STRATEGIES
+    return {ranks: spawn(ranks, run_all, tmp_path_factory.mktemp(f"r{ranks}"), ranks) for ranks in numbers}
 
 
 def strategies_of(case: str, ranks: int) -> list[str]:

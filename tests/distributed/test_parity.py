@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,15 @@ def test_the_cells_hold_what_is_promised() -> None:
         assert {(c.accumulate, c.clip) for c in own} == {(1, None), (4, CLIP)}
     for cell in cells:
         assert min(reference(cell.precision, cell.optimizer, cell.clip, cell.occasional)[3]) > 2 * CLIP, "must bite"
+
+
+def test_each_strategy_once_equals_the_plain_loop(tmp_path: Path) -> None:
+    """The short form of what follows: accumulation, clipping, AdamW and weights that not every step needs."""
+    cells = [Cell(strategy, "fp32", "adamw", 4, CLIP, True) for strategy in STRATEGIES if "," not in strategy]
+    found = spawn(2, run_cells, tmp_path, 2, cells)[0]
+    off = {cell.strategy: deviations(cell, found[cell]) for cell in cells}
+    assert not {strategy: numbers for strategy, numbers in off.items()
+                if max(numbers["update"], numbers["loss"], numbers["gradient_norm"]) > BOUNDS["fp32"]}  # fmt: skip
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -18,6 +18,7 @@ from shardwise.plan import Host, Plan, make_plan
 from tests.harness.cells import cell_plan, fit
 from tests.harness.processes import spawn
 from tests.harness.reference import update_deviation
+from tests.harness.selected import needed
 
 STRATEGIES = {
     "ddp": ["strategy=ddp"],
@@ -239,12 +240,12 @@ SWITCHED = [
 ]  # the step is the same elsewhere
 
 
-def switch_all(folder: Path) -> dict[tuple[str, str, str], Any]:
+def switch_all(folder: Path, wanted: set[tuple[str, str]] | None) -> dict[tuple[str, str, str], Any]:
     """In each rank: every strategy × switch × precision, and the number of graphs that were compiled in each."""
     cells: dict[tuple[str, str, str], Any] = {}
     for switch, precisions in {"neither": ["fp32", "bf16"], **SWITCHES}.items():
         for name in ["ddp"] if switch == "neither" else [name for other, name in SWITCHED if other == switch]:
-            for precision in precisions:
+            for precision in precisions if wanted is None or switch == "neither" or (switch, name) in wanted else ():
                 torch._dynamo.reset()  # the cells share the code of their layers, and its limit of recompilations
                 torch._dynamo.utils.counters.clear()
                 words = [*PLAIN, *STRATEGIES[name], f"precision={precision}", *([switch] if switch in SWITCHES else [])]
@@ -272,8 +273,8 @@ def recomputations() -> Iterator[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def switched(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return spawn(2, switch_all, tmp_path_factory.mktemp("switched"))[0]
+def switched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return spawn(2, switch_all, tmp_path_factory.mktemp("switched"), needed(request, "switch", "strategy"))[0]
 
 
 def deviation(cell: Any, plain: Any) -> float:

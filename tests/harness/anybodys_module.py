@@ -46,10 +46,12 @@ def words_for(strategy: str) -> list[str]:
     return [f"strategy={strategy}", *(["strategy.shard_size=2"] if strategy == "fsdp_hybrid" else []), *more]
 
 
-def run_all(folder: Path, ranks: int, accelerator: str = "cpu") -> dict[tuple[str, str, str], dict[str, Any]]:
-    """In each rank: every module × strategy × precision."""
+def run_all(
+    folder: Path, ranks: int, accelerator: str = "cpu", wanted: set[str] | None = None
+) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """In each rank: every module × strategy × precision; of the `wanted` modules alone, if they are named."""
     cells = {}
-    for module in KINDS:
+    for module in [name for name in KINDS if wanted is None or name in wanted]:
         for strategy in STRATEGIES if ranks > 1 else ["ddp"]:
             if module == "Gan" and strategy.startswith("zero"):
                 continue
@@ -60,7 +62,7 @@ def run_all(folder: Path, ranks: int, accelerator: str = "cpu") -> dict[tuple[st
                     words.append("strategy.find_unused_parameters=true")
                 plan = plan_for(run_dir, module, ranks, *words)
                 cells[module, strategy, precision] = fit(plan)
-    for strategy in ("ddp", "fsdp") if ranks > 1 else ():
+    for strategy in ("ddp", "fsdp") if ranks > 1 and wanted is None else ():
         plan = plan_for(folder / f"clipped-{strategy}", "Bare", ranks, f"strategy={strategy}", *BY_VALUE,
                         f"accelerator={accelerator}")  # fmt: skip
         cells["Clipped", strategy, "fp32"] = fit(plan)

@@ -1,0 +1,93 @@
+"""What `make test` runs: all units, and one honest run of every strategy and feature. `make test-all` runs all tests.
+
+A plain `pytest`, or one that names folders, runs this tier; one that names a file or a test runs all of it, and
+`--tier=all` runs everything. tests/unit/test_tiers.py holds that every strategy and every file of tests is in here.
+"""
+
+from __future__ import annotations
+
+UNITS = ("tests/unit", "tests/configs")  # all of them
+FOLDER = "tests/distributed"  # of the files below
+
+# Strategy or feature → tests that run it in real processes. Without [a case] all cases are meant.
+RUNS: dict[str, list[str]] = {
+    # Each against a plain loop, then stopped and resumed to the bit
+    **{
+        strategy: [
+            "test_parity.py::test_each_strategy_once_equals_the_plain_loop",
+            "test_exact_resume.py::test_a_resumed_run_never_stopped[2]",
+        ]
+        for strategy in ("ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3")
+    },
+    "two devices, one word": ["test_launch.py::test_two_devices_need_one_word"],
+    "torchrun": ["test_launch.py::test_torchrun_standalone"],
+    "experiments of conf/": ["test_experiments.py::test_an_experiment_runs"],
+    "language model, resume, validate, predict": ["test_resume.py"],
+    "images": ["test_digits.py::test_digits_are_learned_alike_under_every_strategy"],
+    "own module": [
+        "test_anybodys_module.py::test_every_strategy_equals_the_plain_loop[ConvNet]",
+        "test_anybodys_module.py::test_validation_is_the_same_on_one_rank_and_two[ConvNet]",
+        "test_door.py::test_a_class_method_of_lightnings_other_name_with_loaders_of_its_own",
+    ],
+    "manual optimization": ["test_by_hand.py"],
+    "gradients of gradients": ["test_backward.py"],
+    "scalar parameters": ["test_scalars.py"],
+    "Lightning's hooks": ["test_like_lightning.py::test_hooks_come_in_lightnings_order_and_as_often[1]"],
+    "callbacks, early stop": ["test_callbacks.py::test_an_early_stop_is_told_and_its_count_survives_a_resume[fsdp]"],
+    "activation checkpointing": ["test_same_run.py::test_switches_change_no_number[activation_checkpointing=full-fsdp]"],
+    "compile": ["test_same_run.py::test_switches_change_no_number[compile=layer-ddp]"],
+    "another strategy's checkpoint": ["test_across.py::test_the_run_goes_on[zero3-2-to-ddp-1-sgd]"],
+    "saving": [
+        "test_saving.py::test_a_save_that_fails_on_one_rank_costs_that_save",
+        "test_saving.py::test_what_is_damaged_is_named_and_passed_over",
+    ],
+    "content of the module's own": ["test_own_content.py"],
+    "weights of another run, export": [
+        "test_initial_weights.py::test_exported_under_one_strategy_and_begun_with_under_another"
+    ],
+    "average": [
+        "test_average.py::test_validation_sees_the_average_of_the_masters_and_training_does_not[fsdp]",
+        "test_average.py::test_a_resumed_run_has_the_average_of_an_uninterrupted_one[fsdp]",
+    ],
+    "average of the module's own": ["test_own_average.py::test_an_average_of_the_modules_own_goes_on_as_it_was"],
+    "guard": [
+        "test_guard.py::test_a_step_that_is_not_finite_changes_nothing[fsdp, adamw fused-gradient]",
+        "test_guard.py::test_too_many_in_a_row_stop_the_run",
+    ],
+    "spikes of the loss": ["test_guard.py::test_a_leap_is_told_or_passed_over"],
+    "fp16's loss scale": ["test_loss_scale.py"],
+    "schedules": ["test_schedules.py::test_the_best_and_the_last_are_the_same_files"],
+    "learning-rate finder": ["test_learning_rate.py::test_its_rates_and_losses_are_lightnings_under_every_strategy"],
+    "quick check": ["test_quick_check.py::test_a_quick_check_runs_every_stage_and_keeps_nothing"],
+    "streams": ["test_streams.py"],
+    "metrics": ["test_rows.py", "test_meter.py"],
+    "signals": ["test_leaving.py::test_a_single_signal_saves_and_leaves[2]"],
+    "out of memory": [
+        "test_out_of_memory.py::test_a_single_rank_within_the_launchers_process[training-training, in step 2]"
+    ],
+    "preflight": [
+        "test_preflight.py::test_nodes_that_are_well",
+        "test_preflight.py::test_alone_it_starts_its_own_processes",
+    ],
+}  # fmt: skip
+
+# Files that no test of this tier is in, and why
+LEFT_OUT = {
+    "tests/distributed/test_chaos.py": "two minutes a case; test_leaving and test_saving have a signal and a failed save",
+    "tests/slurm/test_slurm.py": "needs a real Slurm; tests/unit/test_slurm.py has what needs none",
+    "tests/foreign_packages/test_foreign_packages.py": "minutes of modules of other packages; test_anybodys_module is in",
+}
+
+
+def is_quick(test: str) -> bool:
+    """Whether the test of this id belongs to the tier."""
+    return test.startswith(tuple(f"{folder}/" for folder in UNITS)) or any(names(one, test) for one in listed())
+
+
+def listed() -> list[str]:
+    return [f"{FOLDER}/{test}" for tests in RUNS.values() for test in tests]
+
+
+def names(one: str, test: str) -> bool:
+    """Whether a line of the list means this test: itself, or the file or function that it belongs to."""
+    return test == one or test.startswith((f"{one}::", f"{one}["))
