@@ -34,7 +34,9 @@ RUNS: dict[str, list[str]] = {
     "scalar parameters": ["test_scalars.py"],
     "Lightning's hooks": ["test_like_lightning.py::test_hooks_come_in_lightnings_order_and_as_often[1]"],
     "callbacks, early stop": ["test_callbacks.py::test_an_early_stop_is_told_and_its_count_survives_a_resume[fsdp]"],
-    "activation checkpointing": ["test_same_run.py::test_switches_change_no_number[activation_checkpointing=full-fsdp]"],
+    "activation checkpointing": [
+        "test_same_run.py::test_switches_change_no_number[activation_checkpointing=full-fsdp]"
+    ],
     "compile": ["test_same_run.py::test_switches_change_no_number[compile=layer-ddp]"],
     "another strategy's checkpoint": ["test_across.py::test_the_run_goes_on[zero3-2-to-ddp-1-sgd]"],
     "saving": [
@@ -73,9 +75,9 @@ RUNS: dict[str, list[str]] = {
 
 # Files that no test of this tier is in, and why
 LEFT_OUT = {
-    "tests/distributed/test_chaos.py": "two minutes a case; test_leaving and test_saving have a signal and a failed save",
+    "tests/distributed/test_chaos.py": "two minutes a case; a signal and a failed save are in",
     "tests/slurm/test_slurm.py": "needs a real Slurm; tests/unit/test_slurm.py has what needs none",
-    "tests/foreign_packages/test_foreign_packages.py": "minutes of modules of other packages; test_anybodys_module is in",
+    "tests/foreign_packages/test_foreign_packages.py": "minutes; test_anybodys_module is in",
 }
 
 

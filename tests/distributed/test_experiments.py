@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from shardwise.config.compose import CONF, ROOT
+from shardwise.config.compose import CONF
 from shardwise.data.tokens import write_token_shards
 from shardwise.metrics.csv_logger import read_metrics
-from tests.harness.patience import run_patiently
+from tests.harness.commands import check, run
 
 SMALL = [
     "model.vocab_size=256", "model.dim=32", "model.n_layers=2", "model.n_heads=2", "model.n_kv_heads=1",
@@ -26,8 +25,7 @@ def test_an_experiment_runs(tmp_path: Path, experiment: str) -> None:
     tokens = np.random.default_rng(0).integers(0, 256, 2000)
     write_token_shards(tmp_path / "data", {s: [tokens] for s in ("train", "validation")}, vocab_size=256)
     words = [f"experiment={experiment}", *SMALL, f"data.directory={tmp_path / 'data'}", "name=run"]
-    done = run_patiently([sys.executable, str(ROOT / "train.py"), *words], 120, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    check(run(tmp_path, *words))
     rows = read_metrics(tmp_path / "runs" / "run" / "metrics.csv")
     assert [row["step"] for row in rows if row["train/loss"]] == ["1", "2", "3"]
     assert rows[-1]["validation/loss"]

@@ -32,7 +32,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(home: Path) -> subprocess.CompletedProcess[str]:
-    return check(run(home, *SHORT, "devices=2", "name=two", "module.sample_tokens=4"))
+    return check(run(home, *SHORT, "devices=2", "name=two", "module.sample_tokens=4", anew=True))
 
 
 def torchrun(*words: str) -> list[str]:
@@ -47,6 +47,19 @@ def test_two_devices_need_one_word(home: Path, two: subprocess.CompletedProcess[
     assert two.stderr == ""
     plan = json.loads((home / "runs" / "two" / "plan.json").read_text())
     assert plan["topology"]["devices"] == 2 and plan["resume"] is None
+
+
+def test_runs_in_forks_are_those_that_are_started_anew(tmp_path: Path) -> None:
+    """Most tests fork launcher and ranks (tests/harness/forked.py), and see what a user would."""
+    words, done = [*OWN, "-m", "+data.rank_1=works,raises,is_killed"], {}
+    for name in ("anew", "forked"):
+        done[name] = run(make_home(tmp_path / name), *words, "name=sweep", anew=name == "anew")
+    assert done["forked"].returncode == done["anew"].returncode == 137, done["forked"].stderr
+    assert done["forked"].stderr == done["anew"].stderr
+    lines = [[line for line in one.stdout.splitlines() if "step" not in line] for one in done.values()]
+    assert len(lines[0]) == len(lines[1]) > 10
+    losses = [metrics(tmp_path / name / "runs/sweep-0", "train/loss") for name in done]
+    assert losses[0] == losses[1] and len(losses[0]) == 3
 
 
 def test_output_without_a_terminal_is_plain_lines(home: Path, two: subprocess.CompletedProcess[str]) -> None:
@@ -78,7 +91,7 @@ def test_a_terminal_gets_a_progress_bar(home: Path) -> None:
 
 def test_one_rank_sees_the_same_losses(home: Path, two: subprocess.CompletedProcess[str]) -> None:
     """train/loss is the mean over micro-batches and ranks; and a sweep of single-device jobs runs each job once."""
-    done = check(run(home, *SHORT, "name=one", "-m", "micro_batch_size=8,2"))
+    done = check(run(home, *SHORT, "name=one", "-m", "micro_batch_size=8,2", anew=True))
     assert done.stdout.count("run one-") == 2
     expected = metrics(home / "runs" / "two", "train/loss", "train/samples")
     assert set(expected) == {1, 2, 3}

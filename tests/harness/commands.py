@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from shardwise.data.tokens import write_token_shards
+from tests.harness import forked
 from tests.harness.patience import exit_code, run_patiently, wait_until
+from tests.harness.processes import fork_server
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 TIMEOUT_SECONDS = 120.0  # on an idle machine, as all limits here: see tests/harness/patience.py
@@ -77,9 +79,13 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(
-    home: Path, *words: str, command: list[str] | None = None, timeout: float = TIMEOUT_SECONDS, **more: str
-) -> subprocess.CompletedProcess[str]:
-    """`python train.py …` in `home`; fails the test when it hangs."""
+    home: Path, *words: str, command: list[str] | None = None, timeout: float = TIMEOUT_SECONDS, anew: bool = False,
+    **more: str,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """`python train.py …` in `home`; fails the test when it hangs. Its processes are forks that have imported
+    everything, unless they are to start `anew`, as a user's do."""
+    if command is None and not anew and fork_server() is not None:
+        return forked.start(TRAIN, list(words), home, environment(**more), timeout)
     command = [sys.executable] if command is None else command
     return run_patiently(
         [*command, str(TRAIN), *words], timeout, cwd=home, env=environment(**more), stdin=subprocess.DEVNULL

@@ -14,7 +14,7 @@ MODULES = [
     "torch.distributed.algorithms.ddp_comm_hooks", "torch.profiler", "torch.utils.cpp_extension",
     "deepspeed.ops.op_builder.all_ops", "deepspeed.runtime.zero.muon.muon_optimizer",
     "recipes.image_classification.data", "recipes.language_modeling.module", "recipes.language_modeling.data",
-    "tests.harness.cells",
+    "shardwise.cli", "shardwise.launch.worker", "shardwise.rank", "tests.harness.cells", "tests.harness.forked",
 ]  # fmt: skip
 
 # Python 3.11 does not give its fork server the path of the process that starts it: an installed shardwise, which may

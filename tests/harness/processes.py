@@ -52,14 +52,18 @@ def spawn(ranks: int, function: Callable[..., Any], *arguments: Any, timeout_sec
         return [pickle.loads((Path(folder) / f"{rank}.pkl").read_bytes()) for rank in range(ranks)]
 
 
-def _context() -> Any:
+def fork_server() -> Any:
     """Ranks are forks of one process that has imported everything and done nothing: half of a short run is imports.
-    Where there are GPUs, which a fork must not share, each rank starts anew."""
+    None where there are GPUs, which a fork must not share."""
     if Path("/dev/nvidiactl").exists():
-        return multiprocessing.get_context("spawn")
+        return None
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.harness.preload"])
     return context
+
+
+def _context() -> Any:
+    return fork_server() or multiprocessing.get_context("spawn")
 
 
 def _rank(rank: int, ranks: int, port: int, folder: str, function: Callable[..., Any], arguments: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.config.compose import compose
+from tests.harness.commands import environment, run
 from tests.harness.patience import run_patiently
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,11 +68,14 @@ def test_the_examples_of_own_data_train(tmp_path: Path) -> None:
     lines = [line for block in blocks(page) for line in block.splitlines() if line.startswith("python ")]
     ours = [line for line in lines if "/data/" not in line]
     assert len(ours) == 4, ours
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}/src:{tmp_path}", "OMP_NUM_THREADS": "1"}
+    path = f"{ROOT}/src:{tmp_path}"
     for line in ours:
         words = shlex.split(line.replace("/path/to/shardwise", str(ROOT)))
         small = ["accelerator=cpu", "model.dim=32", "model.n_layers=1", "module.sample_tokens=0"]
-        more = small[: 1 if "recipe=custom" in line else 4] if "train.py" in line else []
-        done = run_patiently([sys.executable, *words[1:], *more], 120, cwd=tmp_path, env=env)
+        more = small[: 1 if "recipe=custom" in line else 4]
+        if words[1] == str(ROOT / "train.py"):
+            done = run(tmp_path, *words[2:], *more, PYTHONPATH=path)
+        else:
+            done = run_patiently([sys.executable, *words[1:]], 120, cwd=tmp_path, env=environment(PYTHONPATH=path))
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     assert (tmp_path / "tokens/index.json").is_file() and len(list((tmp_path / "runs").iterdir())) == 3
