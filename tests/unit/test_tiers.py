@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from shardwise.config.schema import StrategyName
-from tests import quick
-from tests.harness.patience import run_patiently
+from tests import conftest, quick
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
@@ -35,18 +36,25 @@ def test_the_list_names_tests_that_there_are() -> None:
         assert not test or test.partition("[")[0] in functions(file), one
 
 
-def collected(*words: str) -> list[str]:
-    done = run_patiently(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *words], 60, cwd=ROOT,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    return [line for line in done.stdout.splitlines() if "::" in line]
+def selected(tier: str | None, argument: str, tests: list[str]) -> list[str]:
+    """What tests/conftest.py leaves of these tests, with `--tier` and an argument of pytest's."""
+    left_out: list[list[Any]] = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: left_out.append(items))
+    config: Any = SimpleNamespace(option=SimpleNamespace(tier=tier), args=[argument], hook=hook)
+    items: Any = [SimpleNamespace(nodeid=test) for test in tests]
+    conftest.pytest_collection_modifyitems(config, items)
+    assert sorted(item.nodeid for item in [*items, *(item for some in left_out for item in some)]) == sorted(tests)
+    return [item.nodeid for item in items]
 
 
-def test_the_two_tiers_are_all_tests_and_a_named_file_is_run_whole() -> None:
-    folder, file = quick.FOLDER, f"{quick.FOLDER}/test_leaving.py"
-    tiers = {tier: collected(f"--tier={tier}", folder) for tier in ("quick", "rest", "all")}
-    assert sorted(tiers["quick"] + tiers["rest"]) == sorted(tiers["all"])
-    assert collected(folder) == tiers["quick"] and len(tiers["quick"]) > 40
-    assert collected(file) == [test for test in tiers["all"] if test.startswith(file)]
+def test_a_folders_tests_are_those_of_a_tier_and_a_file_is_run_whole() -> None:
+    in_it, other = f"{quick.FOLDER}/test_streams.py::test_a[one]", f"{quick.FOLDER}/test_chaos.py::test_b"
+    tests = [in_it, other, "tests/unit/test_plan.py::test_c"]
+    assert selected(None, "tests", tests) == selected("quick", "tests", tests) == [in_it, tests[2]]
+    assert selected("rest", "tests", tests) == [other]
+    assert selected("all", "tests", tests) == selected(None, "tests/distributed/test_chaos.py", tests) == tests
+
+
+def test_a_line_of_the_list_that_names_no_test_ends_the_start() -> None:
+    with pytest.raises(pytest.UsageError, match=r"lists what is no test: tests/distributed/test_launch.py::"):
+        selected(None, "tests", [f"{quick.FOLDER}/test_launch.py::test_b"])
