@@ -59,7 +59,7 @@ def test_runs_in_forks_are_those_that_are_started_anew(tmp_path: Path) -> None:
     lines = [[line for line in one.stdout.splitlines() if "step" not in line] for one in done.values()]
     assert len(lines[0]) == len(lines[1]) > 10
     losses = [metrics(tmp_path / name / "runs/sweep-0", "train/loss") for name in done]
-    assert losses[0] == losses[1] and len(losses[0]) == 3
+    assert losses[0] == losses[1] and losses[0].keys() == {1, 3}
 
 
 def test_output_without_a_terminal_is_plain_lines(home: Path, two: subprocess.CompletedProcess[str]) -> None:
