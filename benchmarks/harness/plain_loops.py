@@ -142,7 +142,7 @@ def root_loss(plan: Plan, module: Any, device: torch.device) -> RootLoss:
 
 def cast_by_hand(plan: Plan, module: Any, device: torch.device) -> nn.Module:
     """bf16 copies of fp32 masters per layer, and DDP around the whole."""
-    Materializer(module, device, plan.seed).place(module)
+    Materializer(module, device, plan.seed).materialize(module)
     low, units = dtype_of(plan.precision.compute_dtype), [unit for _, unit in find_units(module).modules]
     for unit in units:
         compute_in(unit, low, owners(unit), cast_inputs=True)
@@ -156,10 +156,10 @@ def sharded_by_hand(plan: Plan, module: Any, device: torch.device) -> nn.Module:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     materializer = Materializer(module, device, plan.seed)
     for _, unit in find_units(module).modules:
-        materializer.place(unit)
+        materializer.materialize(unit)
         policy = mixed_precision_policy(plan.precision, is_root=False)
         fully_shard(unit, mesh=mesh, reshard_after_forward=plan.strategy.reshard_after_forward, mp_policy=policy)
-    materializer.place(module)
+    materializer.materialize(module)
     loss_of = root_loss(plan, module, device)
     fully_shard(loss_of, mesh=mesh, mp_policy=mixed_precision_policy(plan.precision, is_root=True))
     return loss_of
@@ -175,7 +175,7 @@ def image_step(
     a fused optimizer. It has no input, no norm of the gradients and nothing distributed."""
     set_matmul_mode(plan.precision)
     module = build_module(plan)
-    Materializer(module, device, plan.seed).place(module)
+    Materializer(module, device, plan.seed).materialize(module)
     model: Any = module.model
     if weights_channels_last:
         model = model.to(memory_format=torch.channels_last)

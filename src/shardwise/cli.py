@@ -13,8 +13,8 @@ from shardwise.launch.host import inspect_host
 from shardwise.launch.local import launch
 from shardwise.launch.slurm import read_array_member, read_task
 from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan.location import number_run
 from shardwise.plan.plan import headline
-from shardwise.plan.resolve import number_run
 from shardwise.process.console import outlive_console
 from shardwise.process.parent import die_with_parent
 from shardwise.process.report import report

@@ -42,7 +42,7 @@ from shardwise.plan import Plan
 from shardwise.run_dir.environment import describe_environment
 from shardwise.run_dir.files import keep_earlier, stage_file
 from shardwise.strategies import build_strategy
-from shardwise.strategies.common import strategy_of
+from shardwise.strategies.base import strategy_of
 from shardwise.weights.initialize import initializes_itself, parameters_on_meta
 
 
@@ -218,7 +218,7 @@ def explain_what_is_missing(trainer: Trainer) -> None:
     connector = trainer._checkpoint_connector
 
     def explained(original: Callable[..., None], *arguments: Any, **more: Any) -> None:
-        with strategy_of(trainer).restoring():
+        with strategy_of(trainer).state.restoring():
             original(*arguments, **more)
 
     for name in ("_restore_modules_and_callbacks", "restore_training_state"):

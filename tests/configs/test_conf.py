@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 from benchmarks.report import with_tables
 from shardwise.cli import make_run_plans
 from shardwise.config.bind import bind
-from shardwise.config.compose import CONF, compose, read_clusters
+from shardwise.config.compose import compose, read_clusters
 from shardwise.config.help import config_groups
+from shardwise.config.paths import CONF
 from shardwise.config.schema import (
     STRATEGY_CONFIGS,
     CheckpointConfig,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.config.compose import ROOT
+from shardwise.config.paths import ROOT
 from shardwise.errors import ConfigError
 from shardwise.run_dir.checkpoints import list_checkpoints
 from shardwise.trainer import build_module

@@ -67,7 +67,7 @@ class Look(Callback):
         return {name: getattr(self, name) for name in ("seen", "expected", "before", "after", "losses", "shards")}
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        average = trainer.strategy.average or {}
+        average = trainer.strategy.sharded.average or {}
         self.shards = {name: shard.clone() for name, shard in average.items()}
 
 

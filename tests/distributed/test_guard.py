@@ -107,7 +107,7 @@ class Look(Callback):
             "buffers": {name: buffer.clone() for name, buffer in trainer.lightning_module.named_buffers()},
             "samples": trainer.strategy.train_loader.consumed,
             "rate": trainer.strategy.learning_rate,
-            "average": {name: part.clone() for name, part in (trainer.strategy.average or {}).items()},
+            "average": {name: part.clone() for name, part in (trainer.strategy.sharded.average or {}).items()},
         }
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -55,7 +55,7 @@ class Look(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         tokens = torch.arange(32).view(2, 16)
-        self.average = getattr(trainer.strategy, "average", None)
+        self.average = trainer.strategy.sharded.average
         self.buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
         plan = trainer.strategy.plan
         if hasattr(pl_module, "model") and plan.strategy.name == "ddp" and not plan.precision.is_mixed:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from shardwise.config.compose import compose
 from shardwise.metrics.meter import SPENT, Meter, Sums, process_start
 from shardwise.plan import Host, Plan, make_plan
-from shardwise.step.record import Readback, Step, Tick
+from shardwise.step.record import Readback, StepRecord, Tick
 from tests.harness.cells import cell_plan, fit, masked_tokens
 from tests.harness.modules import samples
 from tests.harness.processes import spawn
@@ -116,14 +116,14 @@ def test_goodput_counts_what_survives_a_restart(folder: Path) -> None:
     assert sorted(rows) == [1, 2, 4] and 0 < rows[2] < rows[4], "step 3 was made twice and counts once"
 
 
-def step_of(seconds: float, waiting: float, fetching: float) -> Step:
+def step_of(seconds: float, waiting: float, fetching: float) -> StepRecord:
     ticks = [Tick(torch.device("cpu")) for _ in range(3)]
     for tick, at in zip(ticks, (0.0, waiting, seconds), strict=True):
         tick.seconds = at
     values = Readback(torch.zeros(4))
     values.there = ticks[2]
-    return Step(
-        number=1, start=0, learning_rate=0.0, loss_scale=None, passed_over=False, values=values,
+    return StepRecord(
+        number=1, start=0, learning_rate=0.0, loss_scale=None, step_skipped=False, values=values,
         own=(10, 10**12, 0), losses=[], gradients=[], begin=ticks[0], arrived=ticks[1], fetching_seconds=fetching,
     )  # fmt: skip
 

@@ -181,7 +181,7 @@ def watch(run_dir: Path, ranks: int, words: list[str]) -> dict[str, Any]:
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
             with torch._C.DisableTorchFunction():  # which is how ZeRO notices that a hook looks at a gradient
                 seen["gradient"] = {p.grad.dtype for p in module.parameters() if p.grad is not None}
-            seen["master"] = {p.dtype for p in trainer.strategy.master_shards().values()}
+            seen["master"] = {p.dtype for p in trainer.strategy.sharded.master_shards().values()}
             seen["buffer"] = {b.dtype for b in module.buffers()}
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -361,9 +361,9 @@ def grown(folder: Path, words: list[str]) -> dict[str, float]:
 
     with patch.object(saving, "publish", published):
         fit(plan)
-    from shardwise.strategies import common
+    from shardwise.strategies import sharded_state
 
-    restore = common.restore
+    restore = sharded_state.restore
 
     def restored(*args: Any, **kwargs: Any) -> None:
         with peak.watching("load"):
@@ -371,7 +371,7 @@ def grown(folder: Path, words: list[str]) -> dict[str, float]:
 
     [saved] = list_checkpoints(plan.run_dir)[-1:]
     again = plan_for(folder / "again", 2, 3, *wide, *words, f"resume={saved}")
-    with patch.object(common, "restore", restored), patch("shardwise.strategies.zero.restore", restored):
+    with patch.object(sharded_state, "restore", restored), patch("shardwise.strategies.zero.state.restore", restored):
         fit(again)
     return peak.grown
 

@@ -42,9 +42,11 @@ USED = {
     "callbacks/steps.py": "_dynamo _results",
     "checkpoint/chunks.py": "_utils",
     "checkpoint/metadata.py": "_MEM_FORMAT_ENCODING _StorageInfo _get_layout",
-    "checkpoint/plain.py": "_backward_hooks",
+    "checkpoint/pickles.py": "_backward_hooks",
     "checkpoint/state.py": "_buffers _non_persistent_buffers_set",
-    "data/loaders.py": "_get_iterator _iterator",
+    "checkpoint/train_state.py": "_callback_metrics _checkpoint_connector _logger_connector",
+    "data/user_loader.py": "_get_iterator _iterator",
+    "distributed/mesh.py": "_set_pg_timeout",
     "distributed/process_group.py": "_C _distributed_c10d",
     "launch/local.py": "_C _distributed_c10d",
     "launch/worker.py": "_exit _run_exitfuncs _shutdown",
@@ -77,27 +79,30 @@ USED = {
     "preflight/run.py": "_C _distributed_c10d _exit",
     "process/scratch.py": "_config",
     "process/watchdog.py": "_C _current_frames _distributed_c10d _dump_nccl_trace _dump_nccl_trace_json _exit",
+    "step/buffers.py": "_foreach_copy_",
     "step/precision_plugin.py": (
         "_after_closure _amp_foreach_non_finite_check_and_unscale_ _clip_gradients _foreach_clamp_max_ "
-        "_foreach_clamp_min_ _foreach_mul_ _foreach_norm _opt_called _optimizer _per_optimizer_states "
-        "_step_supports_amp_scaling _unscale_grads_"
+        "_foreach_clamp_min_ _foreach_mul_ _foreach_norm _growth_tracker _opt_called _optimizer _per_optimizer_states "
+        "_unscale_grads_"
     ),
-    "strategies/common.py": (
-        "_callback_metrics _checkpoint_connector _foreach_copy_ _forward_redirection _growth_tracker _logger_connector"
-    ),
+    "step/verdict.py": "_amp_foreach_non_finite_check_and_unscale_ _step_supports_amp_scaling",
+    "strategies/base.py": "_forward_redirection",
     "strategies/ddp.py": "_compute_bucket_assignment_by_size _ddp_kwargs _setup_model",
     "strategies/fsdp.py": (
         "_device_mesh _fsdp_param _fsdp_param_group _fully_shard _get_fsdp_state _lazy_init _local_tensor "
-        "_module_info _parameters _set_pg_timeout _setup_distributed _unsharded_param"
+        "_module_info _parameters _setup_distributed _unsharded_param"
     ),
     "strategies/whole_weights.py": (
         "_fsdp_common _fsdp_param_group _fsdp_param_groups _fully_shard _get_fsdp_state _is_view _pre_backward "
         "_root_post_backward_final_callback _state_ctx _training_state"
     ),
-    "strategies/zero.py": (
-        "_after_closure _broadcast_model _clip_gradients _foreach_norm _get_fp32_opt_state_partition _hp_mapping "
-        "_init_optimizers_and_lr_schedulers _pytree _reassign_or_swap_out_partitioned_parameters"
+    "strategies/zero/internals.py": "_broadcast_model",
+    "strategies/zero/precision.py": "_after_closure _clip_gradients",
+    "strategies/zero/state.py": (
+        "_get_fp32_opt_state_partition _hp_mapping _reassign_or_swap_out_partitioned_parameters"
     ),
+    "strategies/zero/strategy.py": "_foreach_norm _init_optimizers_and_lr_schedulers",
+    "strategies/zero/unused_parameters.py": "_pytree",
     "trainer.py": (
         "_broadcast_sigterm_tensor _checkpoint_connector _data_connector _log_hyperparams _prepare_dataloader "
         "_restore_modules_and_callbacks _signal_connector"

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwise.checkpoint import dcp as tensors
 from shardwise.checkpoint import files, pinned_memory
-from shardwise.checkpoint.chunks import Box, Spread, range_of, whole
+from shardwise.checkpoint.chunks import Chunk, ChunkedTensor, range_of, whole
 from shardwise.checkpoint.dcp import RankError, TensorWriter, _Saving, read_tensors
 from shardwise.checkpoint.metadata import read_metadata
 from shardwise.checkpoint.plain import Packed
@@ -41,11 +41,11 @@ from tests.harness.processes import spawn
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
 
-def put(boxes: list[Box], into: Tensor) -> None:
-    for box in boxes:
-        place = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.values.shape, strict=True))
-        assert (into[place] == -1).all(), "boxes overlap"
-        into[place] = box.values
+def put(chunks: list[Chunk], into: Tensor) -> None:
+    for chunk in chunks:
+        place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.values.shape, strict=True))
+        assert (into[place] == -1).all(), "chunks overlap"
+        into[place] = chunk.values
 
 
 @given(SHAPES, st.data())
@@ -53,18 +53,18 @@ def test_a_range_is_cut_into_few_boxes(shape: list[int], data: st.DataObject) ->
     values = torch.arange(torch.Size(shape).numel())
     start = data.draw(st.integers(0, len(values)))
     end = data.draw(st.integers(start, len(values)))
-    boxes = range_of(tuple(shape), start, values[start:end])
+    chunks = range_of(tuple(shape), start, values[start:end])
     found = torch.full(shape, -1)
-    put(boxes, found)
+    put(chunks, found)
     expected = torch.full_like(values, -1)
     expected[start:end] = values[start:end]
-    assert torch.equal(found.view(-1), expected) and len(boxes) <= 2 * len(shape) - 1
+    assert torch.equal(found.view(-1), expected) and len(chunks) <= 2 * len(shape) - 1
 
 
-def parts(tensor: Tensor, *cuts: int) -> Spread:
+def parts(tensor: Tensor, *cuts: int) -> ChunkedTensor:
     shape, flat = tuple(tensor.shape), tensor.view(-1)
     ends = zip((0, *cuts), (*cuts, flat.numel()), strict=True)
-    return Spread(shape, [box for start, end in ends for box in range_of(shape, start, flat[start:end])])
+    return ChunkedTensor(shape, [chunk for start, end in ends for chunk in range_of(shape, start, flat[start:end])])
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -97,7 +97,7 @@ def test_who_writes_what_is_worked_out_once(tmp_path: Path, monkeypatch: pytest.
         writer.write(tmp_path / name, tensors)
         into = {key: whole(torch.zeros(3, width)) for key in "abc"}
         read_tensors(tmp_path / name, into, None)
-        assert all(torch.equal(into[key].boxes[0].values, tensors[key].boxes[0].values) for key in "abc")
+        assert all(torch.equal(into[key].chunks[0].values, tensors[key].chunks[0].values) for key in "abc")
 
     monkeypatch.setattr("shardwise.checkpoint.dcp.io_threads", lambda: 2)
     write("first", 1.0)
@@ -210,15 +210,15 @@ def test_pinned_memory_is_cut_into_parts_that_do_not_meet(monkeypatch: pytest.Mo
 
 
 def of_two_ranks(folder: Path) -> int:
-    """In each rank: the second holds other boxes than before, the first does not."""
+    """In each rank: the second holds other chunks than before, the first does not."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     writer = TensorWriter(dist.new_group(backend="gloo"))
     for number, cuts in enumerate(((3, 6), (3, 6), (3, 4, 6))):
         values = torch.full((6,), float(number))
         ranges = [(0, 3)] if rank == 0 else list(pairwise(cuts))
-        boxes = [box for start, end in ranges for box in range_of((6,), start, values[start:end])]
-        tensors = {"a": Spread((6,), boxes)}
+        chunks = [chunk for start, end in ranges for chunk in range_of((6,), start, values[start:end])]
+        tensors = {"a": ChunkedTensor((6,), chunks)}
         writer.write(folder / f"{number}", tensors)
         dist.barrier()
     into = torch.full((6,), -1.0)

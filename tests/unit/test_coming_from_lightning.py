@@ -18,8 +18,9 @@ from torch import nn
 
 from benchmarks.report import with_tables
 from shardwise.config.coming_from_lightning import ROWS, Kind, Row
-from shardwise.config.compose import CONF, compose
+from shardwise.config.compose import compose
 from shardwise.config.help import config_groups
+from shardwise.config.paths import CONF
 from shardwise.config.schema import PrecisionName, RunConfig
 from shardwise.config.translate import translate
 from shardwise.errors import ConfigError

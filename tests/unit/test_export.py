@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 
 from recipes.language_modeling.model import Transformer
 from recipes.language_modeling.module import LanguageModel
-from shardwise.checkpoint.chunks import Spread, range_of
+from shardwise.checkpoint.chunks import ChunkedTensor, range_of
 from shardwise.checkpoint.dcp import TensorWriter
 from shardwise.checkpoint.plain import Packed
 from shardwise.checkpoint.publish import Snapshot, publish
@@ -65,10 +65,10 @@ def language_model(**more: Any) -> tuple[LanguageModel, dict[str, Any]]:
 def save(run: Path, module: LightningModule, node: dict[str, Any], step: int = 3, average: bool = False) -> Path:
     """A checkpoint as a rank would write it, every tensor in two parts."""
 
-    def parts(tensor: Tensor) -> Spread:
+    def parts(tensor: Tensor) -> ChunkedTensor:
         shape, flat = tuple(tensor.shape), tensor.detach().reshape(-1)
         cut = flat.numel() // 3
-        return Spread(shape, [*range_of(shape, 0, flat[:cut]), *range_of(shape, cut, flat[cut:])])
+        return ChunkedTensor(shape, [*range_of(shape, 0, flat[:cut]), *range_of(shape, cut, flat[cut:])])
 
     tensors = {f"model.{name}": parts(tensor) for name, tensor in module.named_parameters()}
     tensors |= {f"model.{name}": parts(tensor) for name, tensor in persistent_buffers(module)}

@@ -72,7 +72,7 @@ def from_yaml(name: str) -> ResNet | VisionTransformer:
 
 
 def filled(module: ImageClassifier, seed: int = 0) -> ImageClassifier:
-    Materializer(module, torch.device("cpu"), seed).place(module)
+    Materializer(module, torch.device("cpu"), seed).materialize(module)
     return module
 
 

@@ -18,7 +18,8 @@ from torch.utils.data import (
 )
 
 from shardwise.config.compose import compose
-from shardwise.data.loaders import EvaluationLoader, TrainLoader
+from shardwise.data.evaluation import EvaluationLoader
+from shardwise.data.loaders import TrainLoader
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.plan.topology import make_topology
@@ -73,13 +74,13 @@ def test_scales_weigh_each_micro_batch_of_a_window() -> None:
     train = TrainLoader(loader(6), plan(), 0, CPU, lambda batch: weights[int(batch[0])])
     scales = []
     for _ in train:
-        scale = train.scales.popleft()
+        scale = train.next_scale()
         assert scale is not None
         scales.append(float(scale))
     assert scales == pytest.approx([3 * 1 / 6, 3 * 5 / 6, 0])
     assert train.window_weight == 6
     nothing = TrainLoader(loader(6), plan(), 0, CPU, lambda batch: 0)
-    assert [float(nothing.scales.popleft()) for _ in nothing] == [0, 0, 0]  # type: ignore[arg-type]
+    assert [float(nothing.next_scale()) for _ in nothing] == [0, 0, 0]  # type: ignore[arg-type]
 
 
 def test_every_rank_gets_equally_many_evaluation_batches() -> None:
@@ -88,7 +89,7 @@ def test_every_rank_gets_equally_many_evaluation_batches() -> None:
         counts = set()
         for rank in range(3):
             paddings: deque[bool] = deque()
-            evaluation = EvaluationLoader(loader(samples), plan(ranks=3, micro=2), rank, paddings)
+            evaluation = EvaluationLoader(loader(samples), plan(ranks=3, micro=2), rank, paddings.append)
             batches = list(evaluation)
             counts.add(len(batches))
             assert len(batches) == len(evaluation) == len(paddings)
@@ -102,7 +103,7 @@ def test_a_limit_counts_batches_of_all_ranks(ranks: int) -> None:
     seen: list[int] = []
     for rank in range(ranks):
         paddings: deque[bool] = deque()
-        batches = list(EvaluationLoader(loader(9), plan(ranks=ranks, micro=2), rank, paddings, limit=3))
+        batches = list(EvaluationLoader(loader(9), plan(ranks=ranks, micro=2), rank, paddings.append, limit=3))
         seen += [int(x) for b, padding in zip(batches, paddings, strict=True) if not padding for x in b]
     assert sorted(seen) == list(range(6))
 
@@ -225,7 +226,7 @@ class Doubling(DataLoader[Any]):
 def test_a_loader_of_a_class_of_its_own_stays_one() -> None:
     train = TrainLoader(Doubling(24, batch_size=2, shuffle=False), plan(ranks=2), 1, CPU, None)
     assert torch.cat(list(train)).tolist() == [2 * i for i in (2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23)]
-    evaluation = EvaluationLoader(Doubling(7, batch_size=2), plan(ranks=2), 1, deque())
+    evaluation = EvaluationLoader(Doubling(7, batch_size=2), plan(ranks=2), 1, deque().append)
     assert torch.cat(list(evaluation)).tolist() == [4, 6, 12]
     assert len(train.dataset) == 24 and evaluation.batch_size == 2, "what a module reads of its loader"
     with pytest.raises(AttributeError, match="no_such"):
@@ -235,7 +236,7 @@ def test_a_loader_of_a_class_of_its_own_stays_one() -> None:
 def test_a_padding_batch_is_as_large_as_a_full_one() -> None:
     for samples, sizes in ((9, [4, 4]), (5, [4, 4]), (3, [3, 3])):
         paddings: deque[bool] = deque()
-        batches = list(EvaluationLoader(loader(samples, batch_size=4), plan(ranks=2), 1, paddings))
+        batches = list(EvaluationLoader(loader(samples, batch_size=4), plan(ranks=2), 1, paddings.append))
         assert [len(batch) for batch, padding in zip(batches, paddings, strict=True) if padding] == sizes[1:] * (
             samples != 5
         )
@@ -247,7 +248,7 @@ def test_evaluation_keeps_to_the_loaders_own_sampler() -> None:
         found = []
         for rank in range(ranks):
             paddings: deque[bool] = deque()
-            for batch in (evaluation := EvaluationLoader(given, plan(ranks=ranks), rank, paddings)):
+            for batch in (evaluation := EvaluationLoader(given, plan(ranks=ranks), rank, paddings.append)):
                 if not paddings[-1]:
                     found += batch.tolist()
             assert len(evaluation) == len(paddings)
@@ -318,7 +319,7 @@ def test_a_stream_goes_on_where_it_was(name: str) -> None:
 def test_a_stream_is_read_on_one_rank() -> None:
     train = TrainLoader(DataLoader(Stream(), batch_size=2), plan(), 0, CPU, None)
     assert torch.cat(list(train)).tolist() == list(range(6)), "whole windows only"
-    limited = EvaluationLoader(DataLoader(Stream(), batch_size=2), plan(), 0, deque(), limit=2)
+    limited = EvaluationLoader(DataLoader(Stream(), batch_size=2), plan(), 0, deque().append, limit=2)
     assert torch.cat(list(limited)).tolist() == list(range(4))
 
 

@@ -25,7 +25,8 @@ from hypothesis.extra import numpy as numpy_st
 from torch import nn
 
 from shardwise.checkpoint import plain
-from shardwise.checkpoint.plain import KIND, NotPlainError, Packed, decode, encode, pack, unpack, write_down
+from shardwise.checkpoint.encoding import KIND, NotPlainError, decode, encode
+from shardwise.checkpoint.plain import Packed, pack, unpack, write_down
 
 
 class Color(enum.Enum):

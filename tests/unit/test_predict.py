@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
 from shardwise.callbacks.predict import _plain, rows_of
-from shardwise.data.loaders import EvaluationLoader
+from shardwise.data.evaluation import EvaluationLoader
 from tests.unit.test_loaders import loader, plan
 
 X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -30,7 +30,7 @@ X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     ],
 )
 def test_outputs_are_cut_along_the_batch(outputs: Any, predictions: list[Any]) -> None:
-    evaluation = EvaluationLoader(loader(5), plan(ranks=2), 1, deque())
+    evaluation = EvaluationLoader(loader(5), plan(ranks=2), 1, deque().append)
     assert read(rows_of(outputs, X, evaluation, 0)) == [
         {"sample": sample, "prediction": prediction} for sample, prediction in zip((2, 3), predictions, strict=True)
     ]
@@ -38,7 +38,7 @@ def test_outputs_are_cut_along_the_batch(outputs: Any, predictions: list[Any]) -
 
 @pytest.mark.parametrize("outputs", [torch.ones(3), torch.tensor(1.0), {"scores": X, "temperature": 0.5}, "text", {}])
 def test_what_has_no_part_for_each_sample_is_one_row(outputs: Any) -> None:
-    evaluation = EvaluationLoader(loader(9, sampler=SubsetRandomSampler([8, 8])), plan(), 0, deque())
+    evaluation = EvaluationLoader(loader(9, sampler=SubsetRandomSampler([8, 8])), plan(), 0, deque().append)
     (row,) = rows_of(outputs, X, evaluation, 0)
     assert row == {"samples": [8, 8], "prediction": outputs}
 
@@ -48,7 +48,7 @@ def test_rows_of_a_stream_name_batch_and_row() -> None:
         def __iter__(self) -> Any:
             return iter(range(10))
 
-    evaluation = EvaluationLoader(DataLoader(Stream(), batch_size=2), plan(ranks=2), 1, deque())
+    evaluation = EvaluationLoader(DataLoader(Stream(), batch_size=2), plan(ranks=2), 1, deque().append)
     rows = read(rows_of(X, {"text": ["a", "b"], "x": X}, evaluation, 3))
     assert rows == [{"batch": 7, "row": 0, "prediction": [1, 2]}, {"batch": 7, "row": 1, "prediction": [3, 4]}]
     assert read(rows_of("all", X, evaluation, 0)) == [{"batch": 1, "prediction": "all"}]

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from shardwise.plan import Plan
-from shardwise.strategies.common import strategy_of
+from shardwise.strategies.base import strategy_of
 
 
 class WeightAverage(Callback):
@@ -26,8 +26,7 @@ class WeightAverage(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = strategy_of(trainer)
-        if strategy.average is None:
-            strategy.average = {name: shard.clone() for name, shard in strategy.master_shards().items()}
+        strategy.sharded.begin_average()
         self._step = trainer.global_step
 
     def on_train_batch_end(
@@ -39,29 +38,30 @@ class WeightAverage(Callback):
         strategy = strategy_of(trainer)
         if not pl_module.automatic_optimization and not strategy.stepped:
             return
-        masters = strategy.master_shards()
-        assert strategy.average is not None
+        sharded, skipped = strategy.sharded, strategy.verdict.step_skipped
+        masters = sharded.master_shards()
+        assert sharded.average is not None
         if masters:  # a rank may hold nothing of a small model
-            averages = [strategy.average[name] for name in masters]
-            passed_over = strategy.planned_precision.passed_over
-            if isinstance(passed_over, Tensor):  # only the device knows yet
+            averages = [sharded.average[name] for name in masters]
+            if isinstance(skipped, Tensor):  # only the device knows yet
                 moves = torch._foreach_sub(list(masters.values()), averages)
-                torch._foreach_mul_(moves, (1 - self.decay) * (1 - passed_over))
+                torch._foreach_mul_(moves, (1 - self.decay) * (1 - skipped))
                 torch._foreach_add_(averages, moves)
-            elif not passed_over:
+            elif not skipped:
                 torch._foreach_lerp_(averages, list(masters.values()), 1 - self.decay)
 
     def _swap(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Exchange weights and average, in place."""
         strategy = strategy_of(trainer)
-        if strategy.average is None:
+        average = strategy.sharded.average
+        if average is None:
             return
-        strategy.planned_precision.let_copies_end()
-        for name, shard in strategy.master_shards().items():
-            held = shard.clone()
-            shard.copy_(strategy.average[name])
-            strategy.average[name].copy_(held)
-        strategy.masters_changed()
+        strategy.planned_precision.wait_for_checkpoint_copy()
+        for name, shard in strategy.sharded.master_shards().items():
+            weights = shard.clone()
+            shard.copy_(average[name])
+            average[name].copy_(weights)
+        strategy.sharded.refresh_low_precision_copies()
 
     on_validation_start = on_test_start = on_predict_start = _swap
     on_validation_end = on_test_end = on_predict_end = _swap

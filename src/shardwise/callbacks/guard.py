@@ -1,6 +1,6 @@
 """Watches every step: a loss or gradient that is not finite, and a loss that leaps. See docs/guard.md.
 
-The device has the verdict in time and leaves the weights as they are (`PlannedPrecision._judge`); the host reads it
+The device has the verdict in time and leaves the weights as they are (`step/verdict.py`); the host reads it
 `LAG` steps later, at the same step on every rank, and acts.
 """
 
@@ -20,10 +20,10 @@ from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog
 from shardwise.errors import NonFiniteError, count
 from shardwise.plan import Plan
-from shardwise.process.signals import to_leave, to_save
-from shardwise.step.record import LAG, Step
+from shardwise.process.signals import asked, to_leave, to_save
+from shardwise.step.record import LAG, StepRecord
 from shardwise.step.spikes import SPIKE_MINIMUM, SPIKE_WINDOW, robust_z_of
-from shardwise.strategies.common import PlannedStrategy, strategy_of
+from shardwise.strategies.base import PlannedStrategy, strategy_of
 
 _SCALER_SKIPS = 32  # in a row: the loss scale has been halved from 65536 to 2**-16, and is not what is wrong
 
@@ -42,7 +42,7 @@ class Guard(Callback):
 
     def __init__(self, plan: Plan, rows: StepLog, saving: Saving) -> None:
         self.plan, self.rows, self.saving = plan, rows, saving
-        self.unread: deque[Step] = deque()
+        self.unread: deque[StepRecord] = deque()
         self.before: deque[float] = deque(maxlen=SPIKE_WINDOW)  # losses
         self.in_a_row = 0
         self.scaler_skips = 0  # in a row
@@ -52,7 +52,7 @@ class Guard(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.schedules.append((trainer.global_step, _schedules(trainer)))
-        strategy_of(trainer).restart_clock()
+        strategy_of(trainer).recorder.restart_clock()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -60,15 +60,15 @@ class Guard(Callback):
         if (batch_idx + 1) % self.plan.accumulate_grad_batches:
             return
         strategy = strategy_of(trainer)
-        if strategy.planned_precision.skipped:  # no step
+        if strategy.verdict.skipped_by_scaler:  # no step
             self._count_scaler_skip(trainer, strategy)
             return
         self.scaler_skips = 0
-        step = strategy.finish_step(trainer.global_step)
+        step = strategy.finish_step(trainer.global_step, asked.take())
         self.rows.collect(trainer, step.number)
         self.unread.append(step)
         self.schedules.append((step.number, _schedules(trainer)))
-        known = step.passed_over or self._must_know(trainer, step.number)
+        known = step.step_skipped or self._must_know(trainer, step.number)
         while len(self.unread) > LAG:
             self._read(trainer, self.unread.popleft())
         if known:
@@ -104,21 +104,21 @@ class Guard(Callback):
                 f"optimizer.lr"
             )
 
-    def _read(self, trainer: Trainer, step: Step) -> None:
-        loss, norm, passed_over, spiked, *of_ranks = step.values.read()
+    def _read(self, trainer: Trainer, step: StepRecord) -> None:
+        loss, norm, skipped, on_purpose, *of_ranks = step.values.read()
         total, weight, flops, wishes = of_ranks or (loss, *step.own)
         loss = total / dist.get_world_size()
         self.leave, self.save = self.leave or to_leave(wishes), self.save or to_save(wishes)
-        if step.passed_over is not None:
-            passed_over = step.passed_over
+        if step.step_skipped is not None:
+            skipped = step.step_skipped
         guard = self.plan.guard
-        if passed_over and step.start in guard.pass_over:
+        if skipped and step.start in guard.pass_over:
             self.in_a_row += 1  # as the device counts
             self._say(trainer, f"step {step.number}: its window is passed over")
-        elif passed_over:
+        elif skipped:
             self.in_a_row += 1
-            kind = "spike" if spiked else "non-finite loss" if not math.isfinite(loss) else "non-finite gradient"
-            stops = (guard.on_nonfinite == "stop" and not spiked) or self.in_a_row > guard.max_in_a_row
+            kind = "spike" if on_purpose else "non-finite loss" if not math.isfinite(loss) else "non-finite gradient"
+            stops = (guard.on_nonfinite == "stop" and not on_purpose) or self.in_a_row > guard.max_in_a_row
             self._pass_over(trainer, step, kind, {"loss": loss, "gradient_norm": norm}, stops=stops)
         elif not math.isfinite(loss):
             self._stop_by_hand(trainer, step, loss)
@@ -128,7 +128,7 @@ class Guard(Callback):
         self.before.append(loss)
         self.rows.take(trainer, step, loss, norm, weight, flops)
 
-    def _look_for_spike(self, trainer: Trainer, step: Step, loss: float) -> None:
+    def _look_for_spike(self, trainer: Trainer, step: StepRecord, loss: float) -> None:
         guard = self.plan.guard
         action: str = guard.on_spike
         if not trainer.lightning_module.automatic_optimization and action != "ignore":
@@ -155,7 +155,9 @@ class Guard(Callback):
         self._say(trainer, f"{said} {len(self.before)}: back to the last checkpoint, without its window")
         raise RollBack(step.start)
 
-    def _pass_over(self, trainer: Trainer, step: Step, kind: str, numbers: dict[str, float], *, stops: bool) -> None:
+    def _pass_over(
+        self, trainer: Trainer, step: StepRecord, kind: str, numbers: dict[str, float], *, stops: bool
+    ) -> None:
         ranks = self._diagnose(trainer, step)
         self._note(trainer, step, kind, "stop" if stops else "skip", {**numbers, "ranks": ranks})
         said = f"step {step.number}: {_in_words(kind, ranks, numbers['loss'])}"
@@ -173,7 +175,7 @@ class Guard(Callback):
             f"{more}; a smaller optimizer.lr, gradient_clip_val= or precision=bf16 may avoid them"
         )
 
-    def _stop_by_hand(self, trainer: Trainer, step: Step, loss: float) -> None:
+    def _stop_by_hand(self, trainer: Trainer, step: StepRecord, loss: float) -> None:
         """A module that optimizes by hand has returned a loss that is not finite, and has stepped on it, perhaps."""
         stops = self.plan.guard.on_nonfinite == "stop"
         said = f"step {step.number}: the loss that training_step returned is {loss}"
@@ -208,7 +210,7 @@ class Guard(Callback):
         self.saving.settle(trainer, last=True)
         return f"The state before it is checkpoints/step-{good:08d}.ckpt."
 
-    def _diagnose(self, trainer: Trainer, step: Step) -> list[dict[str, Any]]:
+    def _diagnose(self, trainer: Trainer, step: StepRecord) -> list[dict[str, Any]]:
         """Per rank: each micro-batch's share of the loss and its samples, and the parameters whose gradient is not
         finite. On rank 0; collective."""
         strategy = strategy_of(trainer)
@@ -226,7 +228,7 @@ class Guard(Callback):
             dist.all_gather_object(ranks, own)
         return ranks
 
-    def _note(self, trainer: Trainer, step: Step, kind: str, action: str, found: dict[str, Any]) -> None:
+    def _note(self, trainer: Trainer, step: StepRecord, kind: str, action: str, found: dict[str, Any]) -> None:
         if trainer.is_global_zero:
             with (Path(self.plan.run_dir) / "guard.jsonl").open("a") as file:
                 row = {"time": time.time(), "step": step.number, "what": kind, "action": action,

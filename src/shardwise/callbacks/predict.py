@@ -16,9 +16,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from tqdm import tqdm
 
-from shardwise.data.loaders import EvaluationLoader
+from shardwise.data.evaluation import EvaluationLoader
 from shardwise.plan import Plan
-from shardwise.strategies.common import strategy_of
+from shardwise.strategies.base import strategy_of
 
 _SECONDS_BETWEEN_LINES = 10
 
@@ -55,7 +55,7 @@ class Predictions(Callback):
         ranks: list[Any] = [text] * dist.get_world_size()
         if len(ranks) > 1:  # every rank has equally many batches
             here = ranks if trainer.is_global_zero else None
-            dist.gather_object(text, here, group=strategy_of(trainer)._file_group())
+            dist.gather_object(text, here, group=strategy_of(trainer).file_group())
         if self._file is not None and self._progress is not None:
             self._file.writelines(ranks)
             self.rows += sum(text.count("\n") for text in ranks)

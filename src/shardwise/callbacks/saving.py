@@ -24,7 +24,7 @@ from shardwise.process.watchdog import progress
 from shardwise.run_dir.checkpoints import damage, list_checkpoints, step_of
 from shardwise.run_dir.files import checkpoint_path
 from shardwise.run_dir.job_folder import note
-from shardwise.strategies.common import strategy_of
+from shardwise.strategies.base import strategy_of
 
 
 class Saving(Callback):
@@ -66,7 +66,7 @@ class Saving(Callback):
             for left in self.folder.glob("*.partial"):
                 _remove(left)
         if self.plan.resume is not None:
-            strategy_of(trainer).take_up_logged()
+            strategy_of(trainer).state.take_up_logged()
             strategy_of(trainer).before_training = partial(self._finish_step, trainer)
 
     def _finish_step(self, trainer: Trainer) -> None:
@@ -108,8 +108,8 @@ class Saving(Callback):
         if trainer.is_global_zero and self.writer is not None and (ended := self.writer.ended) and ended.error:
             self._tell(trainer, ended, self.failures + 1)
         ends_window = (batch_idx + 1) % self.plan.accumulate_grad_batches == 0
-        if ends_window and not strategy_of(trainer).rehearsed:
-            strategy_of(trainer).rehearse_saving(last=True)
+        if ends_window and not strategy_of(trainer).state.rehearsed:
+            strategy_of(trainer).state.rehearse(last=True)
         self.before_validation = None
         validates = ends_window and self._is_due(trainer)
         # At the end validation comes first: a run that is resumed there would have nothing left to do.
@@ -117,7 +117,7 @@ class Saving(Callback):
         if now and 0 < step != self.saved_step:  # saved: since, all were skipped
             self.save_step(trainer)
         if validates:
-            self.before_validation = strategy_of(trainer).dump(), strategy_of(trainer).own_state()
+            self.before_validation = strategy_of(trainer).state.dump(), strategy_of(trainer).state.own_state()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit":
@@ -248,13 +248,13 @@ class Saving(Callback):
         if step is not None:
             self.saved_step = step
         if self.before_validation is not None and trainer.validating:
-            snapshot = strategy.snapshot(*self.before_validation)
+            snapshot = strategy.state.snapshot(*self.before_validation)
         else:
-            snapshot = strategy.snapshot(strategy.dump())
-        strategy.planned_precision.copied = self.writer.save(path, snapshot, published)
+            snapshot = strategy.state.snapshot(strategy.state.dump())
+        strategy.planned_precision.begin_checkpoint_copy(self.writer.save(path, snapshot, published))
         if not self.plan.checkpoint.asynchronous:
             self.settle(trainer)
-        strategy.restart_clock()
+        strategy.recorder.restart_clock()
 
     def settle(self, trainer: Trainer, *, last: bool = False) -> None:
         """Wait for the save before, and say whether it failed: the same on all ranks, where they all are."""

@@ -19,8 +19,8 @@ from shardwise.lightning_internals.results import step_logging, step_results
 from shardwise.metrics.csv_logger import CsvLogger
 from shardwise.metrics.meter import SPENT, Meter, Sums, memory_gib
 from shardwise.plan import Plan
-from shardwise.step.record import LAG, Readback, Step
-from shardwise.strategies.common import strategy_of
+from shardwise.step.record import LAG, Readback, StepRecord
+from shardwise.strategies.base import strategy_of
 
 LOSS, OTHER_LOSS = "train/loss", "train/global_batch_loss"
 _HANDFUL = 5  # compilations after the first step that pass without a word
@@ -102,7 +102,7 @@ class StepLog(Callback):
                 )
         self._evaluated = False
 
-    def take(self, trainer: Trainer, step: Step, loss: float, norm: float, weight: float, flops: float) -> None:
+    def take(self, trainer: Trainer, step: StepRecord, loss: float, norm: float, weight: float, flops: float) -> None:
         """The next step's numbers; loss weight and FLOPs are those of all ranks. Collective."""
         self.meter.add(step, weight, flops)
         while self._rows and self._rows[0][0] <= step.number - LAG:
@@ -223,7 +223,7 @@ class StepLog(Callback):
         if trainer.state.fn != "fit":
             return
         self._evaluated = True
-        strategy_of(trainer).restart_clock()
+        strategy_of(trainer).recorder.restart_clock()
         # Of this validation alone: trainer.callback_metrics also has what training logged in the epoch before
         measured = _scalars(trainer.fit_loop.epoch_loop.val_loop._results.metrics(on_step=False)["callback"])
         if trainer.is_global_zero and measured:

@@ -16,36 +16,36 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 @dataclass(frozen=True)
-class Box:
-    """`values` stand at `offsets` of the whole; their shape is the box's."""
+class Chunk:
+    """`values` stand at `offsets` of the whole; their shape is the chunk's."""
 
     offsets: tuple[int, ...]
     values: Tensor
 
     @property
-    def chunk(self) -> ChunkStorageMetadata:
+    def bounds(self) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=self.values.shape)
 
 
 @dataclass(frozen=True)
-class Spread:
-    """A tensor of `shape` of which this rank holds some boxes, or none."""
+class ChunkedTensor:
+    """A tensor of `shape` of which this rank holds some chunks, or none."""
 
     shape: tuple[int, ...]
-    boxes: list[Box]
+    chunks: list[Chunk]
 
 
-def whole(values: Tensor) -> Spread:
+def whole(values: Tensor) -> ChunkedTensor:
     """What every rank holds all of."""
-    return Spread(tuple(values.shape), [Box((0,) * values.ndim, values)])
+    return ChunkedTensor(tuple(values.shape), [Chunk((0,) * values.ndim, values)])
 
 
-def slice_of(tensor: Tensor, local: Tensor) -> list[Box]:
+def slice_of(tensor: Tensor, local: Tensor) -> list[Chunk]:
     """`local`, of the form of this rank's part of `tensor`, which may be a DTensor."""
     if not isinstance(tensor, DTensor):
-        return [Box((0,) * local.ndim, local)]
+        return [Chunk((0,) * local.ndim, local)]
     offsets = _offsets(tensor.shape, tensor.device_mesh, tensor.placements)
-    return [Box(offsets, local)] if local.numel() else []
+    return [Chunk(offsets, local)] if local.numel() else []
 
 
 @cache  # of a parameter's moments, and at the next save, the same; and 80 µs each
@@ -53,14 +53,14 @@ def _offsets(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, .
     return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[1])
 
 
-def range_of(shape: tuple[int, ...], start: int, values: Tensor) -> list[Box]:
-    """The elements from `start` on, in row-major order, of a tensor of `shape`: at most 2 * ndim - 1 boxes.
+def range_of(shape: tuple[int, ...], start: int, values: Tensor) -> list[Chunk]:
+    """The elements from `start` on, in row-major order, of a tensor of `shape`: at most 2 * ndim - 1 chunks.
 
-    `values` is flat; the boxes share its storage.
+    `values` is flat; the chunks share its storage.
     """
     if not shape:
-        return [Box((), values.view(()))] if values.numel() else []
-    return [Box(offsets, part) for offsets, part in _cut(shape, start, values, ())]
+        return [Chunk((), values.view(()))] if values.numel() else []
+    return [Chunk(offsets, part) for offsets, part in _cut(shape, start, values, ())]
 
 
 def _cut(

@@ -1,8 +1,8 @@
-"""Tensors of which this rank holds boxes, in and out of `torch.distributed.checkpoint`, whatever the strategy.
+"""Tensors of which this rank holds chunks, in and out of `torch.distributed.checkpoint`, whatever the strategy.
 
 A checkpoint knows a tensor by its name and its whole shape. Who holds which part of it is the strategy's: all of it
 (ddp), a slice of its first dimension (FSDP2), a range of its elements in row-major order (DeepSpeed). Each of these is
-a handful of boxes, and boxes are what DCP writes and reads: nothing is ever gathered.
+a handful of chunks, and chunks are what DCP writes and reads: nothing is ever gathered.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardwise.checkpoint.chunks import Box, Spread
-from shardwise.checkpoint.files import Pace, _Summed, _without_crc, io_threads, write_through
+from shardwise.checkpoint.chunks import Chunk, ChunkedTensor
+from shardwise.checkpoint.files import Pace, SummedFile, io_threads, without_crc, write_through
 from shardwise.checkpoint.metadata import read_metadata
 
 _T = TypeVar("_T")
@@ -69,20 +69,24 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 class _Saving(DefaultSavePlanner):
-    def __init__(self, tensors: dict[str, Spread]) -> None:
+    def __init__(self, tensors: dict[str, ChunkedTensor]) -> None:
         super().__init__(flatten_state_dict=False)
         self._tensors = tensors
-        self._values = {_index(name, box): box.values for name, spread in tensors.items() for box in spread.boxes}
+        self._values = {
+            _index(name, chunk): chunk.values for name, tensor in tensors.items() for chunk in tensor.chunks
+        }
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
         items = []
-        for name, spread in self._tensors.items():
-            for box in spread.boxes:
-                data = TensorWriteData(box.chunk, TensorProperties(dtype=box.values.dtype), torch.Size(spread.shape))
-                items.append(WriteItem(_index(name, box), WriteItemType.SHARD, tensor_data=data))
+        for name, tensor in self._tensors.items():
+            for chunk in tensor.chunks:
+                data = TensorWriteData(
+                    chunk.bounds, TensorProperties(dtype=chunk.values.dtype), torch.Size(tensor.shape)
+                )
+                items.append(WriteItem(_index(name, chunk), WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items)
         return self.plan
 
@@ -90,8 +94,8 @@ class _Saving(DefaultSavePlanner):
         return self._values[index]
 
 
-def _index(name: str, box: Box) -> MetadataIndex:
-    return MetadataIndex(name, torch.Size(box.offsets))
+def _index(name: str, chunk: Chunk) -> MetadataIndex:
+    return MetadataIndex(name, torch.Size(chunk.offsets))
 
 
 class _Loading(DefaultLoadPlanner):
@@ -100,15 +104,17 @@ class _Loading(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
-        self._values = {(name, box.offsets): box.values for name, s in self.state_dict.items() for box in s.boxes}
+        self._values = {
+            (name, chunk.offsets): chunk.values for name, s in self.state_dict.items() for chunk in s.chunks
+        }
         items = []
-        for name, spread in self.state_dict.items():
+        for name, tensor in self.state_dict.items():
             known = self.metadata.state_dict_metadata[name]
             assert isinstance(known, TensorStorageMetadata)
-            if known.size != torch.Size(spread.shape):
-                raise ValueError(f"{name} is of shape {tuple(known.size)} there and {spread.shape} here")
-            of_it = create_read_items_for_chunk_list(name, known, [box.chunk for box in spread.boxes])
-            if sum(prod(item.lengths) for item in of_it) != sum(box.values.numel() for box in spread.boxes):
+            if known.size != torch.Size(tensor.shape):
+                raise ValueError(f"{name} is of shape {tuple(known.size)} there and {tensor.shape} here")
+            of_it = create_read_items_for_chunk_list(name, known, [chunk.bounds for chunk in tensor.chunks])
+            if sum(prod(item.lengths) for item in of_it) != sum(chunk.values.numel() for chunk in tensor.chunks):
                 raise ValueError(f"{name} is not all there")
             items += of_it
         return LoadPlan(items)
@@ -148,7 +154,7 @@ class _Files(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        file = _Summed(path, self.pace)
+        file = SummedFile(path, self.pace)
         with io.BufferedWriter(file, 2**16) as stream:
             yield stream
         self.described[Path(path).name] = {"bytes": file.bytes, "sha256": file.digest.hexdigest()}
@@ -206,7 +212,7 @@ def _done(result: _T) -> Future[_T]:
 
 
 class TensorWriter:
-    """Writes boxes, time after time.
+    """Writes chunks, time after time.
 
     What DCP works out, who writes what and where it stands, is kept for as long as every rank's names and shapes are
     the same: rank 0 would hear and answer all ranks at every save, half a second of Python for four ranks of nine
@@ -219,8 +225,8 @@ class TensorWriter:
         self._known: tuple[list[Any], int] | None = None  # what was written last, in how many threads
         self._metadata = b""  # rank 0's
 
-    def write(self, folder: Path, tensors: dict[str, Spread]) -> dict[str, dict[str, Any]]:
-        """Every rank its boxes; what several hold is written by one of them. Collective.
+    def write(self, folder: Path, tensors: dict[str, ChunkedTensor]) -> dict[str, dict[str, Any]]:
+        """Every rank its chunks; what several hold is written by one of them. Collective.
 
         Returns:
             Of this rank's files, by name: `bytes` and `sha256`.
@@ -228,21 +234,21 @@ class TensorWriter:
         Raises:
             RankError: what went wrong on a rank, on that one or on every rank.
         """
-        boxes = [
-            (name, spread.shape, box.offsets, box.values.shape, box.values.dtype)
-            for name, spread in tensors.items()
-            for box in spread.boxes
+        chunks = [
+            (name, tensor.shape, chunk.offsets, chunk.values.shape, chunk.values.dtype)
+            for name, tensor in tensors.items()
+            for chunk in tensor.chunks
         ]
         known, self._known = self._known, None
-        with _without_crc():
-            if self._everywhere(known == (boxes, io_threads())):
+        with without_crc():
+            if self._everywhere(known == (chunks, io_threads())):
                 writer = self._write_again(folder, tensors)
             else:
                 writer = self._write_anew(folder, tensors)
-        self._known = boxes, io_threads()
+        self._known = chunks, io_threads()
         return writer.described
 
-    def _write_anew(self, folder: Path, tensors: dict[str, Spread]) -> _Writer:
+    def _write_anew(self, folder: Path, tensors: dict[str, ChunkedTensor]) -> _Writer:
         writer, planner = _Writer(folder, self.pace), _Saving(tensors)
         try:
             # Nothing in it: the planner has them, and DCP would wrap and log each
@@ -255,7 +261,7 @@ class TensorWriter:
             self._metadata = (folder / ".metadata").read_bytes()
         return writer
 
-    def _write_again(self, folder: Path, tensors: dict[str, Spread]) -> _Writer:
+    def _write_again(self, folder: Path, tensors: dict[str, ChunkedTensor]) -> _Writer:
         writer = _Writer(folder, self.pace)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -281,9 +287,9 @@ def _rank(group: dist.ProcessGroup | None) -> int:
 
 
 def read_tensors(
-    folder: Path, tensors: dict[str, Spread], group: dist.ProcessGroup | None, metadata: Metadata | None = None
+    folder: Path, tensors: dict[str, ChunkedTensor], group: dist.ProcessGroup | None, metadata: Metadata | None = None
 ) -> None:
-    """Into the boxes' storage, from whatever boxes were written. Collective.
+    """Into the chunks' storage, from whatever chunks were written. Collective.
 
     `metadata`: the folder's, where it has been read already: that of many ranks is large.
     """

@@ -41,7 +41,7 @@ class Pace:
             self._turns.release(io_threads())
 
 
-class _Summed(io.FileIO):
+class SummedFile(io.FileIO):
     def __init__(self, path: str | os.PathLike[str], pace: Pace) -> None:
         super().__init__(path, "wb")
         self.pace, self.bytes, self.digest = pace, 0, hashlib.sha256()
@@ -87,7 +87,7 @@ def write_through(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def _without_crc() -> Iterator[None]:
+def without_crc() -> Iterator[None]:
     """torch.save would compute a CRC-32 of everything, slower than to write it; the manifest has SHA-256."""
     before = get_crc32_options()
     set_crc32_options(False)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.chunks import Spread
+from shardwise.checkpoint.chunks import ChunkedTensor
 from shardwise.checkpoint.dcp import RankError, TensorWriter, cause_of
 from shardwise.checkpoint.files import sha256_of, write_through
 from shardwise.checkpoint.plain import Packed, write_down
@@ -33,7 +33,7 @@ class SaveError(Exception):
 class Snapshot:
     """A moment of a run."""
 
-    tensors: dict[str, Spread]
+    tensors: dict[str, ChunkedTensor]
     rest: Packed  # rank 0's, which writes it for all
     own: Packed  # this rank's
     about: dict[str, Any]  # what the manifest says, for people and for tools that have no torch

@@ -19,53 +19,66 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.chunks import Box, Spread, whole
+from shardwise.checkpoint.chunks import Chunk, ChunkedTensor, whole
 from shardwise.checkpoint.dcp import read_tensors
 from shardwise.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Held:
+class ParameterShard:
     """A parameter, or what this rank holds of it."""
 
     name: str
     shape: tuple[int, ...]  # of the whole
     values: Tensor  # this rank's part: storage that is read, and written when a checkpoint is loaded
-    boxes: Callable[[Tensor], list[Box]]  # of `values`, or of anything of its form
+    chunks: Callable[[Tensor], list[Chunk]]  # of `values`, or of anything of its form
     trained: bool
 
 
-class Holder(Protocol):
-    """What a strategy tells about where things are."""
+class ShardedState(Protocol):
+    """What a strategy tells about where parameters and the optimizers' state are."""
 
-    average: dict[str, Tensor] | None
+    average: dict[str, Tensor] | None  # of the shards that `master_shards` gives, where `ema_decay` asks for it
 
-    def held(self) -> Iterator[Held]:
+    def parameter_shards(self) -> Iterator[ParameterShard]:
         """This rank's parts of all parameters. A parameter of which it holds nothing may be left out."""
 
-    def state_of(self, held: Held) -> tuple[int, dict[str, Tensor]]:
-        """Which optimizer trains it, and what that keeps of it: of the form of `held.values`, or scalars."""
+    def optimizer_state(self, shard: ParameterShard) -> tuple[int, dict[str, Tensor]]:
+        """Which optimizer trains it, and what that keeps of it: of the form of `shard.values`, or scalars."""
 
-    def make_state(self, held: Held, known: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-        """As `state_of`, with everything that is `known` of it made: to be loaded into."""
+    def allocate_optimizer_state(
+        self, shard: ParameterShard, known: dict[str, TensorStorageMetadata]
+    ) -> dict[str, Tensor]:
+        """As `optimizer_state`, with everything that is `known` of it made: to be loaded into."""
+
+    def own_optimizers(self) -> list[Optimizer]:
+        """As the module made them."""
+
+    def group_names(self) -> list[list[list[str]]]:
+        """Per optimizer and group: its parameters."""
+
+    def load_tensors(
+        self, folder: Path, metadata: Metadata, group: dist.ProcessGroup | None, *, optimizers: bool, average: bool
+    ) -> None:
+        """From a checkpoint into their places. Collective."""
 
 
-def gather(holder: Holder, module: LightningModule, training: bool) -> dict[str, Spread]:
+def gather(state: ShardedState, module: LightningModule, training: bool) -> dict[str, ChunkedTensor]:
     """Everything that this rank holds. Nothing is copied."""
     tensors = {f"model.{name}": whole(buffer) for name, buffer in persistent_buffers(module)}
-    for held in holder.held():
-        tensors[f"model.{held.name}"] = _spread(held, held.values)
-        if held.trained and training:
-            number, state = holder.state_of(held)
-            for key, value in state.items():
-                tensors[f"optimizer.{number}.{held.name}.{key}"] = _spread(held, value)
-        if holder.average is not None and held.name in holder.average:
-            tensors[f"average.{held.name}"] = Spread(held.shape, held.boxes(holder.average[held.name]))
+    for shard in state.parameter_shards():
+        tensors[f"model.{shard.name}"] = _chunked(shard, shard.values)
+        if shard.trained and training:
+            number, kept = state.optimizer_state(shard)
+            for key, value in kept.items():
+                tensors[f"optimizer.{number}.{shard.name}.{key}"] = _chunked(shard, value)
+        if state.average is not None and shard.name in state.average:
+            tensors[f"average.{shard.name}"] = ChunkedTensor(shard.shape, shard.chunks(state.average[shard.name]))
     return tensors
 
 
 def restore(
-    holder: Holder,
+    state: ShardedState,
     module: LightningModule,
     folder: Path,
     metadata: Metadata,
@@ -90,26 +103,26 @@ def restore(
         if kind == "optimizer":
             of, _, key = rest.rpartition(".")
             saved.setdefault(of, {})[key] = tensor
-    for held in holder.held():
-        source = weights if f"{weights}.{held.name}" in known else "model"
-        tensors[f"{source}.{held.name}"] = _spread(held, held.values)
-        if held.trained and optimizers:
-            number, _ = holder.state_of(held)
-            state = holder.make_state(held, saved.get(f"{number}.{held.name}", {}))
-            for key, value in state.items():
-                tensors[f"optimizer.{number}.{held.name}.{key}"] = _spread(held, value)
-        if holder.average is not None and held.name in holder.average:
-            tensors[f"average.{held.name}"] = Spread(held.shape, held.boxes(holder.average[held.name]))
+    for shard in state.parameter_shards():
+        source = weights if f"{weights}.{shard.name}" in known else "model"
+        tensors[f"{source}.{shard.name}"] = _chunked(shard, shard.values)
+        if shard.trained and optimizers:
+            number, _ = state.optimizer_state(shard)
+            kept = state.allocate_optimizer_state(shard, saved.get(f"{number}.{shard.name}", {}))
+            for key, value in kept.items():
+                tensors[f"optimizer.{number}.{shard.name}.{key}"] = _chunked(shard, value)
+        if state.average is not None and shard.name in state.average:
+            tensors[f"average.{shard.name}"] = ChunkedTensor(shard.shape, shard.chunks(state.average[shard.name]))
     read_tensors(folder, tensors, group, metadata)
 
 
-def _spread(held: Held, values: Tensor) -> Spread:
-    if values is held.values or (values.ndim and values.shape == held.values.shape):
-        return Spread(held.shape, held.boxes(values))
-    if values.ndim and held.values.numel() != prod(held.shape):
+def _chunked(shard: ParameterShard, values: Tensor) -> ChunkedTensor:
+    if values is shard.values or (values.ndim and values.shape == shard.values.shape):
+        return ChunkedTensor(shard.shape, shard.chunks(values))
+    if values.ndim and shard.values.numel() != prod(shard.shape):
         raise ConfigError(
-            f"the optimizer keeps a tensor of shape {tuple(values.shape)} for {held.name}, of which this rank holds "
-            f"{tuple(held.values.shape)}: what is not of a weight's form cannot be saved from a part of it; use "
+            f"the optimizer keeps a tensor of shape {tuple(values.shape)} for {shard.name}, of which this rank holds "
+            f"{tuple(shard.values.shape)}: what is not of a weight's form cannot be saved from a part of it; use "
             f"strategy=ddp, or checkpoint=none"
         )
     return whole(values)
@@ -150,12 +163,12 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def make_like(
-    held: Held, values: Tensor, key: str, metadata: TensorStorageMetadata, scalars_on: torch.device
+    shard: ParameterShard, values: Tensor, key: str, metadata: TensorStorageMetadata, scalars_on: torch.device
 ) -> Tensor:
     """What an optimizer keeps under `key`: of a parameter's form, a scalar, or, where the parameter is whole, of any
     form. A count of steps is a scalar, also where the parameter is one."""
     dtype = metadata.properties.dtype
-    if tuple(metadata.size) == held.shape and (held.shape or key != "step"):
+    if tuple(metadata.size) == shard.shape and (shard.shape or key != "step"):
         return torch.zeros_like(values, dtype=values.dtype if dtype.is_floating_point else dtype)
     if len(metadata.size) == 0:
         return torch.zeros((), dtype=dtype, device=scalars_on)

@@ -2,30 +2,307 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import Optimizer
 
-from shardwise.checkpoint.plain import PLAIN, LeftOut
+from shardwise.checkpoint.encoding import PLAIN, SHARD
+from shardwise.checkpoint.metadata import read_metadata
+from shardwise.checkpoint.plain import LeftOut, Packed, pack
+from shardwise.checkpoint.publish import Snapshot
+from shardwise.checkpoint.state import ShardedState, apply_options, describe_optimizers, gather, kind_of, shapes_of
+from shardwise.checkpoint.verify import load_own, load_rest
+from shardwise.distributed.rng import random_state
+from shardwise.errors import ConfigError, RunStopped, where
+from shardwise.lightning_internals.counters import count_in_other_micro_batches
+from shardwise.lightning_internals.results import log_on, logged_so_far
+from shardwise.plan import Plan
 
 # What torch raises for a checkpoint that is cut short, holds code, or has other weights
 _UNLOADABLE = (EOFError, OSError, RuntimeError, ValueError, LookupError, AssertionError, UnpicklingError,
                CheckpointException)  # fmt: skip
 
-
 # Of Lightning's checkpoint: tensors have files of their own, and a class is no data
 _NOT_SAVED = ("state_dict", "optimizer_states", "hparams_type", "datamodule_hparams_type")
-
-
 # The config's own words, which nothing needs in order to go on: what is not plain data there goes without a word
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-
-
 # Down to which level a key that is not plain data is left out by itself
 _DEPTHS = {"loops": 9, "optimizers": 9, "callbacks": 2, "lr_schedulers": 2, "layers": 1,
            **dict.fromkeys(_HYPERPARAMETERS, 1)}  # fmt: skip
+
+
+class Loader(Protocol):
+    """What a checkpoint needs of the training data's loader."""
+
+    consumed: int  # samples of all ranks
+
+    def position(self) -> dict[str, Any] | None:
+        """Where a stream stands; None: the count of samples says all."""
+
+
+class LossScale(Protocol):
+    """What a checkpoint needs of the precision plugin."""
+
+    def loss_scale_state(self) -> dict[str, float]:
+        """Empty where there is no scaling."""
+
+    def load_loss_scale(self, saved: dict[str, float]) -> None: ...
+
+
+class TrainState:
+    """Takes everything that a run needs in order to go on, and takes it up.
+
+    `loader`: of the training data, once it is made. `file_group`: for the coordination of files. `synchronize_buffers`:
+    makes buffers the same on every rank. `gradient_order`: in which gradients come, where that decides what is summed
+    with what.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        module: LightningModule,
+        device: torch.device,
+        sharded: ShardedState,
+        precision: LossScale,
+        *,
+        loader: Callable[[], Loader | None],
+        file_group: Callable[[], dist.ProcessGroup | None],
+        synchronize_buffers: Callable[[], None],
+        gradient_order: Callable[[], list[int]],
+    ) -> None:
+        self.plan, self.module, self.device = plan, module, device
+        self.sharded, self.precision = sharded, precision
+        self.loader, self.file_group = loader, file_group
+        self.synchronize_buffers, self.gradient_order = synchronize_buffers, gradient_order
+        self.rehearsed = True  # nothing that is put into a checkpoint raises
+        self.missing: dict[str, str] = {}  # of the checkpoint that is resumed, and why
+        self.of_rank: dict[str, Any] | None = None  # this rank's `own_state` in it, to go on with
+        self._metrics: dict[str, Any] = {}  # of the last step before it
+        self._reported: set[str] = set()  # keys that are not plain data
+
+    @property
+    def is_training(self) -> bool:
+        return bool(self.module.trainer.state.fn == TrainerFn.FITTING)
+
+    # Taken
+
+    def dump(self) -> Packed:
+        """What Lightning and the hooks of module, data and callbacks put into a checkpoint, as it is now. Collective
+        where a hook is."""
+        connector = self.module.trainer._checkpoint_connector
+        metrics = dict(self.module.trainer.callback_metrics)
+        return self.pack({**connector.dump_checkpoint(weights_only=False), "metrics": metrics})
+
+    def own_state(self) -> dict[str, Any]:
+        """What is this rank's alone: where its random streams stand, and what it has logged."""
+        trainer = self.module.trainer
+        own = {"metrics": dict(trainer.callback_metrics), "logged": logged_so_far(trainer)} if self.is_training else {}
+        return random_state(self.device) | own
+
+    def pack(self, checkpoint: dict[str, Any]) -> Packed:
+        """Copied, on rank 0, which writes it. Says which keys are not plain data, once."""
+        if dist.get_rank() != 0:
+            return Packed()
+        data = getattr(self.module.trainer, "datamodule", None)
+        packed = pack(
+            {key: value for key, value in checkpoint.items() if key not in _NOT_SAVED},
+            {**_DEPTHS, type(data).__qualname__: 1},
+            quiet=_HYPERPARAMETERS,
+        )
+        if new := [left for left in packed.left_out if left.name not in self._reported]:
+            self._reported |= {left.name for left in new}
+            print(f"checkpoints: {_in_words(new)}", flush=True)
+        return packed
+
+    def rehearse(self, *, last: bool) -> None:
+        """What the hooks give is looked at before anything depends on it. Not the `last` time, a hook may raise: what
+        it needs may be made by the first step.
+
+        Raises:
+            ConfigError: a hook gives a part of a tensor.
+        """
+        self.rehearsed = True
+        try:
+            shards = [left for left in self.dump().left_out if not left.pickled and left.kind == SHARD]
+        except Exception as error:
+            if last:
+                raise
+            self.rehearsed = False
+            if dist.get_rank() == 0:
+                print(
+                    f"checkpoints: before the first step nothing can be saved: {where(error)}; if the hook raises this "
+                    f"after the first step, too, the run ends there",
+                    flush=True,
+                )
+            return
+        if shards:
+            raise ConfigError(
+                f"{', '.join(left.name for left in shards)}: a checkpoint cannot keep a shard that one rank holds, and "
+                f"a run that goes on would be without it: make whole tensors in a hook, on_fit_start say, where "
+                f"weights are whole, or use ema_decay= or strategy=ddp"
+            )
+
+    def snapshot(self, checkpoint: Packed, own: dict[str, Any] | None = None) -> Snapshot:
+        """Everything that a checkpoint holds, as it is: what changes later must be copied first. Collective.
+
+        `checkpoint`: from `dump`. `own`: from `own_state`, if not as it is now.
+        """
+        module, loader, names = self.module, self.loader(), self.sharded.group_names()
+        self.synchronize_buffers()
+        optimizers = self.sharded.own_optimizers() if self.is_training else []
+        rest = {
+            "accumulate_grad_batches": self.plan.accumulate_grad_batches,
+            "optimizers": describe_optimizers(optimizers, names) if self.is_training else [],
+            "loss_scale": self.precision.loss_scale_state(),
+            "layers": {name: layer.get_extra_state() for name, layer in _with_extra_state(module)},
+            "gradient_order": self.gradient_order(),
+        }
+        about = {
+            "step": module.trainer.global_step,
+            "samples": 0 if loader is None else loader.consumed,
+            "strategy": self.plan.strategy.name,
+            "precision": self.plan.precision.name,
+        }
+        # What no optimizer steps on may be written to at any time: a buffer, a momentum encoder
+        stepped = {name for of_optimizer in names for of_group in of_optimizer for name in of_group}
+        volatile = frozenset(
+            f"model.{name}" for name in shapes_of(module) if name not in stepped or not module.automatic_optimization
+        )
+        own = self.own_state() if own is None else own
+        if loader is not None and (position := loader.position()) is not None:
+            own = {**own, "stream": position}
+        tensors = gather(self.sharded, module, self.is_training)
+        return Snapshot(tensors, checkpoint | self.pack(rest), pack(own, {}), about, volatile)
+
+    # Taken up again
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Tensors into their places; Lightning's own words are returned for it to take up. Collective.
+
+        Raises:
+            ConfigError: it is damaged, or of another model or optimizer.
+        """
+        with self.loading():
+            rest, missing = load_rest(folder, self.plan.trust)
+            self._note_missing(missing)
+            mine = self.sharded.own_optimizers() if self.is_training else []
+            optimizers = self.is_training and self._fits(rest["optimizers"], mine)
+            metadata = read_metadata(folder)  # once: that of many ranks is large
+            averages = any(name.startswith("average.") for name in metadata.state_dict_metadata)
+            if self.plan.ema_decay is not None and not averages:
+                raise ConfigError(
+                    f"ema_decay={self.plan.ema_decay}: {folder} holds no average; give ema_decay=null, or a checkpoint "
+                    f"that was written with one"
+                )
+            average = self.plan.ema_decay is not None
+            self.sharded.load_tensors(folder, metadata, self.file_group(), optimizers=optimizers, average=average)
+            for name, layer in _with_extra_state(self.module):
+                if name in rest["layers"]:
+                    layer.set_extra_state(rest["layers"][name])
+            if optimizers:
+                apply_options(mine, self.sharded.group_names(), rest["optimizers"])
+                self.precision.load_loss_scale(rest["loss_scale"])
+            if self.is_training:
+                before, now = rest["accumulate_grad_batches"], self.plan.accumulate_grad_batches
+                count_in_other_micro_batches(rest["loops"], before, now)
+                self.of_rank, missing = load_own(folder, self.plan.trust)
+                self._note_missing(missing)
+                self._metrics = {**rest.pop("metrics", {}), **(self.of_rank or {}).get("metrics", {})}
+        return {**rest, "state_dict": {}, "optimizer_states": []}
+
+    def take_up_logged(self) -> None:
+        """Of the run that is resumed: what ReduceLROnPlateau looks at, and means over the epoch that is under way."""
+        trainer = self.module.trainer
+        trainer._logger_connector._callback_metrics.update(self._metrics)
+        if trainer.fit_loop.restarted_mid_epoch and self.of_rank is not None:
+            log_on(trainer, self.of_rank.get("logged", {}))
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Around the hooks that take up a checkpoint: one that misses a key says why the key is not there.
+
+        Raises:
+            ConfigError
+        """
+        try:
+            yield
+        except RunStopped:
+            raise
+        except Exception as error:
+            if not self.missing:
+                raise
+            remedy = "" if self.plan.trust else "; trust=true reads them: do so where you trust whoever wrote them"
+            raise ConfigError(
+                f"resume={self.plan.resume}: {where(error)}. The checkpoint's content came without "
+                f"{', '.join(self.missing)}, which are not plain data{remedy}"
+            ) from error
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """What torch raises for a damaged file becomes a ConfigError."""
+        try:
+            yield
+        except CheckpointException as error:
+            raise self._unloadable(next(iter(error.failures.values()))[0]) from None
+        except _UNLOADABLE as error:
+            raise self._unloadable(error) from None
+
+    def _unloadable(self, error: BaseException) -> ConfigError:
+        said = " ".join(str(error).split())[:300] or type(error).__name__
+        return ConfigError(
+            f"resume={self.plan.resume} cannot be loaded: {said}; it is damaged, or of another model or strategy"
+        )
+
+    def _note_missing(self, missing: dict[str, str]) -> None:
+        if not missing:
+            return
+        self.missing |= missing
+        if dist.get_rank() != 0:
+            return
+        untrusted = {} if self.plan.trust else {key: kind for key, kind in missing.items() if ": " not in kind}
+        for why, keys in (
+            ("they are pickles, and reading a pickle runs any code that is in it; trust=true reads them", untrusted),
+            ("they cannot be read", {key: kind for key, kind in missing.items() if key not in untrusted}),
+        ):
+            if keys:
+                listed = ", ".join(f"{key} ({kind})" for key, kind in keys.items())
+                print(f"resume: left out of the checkpoint's content: {listed}: {why}", flush=True)
+
+    def _fits(self, saved: list[dict[str, Any]], mine: list[Optimizer]) -> bool:
+        """Whether the optimizers' state is of use here.
+
+        Raises:
+            ConfigError: it is another optimizer's, and nobody has said that it may be left behind.
+        """
+        kinds_before, kinds = [one["kind"] for one in saved], [kind_of(optimizer) for optimizer in mine]
+        difference = None
+        if kinds_before != kinds:
+            had, has = ", ".join(kinds_before) or "none", ", ".join(kinds)
+            difference = f"its optimizer state is of {had}, and this run has {has}"
+        else:
+            before = [{name for group in one["groups"] for name in group["names"]} for one in saved]
+            now = [{name for group in one for name in group} for one in self.sharded.group_names()]
+            moved = sorted(set().union(*now) & set().union(*before) - set().union(*map(set.intersection, now, before)))
+            if moved:
+                names = ", ".join(moved[:4])
+                difference = f"{names} had another of its optimizers; give them in the same order"
+        if difference is None:
+            return True
+        if "optimizer" not in self.plan.resume_allow:
+            raise ConfigError(
+                f"resume={self.plan.resume}: {difference}; resume_allow=[optimizer] leaves their state behind"
+            )
+        return False
 
 
 def _in_words(left_out: list[LeftOut]) -> str:

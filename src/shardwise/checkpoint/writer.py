@@ -1,6 +1,6 @@
 """Writing a checkpoint so that it is there whole or not at all, beside the training or in its way.
 
-Every rank writes into `<name>.partial`, its boxes through DCP and a file of its own; sizes and checksums of all files
+Every rank writes into `<name>.partial`, its chunks through DCP and a file of its own; sizes and checksums of all files
 go into manifest.json, the last to be written; then the folder gets its name. What has no manifest is no checkpoint.
 """
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.checkpoint.chunks import Box, Spread
+from shardwise.checkpoint.chunks import Chunk, ChunkedTensor
 from shardwise.checkpoint.dcp import TensorWriter
 from shardwise.checkpoint.files import Pace
 from shardwise.checkpoint.pinned_memory import SPARE_SHARE, PinnedMemory
@@ -111,7 +111,7 @@ class Writer:
             self._staged.clear()
             self._pinned.close()
 
-    def _stage(self, snapshot: Snapshot) -> tuple[Callable[[], dict[str, Spread]], torch.cuda.Event | None]:
+    def _stage(self, snapshot: Snapshot) -> tuple[Callable[[], dict[str, ChunkedTensor]], torch.cuda.Event | None]:
         """What gives the copies in the host's memory, for the thread to call, and what `save` returns."""
         if self._copies is None:
             staged = _each(snapshot.tensors, self._stage_one)
@@ -123,27 +123,27 @@ class Writer:
             if aside is not None:
                 computing.wait_stream(self._copies)
                 return partial(self._bring, aside, self._copies), None
-            volatile = {name: spread for name, spread in snapshot.tensors.items() if name in snapshot.volatile}
+            volatile = {name: tensor for name, tensor in snapshot.tensors.items() if name in snapshot.volatile}
             staged = _each(volatile, self._stage_one)
             computing.wait_stream(self._copies)
             staged |= _each({n: s for n, s in snapshot.tensors.items() if n not in volatile}, self._stage_one)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._copies)
 
-        def arrived() -> dict[str, Spread]:
+        def arrived() -> dict[str, ChunkedTensor]:
             copied.synchronize()
             return staged
 
         return arrived, copied
 
-    def _aside(self, tensors: dict[str, Spread]) -> dict[str, Spread] | None:
+    def _aside(self, tensors: dict[str, ChunkedTensor]) -> dict[str, ChunkedTensor] | None:
         """Copies on the device, if there is room: made in milliseconds, and the training waits for these alone.
 
         Their memory is the copying stream's from then on, until the allocator runs out and takes it back.
         """
         stats = torch.cuda.memory_stats(self.device)
         ran_out, reserved = stats["num_alloc_retries"], stats["reserved_bytes.all.current"]
-        needed = sum(box.values.nbytes for s in tensors.values() for box in s.boxes if box.values.is_cuda)
+        needed = sum(chunk.values.nbytes for s in tensors.values() for chunk in s.chunks if chunk.values.is_cuda)
         kept = (
             self._kept is not None
             and self._kept[0] == ran_out
@@ -154,7 +154,9 @@ class Writer:
         if free - (0 if kept else needed) < SPARE_SHARE * total:
             return None
         try:
-            aside = _each(tensors, lambda n, box: box.values.clone() if box.values.is_cuda else self._stage_one(n, box))
+            aside = _each(
+                tensors, lambda n, chunk: chunk.values.clone() if chunk.values.is_cuda else self._stage_one(n, chunk)
+            )
         except torch.OutOfMemoryError:
             self._kept = None
             return None
@@ -162,22 +164,22 @@ class Writer:
             self._kept = ran_out, needed, torch.cuda.memory_reserved(self.device)
         return aside
 
-    def _bring(self, aside: dict[str, Spread], copies: torch.cuda.Stream) -> dict[str, Spread]:
+    def _bring(self, aside: dict[str, ChunkedTensor], copies: torch.cuda.Stream) -> dict[str, ChunkedTensor]:
         """To the host, and none is left aside. In the thread, a piece at a time: whatever else the training brings to
         the host, one number even, waits behind all that is queued (94 ms behind 5 GB on an H200)."""
         passed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        staged: dict[str, Spread] = {}
+        staged: dict[str, ChunkedTensor] = {}
         queued = 0
 
         def pass_by() -> None:
             passed.record(copies)
             passed.synchronize()
 
-        def bring(name: str, box: Box) -> Tensor:
+        def bring(name: str, chunk: Chunk) -> Tensor:
             nonlocal queued
-            held = self._held(name, box)
-            if held is not box.values:
-                for target, source in _pieces(held, box.values):
+            held = self._held(name, chunk)
+            if held is not chunk.values:
+                for target, source in _pieces(held, chunk.values):
                     target.copy_(source, non_blocking=True)
                     queued += source.nbytes
                     if queued >= _PIECE:
@@ -191,17 +193,17 @@ class Writer:
             pass_by()
         return staged
 
-    def _stage_one(self, name: str, box: Box) -> Tensor:
-        return self._held(name, box).copy_(box.values, non_blocking=True)
+    def _stage_one(self, name: str, chunk: Chunk) -> Tensor:
+        return self._held(name, chunk).copy_(chunk.values, non_blocking=True)
 
-    def _held(self, name: str, box: Box) -> Tensor:
-        key = (name, box.offsets)
+    def _held(self, name: str, chunk: Chunk) -> Tensor:
+        key = (name, chunk.offsets)
         held = self._staged.get(key)
-        if held is None or held.shape != box.values.shape or held.dtype != box.values.dtype:
+        if held is None or held.shape != chunk.values.shape or held.dtype != chunk.values.dtype:
             if self._copies is not None:
-                held = self._pinned.like(box.values)
+                held = self._pinned.like(chunk.values)
             else:
-                held = torch.empty(box.values.shape, dtype=box.values.dtype)
+                held = torch.empty(chunk.values.shape, dtype=chunk.values.dtype)
             self._staged[key] = held
         return held
 
@@ -213,10 +215,10 @@ def _pieces(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(torch.split(target.view(-1), many), torch.split(source.view(-1), many), strict=True)
 
 
-def _each(tensors: dict[str, Spread], of: Callable[[str, Box], Tensor]) -> dict[str, Spread]:
+def _each(tensors: dict[str, ChunkedTensor], of: Callable[[str, Chunk], Tensor]) -> dict[str, ChunkedTensor]:
     return {
-        name: Spread(spread.shape, [Box(box.offsets, of(name, box)) for box in spread.boxes])
-        for name, spread in tensors.items()
+        name: ChunkedTensor(tensor.shape, [Chunk(chunk.offsets, of(name, chunk)) for chunk in tensor.chunks])
+        for name, tensor in tensors.items()
     }
 
 
@@ -225,7 +227,7 @@ def _write(
     snapshot: Snapshot,
     writer: TensorWriter,
     then: Callable[[], None],
-    bring: Callable[[], dict[str, Spread]] | None,
+    bring: Callable[[], dict[str, ChunkedTensor]] | None,
 ) -> Outcome:
     began = time.monotonic()
     outcome = Outcome(path)

@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import math
 import sys
 import warnings
 from dataclasses import dataclass
@@ -23,19 +22,18 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError  # type: ignore[import-untyped]
 
 from shardwise.config.bind import bind, say
+from shardwise.config.explain import check_numbers, check_open, explain
 from shardwise.config.help import config_groups, help_text
-from shardwise.config.schema import MISSING, STRATEGY_CONFIGS, ClusterConfig, RunConfig, StrategyName
+from shardwise.config.paths import CONF
+from shardwise.config.schema import STRATEGY_CONFIGS, ClusterConfig, RunConfig, StrategyName
 from shardwise.config.translate import translate
 from shardwise.errors import ConfigError, did_you_mean
-
-ROOT = Path(__file__).resolve().parents[3]
-CONF = ROOT / "conf"
 
 _BUILT = ("data", "optimizer", "schedule")  # by their _target_, which may take an argument `name`
 _FIELDS: dict[str, Any] = get_type_hints(RunConfig)
@@ -198,8 +196,8 @@ def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str]
     except MarkedYAMLError as error:
         raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from None
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain(error, config_name, words, searchpath)) from None
-    _check_numbers(plain)
+        raise ConfigError(explain(error, config_name, words, searchpath)) from None
+    check_numbers(plain)
     yaml = OmegaConf.to_yaml(OmegaConf.create(plain))
     return Job(config=_typed(plain), yaml=yaml, overrides=words, clusters=read_clusters(), told=told)
 
@@ -235,35 +233,6 @@ def _recipe_of(composed: DictConfig, key: str) -> str | None:
     return name if package == "recipes" and (CONF / "recipe" / f"{name}.yaml").is_file() else None
 
 
-def _check_numbers(plain: dict[str, Any]) -> None:
-    """What is a number in conf/ is a finite number: optimizers and schedules check little, and only when they run."""
-    for group in ("optimizer", "schedule"):
-        node = plain.get(group)
-        if not isinstance(node, dict):
-            continue
-        for key, default in _defaults_of(group, node.get("_target_")).items():
-            value, expected = node.get(key, default), "a number"
-            if isinstance(default, list):
-                expected = f"a list of {len(default)} numbers, e.g. {say(default)}"
-                is_right = isinstance(value, list) and len(value) == len(default) and all(map(_is_number, value))
-            else:
-                is_right = _is_number(value) or not _is_number(default)
-            if not is_right and value != MISSING:
-                raise ConfigError(f"{group}.{key}={say(value)}: must be {expected}, as it is in conf/{group}/")
-
-
-@functools.cache
-def _defaults_of(group: str, target: Any) -> dict[str, Any]:
-    """The values in conf/GROUP of this class or function; none for one that conf/ does not have."""
-    nodes = (OmegaConf.to_container(OmegaConf.load(file)) for file in sorted((CONF / group).glob("*.yaml")))
-    found = next((node for node in nodes if isinstance(node, dict) and node.get("_target_") == target), {})
-    return {str(key): value for key, value in found.items() if key != "_target_"} if target else {}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 @functools.cache
 def read_clusters() -> tuple[ClusterConfig, ...]:
     """The machines of conf/cluster/ that have a GPU of a known name."""
@@ -279,65 +248,12 @@ def _typed(plain: dict[str, Any]) -> RunConfig:
             raise ConfigError(
                 f"the file of {group}= sets values of {group} itself; start it with `# @package _global_`"
             )
-    _check_open(plain)
+    check_open(plain)
     strategy = plain.get("strategy")
     name = bind(StrategyName, strategy.get("name") if isinstance(strategy, dict) else strategy, "strategy.name")
     config: RunConfig = bind(RunConfig, plain)
     config.strategy = bind(STRATEGY_CONFIGS[name], strategy, "strategy")
     return config
-
-
-def _check_open(plain: dict[str, Any]) -> None:
-    """A model that no module takes may stay open; one that the module takes is named where it is written."""
-    missing = _missing(plain)
-    below_model = {key for key in missing if key.startswith("model.")}
-    keys = [key.removeprefix("module.") if key.removeprefix("module.") in below_model else key
-            for key in missing if key not in below_model]  # fmt: skip
-    if keys:
-        give = " ".join(f"{key}=…" for key in keys)
-        verb = "has" if len(keys) == 1 else "have"
-        raise ConfigError(f"{', '.join(keys)} {verb} no value, and nothing can be assumed: give {give}")
-
-
-def _missing(node: Any, prefix: str = "") -> list[str]:
-    if isinstance(node, dict):
-        return [key for k, v in node.items() for key in _missing(v, f"{prefix}.{k}" if prefix else str(k))]
-    if isinstance(node, list):
-        return [key for i, v in enumerate(node) for key in _missing(v, f"{prefix}[{i}]")]
-    return [prefix] if node == MISSING else []
-
-
-def _explain(error: Exception, config_name: str, words: tuple[str, ...], searchpath: list[str]) -> str:
-    """Hydra's and OmegaConf's errors as one line: what was wrong, and what would be right."""
-    if isinstance(error, MissingConfigException):
-        group, _, option = (error.missing_cfg_file or "").rpartition("/")
-        return f"{group}={option}: no such config file; {group} is one of {', '.join(error.options or [])}"
-    cause = error.__cause__ or error
-    key = getattr(cause, "full_key", None) or ""
-    said = next((word for word in reversed(words) if word.split("=")[0].lstrip("+~") == key), key)
-    first_line = str(error).strip().splitlines()[0].rstrip(".")
-    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
-        return f"{said}: " + _no_option(key, config_name, words, searchpath)
-    if isinstance(error, OmegaConfBaseException) and "nterpolation" in type(error).__name__ + first_line:
-        return f"{said}: {first_line}; ${{…}} takes a key of this config, or oc.env:NAME"
-    return f"{said}: {first_line}" if said else first_line
-
-
-def _no_option(key: str, config_name: str, words: tuple[str, ...], searchpath: list[str]) -> str:
-    parent, _, option = key.rpartition(".")
-    groups_only = [word for word in words if "." not in word.split("=")[0]]
-    try:
-        node = OmegaConf.select(hydra_compose(config_name, overrides=[*groups_only, *searchpath]), parent)
-    except (HydraException, OmegaConfBaseException):
-        return f"{parent} has no option {option}"
-    if node is None:
-        value = next((word.partition("=")[2] for word in words if word.partition("=")[0] == key), "…")
-        own = f", or give module.{option}={value} where it is an argument of the module's constructor"
-        return f"{parent} is none here, so it has no {option}; choose {parent}=… as well{own * (parent == 'optimizer')}"
-    if not isinstance(node, DictConfig):
-        return f"{parent} is a single value; write {parent}=…"
-    known = [str(k) for k in node]
-    return f"{parent} has no option {option}; it has {', '.join(known)}{did_you_mean(option, known)}"
 
 
 def to_plain(value: Any) -> Any:

@@ -8,28 +8,22 @@ epoch in the same window; and each rank's position is part of a checkpoint.
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
-import pickle
-import random
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import DataLoader
 
-from shardwise.checkpoint.plain import PLAIN, NotPlainError, encode
-from shardwise.distributed.rng import derived_seed, random_state, set_random_state
+from shardwise.checkpoint.encoding import PLAIN, NotPlainError, encode
+from shardwise.data.agreement import Group, check_distinct, count_ranks, smallest
+from shardwise.data.user_loader import name_of
+from shardwise.data.user_random import OwnRandom, set_epoch
+from shardwise.distributed.rng import derived_seed, set_random_state
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
-
-Group = Callable[[], "dist.ProcessGroup | None"]  # of all ranks, on the hosts; made when it is first needed
 
 _CPU = torch.device("cpu")
 _END = object()
@@ -142,7 +136,7 @@ class Stream:
         with self._random():
             window = list(islice(self._iterator, 1 if is_over else self.size))
         self._has_ended = len(window) < (1 if is_over else self.size)
-        self._lowest = 0 if is_over else _minimum(len(window), self.group)
+        self._lowest = 0 if is_over else smallest(len(window), self.group)
         return window if self._lowest == self.size else None
 
     def _position(self) -> dict[str, Any]:
@@ -180,8 +174,8 @@ class Stream:
         if self.epoch == 0:
             return ConfigError(
                 f"the training data {name} ended before one step was made: a step takes {many}, and "
-                f"{'a rank' if _ranks() > 1 else 'it'} gave {self._lowest}; use a smaller global_batch_size, or more "
-                f"data"
+                f"{'a rank' if count_ranks() > 1 else 'it'} gave {self._lowest}; use a smaller global_batch_size, or "
+                f"more data"
             )
         return ConfigError(
             f"the training data {name} gave {self._lowest} micro-batches when it was read for epoch {self.epoch + 1}, "
@@ -198,7 +192,7 @@ class Stream:
             length = len(self.loader)
         except (TypeError, NotImplementedError):
             length = 0
-        length = _minimum(length, self.group)
+        length = smallest(length, self.group)
         if self.plan.max_train_batches is not None:
             length = min(length or self.plan.max_train_batches, self.plan.max_train_batches)
         return (length // self.size * self.size) or None
@@ -222,7 +216,7 @@ def evaluation_batches(
         has_one = limit is None or turn * ranks + rank < limit
         with own_random():
             batch = next(batches, _END) if has_one else _END
-        if _minimum(int(batch is _END), group) == 1:
+        if smallest(int(batch is _END), group) == 1:
             return
         last = last if batch is _END else batch
         if last is _END:
@@ -234,72 +228,10 @@ def evaluation_batches(
         turn += 1
 
 
-def check_distinct(first: list[Any], second: list[Any] | None, loader: Any, word: str, group: Group) -> None:
-    """Collective.
-
-    Raises:
-        ConfigError: two ranks have the same first samples. Data in which all are alike is not judged.
-    """
-    if _ranks() == 1:
-        return
-    digest = _digest(first)
-    own = None if not first or (second and _digest(second) == digest) else digest
-    digests: list[Any] = [None] * _ranks()
-    dist.all_gather_object(digests, own, group=group())
-    for rank, found in enumerate(digests):
-        if found is not None and found in digests[:rank]:
-            raise ConfigError(
-                f"the {word} data {name_of(loader)} keeps an order of its own, and ranks {digests.index(found)} and "
-                f"{rank} of {_ranks()} read the same samples: split it by rank where it is read. RANK and WORLD_SIZE "
-                f"are in the environment; use datasets.distributed.split_dataset_by_node(dataset, rank, world_size), "
-                f"webdataset.split_by_node, or itertools.islice(samples, rank, None, world_size) in its __iter__; "
-                f"worker processes split their rank's part again (torch.utils.data.get_worker_info)"
-            )
-
-
-class OwnRandom:
-    """Random streams of the host that are the data's: what it draws changes nothing in training, and the other way."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.state: dict[str, Any] | None = None
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        outside = random_state(_CPU)
-        if self.state is None:
-            torch.default_generator.manual_seed(self.seed)
-            random.seed(self.seed)
-            if (numpy := sys.modules.get("numpy")) is not None:
-                numpy.random.seed(self.seed % 2**32)
-        else:
-            set_random_state(self.state, _CPU)
-        try:
-            yield
-        finally:
-            self.state = random_state(_CPU)
-            set_random_state(outside, _CPU)
-
-
 def _once(iterator: Iterator[Any]) -> Iterator[Any]:
     """The same items. A loader that is its own iterator would start anew wherever `iter` is called on it."""
     while (item := next(iterator, _END)) is not _END:
         yield item
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the number of the epoch to whatever in a loader asks for it."""
-    sampler, of_batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    for part in (loader, getattr(loader, "dataset", None), sampler, of_batches, getattr(of_batches, "sampler", None)):
-        if callable(tell := getattr(part, "set_epoch", None)):
-            tell(epoch)
-
-
-def name_of(loader: Any) -> str:
-    """For messages."""
-    if isinstance(loader, DataLoader) and type(loader) is DataLoader:
-        return type(loader.dataset).__name__
-    return type(loader).__name__
 
 
 def _stateful(loader: Any) -> Any:
@@ -325,45 +257,6 @@ def _is_plain(value: Any) -> bool:
     except NotPlainError:
         return False
     return True
-
-
-def _digest(value: Any) -> str | None:
-    """Equal for equal samples, whatever they are made of; None: that cannot be told."""
-    sums = hashlib.sha256()
-
-    def add(value: Any) -> None:
-        sums.update(type(value).__name__.encode())
-        if isinstance(value, Tensor) and value.layout == torch.strided:
-            sums.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            sums.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                add(key)
-                add(item)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                add(item)
-        else:
-            sums.update(pickle.dumps(value))
-
-    try:
-        add(value)
-    except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError):
-        return None
-    return sums.hexdigest()
-
-
-def _minimum(number: int, group: Group) -> int:
-    """Over all ranks. Collective, on the hosts."""
-    if _ranks() == 1:
-        return number
-    lowest = torch.tensor(number)
-    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group())
-    return int(lowest)
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _say(text: str) -> None:

@@ -20,5 +20,5 @@ def shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(mesh.get_group(i) for i, p in enumerate(tensor.placements) if p.is_shard() and mesh.size(i) > 1)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from shardwise.config.compose import ROOT
+from shardwise.config.paths import ROOT
 from shardwise.devices import count_cpus
 from shardwise.errors import ExitCode
 from shardwise.launch.worker import run_rank

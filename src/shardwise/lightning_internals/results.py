@@ -186,7 +186,7 @@ def log_on(trainer: Trainer, saved: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _unrecorded(module: LightningModule) -> Iterator[None]:
+def unrecorded(module: LightningModule) -> Iterator[None]:
     """A step whose results count nowhere. What it logs is registered, with a weight of zero: a rank that runs nothing
     but padding takes part in the reductions at the end of the epoch like any other."""
     results: dict[str, Any] = {} if module.trainer._results is None else module.trainer._results  # predict has none

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from shardwise.run_dir.files import stage_file
 
 
-def _metrics(run_dir: str | Path) -> Path:
+def metrics_path(run_dir: str | Path) -> Path:
     return Path(run_dir) / "metrics.csv"
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from shardwise.config.targets import build, check, locate
 from shardwise.errors import ConfigError
 from shardwise.metrics.csv_logger import CsvLogger
-from shardwise.metrics.wandb_logger import _wandb
+from shardwise.metrics.wandb_logger import build_wandb_logger
 from shardwise.plan import Plan
 from shardwise.run_dir.checkpoints import step_of
 
@@ -56,7 +56,7 @@ def build_loggers(plan: Plan, record: dict[str, Any]) -> list[Logger]:
         except ModuleNotFoundError:
             raise ConfigError("logger=tensorboard needs a package: pip install tensorboard") from None
     if plan.logger.name == "wandb":
-        trackers.append(_wandb(plan, without_secrets(record)))
+        trackers.append(build_wandb_logger(plan, without_secrets(record)))
     trackers += [build(node, f"loggers.{name}") for name, node in plan.loggers.items()]
     for tracker in trackers:
         _hide_secrets(tracker)

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.metrics.csv_logger import read_metrics
 from shardwise.plan import Plan
-from shardwise.step.record import Step
+from shardwise.step.record import StepRecord
 
 SPENT = "train/training_seconds"
 
@@ -56,7 +56,7 @@ class Meter:
         beside.replace(starts)
         self.started = min([*times, self.started])
 
-    def add(self, step: Step, weight: float, flops: float) -> None:
+    def add(self, step: StepRecord, weight: float, flops: float) -> None:
         """`weight` and `flops`: of all ranks."""
         # The device waits from the end of the step before until its batch is there, but for data only as long as the
         # host did: the rest is the host being behind.

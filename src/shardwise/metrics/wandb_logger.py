@@ -14,23 +14,25 @@ from urllib.parse import urlparse
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from shardwise.metrics.csv_logger import _metrics, read_metrics
+from shardwise.metrics.csv_logger import metrics_path, read_metrics
 from shardwise.plan import Plan
 
 
-def _wandb(plan: Plan, record: dict[str, Any]) -> Logger:
+def build_wandb_logger(plan: Plan, record: dict[str, Any]) -> Logger:
     import wandb
     from lightning.pytorch.loggers import WandbLogger
 
     # What the run's earlier processes have logged and this one comes to again: once is enough, and it is the same.
     logged: dict[int, set[str]] = {}
-    for row in read_metrics(_metrics(plan.run_dir)) if plan.stage == "fit" else []:
+    for row in read_metrics(metrics_path(plan.run_dir)) if plan.stage == "fit" else []:
         logged.setdefault(int(row["step"]), set()).update(key for key, value in row.items() if value)
 
     # What it has missed, if its own process was gone before the run: the signal to a whole job ends it at once.
     gone = Path(plan.run_dir) / "wandb-gone"
     since = int(gone.read_text()) if plan.stage == "fit" and gone.exists() else None
-    missed = [] if since is None else [row for row in read_metrics(_metrics(plan.run_dir)) if int(row["step"]) >= since]
+    missed = (
+        [] if since is None else [row for row in read_metrics(metrics_path(plan.run_dir)) if int(row["step"]) >= since]
+    )
 
     class Continued(WandbLogger):
         is_gone = False

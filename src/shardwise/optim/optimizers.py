@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn, optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -85,3 +87,28 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
             (rest if parameter.ndim < 2 or id(parameter) in embeddings else decay).append(parameter)
     groups = [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def check_one_owner(optimizers: list[Optimizer], module_name: str) -> None:
+    """A checkpoint holds one optimizer's state of each parameter.
+
+    Raises:
+        ConfigError: a parameter is in two optimizers.
+    """
+    owned = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    if len(set(owned)) < len(owned):
+        raise ConfigError(
+            f"{module_name}: a parameter is in two optimizers, and a checkpoint holds one state of each; give "
+            f"it to one of them, or checkpoint=none"
+        )
+
+
+def step_schedules_unless(module: LightningModule, skipped: Callable[[], bool]) -> None:
+    """The module's schedules stand still behind a step that was skipped."""
+    schedule_step = module.lr_scheduler_step
+
+    def unless_skipped(*args: Any, **kwargs: Any) -> None:
+        if not skipped():
+            schedule_step(*args, **kwargs)
+
+    module.lr_scheduler_step = unless_skipped  # type: ignore[method-assign]

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from shardwise.parallel.activation_checkpointing import recomputed
-from shardwise.parallel.precision import compute_in, dtype_of, keep_statistics_in_fp32, owners
+from shardwise.parallel.precision import Places, compute_in, dtype_of, keep_statistics_in_fp32, owners
 from shardwise.parallel.units import Units
 from shardwise.plan import Plan
 
@@ -42,3 +43,28 @@ def parallelize(
             unit.forward = torch.compile(unit.forward)
         if plan.activation_checkpointing == "full":
             unit.forward = recomputed(unit)
+
+
+def roots_of(module: LightningModule) -> list[nn.Module]:
+    """What owns the parameters outside units. A module that optimizes by hand updates weights within its
+    training_step: each of its networks must look at its own anew whenever it runs."""
+    return [module] if module.automatic_optimization else list(module.children())
+
+
+def copy_outside_units(
+    module: LightningModule, units: Units, plan: Plan, copied: Callable[[nn.Parameter], bool]
+) -> list[Places]:
+    """What lies outside units computes on low-precision copies, too: in each step or, where a module optimizes by hand,
+    in each of its networks.
+
+    Returns:
+        Where the parameters stand of which each step is to make copies.
+    """
+    inside = [unit for _, unit in units.modules]
+    if module.automatic_optimization:
+        return owners(module, but=inside, of=copied)
+    dtype = dtype_of(plan.precision.compute_dtype)
+    for child in roots_of(module):
+        if child not in inside and (where := owners(child, but=inside, of=copied)):
+            compute_in(child, dtype, where, cast_inputs=False)
+    return []

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwise.errors import ConfigError
+from shardwise.plan import Plan
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -60,6 +61,30 @@ def find_units(root: nn.Module, names: Sequence[str] | None = None, needed_by: S
             f"by their classes, e.g. units=[{_example(root)}]; {_classes(root)}"
         )
     return units
+
+
+def units_for(module: nn.Module, plan: Plan) -> tuple[Units, str | None]:
+    """The layers that this Plan acts on, and what to tell the user of them, where it acts on them at all.
+
+    Raises:
+        ConfigError: see `find_units`; or there is nothing to train.
+    """
+    words = {"compile=layer": plan.compile == "layer",
+             "activation_checkpointing=full": plan.activation_checkpointing == "full"}  # fmt: skip
+    needed_by = [word for word, given in words.items() if given]
+    units = find_units(module, plan.units, needed_by)
+    if not any(p.requires_grad for p in module.parameters()) and plan.stage == "fit":
+        raise ConfigError(f"{type(module).__name__} has no parameter that needs a gradient: nothing can be trained")
+    gathers = plan.strategy.zero_stage == 3 or plan.strategy.name.startswith("fsdp")
+    if not (gathers or needed_by or plan.units is not None):
+        return units, None
+    said = f"layers: {units}"
+    if gathers and plan.units is None and units.share < 0.5:
+        said += (
+            f"; the other {units.rest:,} are gathered as one piece; units=[Name] names layers to gather "
+            f"one by one, by their class"
+        )
+    return units, said
 
 
 def _find(root: nn.Module, names: Sequence[str] | None) -> Units:

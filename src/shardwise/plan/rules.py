@@ -2,12 +2,62 @@
 
 from __future__ import annotations
 
+import math
 from types import NoneType
 from typing import Any
 
 from shardwise.config.bind import say
-from shardwise.config.schema import RunConfig
+from shardwise.config.schema import RunConfig, Stage
 from shardwise.errors import ConfigError, a_or_an
+from shardwise.plan.plan import RESUME_ALLOW, Checkpointing, Host
+
+
+def check_values(config: RunConfig, host: Host, accelerator: str, checkpointing: Checkpointing) -> None:
+    """What one field may not be, and what it may not be on this host.
+
+    Raises:
+        ConfigError
+    """
+    for word in ("log_every_n_steps", "validate_every_n_steps", "min_steps", "min_epochs"):
+        value = getattr(config, word)
+        if value is not None and value < 1:
+            or_null = "" if word == "log_every_n_steps" else ", or null"
+            raise ConfigError(f"{word}={value}: must be at least 1{or_null}")
+    if config.max_validation_batches is not None and config.max_validation_batches < 0:
+        raise ConfigError(
+            f"max_validation_batches={config.max_validation_batches}: must be at least 1, 0 for no validation, or null "
+            f"for all"
+        )
+    if config.max_validation_batches == 0 and config.stage is Stage.validate:
+        raise ConfigError("stage=validate max_validation_batches=0: nothing would be measured; leave out one of them")
+    if config.gradient_clip_val is not None and not 0 < config.gradient_clip_val < math.inf:
+        raise ConfigError(
+            f"gradient_clip_val={config.gradient_clip_val}: must be above 0 and finite, or null for no clipping"
+        )
+    if unknown := sorted(set(config.resume_allow) - set(RESUME_ALLOW)):
+        raise ConfigError(f"resume_allow={say(unknown)}: known are {', '.join(RESUME_ALLOW)}")
+    if config.guard.max_in_a_row < 0:
+        raise ConfigError(f"guard.max_in_a_row={config.guard.max_in_a_row}: must be at least 0")
+    if not config.guard.spike_z > 0:
+        raise ConfigError(f"guard.spike_z={config.guard.spike_z}: must be above 0; guard.on_spike=ignore looks at none")
+    if config.guard.on_spike.value == "rollback" and not checkpointing.saves:
+        raise ConfigError(
+            "guard.on_spike=rollback goes back to the last checkpoint, and checkpoint=none writes none: the whole run "
+            "would be lost to one loss; save some, or give guard.on_spike=skip"
+        )
+    if config.logger.mode not in ("auto", "online", "offline"):
+        raise ConfigError(f"logger.mode={config.logger.mode}: must be one of auto, online, offline")
+    if config.ema_decay is not None and not 0 < config.ema_decay < 1:
+        raise ConfigError(f"ema_decay={config.ema_decay}: must be between 0 and 1, e.g. 0.999, or null for no average")
+    if config.memory_history and accelerator == "cpu":
+        raise ConfigError("memory_history=true needs CUDA, whose allocator keeps it; leave it out on the CPU")
+    if config.max_restarts < 0:
+        raise ConfigError(f"max_restarts={config.max_restarts}: must be at least 0")
+    if config.max_restarts and host.launcher != "local":
+        raise ConfigError(
+            f"max_restarts={config.max_restarts}: {host.launcher} has started the ranks, and is who can start them "
+            f"again; leave it out, and give {host.launcher} its own word for it, with resume=auto"
+        )
 
 
 def check_pairs(config: RunConfig, accelerator: str) -> None:
@@ -61,3 +111,20 @@ def check_plain(where: str, node: Any) -> None:
         raise ConfigError(f"{where} is {a_or_an(type(node).__name__)}: must be text, a number, true, false, null, "
         f"a list or "
                           f"a mapping; quote it")  # fmt: skip
+
+
+def check_schedule(
+    schedule: dict[str, Any] | None, optimizer: dict[str, Any] | None, config: RunConfig, max_steps: int | None
+) -> None:
+    """A schedule needs an optimizer, and the number of steps.
+
+    Raises:
+        ConfigError
+    """
+    if schedule is not None and optimizer is None:
+        raise ConfigError("schedule is given and optimizer is not: give optimizer=adamw, or schedule=none")
+    if schedule is not None and max_steps is None and config.stage is Stage.fit:
+        raise ConfigError(
+            f"schedule={schedule['_target_']} needs the number of steps, which max_epochs={config.max_epochs} does not "
+            f"say before the data is read: give max_steps=N in its place, or schedule=none"
+        )

@@ -16,10 +16,13 @@ from torch.amp.grad_scaler import OptState
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise.distributed.collectives import largest_over, sum_over
 from shardwise.distributed.dtensor import local_part, shard_groups
+from shardwise.distributed.mesh import Mesh
 from shardwise.errors import ConfigError
 from shardwise.parallel.precision import cast_floating, dtype_of
 from shardwise.plan import Plan
+from shardwise.step.verdict import StepVerdict
 
 # torch.amp's defaults, said once: DeepSpeed's are others
 LOSS_SCALE: dict[str, Any] = {
@@ -33,6 +36,10 @@ LOSS_SCALE: dict[str, Any] = {
 class _Scaler(torch.amp.GradScaler):
     """Looks at what this rank holds of every gradient, and asks the ranks that hold the rest."""
 
+    def __init__(self, device_type: str, mesh: Mesh) -> None:
+        super().__init__(device_type, **LOSS_SCALE)
+        self._mesh = mesh
+
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
@@ -40,7 +47,7 @@ class _Scaler(torch.amp.GradScaler):
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(list(map(local_part, gradients)), found_inf, inv_scale)
         if any(isinstance(gradient, DTensor) for gradient in gradients):
-            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+            largest_over(self._mesh.group("loss"), found_inf)
         return {found_inf.device: found_inf}
 
 
@@ -57,26 +64,22 @@ LIGHTNINGS_WORDS: dict[str, Any] = {
 class PlannedPrecision(LightningPrecision):
     """The Plan's precision inside Lightning's loop, and the owner of gradient norm and loss scale."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, verdict: StepVerdict | None = None) -> None:
         super().__init__()
         self.plan = plan
+        self.verdict = verdict or StepVerdict(plan, Mesh(plan))
         self.precision = LIGHTNINGS_WORDS[plan.precision.name]  # `trainer.precision`; nothing here acts on it
         self.gradient_norm: Tensor | None = None  # of the last step, before clipping; a scalar on the device
         self.gradients: list[tuple[nn.Parameter, Tensor]] = []  # of the last step, each with its gradient's norm
-        self.skipped = False  # the last step: its gradients overflowed at this loss scale
-        self.passed_over: bool | Tensor = False  # the last step: the optimizer changed nothing; a tensor: it may tell
-        self.unwanted: Tensor | None = None  # true: this step's gradients were made non-finite, to pass over its window
-        self.copied: torch.cuda.Event | None = None  # when a checkpoint has what the next step would change
-        self.is_in_backward = False  # of the step, under DeepSpeed
+        self._checkpoint_copied: torch.cuda.Event | None = None  # when it has what the next step would change
         self._norm_is_known = False  # the gradients are still those that `gradient_norm` is of
         self._unscaled: dict[int, Tensor] = {}  # by an optimizer's id: whether what the scale was taken from overflowed
         self._overflows: list[Tensor] = []  # of this batch's steps
         self._steps_by_hand = False
-        self._not_finite: Tensor | None = None
         self._shard_groups: dict[int, tuple[dist.ProcessGroup, ...]] = {}  # by a parameter's id
         self.scaler: torch.amp.GradScaler | None = None
         if plan.precision.loss_scaling and not plan.strategy.zero_stage:  # DeepSpeed has its own
-            self.scaler = _Scaler(plan.accelerator, **LOSS_SCALE)
+            self.scaler = _Scaler(plan.accelerator, self.verdict.mesh)
 
     @property
     def loss_scale(self) -> float | None:
@@ -106,16 +109,17 @@ class PlannedPrecision(LightningPrecision):
         if not model.automatic_optimization:
             return self._step_by_hand(optimizer, model, closure, **kwargs)
         result = closure()
-        self.let_copies_end()
+        self.wait_for_checkpoint_copy()
         if self.scaler is None:
             self._after_closure(model, optimizer)
-            self.passed_over = self._judge(optimizer)
+            assert self.gradient_norm is not None
+            self.verdict.judge(self.gradient_norm, optimizer)
         else:  # as GradScaler.step, but the verdict is known here: counter, schedule and log follow it
             self.scaler.unscale_(optimizer)
             found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-            self.passed_over = any(bool(flag.item()) for flag in found)
+            self.verdict.decide(skipped=any(bool(flag.item()) for flag in found))
             self._after_closure(model, optimizer)
-        if self.passed_over is True:
+        if self.verdict.step_skipped is True:
             optimizer._opt_called = True  # type: ignore[attr-defined] # else the schedule would warn, at the first step
         else:
             optimizer.step(**kwargs)
@@ -127,16 +131,28 @@ class PlannedPrecision(LightningPrecision):
         """Those that have the gradients, whatever the optimizer steps on."""
         return iter(parameters_of(optimizer))
 
+    def loss_scale_state(self) -> dict[str, float]:
+        """What a checkpoint keeps of the loss scale; empty where there is no scaling."""
+        if self.scaler is None:
+            return {}
+        state = self.scaler.state_dict()
+        return {"scale": float(state["scale"]), "good_steps": int(state["_growth_tracker"])}
+
+    def load_loss_scale(self, saved: dict[str, float]) -> None:
+        if self.scaler is not None and saved:
+            state = self.scaler.state_dict()
+            self.scaler.load_state_dict(state | {"scale": saved["scale"], "_growth_tracker": int(saved["good_steps"])})
+
     # Where a module steps its optimizers itself
 
     def _step_by_hand(
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         if self.scaler is None:
-            self.let_copies_end()
+            self.wait_for_checkpoint_copy()
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
-        self.let_copies_end()
+        self.wait_for_checkpoint_copy()
         self._unscale(optimizer)
         self._after_closure(model, optimizer)
         overflowed = self._unscaled.pop(id(optimizer))
@@ -184,42 +200,15 @@ class PlannedPrecision(LightningPrecision):
                 "scale out before they step: leave use_pl_optimizer=False out, or use precision=bf16"
             )
 
-    def let_copies_end(self) -> None:
+    def begin_checkpoint_copy(self, copied: torch.cuda.Event | None) -> None:
+        """A checkpoint is being written; `copied` is recorded when it has its copies of weights and state."""
+        self._checkpoint_copied = copied
+
+    def wait_for_checkpoint_copy(self) -> None:
         """The device goes on when a checkpoint that is being written has its copies of weights and state."""
-        if self.copied is not None:
-            torch.cuda.current_stream().wait_event(self.copied)
-            self.copied = None
-
-    def _judge(self, optimizer: Optimizer) -> bool | Tensor:
-        """Whether the optimizer must leave everything as it is, since the gradients are not finite.
-
-        Optimizers with a fused kernel read that on the device. For the others the host waits, and knows. Under
-        on_nonfinite=stop, or after too many in a row, it holds for every step from there on: until the host has
-        noticed, nothing changes.
-        """
-        assert self.gradient_norm is not None
-        guard = self.plan.guard
-        may_go_on = guard.on_nonfinite == "skip" or guard.on_spike == "skip" or bool(guard.pass_over)
-        if self._not_finite is None:
-            self._not_finite = torch.zeros((), device=self.gradient_norm.device)
-            self._one = torch.ones_like(self._not_finite)
-            self._stopped, self._in_a_row = torch.zeros_like(self._not_finite), torch.zeros_like(self._not_finite)
-        elif may_go_on:
-            self._not_finite.copy_(self._stopped)
-        # One kernel: sets the flag, and never clears it.
-        torch._amp_foreach_non_finite_check_and_unscale_([self.gradient_norm.float()], self._not_finite, self._one)
-        if may_go_on:  # but not for ever
-            self._in_a_row = (self._in_a_row + 1) * self._not_finite
-            stopped = self._in_a_row > guard.max_in_a_row
-            if guard.on_nonfinite == "stop":
-                wanted = self._not_finite > 0
-                stopped |= wanted if self.unwanted is None else wanted & ~self.unwanted
-            self._stopped = torch.maximum(self._stopped, stopped.float())
-        # Without state yet, a fused SGD would take what lies in memory for its momentum.
-        if getattr(optimizer, "_step_supports_amp_scaling", False) and optimizer.state:
-            optimizer.found_inf = self._not_finite  # type: ignore[attr-defined]
-            return self._not_finite
-        return bool(self._not_finite.item())
+        if self._checkpoint_copied is not None:
+            torch.cuda.current_stream().wait_event(self._checkpoint_copied)
+            self._checkpoint_copied = None
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         """One rule for a weight that took no part in a step: its gradient is zero. Left at None, who steps it and who
@@ -245,7 +234,7 @@ class PlannedPrecision(LightningPrecision):
         parameters = [p for p in self.main_params(optimizer) if p.grad is not None]
         # On what this rank holds: the arithmetic of DTensors takes the host longer than the device needs for it.
         gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
-        # 8 bits of a norm would be clipped by
+        # A norm in bfloat16 has 8 bits, and gradients would be clipped by a rounded number.
         dtype = torch.float32 if self.plan.precision.parameter_dtype == "bfloat16" else None
         norms = list(torch._foreach_norm(gradients, dtype=dtype)) if gradients else []
         self.gradients = list(zip(parameters, norms, strict=True))
@@ -265,7 +254,7 @@ class PlannedPrecision(LightningPrecision):
             if groups:
                 square = whole.square_()
                 for group in groups:
-                    dist.all_reduce(square, group=group)
+                    sum_over(group, square)
                 whole = square.sqrt_()
             wholes.append(whole)
         whole = wholes[0] if len(wholes) == 1 else torch.linalg.vector_norm(torch.stack(wholes))

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+from shardwise.distributed.collectives import sum_over
+from shardwise.distributed.mesh import Mesh
+from shardwise.step.precision_plugin import PlannedPrecision
+from shardwise.step.window import AccumulationWindow
 
 LAG = 2  # steps between a step's end and the reading of its numbers: the device has work while the host reads
 
@@ -48,16 +54,16 @@ class Readback:
 
 
 @dataclass
-class Step:
+class StepRecord:
     """One optimizer step, still on its way."""
 
     number: int  # the step counter after it
     start: int  # the training clock before it, in samples
     learning_rate: float
     loss_scale: float | None
-    passed_over: bool | None  # the optimizer left everything as it was; None: `values` will tell
-    # Loss, gradient norm, passed over, passed over on purpose (1, or not); of several ranks: the sums of the loss and
-    # of `own`
+    step_skipped: bool | None  # the optimizer left everything as it was; None: `values` will tell
+    # Loss, gradient norm, step skipped, skipped on purpose (1, or not); of several ranks: the sums of the loss and of
+    # `own`
     values: Readback
     own: tuple[int, int, int]  # loss weight and FLOPs of this rank's micro-batches; what signals have asked it for
     losses: list[Tensor]  # what each of this rank's micro-batches added to the loss
@@ -69,3 +75,78 @@ class Step:
     @property
     def end(self) -> Tick:
         return self.values.there
+
+
+class LoadedWindow(Protocol):
+    """What the loader knows of the window that it has handed over: see data/loaders.py."""
+
+    window_start: int
+    window_weight: int
+    window_flops: int
+    fetching_seconds: float
+
+
+class StepRecorder:
+    """Times each step and sends its numbers to the host."""
+
+    def __init__(self, device: torch.device, mesh: Mesh) -> None:
+        self.device, self.mesh = device, mesh
+        self._begin: Tick | None = None  # of the step that is under way
+        self._arrived: Tick | None = None
+        self._zero = torch.zeros((), device=device)
+        self._own: tuple[int, int, int] | None = None  # see `StepRecord.own`; and the same on the device
+        self._own_on_device = torch.empty(0)
+
+    def restart_clock(self) -> None:
+        """What comes now is the next step's; what came since the last one was not."""
+        self._begin = Tick(self.device)
+
+    def batch_arrived(self) -> None:
+        """The first one of a window is on the device."""
+        self._arrived = Tick(self.device)
+
+    def finish(
+        self,
+        number: int,
+        loader: LoadedWindow,
+        window: AccumulationWindow,
+        precision: PlannedPrecision,
+        learning_rate: float,
+        signal_requests: int,
+    ) -> StepRecord:
+        """The window that has just ended, as step `number`; its numbers are on their way. Collective; does not wait."""
+        assert self._begin is not None and self._arrived is not None
+        verdict, skipped = precision.verdict, precision.verdict.step_skipped
+        loss, norm = window.loss if window.losses else self._zero, precision.gradient_norm
+        if norm is not None and norm.device != loss.device:  # DeepSpeed's
+            norm = torch.full_like(self._zero, norm.item())
+        values = [loss, norm, skipped if isinstance(skipped, Tensor) else None, verdict.skip_requested]
+        # Of one dtype, as they mostly are, one kernel
+        numbers = torch.stack([self._zero if value is None else value for value in values])
+        own = (loader.window_weight, loader.window_flops, signal_requests)
+        if self.mesh.group("loss").size() > 1:
+            numbers = torch.cat([numbers, self._sums_over_ranks(loss, own)])
+        step = StepRecord(
+            number=number,
+            start=loader.window_start,
+            learning_rate=learning_rate,
+            loss_scale=precision.loss_scale,
+            step_skipped=None if isinstance(skipped, Tensor) else skipped,
+            values=Readback(numbers),
+            own=own,
+            losses=window.losses,
+            gradients=precision.gradients,
+            begin=self._begin,
+            arrived=self._arrived,
+            fetching_seconds=loader.fetching_seconds,
+        )
+        self._begin = step.end
+        verdict.clear_request()
+        return step
+
+    def _sums_over_ranks(self, loss: Tensor, own: tuple[int, int, int]) -> Tensor:
+        """Collective; does not wait."""
+        if own != self._own:  # seldom: every step of a language model has as many tokens
+            self._own = own
+            self._own_on_device = torch.stack([torch.full_like(loss, n, dtype=torch.float64) for n in own])
+        return sum_over(self.mesh.group("loss"), torch.cat([loss.double().reshape(1), self._own_on_device]))

@@ -31,3 +31,18 @@ def robust_z(loss: Tensor, before: Tensor) -> Tensor:
     deviation = (before - median).abs().nan_to_num(nan=torch.inf).median()
     # Below a thousandth of the loss nothing is a spike.
     return (loss - median) / (1.4826 * deviation).clamp(min=1e-3 * median.abs())
+
+
+class SpikeDetector:
+    """Judges on the device, before the weights have changed, as the guard judges on the host."""
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold  # robust standard deviations
+        self._before: list[Tensor] = []  # losses of the last steps
+
+    def is_spike(self, loss: Tensor) -> Tensor:
+        """Whether `loss`, the mean over all ranks, leaps: a flag on the device. The loss is remembered."""
+        before, self._before = self._before, [*self._before[1 - SPIKE_WINDOW :], loss]
+        if len(before) < SPIKE_MINIMUM:
+            return torch.zeros_like(loss, dtype=torch.bool)
+        return loss.isfinite() & (robust_z(loss, torch.stack(before)) > self.threshold)

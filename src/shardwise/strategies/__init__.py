@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.plan import Plan
-from shardwise.strategies.common import PlannedStrategy
+from shardwise.strategies.base import PlannedStrategy
 
 
 def build_strategy(plan: Plan) -> PlannedStrategy:
@@ -17,6 +17,6 @@ def build_strategy(plan: Plan) -> PlannedStrategy:
 
             return FsdpStrategy(plan)
         case "zero1" | "zero2" | "zero3":
-            from shardwise.strategies.zero import ZeroStrategy
+            from shardwise.strategies.zero.strategy import ZeroStrategy
 
             return ZeroStrategy(plan)

@@ -23,17 +23,17 @@ from shardwise.checkpoint.verify import load_rest
 from shardwise.distributed.collectives import broadcast_from_rank_zero
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
-from shardwise.strategies.common import PlannedStrategy
+from shardwise.strategies.base import PlannedStrategy
 from shardwise.weights.initialize import Materializer
 
 # torch 2.13 renamed the argument
 _BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in signature(DDP).parameters else "broadcast_buffers"
 
 
-def mean_in_fp32(_, bucket):  # type: ignore[no-untyped-def] # torch reads annotations, and wants its own or none
+def mean_in_fp32(group, bucket):  # type: ignore[no-untyped-def] # torch reads annotations, and wants its own or none
     """DDP's reduction for 16-bit gradients: summed in fp32, as under the other strategies."""
-    whole = bucket.buffer().float().div_(dist.get_world_size())
-    work = dist.all_reduce(whole, async_op=True)
+    whole = bucket.buffer().float().div_(group.size())
+    work = dist.all_reduce(whole, group=group, async_op=True)
     return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
@@ -54,16 +54,16 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
-        self._find_units(module)
-        Materializer(module, self.root_device, self.plan.seed).place(module)
-        broadcast_from_rank_zero(list(module.buffers()))
+        self._begin_setup(module)
+        Materializer(module, self.root_device, self.plan.seed, self.mesh.group("world")).materialize(module)
+        broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("world"))
         if getattr(module, "channels_last", False):  # else every step would rearrange its convolutions' weights
             for parameter in module.parameters():
                 if parameter.ndim == 4:
                     parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         if not module.automatic_optimization:
             self._ddp_kwargs["find_unused_parameters"] = True  # each of its losses reaches some of the networks
-        self._parallelize(module, casts_inputs=True)
+        self._parallelize(module, self.units, casts_inputs=True)
         super().setup(trainer)
         self._take_initial_weights()
 
@@ -92,7 +92,7 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         with _buckets_as_before(self._order_before(), self._ddp_kwargs["bucket_cap_mb"]):
             ddp = DDP(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
         if self.plan.precision.parameter_dtype == "bfloat16":
-            ddp.register_comm_hook(None, mean_in_fp32)
+            ddp.register_comm_hook(self.mesh.group("loss"), mean_in_fp32)
         self._note_order(ddp)
         return ddp
 
@@ -117,9 +117,9 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         return self._order
 
     def _order_before(self) -> list[int]:
-        if self.plan.resume is None or not self._is_training:
+        if self.plan.resume is None or not self.state.is_training:
             return []
-        with self._loading():
+        with self.state.loading():
             order: list[int] = load_rest(Path(self.plan.resume))[0]["gradient_order"]
         assert self.lightning_module is not None
         trained = sum(p.requires_grad for p in self.lightning_module.parameters())

@@ -14,28 +14,25 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.chunks import slice_of
-from shardwise.checkpoint.state import Held
-from shardwise.distributed.collectives import broadcast_from_rank_zero
+from shardwise.distributed.collectives import broadcast_from_rank_zero, sum_over
 from shardwise.distributed.dtensor import local_part
-from shardwise.distributed.process_group import group_timeout
 from shardwise.errors import ConfigError
 from shardwise.optim.optimizers import treats_weights_one_by_one
+from shardwise.parallel.parallelize import roots_of
 from shardwise.parallel.precision import dtype_of, mixed_precision_policy
 from shardwise.plan import Plan
-from shardwise.strategies.common import PlannedStrategy
+from shardwise.strategies.base import PlannedStrategy
+from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.whole_weights import InnerBackwards, explained, show_outputs
 from shardwise.weights.initialize import Materializer
 
@@ -50,27 +47,19 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         self._setup_distributed()
-        topology = self.plan.topology
-        axes = {"shard": topology.shard} if topology.replicate == 1 else topology.mesh
-        self._device_mesh = init_device_mesh(self.root_device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        for axis in axes:  # which come with NCCL's default
-            _set_pg_timeout(group_timeout(self.plan), self._device_mesh.get_group(axis))
+        self._device_mesh = self.mesh.build_shard_mesh(self.root_device.type)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        topology = self.plan.topology
-        return {
-            "num_replicas": topology.data_parallel_size,
-            "rank": topology.data_parallel_rank(self.global_rank),
-        }
+        replicas = self.plan.topology.data_parallel_size
+        return {"num_replicas": replicas, "rank": self.mesh.data_rank(self.global_rank)}
 
     hides_weights = True
 
     @contextmanager
     def whole_parameters(self, hook: str) -> Iterator[None]:
         """Gathered in the masters' precision; what the hook writes into a parameter goes into the shards."""
-        assert self.lightning_module is not None
-        layers = list(self.lightning_module.modules())
+        layers = list(self.module.modules())
         self._reshard()
         owned: list[tuple[nn.Module, str, Any]] = [
             (layer, name, p) for layer in layers for name, p in layer._parameters.items() if isinstance(p, DTensor)
@@ -97,8 +86,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            assert self.lightning_module is not None
-            if self.lightning_module.automatic_optimization:
+            if self.module.automatic_optimization:
                 for optimizer in filter(treats_weights_one_by_one, self.optimizers):
                     self._step_on_shards(optimizer)
         self.setup_precision_plugin()
@@ -108,12 +96,13 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         """Unit by unit: make it, initialise it, keep a shard. No rank ever holds the whole model."""
         module = self.lightning_module
         assert module is not None
-        units = self._find_units(module)
-        self._parallelize(module, casts_inputs=False)
-        materializer = Materializer(module, self.root_device, self.plan.seed)
+        self._begin_setup(module)
+        units = self.units
+        self._parallelize(module, units, casts_inputs=False)
+        materializer = Materializer(module, self.root_device, self.plan.seed, self.mesh.group("world"))
         precision = self.plan.precision
         for _, unit in units.modules:
-            materializer.place(unit)
+            materializer.materialize(unit)
             fully_shard(
                 unit,
                 ignored_params=self._wholes(unit),
@@ -122,14 +111,14 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                 mp_policy=mixed_precision_policy(precision, is_root=False),
             )
             show_outputs(unit)
-        materializer.place(module)
+        materializer.materialize(module)
         own = [p for p in module.parameters(recurse=False) if not self._keeps_whole(p)]
         if not module.automatic_optimization and own:
             raise ConfigError(
                 f"{type(module).__name__} optimizes by hand and owns parameters itself: {self.plan.strategy.name} "
                 f"would go on with their old values within a step; move them into a layer, or use strategy=ddp"
             )
-        for root in self._roots(module):
+        for root in roots_of(module):
             if not isinstance(root, FSDPModule) and any(True for _ in root.parameters()):
                 fresh: dict[str, Any] = {} if root is module else {"reshard_after_forward": True}
                 policy = mixed_precision_policy(precision, is_root=True)
@@ -144,26 +133,27 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                 layer.flatten_parameters = _leave_where_they_are  # type: ignore[method-assign]
         if not module.automatic_optimization:
             # FSDP2 notes the dtypes of what needs gradients when a layer first runs: before an optimizer is toggled.
-            for root in self._roots(module):
+            for root in roots_of(module):
                 if isinstance(root, FSDPModule):
                     root._get_fsdp_state()._lazy_init()
         self._backwards = InnerBackwards(module, module.automatic_optimization)
-        broadcast_from_rank_zero(list(module.buffers()))
+        broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("world"))
 
     def _step_on_shards(self, optimizer: Optimizer) -> None:
         """Let it work on what this rank holds: the arithmetic of DTensors takes the host longer than a step may."""
         sharded = [p for group in optimizer.param_groups for p in group["params"]]
-        self._shards |= {id(p): nn.Parameter(local_part(p.detach()), requires_grad=False) for p in sharded}
+        local = {id(p): nn.Parameter(local_part(p.detach()), requires_grad=False) for p in sharded}
+        self.sharded.step_on(local)
         for group in optimizer.param_groups:
-            group["params"] = [self._shards[id(p)] for p in group["params"]]
+            group["params"] = [local[id(p)] for p in group["params"]]
 
         def show_gradients(*_: Any) -> None:
             for p in sharded:
-                self._shards[id(p)].grad = p.grad._local_tensor if isinstance(p.grad, DTensor) else p.grad
+                local[id(p)].grad = p.grad._local_tensor if isinstance(p.grad, DTensor) else p.grad
 
         def hide_gradients(*_: Any) -> None:
             for p in sharded:
-                self._shards[id(p)].grad = None
+                local[id(p)].grad = None
 
         def zero_grad(set_to_none: bool = True) -> None:
             for p in sharded:
@@ -212,22 +202,20 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     def _average_whole_gradients(self) -> None:
         """FSDP2 leaves alone what it does not shard. Collective."""
-        module = self.lightning_module
-        assert module is not None
+        module = self.module
         wholes = [p for p in module.parameters() if p.requires_grad and p.ndim == 0]
         if not wholes or self.world_size == 1:
             return
         held = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in wholes])
         held = held.to(dtype_of(self.plan.precision.reduce_dtype)) / self.world_size
-        dist.all_reduce(held)
+        sum_over(self.mesh.group("loss"), held)
         for p, gradient in zip(wholes, held.unbind(), strict=True):
             p.grad = gradient.to(p.dtype)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """All but the last micro-batch of a window: Lightning's own looks for `no_sync`, which FSDP2 has not."""
-        assert self.lightning_module is not None
-        sharded = [m for m in self.lightning_module.modules() if isinstance(m, FSDPModule)]
+        sharded = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
         # Without `defer_gradient_sync` the replicate axis alone waits: its partial sums are sharded.
         blocked = "set_requires_gradient_sync" if self.plan.strategy.defer_gradient_sync else "set_requires_all_reduce"
         for module in sharded:
@@ -242,22 +230,12 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     def _reshard(self) -> None:
         """After an evaluation the root still shows its gathered copies, which are not the masters."""
-        assert self.lightning_module is not None
-        for module in self.lightning_module.modules():
+        for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def master_shards(self) -> dict[str, Tensor]:
-        self._reshard()
-        return super().master_shards()
-
-    def held(self) -> Iterator[Held]:
-        self._reshard()
-        return super().held()
-
-    def full_parameters(self) -> dict[str, Tensor]:
-        self._reshard()
-        return super().full_parameters()
+    def _make_sharded_state(self, module: LightningModule) -> DTensorState:
+        return DTensorState(module, lambda: self.optimizers, self._reshard)
 
 
 def _leave_where_they_are() -> None:

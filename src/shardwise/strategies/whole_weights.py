@@ -238,3 +238,12 @@ def explained(error: RuntimeError, module_name: str, strategy: str) -> ConfigErr
         f"writes into its input ({' '.join(said.split())[:160]}): use units=[] to treat the module as one piece, or "
         f"strategy=ddp or zero2"
     )
+
+
+def weights_are_sharded(module_name: str, strategy_name: str) -> ConfigError:
+    """For a step that computes with a weight outside the layer that owns it."""
+    return ConfigError(
+        f"{module_name}.training_step computes with weights outside the layers that own them, a penalty on "
+        f"them, say: under {strategy_name} each rank holds a shard there; use weight_decay, or "
+        f"strategy=ddp, zero1 or zero2"
+    )

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.config.bind import bind
-from shardwise.config.compose import ROOT, Job, compose
+from shardwise.config.compose import Job, compose
+from shardwise.config.paths import ROOT
 from shardwise.config.schema import Accelerator
 from shardwise.config.translate import translate
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan.location import number_run
 from shardwise.plan.plan import headline
-from shardwise.plan.resolve import number_run
 from shardwise.run_dir.resume import find_checkpoint
 from shardwise.weights.safetensors import check_weights
 

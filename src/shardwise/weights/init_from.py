@@ -1,4 +1,4 @@
-"""The weights that a run starts from (`init_from=`): each rank reads the boxes that it holds, from safetensors."""
+"""The weights that a run starts from (`init_from=`): each rank reads the chunks that it holds, from safetensors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from shardwise.checkpoint.chunks import Box, whole
-from shardwise.checkpoint.state import Holder, persistent_buffers, shapes_of, unlike
+from shardwise.checkpoint.chunks import Chunk, whole
+from shardwise.checkpoint.state import ShardedState, persistent_buffers, shapes_of, unlike
 from shardwise.errors import ConfigError, count
 from shardwise.plan import Plan
 from shardwise.weights.safetensors import Stored, list_weights
 
 
-def read_initial(holder: Holder, module: LightningModule, plan: Plan) -> str:
+def read_initial(state: ShardedState, module: LightningModule, plan: Plan) -> str:
     """Into parameters and persistent buffers; what was read, in words.
 
     Raises:
@@ -32,24 +32,24 @@ def read_initial(holder: Holder, module: LightningModule, plan: Plan) -> str:
     with ExitStack() as files, torch.no_grad():
         opened: dict[Path, Any] = {}
 
-        def fill(name: str, boxes: list[Box]) -> None:
+        def fill(name: str, chunks: list[Chunk]) -> None:
             source = stored[names[name]]
             if source.file not in opened:
                 opened[source.file] = files.enter_context(safe_open(source.file, framework="pt"))
-            for box in boxes:
-                if box.values.is_floating_point() != ("F" in source.dtype):
-                    raise ConfigError(f"{said}: {names[name]} is of {source.dtype} there and {box.values.dtype} here")
-                place = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.values.shape, strict=True))
+            for chunk in chunks:
+                if chunk.values.is_floating_point() != ("F" in source.dtype):
+                    raise ConfigError(f"{said}: {names[name]} is of {source.dtype} there and {chunk.values.dtype} here")
+                place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.values.shape, strict=True))
                 # A scalar has nothing to be cut
                 part = opened[source.file].get_slice(names[name])[place] if place else \
                     opened[source.file].get_tensor(names[name])  # fmt: skip
-                box.values.copy_(part)
+                chunk.values.copy_(part)
 
         try:
-            for held in holder.held():
-                fill(held.name, held.boxes(held.values))
+            for shard in state.parameter_shards():
+                fill(shard.name, shard.chunks(shard.values))
             for name, buffer in persistent_buffers(module):
-                fill(name, whole(buffer).boxes)
+                fill(name, whole(buffer).chunks)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{said} cannot be read: {error}; copy it again") from None
     values = sum(prod(stored[name].shape) for name in names.values())

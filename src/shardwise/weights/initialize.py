@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise.distributed.collectives import broadcast_from_rank_zero
@@ -40,16 +41,21 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 class Materializer:
-    """Gives the parts of one module their memory and their initial values, in any order, each part once."""
+    """Gives the parts of one module their memory and their initial values, in any order, each part once.
 
-    def __init__(self, root: nn.Module, device: torch.device, seed: int) -> None:
-        self.root, self.device, self.seed = root, device, seed
+    `group`: ranks that get rank 0's values where the module does not initialise itself; None: there is one rank.
+    """
+
+    def __init__(
+        self, root: nn.Module, device: torch.device, seed: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.root, self.device, self.seed, self.group = root, device, seed, group
         self.names = {id(module): name for name, module in root.named_modules(remove_duplicate=True)}
         self.made: dict[int, nn.Parameter] = {}  # tied parameters stay one object
         self.placed: set[int] = set()
         self.own = initializes_itself(root)
 
-    def place(self, part: nn.Module) -> None:
+    def materialize(self, part: nn.Module) -> None:
         """Put `part` on the device with its initial values. Layers that were placed before are left alone."""
         layers = [m for m in part.modules() if id(m) not in self.placed]
         self.placed.update(id(m) for m in layers)
@@ -61,7 +67,9 @@ class Materializer:
                 if buffer is not None:
                     layer._buffers[name] = buffer.to(self.device)
         if not self.own:
-            broadcast_from_rank_zero([p.data for m in layers for p in m._parameters.values() if p is not None])
+            if self.group is not None:
+                parameters = [p.data for m in layers for p in m._parameters.values() if p is not None]
+                broadcast_from_rank_zero(parameters, self.group)
             return
         devices = [self.device] if self.device.type == "cuda" else []
         for layer in layers:

@@ -1,0 +1,56 @@
+"""What is not plain data, as a pickle."""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors on the host, where it is read there may be no GPU; and nothing of what a strategy has put on objects."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, DTensor) or hasattr(value, "ds_tensor"):
+            raise pickle.PicklingError("one rank's shard would come back as the whole")
+        if isinstance(value, Tensor) and (value.is_cuda or value._backward_hooks):
+            bare: Any = value.detach().cpu()
+            if isinstance(value, nn.Parameter):
+                bare = nn.Parameter(bare, value.requires_grad)
+            return bare.requires_grad_(value.requires_grad).__reduce_ex__(5)
+        if isinstance(value, nn.Module):
+            reduced: Any = value.__reduce_ex__(5)
+            make, arguments, state, *rest = reduced
+            return make, arguments, _without_strategy(state) if isinstance(state, dict) else state, *rest
+        return NotImplemented
+
+
+def _without_strategy(state: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a module without the hooks and functions that DeepSpeed or this package has set on it."""
+    bare: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, dict):  # hooks, parameters, buffers, modules, in a dict that may be DeepSpeed's
+            kept = collections.OrderedDict((key, item) for key, item in value.items() if not _is_of_a_strategy(item))
+            bare[name] = kept if _is_of_a_strategy(value) or len(kept) < len(value) else value
+        elif not _is_of_a_strategy(value):
+            bare[name] = value
+    return bare
+
+
+def _is_of_a_strategy(value: Any) -> bool:
+    where = str(getattr(value, "__module__", "")).partition(".")[0]
+    return where in ("deepspeed", "shardwise") and not isinstance(value, nn.Module)
+
+
+def to_pickle(value: Any) -> bytes | None:
+    """None: it cannot be pickled, for whatever reason its classes have."""
+    held = io.BytesIO()
+    try:
+        _Pickler(held, 5).dump(value)
+    except Exception:
+        return None
+    return held.getvalue()

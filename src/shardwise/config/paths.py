@@ -1,0 +1,10 @@
+"""Where this repository and its conf/ are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+CONF = ROOT / "conf"

@@ -1,0 +1,94 @@
+"""What the ranks must agree on: who reads what."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.data.order import DrawnOrder
+from shardwise.data.user_loader import name_of
+from shardwise.errors import ConfigError
+
+Group = Callable[[], "dist.ProcessGroup | None"]  # of all ranks, on the hosts; made when it is first needed
+
+
+def smallest(number: int, group: Group) -> int:
+    """Over all ranks. Collective, on the hosts."""
+    if count_ranks() == 1:
+        return number
+    lowest = torch.tensor(number)
+    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group())
+    return int(lowest)
+
+
+def count_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def check_distinct(first: list[Any], second: list[Any] | None, loader: Any, word: str, group: Group) -> None:
+    """Collective.
+
+    Raises:
+        ConfigError: two ranks have the same first samples. Data in which all are alike is not judged.
+    """
+    if count_ranks() == 1:
+        return
+    digest = _digest(first)
+    own = None if not first or (second and _digest(second) == digest) else digest
+    digests: list[Any] = [None] * count_ranks()
+    dist.all_gather_object(digests, own, group=group())
+    for rank, found in enumerate(digests):
+        if found is not None and found in digests[:rank]:
+            raise ConfigError(
+                f"the {word} data {name_of(loader)} keeps an order of its own, and ranks {digests.index(found)} and "
+                f"{rank} of {count_ranks()} read the same samples: split it by rank where it is read. RANK and "
+                f"WORLD_SIZE are in the environment; use datasets.distributed.split_dataset_by_node(dataset, rank, "
+                f"world_size), webdataset.split_by_node, or itertools.islice(samples, rank, None, world_size) in its "
+                f"__iter__; worker processes split their rank's part again (torch.utils.data.get_worker_info)"
+            )
+
+
+def _digest(value: Any) -> str | None:
+    """Equal for equal samples, whatever they are made of; None: that cannot be told."""
+    sums = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        sums.update(type(value).__name__.encode())
+        if isinstance(value, Tensor) and value.layout == torch.strided:
+            sums.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            sums.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                add(key)
+                add(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                add(item)
+        else:
+            sums.update(pickle.dumps(value))
+
+    try:
+        add(value)
+    except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError):
+        return None
+    return sums.hexdigest()
+
+
+def check_same_order(order: DrawnOrder, group: Group) -> None:
+    """Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, order.digest, group=group())
+    if len(set(digests)) > 1:
+        raise ConfigError(
+            f"the training loader's {order.name} gives ranks different samples, and what it gives is dealt out over "
+            f"the ranks here: let it give every rank the order of the whole data set, from torch's random numbers, "
+            f"which are seeded before each epoch, or from set_epoch(epoch)"
+        )

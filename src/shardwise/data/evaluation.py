@@ -1,0 +1,97 @@
+"""Validation, test and prediction: each sample once, on one rank, and equally many batches on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from shardwise.data.agreement import Group
+from shardwise.data.streams import evaluation_batches
+from shardwise.data.user_loader import (
+    attribute_of,
+    is_stream,
+    name_of,
+    sampler_of,
+    shuffles,
+    with_batches,
+    with_watched_workers,
+)
+from shardwise.data.user_random import draw_order
+from shardwise.plan import Plan
+
+
+class EvaluationLoader:
+    """A rank's share of a data set, each sample on one rank; every rank gets equally many batches.
+
+    Strategies that gather parameters need all ranks in every forward. A rank without samples left runs a padding batch,
+    as large as a full one; `mark` is told of every batch, when it is handed over, whether it is one. `limit`: batches
+    of all ranks.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        plan: Plan,
+        rank: int,
+        mark: Callable[[bool], None],
+        limit: int | None = None,
+        group: Group = lambda: None,
+    ) -> None:
+        self.given, self.plan, self.rank, self.mark, self.limit, self.group = loader, plan, rank, mark, limit, group
+        self.batches: list[Any] | None = None  # of all ranks, in turn; None: it is a stream
+        if is_stream(loader):
+            self.loader = with_watched_workers(loader)
+            return
+        self.batches = _evaluation_keys(loader, plan)[:limit]
+        ranks = plan.topology.data_parallel_size
+        turns = math.ceil(len(self.batches) / ranks)
+        padded = [*self.batches, *self.batches[:1] * (turns * ranks - len(self.batches))]
+        self.loader = with_batches(loader, padded[rank::ranks], plan.seed)
+
+    def __getattr__(self, name: str) -> Any:
+        return attribute_of(self, name)
+
+    def __len__(self) -> int:
+        if self.batches is None:
+            raise TypeError(f"{name_of(self.given)} has no length that is known before it is read")
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.batches is None:
+            for batch, is_padding in evaluation_batches(self.loader, self.plan, self.rank, self.limit, self.group):
+                self.mark(is_padding)
+                yield batch
+            return
+        for turn, batch in enumerate(self.loader):
+            self.mark(self.number_of(turn) >= len(self.batches))
+            yield batch
+
+    def number_of(self, turn: int) -> int:
+        """This rank's batch in a turn → its number among those of all ranks."""
+        return turn * self.plan.topology.data_parallel_size + self.rank
+
+    def samples_of(self, turn: int) -> list[Any] | None:
+        """The places in the data set of this rank's batch; none: it is padding. None: they are not known."""
+        if self.batches is None or (self.given.batch_size is None and self.given.batch_sampler is None):
+            return None
+        number = self.number_of(turn)
+        return list(self.batches[number]) if number < len(self.batches) else []
+
+
+def _evaluation_keys(loader: DataLoader[Any], plan: Plan) -> list[Any]:
+    """Per batch of all ranks: its samples' places, or its one key where the data set gives batches. The data set's
+    order, unless the loader has a sampler of its own."""
+    if shuffles(loader) is None:
+        keys = list(draw_order(loader, plan.seed, 0))
+        if sampler_of(loader) is loader.batch_sampler:
+            return [list(batch) for batch in keys]
+    else:
+        keys = list(range(len(loader.dataset)))  # type: ignore[arg-type]
+    size = loader.batch_size
+    if size is None:
+        return keys
+    end = len(keys) // size * size if loader.drop_last else len(keys)
+    return [keys[start : start + size] for start in range(0, end, size)]

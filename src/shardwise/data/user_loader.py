@@ -1,0 +1,152 @@
+"""The user's DataLoader: what it was made with, and a copy of it that reads the batches we say."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from shardwise.config.targets import locate
+from shardwise.errors import ConfigError
+from shardwise.plan import Plan
+from shardwise.process.parent import kill_with_parent
+from shardwise.process.signals import leave_to_parent
+
+
+class Batches:
+    """A batch sampler whose next pass starts where the clock stands."""
+
+    def __init__(self, make: Callable[[], Iterator[Any]], length: int) -> None:
+        self.make, self.length = make, length
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.make()
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def is_stream(loader: Any) -> bool:
+    """Whether a loader keeps an order of its own: it cannot be asked for the sample at a place."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return True
+    try:
+        len(sampler_of(loader))
+    except (TypeError, NotImplementedError):
+        return True
+    return False
+
+
+def attribute_of(loader: Any, name: str) -> Any:
+    if name.startswith("__") or "given" not in vars(loader):
+        raise AttributeError(name)
+    return getattr(loader.given, name)
+
+
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """What gives the order: a batch sampler of the user's own, or the sampler."""
+    return loader.batch_sampler if loader.batch_size is None and loader.batch_sampler is not None else loader.sampler
+
+
+def shuffles(loader: DataLoader[Any]) -> bool | None:
+    """None: a sampler says more than that."""
+    sampler: Any = sampler_of(loader)
+    samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
+    if type(sampler) is DistributedSampler:  # what it does is done here
+        return bool(sampler.shuffle)
+    if len(sampler) == samples and type(sampler) in (RandomSampler, SequentialSampler):
+        replaces = getattr(sampler, "replacement", False)
+        return None if replaces else type(sampler) is RandomSampler
+    return None
+
+
+def with_batches(loader: DataLoader[Any], batches: Any, seed: int) -> DataLoader[Any]:
+    """The same loader with another order; `batches`: lists of places, or single ones where it does not collate."""
+    order: dict[str, Any] = {"batch_sampler": batches}
+    if loader.batch_sampler is None:
+        order = {"sampler": batches, "batch_size": None}
+    # Of its own: else each pass would draw from the stream that dropout draws from, and so would a resumed one.
+    generator = loader.generator or torch.Generator().manual_seed(seed)
+    start_worker = partial(_start_worker, loader.worker_init_fn)
+    if _iterates_its_own_way(loader):
+        return _copy_with(loader, {**order, "generator": generator, "worker_init_fn": start_worker})
+    return DataLoader(
+        loader.dataset,
+        **order,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=start_worker,
+        multiprocessing_context=loader.multiprocessing_context,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        generator=generator,
+    )
+
+
+def _iterates_its_own_way(loader: DataLoader[Any]) -> bool:
+    kind = type(loader)
+    if kind.__module__.startswith("torchdata."):  # whose state is not needed where the order is ours
+        return False
+    return kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator
+
+
+def _copy_with(loader: DataLoader[Any], changed: dict[str, Any]) -> DataLoader[Any]:
+    """Of the same class, which iterates in its own way over another order."""
+    copied = copy.copy(loader)
+    if (batches := changed.get("batch_sampler")) is not None:
+        changed |= {"sampler": SequentialSampler(batches), "batch_size": None, "drop_last": False}
+    vars(copied).update(changed | {"_iterator": None})  # DataLoader refuses to be assigned to
+    return copied
+
+
+def with_watched_workers(loader: Any) -> Any:
+    if isinstance(loader, DataLoader) and loader.num_workers:
+        loader.worker_init_fn = partial(_start_worker, loader.worker_init_fn)
+    return loader
+
+
+def _start_worker(then: Callable[[int], None] | None, worker: int) -> None:
+    kill_with_parent()  # torch's own watch takes seconds, and prints tracebacks meanwhile
+    leave_to_parent()
+    if then is not None:
+        then(worker)
+
+
+def check_batch_size(loader: Any, plan: Plan) -> None:
+    size = getattr(loader, "batch_size", None)
+    if not isinstance(loader, DataLoader) or size in (None, plan.micro_batch_size):
+        return
+    words = _words_for_batch_size(plan)
+    named = f"'{words[0]}=${{micro_batch_size}}' (in quotes, as the shell would read ${{…}}), or " if words else ""
+    raise ConfigError(
+        f"the training loader's batch_size is {size}, and micro_batch_size={plan.micro_batch_size}: make them equal: "
+        f"{named}micro_batch_size={size}"
+    )
+
+
+def _words_for_batch_size(plan: Plan) -> list[str]:
+    """The arguments of the data, else of the module, whose name says that they are it."""
+    found = []
+    for word, node in (("data", plan.data), ("module", plan.module)):
+        if not node or "_target_" not in node:
+            continue
+        try:
+            names = [*node, *inspect.signature(locate(node["_target_"], word)).parameters]
+        except (ValueError, ConfigError):
+            names = list(node)
+        found += [f"{word}.{name}" for name in dict.fromkeys(names) if name in ("batch_size", "train_batch_size")]
+    return found
+
+
+def name_of(loader: Any) -> str:
+    """For messages."""
+    if isinstance(loader, DataLoader) and type(loader) is DataLoader:
+        return type(loader.dataset).__name__
+    return type(loader).__name__

@@ -1,0 +1,60 @@
+"""Random streams that the user's data draws from: its own, so that a run's others are left alone."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from shardwise.data.user_loader import sampler_of
+from shardwise.distributed.rng import derived_seed, random_state, set_random_state
+
+_CPU = torch.device("cpu")
+
+
+class OwnRandom:
+    """Random streams of the host that are the data's: what it draws changes nothing in training, and the other way."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.state: dict[str, Any] | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        outside = random_state(_CPU)
+        if self.state is None:
+            torch.default_generator.manual_seed(self.seed)
+            random.seed(self.seed)
+            if (numpy := sys.modules.get("numpy")) is not None:
+                numpy.random.seed(self.seed % 2**32)
+        else:
+            set_random_state(self.state, _CPU)
+        try:
+            yield
+        finally:
+            self.state = random_state(_CPU)
+            set_random_state(outside, _CPU)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the number of the epoch to whatever in a loader asks for it."""
+    sampler, of_batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    for part in (loader, getattr(loader, "dataset", None), sampler, of_batches, getattr(of_batches, "sampler", None)):
+        if callable(tell := getattr(part, "set_epoch", None)):
+            tell(epoch)
+
+
+def draw_order(loader: DataLoader[Any], seed: int, epoch: int) -> Sequence[Any]:
+    """An epoch of the user's own sampler: places, or batches of them. A function of seed and epoch."""
+    sampler = sampler_of(loader)
+    with OwnRandom(derived_seed(seed, "order", epoch))():
+        for part in (sampler, getattr(sampler, "sampler", None)):
+            if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                generator.manual_seed(derived_seed(seed, "order", epoch))
+        set_epoch(loader, epoch)
+        return list(sampler)

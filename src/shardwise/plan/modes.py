@@ -1,0 +1,53 @@
+"""Words that change a whole config: `quick_check=true` and `find_learning_rate=true`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from shardwise.config.schema import CheckpointConfig, LoggerConfig, OnNonfinite, OnSpike, RunConfig, Stage
+from shardwise.errors import ConfigError
+from shardwise.plan.plan import FINDER_STEPS
+
+QUICK_BATCHES = 3  # of every stage, on each rank
+
+
+def for_quick_check(config: RunConfig) -> RunConfig:
+    """The same run for a few batches of every stage, which leaves nothing behind.
+
+    Raises:
+        ConfigError: a stage other than fit, or a run to go on with: there is nothing to check on.
+    """
+    if config.stage is not Stage.fit or config.resume is not None:
+        word = f"stage={config.stage.value}" if config.stage is not Stage.fit else f"resume={config.resume}"
+        raise ConfigError(f"quick_check=true tries a new run in all its stages: leave out {word}")
+    return dataclasses.replace(
+        config, max_steps=QUICK_BATCHES, max_epochs=None, max_samples=None, validate_every_n_steps=QUICK_BATCHES,
+        checkpoint=_unsaved(config.checkpoint), logger=LoggerConfig(), loggers={}, log_every_n_steps=1, max_restarts=0,
+        name=None if config.name is None else f"{config.name}-quick-check",
+    )  # fmt: skip
+
+
+def _unsaved(checkpoint: CheckpointConfig) -> CheckpointConfig:
+    return dataclasses.replace(
+        checkpoint, save_every_n_steps=None, save_at_end=False, monitor=None, keep_every_n_steps=None
+    )
+
+
+def for_learning_rate_finder(config: RunConfig) -> RunConfig:
+    """The same run for the learning-rate finder: a hundred steps, no schedule, no validation, no checkpoint.
+
+    Raises:
+        ConfigError: a stage other than fit, a run to go on with, or a quick check.
+    """
+    if config.stage is not Stage.fit or config.resume is not None or config.quick_check:
+        word = "quick_check=true" if config.quick_check else f"resume={config.resume}"
+        word = word if config.stage is Stage.fit else f"stage={config.stage.value}"
+        raise ConfigError(f"find_learning_rate=true trains from the start with rates of its own: leave out {word}")
+    guard = dataclasses.replace(
+        config.guard, on_nonfinite=OnNonfinite.skip, on_spike=OnSpike.ignore, max_in_a_row=FINDER_STEPS
+    )
+    return dataclasses.replace(
+        config, max_steps=FINDER_STEPS, max_epochs=None, max_samples=None, schedule=None, guard=guard,
+        checkpoint=_unsaved(config.checkpoint), max_validation_batches=0, max_restarts=0,
+        name=None if config.name is None else f"{config.name}-learning-rate",
+    )  # fmt: skip

@@ -1,0 +1,45 @@
+"""Parts of a config with a `_target_`, as the Plan keeps them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.config.bind import say
+from shardwise.config.schema import RunConfig
+from shardwise.errors import ConfigError
+from shardwise.plan.rules import check_plain
+
+
+def data_node(node: Any) -> dict[str, Any] | None:
+    """None: no class is named, and the module's own loaders are used."""
+    if not isinstance(node, dict) or node.get("_target_", "") is not None:
+        return target_node("data", node)
+    if options := [f"data.{key}={say(value)}" for key, value in node.items() if key != "_target_"]:
+        raise ConfigError(
+            f"{options[0]}: an option of no class; give data._target_=package.Data, or leave it out: the module's own "
+            f"loaders take no options"
+        )
+    return None
+
+
+def target_node(word: str, node: Any) -> dict[str, Any]:
+    if not isinstance(node, dict) or "_target_" not in node:
+        raise ConfigError(f"{word} names no class: give {word}._target_=package.Class")
+    check_plain(word, node)
+    return node
+
+
+def logger_nodes(config: RunConfig) -> dict[str, dict[str, Any]]:
+    loggers = named_nodes("loggers", config.loggers)
+    for name, node in loggers.items():
+        if node.get("log_model"):
+            raise ConfigError(
+                f"loggers.{name}.log_model={say(node['log_model'])}: a checkpoint is a folder in this program's own "
+                f"format, and no tracker is given one; leave it out, and upload what shardwise export writes"
+            )
+    return loggers
+
+
+def named_nodes(word: str, nodes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Name → node. A name that is null has been taken out again."""
+    return {name: target_node(f"{word}.{name}", node) for name, node in nodes.items() if node is not None}

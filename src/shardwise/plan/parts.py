@@ -1,0 +1,80 @@
+"""Parts of the config → parts of the Plan, each checked by itself."""
+
+from __future__ import annotations
+
+import re
+
+from shardwise.config.bind import say
+from shardwise.config.schema import CheckpointConfig, ClusterConfig, DdpConfig, RunConfig, StrategyConfig
+from shardwise.errors import ConfigError
+from shardwise.plan.plan import Checkpointing, Precision, Strategy
+
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
+
+
+_YEAR_MINUTES = 365 * 24 * 60
+
+
+def make_checkpointing(config: CheckpointConfig, accelerator: str) -> Checkpointing:
+    every, kept = config.save_every_n_steps, config.keep_every_n_steps
+    if every is not None and every < 1:
+        raise ConfigError(f"checkpoint.save_every_n_steps={every}: must be at least 1, or null to save at the end only")
+    if config.keep_last < 1:
+        raise ConfigError(f"checkpoint.keep_last={config.keep_last}: must be at least 1")
+    if config.mode not in ("min", "max"):
+        raise ConfigError(f"checkpoint.mode={config.mode}: must be min or max")
+    if kept is not None and (kept < 1 or every is None or kept % every):
+        raise ConfigError(
+            f"checkpoint.keep_every_n_steps={kept}: must be a multiple of checkpoint.save_every_n_steps={say(every)}: "
+            f"what is kept was saved"
+        )
+    if config.max_failures < 0:
+        raise ConfigError(f"checkpoint.max_failures={config.max_failures}: must be at least 0")
+    return Checkpointing(
+        save_every_n_steps=every,
+        keep_last=config.keep_last,
+        monitor=config.monitor,
+        mode=config.mode,
+        save_at_end=config.save_at_end,
+        keep_every_n_steps=kept,
+        asynchronous=accelerator == "cuda" if config.asynchronous is None else config.asynchronous,
+        when_busy=config.when_busy.value,
+        max_failures=config.max_failures,
+    )
+
+
+def make_strategy(config: StrategyConfig) -> Strategy:
+    options = {key: value for key, value in vars(config).items() if key not in ("name", "shard_size")}
+    if not 0 < config.timeout_minutes <= _YEAR_MINUTES:
+        raise ConfigError(
+            f"strategy.timeout_minutes={config.timeout_minutes}: must be above 0 and at most {_YEAR_MINUTES}, a year"
+        )
+    if isinstance(config, DdpConfig) and config.bucket_cap_mb < 1:
+        raise ConfigError(f"strategy.bucket_cap_mb={config.bucket_cap_mb}: must be at least 1")
+    return Strategy(name=config.name.value, **options)
+
+
+def make_environment(cluster: ClusterConfig) -> dict[str, str]:
+    for word, value in cluster.environment.items():
+        if not _VARIABLE.fullmatch(word) or "\0" in value:
+            raise ConfigError(
+                f"cluster.environment.{word}={value}: names no environment variable; e.g. NCCL_IB_TIMEOUT"
+            )
+    return dict(cluster.environment)
+
+
+def make_precision(config: RunConfig, accelerator: str) -> Precision:
+    precision = config.precision
+    if precision.tf32 and accelerator == "cpu":
+        raise ConfigError(
+            f"precision={precision.name.value} needs CUDA: TensorFloat-32 is a mode of its tensor cores; "
+            f"on the CPU use precision=fp32"
+        )
+    return Precision(
+        name=precision.name.value,
+        parameter_dtype=precision.parameter_dtype.value,
+        compute_dtype=precision.compute_dtype.value,
+        reduce_dtype=precision.reduce_dtype.value,
+        loss_scaling=precision.loss_scaling,
+        tf32=precision.tf32,
+    )

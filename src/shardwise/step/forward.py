@@ -1,0 +1,62 @@
+"""Where a step of the module runs: inside the forward of the root, which a strategy wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from shardwise.parallel.precision import Places, dtype_of, parameters_as
+from shardwise.plan import Plan
+from shardwise.step.precision_plugin import PlannedPrecision
+
+
+class StepForward:
+    """Calls a module's `training_step` and its like through the root's forward, where a strategy shows the root its
+    parameters.
+
+    `outside_units`: where parameters stand of which each step makes low-precision copies. `redirect(root, module, name,
+    *args, **kwargs)`: calls the root's forward, and within it the module's method of that name.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        plan: Plan,
+        precision: PlannedPrecision,
+        outside_units: list[Places],
+        redirect: Callable[..., Any],
+    ) -> None:
+        self.module, self.plan, self.precision = module, plan, precision
+        self.outside_units, self.redirect = outside_units, redirect
+        self._training_step: Callable[..., Any] | None = None  # compiled, under compile=model
+
+    def run(self, root: nn.Module | None, name: str, *args: Any, **kwargs: Any) -> Any:
+        """`root`: what the strategy has made of the module; None: it shows no parameters there."""
+        method = self._method(name)
+        if name == "training_step" and self.plan.compile == "model":
+            self._training_step = method = self._training_step or torch.compile(method)
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self.precision.forward_context():  # not around the call: DeepSpeed's engine switches autocast off
+                return method(*args, **kwargs)
+
+        if root is None:
+            return inside(*args, **kwargs)
+        self.module.__dict__["_planned_step"] = inside
+        return self.redirect(root, self.module, "_planned_step", *args, **kwargs)
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        method: Callable[..., Any] = getattr(self.module, name)
+        if not self.outside_units:
+            return method
+        dtype = dtype_of(self.plan.precision.compute_dtype)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with parameters_as(self.outside_units, dtype):
+                return method(*args, **kwargs)
+
+        return run

@@ -1,0 +1,79 @@
+"""An accumulation window: the micro-batches of one step → the gradient of the mean over the global batch.
+
+The loader weighs a whole window before its first micro-batch is computed (see data/loaders.py), so that each loss is
+scaled before its backward pass: DeepSpeed clips inside its step, and nothing could be mended afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.distributed.dtensor import local_part
+from shardwise.errors import ConfigError
+
+
+class AccumulationWindow:
+    """What the micro-batches of the step under way have come to on this rank."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self.micro_batches = micro_batches
+        self.losses: list[Tensor] = []  # what each micro-batch adds to the loss
+        self._scale: Tensor | None = None  # of the micro-batch under way
+
+    def begin(self) -> None:
+        self.losses = []
+
+    def begin_micro_batch(self, scale: Tensor | None) -> None:
+        """`scale`: what its loss is multiplied by; None: nothing."""
+        self._scale = scale
+
+    @property
+    def is_complete(self) -> bool:
+        """Every micro-batch has been through its forward pass."""
+        return len(self.losses) == self.micro_batches
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss to differentiate: the micro-batch's share of the loss of the global batch."""
+        scaled = loss if self._scale is None else loss * self._scale.to(loss.dtype)
+        self.losses.append(scaled.detach().reshape(()))
+        return scaled
+
+    def take_loss_of_manual_step(self, output: Any) -> None:
+        """What a module that optimizes by hand returns is its loss, for the log and the guard."""
+        loss = loss_of(output)
+        self.losses = []
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self.losses = [local_part(loss).detach().reshape(()).float()]
+
+    @property
+    def loss(self) -> Tensor:
+        """What this rank's micro-batches add up to, as they were differentiated."""
+        return torch.stack(self.losses).sum() if len(self.losses) > 1 else self.losses[0]
+
+
+def loss_of(output: Any) -> Any:
+    """Of what `training_step` returns."""
+    return output.get("loss") if isinstance(output, dict) else output
+
+
+def check_output(output: Any, module_name: str, *, has_own_backward: bool) -> None:
+    """What `training_step` of a module with automatic optimization has returned.
+
+    Raises:
+        ConfigError: no loss, or one that does not depend on the weights.
+    """
+    if output is None:
+        raise ConfigError(
+            f"{module_name}.training_step returned None: every micro-batch needs a loss, "
+            f"since the others of its step are weighed with it; return a loss of zero that depends on the weights"
+        )
+    loss = loss_of(output)
+    if not has_own_backward and isinstance(loss, Tensor) and not loss.requires_grad:
+        raise ConfigError(
+            f"{module_name}.training_step returned a loss that has no gradient: it does not depend on the "
+            f"parameters that are trained; look for detach(), torch.no_grad() or a new tensor made of its value, "
+            f"or for parameters that are all frozen"
+        )

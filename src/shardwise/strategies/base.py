@@ -1,0 +1,348 @@
+"""What every strategy shares: Lightning's hooks, each a call to whoever owns the question.
+
+`step/` makes one optimizer step, `checkpoint/` takes and restores a run's state, `data/` brings batches, `parallel/`
+prepares layers. A strategy says how parameters are sharded, and overrides what it does in another way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwise.checkpoint.train_state import TrainState
+from shardwise.data.evaluation import EvaluationLoader
+from shardwise.data.loaders import TrainLoader
+from shardwise.data.transfer import BatchTransfer
+from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.process_group import group_timeout
+from shardwise.distributed.rng import derived_seed, random_state, seed_streams, set_random_state
+from shardwise.errors import ConfigError
+from shardwise.lightning_internals import counters
+from shardwise.lightning_internals.results import unrecorded
+from shardwise.optim.optimizers import check_one_owner, step_schedules_unless
+from shardwise.parallel.parallelize import copy_outside_units, parallelize
+from shardwise.parallel.precision import Places
+from shardwise.parallel.units import Units, units_for
+from shardwise.plan import Plan
+from shardwise.step.buffers import BufferKeeper
+from shardwise.step.forward import StepForward
+from shardwise.step.precision_plugin import PlannedPrecision
+from shardwise.step.record import StepRecord, StepRecorder
+from shardwise.step.verdict import StepVerdict
+from shardwise.step.window import AccumulationWindow, check_output
+from shardwise.strategies.checkpoint_hooks import CheckpointHooks
+from shardwise.strategies.sharded_state import DTensorState
+from shardwise.strategies.whole_weights import weights_are_sharded
+from shardwise.weights.init_from import read_initial
+
+
+class PlannedStrategy(CheckpointHooks, ParallelStrategy):
+    """Mixed into one of Lightning's strategies: everything that is the same whatever is sharded."""
+
+    shows_parameters = True  # to the root, in the forward of `model`
+    hides_weights = False  # outside a forward: they are sharded, or what a hook writes into them may be lost
+    scales_by_gradient = True  # the backward pass may start from another gradient than 1
+    train_loader: TrainLoader | None = None
+    sharded: DTensorState  # where parameters and the optimizers' state are
+
+    def _use(self, plan: Plan, precision: Callable[[Plan, StepVerdict], PlannedPrecision] = PlannedPrecision) -> None:
+        self.plan, self.mesh = plan, Mesh(plan)
+        self.verdict = StepVerdict(plan, self.mesh)
+        self.precision_plugin = precision(plan, self.verdict)
+        self.window = AccumulationWindow(plan.accumulate_grad_batches)
+        self.before_training: Callable[[], None] | None = None  # when everything is in place
+        self.stepped = False  # in this batch, by a module that optimizes by hand
+        self.learning_rate = float("nan")  # of the last step's first parameter group
+        self._outside_units: list[Places] = []  # parameters of which each step makes low-precision copies
+        self._paddings: deque[bool] = deque()  # of evaluation batches that were handed over
+        self._transfer: BatchTransfer | None = None
+        self._file_group: dist.ProcessGroup | None = None
+        self._closing: list[Callable[[], Any]] = []
+        self._before_validation: dict[str, Any] | None = None  # random streams
+
+    # Set-up
+
+    def _begin_setup(self, module: LightningModule) -> None:
+        """What does not depend on how the module is sharded."""
+        self.module_name = type(module).__name__  # FSDP2 gives it another
+        self.units, told = units_for(module, self.plan)
+        if told is not None and self.is_global_zero:
+            print(told, flush=True)
+        self.buffers, self.recorder = BufferKeeper(module), StepRecorder(self.root_device, self.mesh)
+        self.sharded = self._make_sharded_state(module)
+        self.state = TrainState(
+            self.plan,
+            module,
+            self.root_device,
+            self.sharded,
+            self.planned_precision,
+            loader=lambda: self.train_loader,
+            file_group=self.file_group,
+            synchronize_buffers=self.synchronize_buffers,
+            gradient_order=self._gradient_order,
+        )
+
+    def _make_sharded_state(self, module: LightningModule) -> DTensorState:
+        return DTensorState(module, lambda: self.optimizers)
+
+    def _keeps_whole(self, parameter: nn.Parameter) -> bool:
+        """Whether every rank holds all of it, and low-precision copies of it are made here."""
+        return False
+
+    def _parallelize(self, module: LightningModule, units: Units, *, casts_inputs: bool) -> None:
+        parallelize(module, units, self.plan, copied=self._keeps_whole, casts_inputs=casts_inputs)
+        if self.plan.precision.is_mixed:
+            self._outside_units = copy_outside_units(module, units, self.plan, self._keeps_whole)
+        self.step_forward = StepForward(
+            module, self.plan, self.planned_precision, self._outside_units, self._forward_redirection
+        )
+        if self.plan.precision.loss_scaling:
+            step_schedules_unless(module, lambda: self.verdict.skipped_by_scaler)
+
+    def _take_initial_weights(self) -> None:
+        """`init_from=`: other weights than the seed's, at the end of set-up. A checkpoint brings its own."""
+        if self.plan.init_from is None or self.plan.resume is not None:
+            return
+        told = read_initial(self.sharded, self.module, self.plan)
+        self.sharded.refresh_low_precision_copies()
+        if self.is_global_zero:
+            print(f"weights: {told}", flush=True)
+
+    @property
+    def module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def planned_precision(self) -> PlannedPrecision:
+        assert isinstance(self.precision_plugin, PlannedPrecision)
+        return self.precision_plugin
+
+    @property
+    def skipped_steps(self) -> int:
+        """By the loss scaler, in this process."""
+        return self.verdict.skipped_steps
+
+    def teardown(self) -> None:
+        while self._closing:
+            self._closing.pop()()
+        self._file_group = None
+        module = self.lightning_module
+        if module is None or not any(p.is_meta for p in module.parameters()):
+            super().teardown()  # moves the module to the CPU: before it is made, that would hide the error that ends it
+
+    def at_teardown(self, close: Callable[[], Any]) -> None:
+        """When the Trainer is through, also after an error: a thread that outlives the interpreter would abort it."""
+        self._closing.append(close)
+
+    def file_group(self) -> dist.ProcessGroup | None:
+        """For the coordination of files, which is the hosts'. Collective, the first time."""
+        if self.world_size > 1 and self._file_group is None:
+            self._file_group = dist.new_group(backend="gloo", timeout=group_timeout(self.plan))
+            self.at_teardown(partial(dist.destroy_process_group, self._file_group))
+        return self._file_group
+
+    # Data
+
+    def process_dataloader(self, dataloader: object) -> object:
+        module, rank = self.module, self.mesh.data_rank(self.global_rank)
+        if module.trainer.state.stage != RunningStage.TRAINING:
+            validating = module.trainer.state.stage == RunningStage.VALIDATING
+            limit = self.plan.max_validation_batches if validating or self.plan.quick_check else None
+            return EvaluationLoader(dataloader, self.plan, rank, self._paddings.append, limit, self.file_group)
+        if self.train_loader is not None:
+            raise ConfigError("several training loaders: a step is one global batch of one loader; combine the data")
+        loss_weight = getattr(module, "loss_weight", None) if module.automatic_optimization else None
+        flops = getattr(module, "flops", None)
+        self.train_loader = TrainLoader(
+            dataloader, self.plan, rank, self.root_device, loss_weight, flops, self.file_group
+        )
+        return self.train_loader
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self._transfer is None:
+            data = getattr(self.module.trainer, "datamodule", None)
+            self._transfer = BatchTransfer(self.root_device, self.module, *([data] if data else []))
+        batch = self._transfer.copy(batch)
+        if self._transfer.leaves_work(batch):
+            batch = super().batch_to_device(batch, device, dataloader_idx)
+        if self.train_loader is not None and self.train_loader.window_has_begun():
+            self.recorder.batch_arrived()
+        return batch
+
+    @contextmanager
+    def whole_parameters(self, hook: str) -> Iterator[None]:
+        """Around a hook that looks at weights: they are there as under ddp. Collective."""
+        yield
+
+    # Steps
+
+    def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        assert self.model is not None
+        return self.step_forward.run(self.model if self.shows_parameters else None, name, *args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._run_step("training_step", *args, **kwargs)
+        if self.module.automatic_optimization:
+            check_output(output, self.module_name, has_own_backward=is_overridden("backward", self.module))
+        else:
+            self.window.take_loss_of_manual_step(output)
+            self.verdict.count_skipped_by_hand(self.planned_precision.end_batch_by_hand())
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", *args, **kwargs)
+
+    def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if not self._paddings.popleft():
+            return self._run_step(name, *args, **kwargs)
+        with unrecorded(self.module):
+            self._run_step(name, *args, **kwargs)
+        return None
+
+    def on_train_start(self) -> None:
+        # Building and initialising drew from the same stream on every rank; dropout must not.
+        consumed = 0 if self.train_loader is None else self.train_loader.consumed
+        seed_streams(derived_seed(self.plan.seed, "training", self.global_rank, *([consumed] if consumed else [])))
+        saved = self.state.of_rank
+        if saved is not None:
+            set_random_state(saved, self.root_device)
+        if self.train_loader is not None:
+            self.train_loader.take_up((saved or {}).get("stream"))
+        if self.plan.checkpoint.saves:
+            check_one_owner(self.optimizers, self.module_name)
+        if not self.module.automatic_optimization:
+            for optimizer in self.optimizers:
+                optimizer.register_step_pre_hook(self.planned_precision.watch_step_by_hand)
+                optimizer.register_step_post_hook(self._note_step)
+        super().on_train_start()
+        if self.plan.checkpoint.saves:
+            self.state.rehearse(last=False)
+        if self.before_training is not None:
+            self.before_training()
+
+    def _note_step(self, *_: Any) -> None:
+        self.stepped = True
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self.plan.accumulate_grad_batches == 0:
+            self.stepped = False
+            self.window.begin()
+            self.buffers.keep()
+        assert self.train_loader is not None
+        self.window.begin_micro_batch(self.train_loader.next_scale())
+        super().on_train_batch_start(batch, batch_idx)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if closure_loss.numel() != 1:
+            raise ConfigError(
+                f"training_step returned a loss of shape {tuple(closure_loss.shape)}: it must be a scalar"
+            )
+        if isinstance(closure_loss, DTensor):
+            raise weights_are_sharded(self.module_name, self.plan.strategy.name)
+        assert self.train_loader is not None
+        scaled = self.window.scale_loss(closure_loss)
+        if self.module.automatic_optimization and self.window.is_complete:
+            seed = self.verdict.gradient_seed(self.window.loss, self.train_loader.window_start)
+            seed = seed.to(scaled.dtype).reshape(scaled.shape)
+            if self.scales_by_gradient and not is_overridden("backward", self.module):
+                kwargs["gradient"] = seed  # what backward starts from anyway, for three kernels less
+            else:
+                scaled = scaled * seed
+        try:
+            return super().backward(scaled, optimizer, *args, **kwargs)
+        except RuntimeError as error:
+            if "does not currently support double backward" not in str(error):
+                raise
+            raise ConfigError(
+                f"{self.module_name} differentiates a gradient (create_graph=True), which torch.compile cannot: use "
+                f"compile=none"
+            ) from None
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        self.learning_rate = float(optimizer.param_groups[0]["lr"])  # of this step: the schedule moves on after it
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        module = self.lightning_module
+        if module is not None and module.automatic_optimization:
+            optimizer.zero_grad(set_to_none=True)  # Lightning would keep them until after the next forward
+            if self.verdict.find_scaler_skip(self.window.loss):
+                if self.is_global_zero:
+                    number, scale = module.trainer.global_step + 1, self.planned_precision.loss_scale
+                    print(f"step {number} skipped: its gradients are not finite; the loss scale is {scale:g} now",
+                          flush=True)  # fmt: skip
+                counters.uncount_step(module.trainer)
+            self.buffers.put_back(self.verdict.step_skipped)
+        return result
+
+    def finish_step(self, number: int, signal_requests: int) -> StepRecord:
+        """The window that has just ended, as step `number`. Collective; does not wait.
+
+        `signal_requests`: what signals have asked this rank for, see process/signals.py.
+        """
+        assert self.train_loader is not None
+        return self.recorder.finish(
+            number, self.train_loader, self.window, self.planned_precision, self.learning_rate, signal_requests
+        )
+
+    def rewind(self, steps: int) -> bool:
+        """Take the last `steps` back, in which no weight has changed: counters and training clock. Not beyond the
+        begin of an epoch: False, and everything stays as it is."""
+        assert self.train_loader is not None
+        if not counters.rewind(self.module.trainer, steps, steps * self.plan.accumulate_grad_batches):
+            return False
+        self.train_loader.take_back(steps)
+        return True
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        # `self.log(..., sync_dist=True)` averages the ranks' batch sizes, and an integer mean of 7 and 6 would be 6.
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
+            tensor = tensor.double()
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
+
+    def on_validation_start(self) -> None:
+        self.synchronize_buffers()
+        self._before_validation = random_state(self.root_device) if self.state.is_training else None
+        super().on_validation_start()
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if self._before_validation is not None:  # how often is validated changes nothing in training
+            set_random_state(self._before_validation, self.root_device)
+
+    def synchronize_buffers(self) -> None:
+        self.buffers.synchronize(self.mesh.group("world"))
+
+    def _gradient_order(self) -> list[int]:
+        """In which gradients come, where that decides what is summed with what."""
+        return []
+
+    # For tests and small models
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Whole master weights on the CPU, on every rank. Collective."""
+        return self.sharded.full_parameters()
+
+
+def strategy_of(trainer: Trainer) -> PlannedStrategy:
+    """Every Trainer made here has one."""
+    assert isinstance(trainer.strategy, PlannedStrategy)
+    return trainer.strategy

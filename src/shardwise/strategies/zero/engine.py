@@ -1,0 +1,59 @@
+"""The Plan in DeepSpeed's words."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from shardwise.plan import Plan
+from shardwise.step.precision_plugin import LOSS_SCALE
+
+# Elements reduced or gathered at a time: DDP's 25 MiB would be many small ones, DeepSpeed's default takes 2 GB.
+_BUCKET = 25_000_000
+
+
+def engine_config(plan: Plan, training: bool) -> dict[str, Any]:
+    """The Plan in DeepSpeed's words; a new dict each time, since DeepSpeed writes into it."""
+    strategy, precision, cuda = plan.strategy, plan.precision, plan.accelerator == "cuda"
+    zero: dict[str, Any] = {
+        "stage": strategy.zero_stage,
+        "reduce_bucket_size": _BUCKET,
+        "allgather_bucket_size": _BUCKET,
+        "overlap_comm": cuda,
+        "contiguous_gradients": True,
+        "round_robin_gradients": False,
+    }
+    if strategy.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cuda}
+    if strategy.offload_parameters:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": cuda}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.accumulate_grad_batches,
+        "gradient_clipping": plan.gradient_clip_val or 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "communication_data_type": "fp32",
+        # ZeRO-1 in bf16 becomes DeepSpeed's BF16_Optimizer by this: what accumulates is fp32 there too
+        "data_types": {"grad_accum_dtype": "bf16" if precision.parameter_dtype == "bfloat16" else "fp32"},
+        "steps_per_print": None,
+    }
+    if training or strategy.zero_stage == 3:
+        config["zero_optimization"] = zero
+    if precision.compute_dtype == "bfloat16":
+        true = not precision.is_mixed
+        config["bf16"] = {
+            "enabled": True,
+            "check_grad_overflow": False,  # ZeroPrecision.watch_gradients sees to it
+            "immediate_grad_update": True,  # into the fp32 sum, so that 16-bit gradients do not wait for each other
+            "bf16_master_weights_and_grads": true,
+            "bf16_optimizer_states": true,
+        }
+    if precision.compute_dtype == "float16":
+        config["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": round(math.log2(LOSS_SCALE["init_scale"])),
+            "loss_scale_window": LOSS_SCALE["growth_interval"],
+            "hysteresis": 1,
+        }
+    return config

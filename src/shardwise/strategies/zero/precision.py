@@ -1,0 +1,143 @@
+"""The precision plugin under DeepSpeed, whose engine scales, reduces, clips and steps."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from shardwise.errors import ConfigError
+from shardwise.plan import Plan
+from shardwise.step.precision_plugin import PlannedPrecision
+from shardwise.step.verdict import StepVerdict
+
+
+class ZeroPrecision(PlannedPrecision):
+    """The engine scales, reduces, clips and steps; its verdict is read back."""
+
+    def __init__(self, plan: Plan, verdict: StepVerdict) -> None:
+        super().__init__(plan, verdict)
+        self.is_in_backward = False  # of the step
+        self._engine: Any = None
+        self._explain: Callable[[], Exception] = RuntimeError
+
+    def use(self, engine: Any, weights_are_sharded: Callable[[], Exception]) -> None:
+        """`weights_are_sharded`: the error for a step that needs a weight which is not there."""
+        self._engine, self._explain = engine, weights_are_sharded
+
+    @property
+    def loss_scale(self) -> float | None:
+        return float(self._engine.optimizer.cur_scale) if self.plan.precision.loss_scaling else None
+
+    def loss_scale_state(self) -> dict[str, float]:
+        if not self.plan.precision.loss_scaling:
+            return {}
+        scaler = self._engine.optimizer.loss_scaler
+        return {"scale": float(scaler.cur_scale), "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}
+
+    def load_loss_scale(self, saved: dict[str, float]) -> None:
+        if self.plan.precision.loss_scaling and saved:
+            scaler = self._engine.optimizer.loss_scaler
+            scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = saved["scale"], int(saved["good_steps"]), -1
+
+    def watch_gradients(self, optimizer: Any) -> None:
+        """DeepSpeed throws gradients away when their norm is not finite: note whose it was, while they are there. And
+        let a step in bf16 be thrown away by its norm, too, without `check_grad_overflow`'s second look at each."""
+        throws_away = "clear_hp_grads" if hasattr(optimizer, "clear_hp_grads") else "zero_grad"
+        throw_away = getattr(optimizer, throws_away)
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            if optimizer.overflow and not self.gradients:
+                self.gradients = list(gradient_norms(optimizer))
+            return throw_away(*args, **kwargs)
+
+        setattr(optimizer, throws_away, noting)
+        if self.plan.precision.loss_scaling:  # the guard says when it has been halved too often
+            optimizer.loss_scaler.min_scale, optimizer.loss_scaler.raise_error_at_min_scale = 2.0**-24, False
+        if self.plan.precision.compute_dtype == "bfloat16" and hasattr(optimizer, "check_grad_overflow"):
+            take_norm = optimizer.scaled_global_norm
+
+            def judged(*args: Any, **kwargs: Any) -> Any:
+                optimizer.check_grad_overflow = True  # it is asked once before the norm is taken, and once after
+                return take_norm(*args, **kwargs)
+
+            optimizer.scaled_global_norm = judged
+
+    def backward(self, tensor: Tensor, model: LightningModule, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        self.is_in_backward = True
+        try:
+            self._engine.backward(tensor, *args[1:], scale_wrt_gas=False, **kwargs)  # Lightning has divided already
+            self.is_in_backward = False
+        except RuntimeError as error:
+            if "invalid gradient" in str(error) and "got [0]" in str(error):  # of a weight that is not there
+                raise self._explain() from None
+            raise
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        result = closure()
+        self.wait_for_checkpoint_copy()
+        self._after_closure(model, optimizer)
+        before = self._engine.skipped_steps
+        self.gradients = []
+        if not self.plan.precision.loss_scaling:
+            self._engine.optimizer.check_grad_overflow = False  # see `watch_gradients`
+        self._engine.step()
+        self.verdict.decide(skipped=self._engine.skipped_steps > before)
+        norm = self._engine.get_global_grad_norm()
+        self.gradient_norm = torch.as_tensor(float("inf") if norm is None else norm)
+        return result
+
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        with _GradientsOutOfReach("on_after_backward", self.plan.strategy.name):
+            return super().post_backward(tensor, module)
+
+    def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
+        with _GradientsOutOfReach("on_before_optimizer_step", self.plan.strategy.name):
+            super()._after_closure(model, optimizer)
+
+    def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """The engine's step does."""
+
+
+class _GradientsOutOfReach(TorchFunctionMode):
+    """Around a hook: to reach for a parameter's gradient is an error. There is none, or that of one micro-batch."""
+
+    def __init__(self, hook: str, strategy: str) -> None:
+        super().__init__()
+        self.hook, self.strategy = hook, strategy
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__self__", None) is torch.Tensor.grad and isinstance(args[0], nn.Parameter):
+            callers = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_name == self.hook)
+            owner = next(
+                (type(frame.f_locals["self"]).__name__ + "." for frame in callers if "self" in frame.f_locals), ""
+            )
+            raise ConfigError(
+                f"{owner}{self.hook} looks at gradients, and under {self.strategy} they are in DeepSpeed's hands, "
+                f"out of reach: leave that out, or use strategy=ddp or fsdp"
+            )
+        return function(*args, **(kwargs or {}))
+
+
+def gradient_norms(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Parameters of which this rank holds gradients in a DeepSpeed optimizer that is about to step, and their norms."""
+    if hasattr(optimizer, "fp32_groups_gradients"):
+        groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
+    elif getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
+        for number, norm in optimizer.norm_for_param_grads.items():
+            yield optimizer.param_dict[number], torch.as_tensor(float(norm))
+        return
+    else:
+        parts = getattr(optimizer, "params_in_partition", None) or optimizer.fp16_groups
+        groups = zip(parts, (optimizer.averaged_gradients.get(i) or [] for i in range(len(parts))), strict=True)
+    for parameters, gradients in groups:
+        for parameter, gradient in zip(parameters, gradients, strict=False):  # the last may be padding
+            yield parameter, torch.linalg.vector_norm(gradient.float())

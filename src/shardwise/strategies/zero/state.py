@@ -1,0 +1,176 @@
+"""What a rank holds of parameters and of the optimizer's state under DeepSpeed: flat ranges of fp32 masters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from shardwise.checkpoint.chunks import range_of, slice_of
+from shardwise.checkpoint.state import ParameterShard, make_like, restore
+from shardwise.strategies.sharded_state import DTensorState
+
+
+class ZeroState(DTensorState):
+    """Of a DeepSpeed engine. Without training there are no masters, and the module's own parameters are all.
+
+    `before_refresh`: called before masters that were written to become the weights that the module computes with.
+    """
+
+    engine_optimizer: Any  # DeepSpeed's, around the module's own
+
+    def __init__(self, module: LightningModule, zero_stage: int, before_refresh: Callable[[], None]) -> None:
+        super().__init__(module, lambda: [self._base])
+        self.zero_stage, self.before_refresh = zero_stage, before_refresh
+        self._names: list[list[str]] = []  # of what each group of the optimizer trains
+
+    def use(self, engine_optimizer: Any, names: list[list[str]]) -> None:
+        """`names`: of the parameters of each group of the optimizer."""
+        self.engine_optimizer, self._names = engine_optimizer, names
+
+    @property
+    def is_training(self) -> bool:
+        return bool(self.module.trainer.state.fn == TrainerFn.FITTING)
+
+    def master_parts(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Name, first element and storage of this rank's range of every trainable fp32 master, which are flat."""
+        trained = self._trained()
+        for name, p in self.module.named_parameters():
+            if name not in trained:
+                continue
+            if self.zero_stage == 3:
+                storage, _ = self.engine_optimizer._get_fp32_opt_state_partition(p, release_swap_buffers=False)
+                start = storage.numel() * dist.get_rank()
+                inside = min(storage.numel(), p.ds_numel - start)  # type: ignore[attr-defined]
+                if inside > 0:  # the rest is padding
+                    yield name, start, storage.detach()[:inside]
+            elif p._hp_mapping is not None:  # type: ignore[attr-defined]
+                yield name, p._hp_mapping.lp_fragment_address.start, p._hp_mapping.hp_fragment.detach()  # type: ignore[attr-defined]
+
+    def _trained(self) -> set[str]:
+        """Parameters of which DeepSpeed's optimizer has masters."""
+        needs = {name for name, p in self.module.named_parameters() if p.requires_grad}
+        return {name for group in self._names for name in group} & needs
+
+    def master_shards(self) -> dict[str, Tensor]:
+        return {name: part for name, _, part in self.master_parts()}
+
+    def refresh_low_precision_copies(self) -> None:
+        if not self.is_training:
+            return
+        self.before_refresh()
+        optimizer = self.engine_optimizer
+        if self.zero_stage < 3:
+            optimizer.update_lp_params()
+            return
+        for group in range(len(optimizer.fp16_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        if optimizer.persistent_parameters:  # gathered for good: they must be given up to be gathered anew
+            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        whole: dict[str, Tensor] = {}
+        trained = self._trained()
+        for name, p in self.module.named_parameters():
+            if name in trained:
+                master = safe_get_full_fp32_param(p).detach().cpu().clone()
+                # of bf16_true's masters it gives copies in fp32
+                whole[name] = master.view(getattr(p, "ds_shape", p.shape)).to(self._flats[0].dtype)
+            else:
+                with GatheredParameters([p], enabled=hasattr(p, "ds_id")):
+                    whole[name] = p.detach().cpu().clone()
+        return whole
+
+    def parameter_shards(self) -> Iterator[ParameterShard]:
+        masters = {name: (start, part) for name, start, part in self.master_parts()} if self.is_training else {}
+        trained = self._trained()
+        for name, p in self.module.named_parameters():
+            shape = tuple(getattr(p, "ds_shape", p.shape))
+            if name in trained and self.is_training:
+                if name in masters:
+                    start, part = masters[name]
+                    yield ParameterShard(name, shape, part, partial(range_of, shape, start), True)
+            elif hasattr(p, "ds_tensor"):
+                flat = p.ds_tensor.data.view(-1)
+                start = flat.numel() * dist.get_rank()
+                if (inside := min(flat.numel(), p.ds_numel - start)) > 0:  # type: ignore[attr-defined]
+                    yield ParameterShard(name, shape, flat[:inside], partial(range_of, shape, start), False)
+            else:
+                yield ParameterShard(name, shape, p.detach(), partial(slice_of, p), False)
+
+    def optimizer_state(self, shard: ParameterShard) -> tuple[int, dict[str, Tensor]]:
+        flat, start = self._flat_of(shard.values)
+        found = {}
+        for key, value in self._base.state.get(flat, {}).items():
+            if isinstance(value, Tensor) and value.numel() == flat.numel() and value.ndim:
+                found[key] = value.view(-1)[start : start + shard.values.numel()]
+            elif isinstance(value, (Tensor, int, float)):  # DeepSpeed's Adam counts in Python
+                found[key] = torch.as_tensor(value, dtype=torch.float32)
+        return 0, found
+
+    def allocate_optimizer_state(
+        self, shard: ParameterShard, known: dict[str, TensorStorageMetadata]
+    ) -> dict[str, Tensor]:
+        flat, start = self._flat_of(shard.values)
+        state = self._base.state[flat]
+        fused = bool(self._base.defaults.get("fused") or self._base.defaults.get("capturable"))
+        for key, metadata in known.items():
+            if not isinstance(state.get(key), Tensor):
+                state[key] = make_like(shard, flat, key, metadata, flat.device if fused else torch.device("cpu"))
+        end = start + shard.values.numel()
+        return {key: state[key].view(-1)[start:end] if state[key].ndim else state[key] for key in known}
+
+    def _flat_of(self, part: Tensor) -> tuple[Tensor, int]:
+        """The flat master that `part` lies in, and where it begins there."""
+        for flat in self._flats:
+            start = (part.data_ptr() - flat.data_ptr()) // flat.element_size()
+            if 0 <= start < flat.numel() and part.device == flat.device:
+                return flat, start
+        raise AssertionError("a part of a master that is in none of them")
+
+    def load_tensors(
+        self, folder: Path, metadata: Metadata, group: dist.ProcessGroup | None, *, optimizers: bool, average: bool
+    ) -> None:
+        if self.is_training:
+            super().load_tensors(folder, metadata, group, optimizers=optimizers, average=average)
+            if type(self._base).__name__ == "DeepSpeedCPUAdam":
+                for state in self._base.state.values():
+                    state["step"] = int(state.get("step", 0))
+            return
+        # No masters without an optimizer: the 16-bit parameters take the values, or their averages.
+        weights = "average" if average else "model"
+        with torch.no_grad():
+            restore(self, self.module, folder, metadata, group, optimizers=False, weights=weights)
+
+    def own_optimizers(self) -> list[Optimizer]:
+        return [self._base]
+
+    def group_names(self) -> list[list[list[str]]]:
+        return [self._names]
+
+    @property
+    def _base(self) -> Optimizer:
+        """The torch optimizer inside DeepSpeed's."""
+        base: Optimizer = self.engine_optimizer.optimizer
+        return base
+
+    @property
+    def _flats(self) -> list[Tensor]:
+        optimizer = self.engine_optimizer
+        for name in ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition"):  # ZeRO-3; ZeRO-1 in bf16
+            if hasattr(optimizer, name):
+                return list(getattr(optimizer, name))
+        return list(optimizer.single_partition_of_fp32_groups)

@@ -1,0 +1,284 @@
+"""`zero1`, `zero2` and `zero3`: DeepSpeed's engine, made to agree with the other strategies.
+
+ZeRO-1 shards the optimizer state over all ranks, ZeRO-2 the gradients as well, ZeRO-3 the parameters too. In low
+precision the module's own parameters become the 16-bit copies, and fp32 masters live sharded in DeepSpeed's optimizer.
+Left to itself DeepSpeed (or Lightning with it) divides the loss twice under accumulation, reduces in 16 bits, starts
+its masters from rounded weights and skips a step in silence: each is undone here, where it is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.distributed.collectives import broadcast_from_rank_zero
+from shardwise.errors import ConfigError
+from shardwise.optim.deepspeed import import_deepspeed
+from shardwise.optim.optimizers import treats_weights_one_by_one
+from shardwise.parallel.precision import dtype_of
+from shardwise.plan import Plan
+from shardwise.strategies.base import PlannedStrategy
+from shardwise.strategies.whole_weights import gives_tensors, tensors_in_objects, weights_are_sharded
+from shardwise.strategies.zero.engine import engine_config
+from shardwise.strategies.zero.internals import (
+    count_elements,
+    reduced_one_by_one,
+    shapes_shown,
+    weights_not_sent,
+    with_a_dimension,
+)
+from shardwise.strategies.zero.precision import ZeroPrecision
+from shardwise.strategies.zero.state import ZeroState
+from shardwise.strategies.zero.unused_parameters import gathered_as_one, touch_all
+from shardwise.weights.initialize import Materializer
+
+
+class ZeroStrategy(PlannedStrategy, DDPStrategy):
+    """Of DDPStrategy only the processes and their group are used; the wrapping is DeepSpeed's."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(timeout=timedelta(minutes=plan.strategy.timeout_minutes))
+        self._use(plan, ZeroPrecision)
+        self._initial: dict[str, tuple[int, Tensor]] = {}  # fp32 weights until the masters have them: (start, values)
+
+    def setup(self, trainer: Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None and self.accelerator is not None
+        self.accelerator.setup(trainer)
+        deepspeed = import_deepspeed(self.plan)
+        deepspeed.init_distributed(dist_init_required=False)
+        training = trainer.state.fn == TrainerFn.FITTING
+        config = engine_config(self.plan, training)
+        self._begin_setup(module)
+        self._parallelize(module, self.units, casts_inputs=True)
+        self._make(deepspeed, module, config)
+        with shapes_shown(module):
+            optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module) if training else ([], [])
+        if not module.automatic_optimization or len(optimizers) > 1:
+            what = f"has {len(optimizers)} optimizers" if module.automatic_optimization else "optimizes by hand"
+            raise ConfigError(
+                f"{type(module).__name__} {what}, which {self.plan.strategy.name} cannot do: DeepSpeed's engine owns "
+                f"one optimizer and its step; use strategy=ddp or fsdp"
+            )
+        group_names: list[list[str]] = []
+        if training:
+            self._check_own_ways(module, optimizers[0])
+            names = {id(p): name for name, p in module.named_parameters()}
+            for group in optimizers[0].param_groups:  # DeepSpeed cannot take a parameter without elements
+                group["params"] = [p for p in group["params"] if count_elements(p)]
+            group_names = [[names[id(p)] for p in group["params"]] for group in optimizers[0].param_groups]
+        trained = [p for p in module.parameters() if p.requires_grad and count_elements(p)] if training else []
+        with reduced_one_by_one(), weights_not_sent():
+            self.model, engine_optimizer, _, _ = deepspeed.initialize(
+                model=module,
+                model_parameters=trained,
+                optimizer=optimizers[0] if training else None,
+                config=config,
+                dist_init_required=False,
+            )
+        self.zero_precision.use(self.model, partial(weights_are_sharded, self.module_name, self.plan.strategy.name))
+        if training:
+            self._begin_training(engine_optimizer, group_names)
+        self._take_initial_weights()
+        self.barrier()
+
+    def _begin_training(self, engine_optimizer: Any, group_names: list[list[str]]) -> None:
+        units = {unit for _, unit in self.units.modules}
+        if self.plan.strategy.find_unused_parameters:
+            touch_all(self.module, units, self.plan.strategy.zero_stage)
+        if self.plan.strategy.zero_stage == 3:
+            self._refuse_inner_backward(engine_optimizer)
+        self.optimizers = [engine_optimizer]
+        self.zero_state.use(engine_optimizer, group_names)
+        self.zero_precision.watch_gradients(engine_optimizer)
+        for name, start, part in self.zero_state.master_parts() if self._initial else ():
+            before, values = self._initial[name]
+            part.copy_(values[start - before : start - before + part.numel()])
+        self._initial = {}
+
+    def _make_sharded_state(self, module: LightningModule) -> ZeroState:
+        # Before an average, say, becomes the weights: what hooks have written into those that were there
+        return ZeroState(module, self.plan.strategy.zero_stage, self._check_evaluation)
+
+    @property
+    def zero_state(self) -> ZeroState:
+        assert isinstance(self.sharded, ZeroState)
+        return self.sharded
+
+    @property
+    def zero_precision(self) -> ZeroPrecision:
+        assert isinstance(self.precision_plugin, ZeroPrecision)
+        return self.precision_plugin
+
+    def _refuse_inner_backward(self, engine_optimizer: Any) -> None:
+        """ZeRO-3 frees a layer's weights behind a backward pass, and does not gather them for a second one."""
+        offload = engine_optimizer.parameter_offload
+        free = offload.post_sub_module_backward_function
+
+        def unless_within_a_step(*args: Any, **kwargs: Any) -> Any:
+            if self.module.trainer.training and not self.zero_precision.is_in_backward:
+                raise ConfigError(
+                    f"{self.module_name}.training_step takes a gradient (torch.autograd.grad), and behind that the "
+                    f"weights are gone under {self.plan.strategy.name}; use strategy=fsdp, zero2 or ddp"
+                )
+            return free(*args, **kwargs)
+
+        offload.post_sub_module_backward_function = unless_within_a_step
+
+    def _refuse_objects(self, layer: nn.Module) -> None:
+        """ZeRO-3 gathers the weights of a layer when a gradient comes to what it gave: it must find these tensors."""
+
+        def look(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not torch.is_grad_enabled() or gives_tensors(output):
+                return
+            if any(tensor.grad_fn is not None for tensor in tensors_in_objects((output, args, kwargs))):
+                raise ConfigError(
+                    f"{type(layer).__name__} passes tensors on inside an object, where {self.plan.strategy.name} does "
+                    f"not find them; pass tensors, tuples or dicts, or use strategy=fsdp, zero2 or ddp"
+                )
+
+        layer.register_forward_hook(look, with_kwargs=True)
+
+    def _check_own_ways(self, module: LightningModule, optimizer: Optimizer) -> None:
+        """Refuses what would run elsewhere and be passed over, or give other numbers, here."""
+        name = self.plan.strategy.name
+        if hooks := [hook for hook in ("backward", "configure_gradient_clipping") if is_overridden(hook, module)]:
+            raise ConfigError(
+                f"{self.module_name} has its own {', '.join(hooks)}, and under {name} gradients are in DeepSpeed's "
+                f"hands, out of reach: leave it out, or use strategy=ddp or fsdp"
+            )
+        if not treats_weights_one_by_one(optimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__} is not known to treat every weight by itself, and DeepSpeed gives it flat "
+                f"pieces without rows or columns: use AdamW or SGD, strategy=ddp, or, if it does, set is_elementwise = "
+                f"True on it"
+            )
+
+    def _make(self, deepspeed: Any, module: LightningModule, config: dict[str, Any]) -> None:
+        """The parameters, initialised as everywhere. ZeRO-3 keeps a shard of each unit before the next is made."""
+        materializer = Materializer(module, self.root_device, self.plan.seed, self.mesh.group("world"))
+        precision, three = self.plan.precision, self.plan.strategy.zero_stage == 3
+        empty = [name for name, p in module.named_parameters() if not p.numel()]
+        if three and empty:
+            raise ConfigError(
+                f"{self.module_name} has parameters without elements ({', '.join(empty[:4])}): "
+                f"{self.plan.strategy.name} cannot gather them; leave them out, or use strategy=fsdp or zero2"
+            )
+        done: set[int] = set()
+        for name, unit in [*self.units.modules, ("", module)] if three else [("", module)]:
+            materializer.materialize(unit)
+            fresh = [(n, p) for n, p in unit.named_parameters(name) if id(p) not in done]
+            done.update(id(p) for _, p in fresh)
+            if precision.is_mixed:
+                for n, p in fresh:
+                    share = -(-p.numel() // dist.get_world_size()) if three else p.numel()
+                    start = share * dist.get_rank() if three else 0
+                    values = p.detach().flatten()[start : start + share]
+                    self._initial[n] = (start, values.clone() if three else values.cpu())
+                    p.data = p.data.to(dtype_of(precision.compute_dtype))
+            if three:
+                if self.state.is_training:
+                    self._refuse_objects(unit)
+                if unit is not module:
+                    deepspeed.utils.set_z3_leaf_module(unit, True)  # gathered as a whole, as FSDP does
+                elif self.plan.strategy.find_unused_parameters:
+                    for layer in gathered_as_one(module, {unit for _, unit in self.units.modules}):
+                        deepspeed.utils.set_z3_leaf_module(layer, True)
+                with with_a_dimension(unit):
+                    deepspeed.zero.Init(
+                        module=unit, config_dict_or_path=config, dtype=dtype_of(precision.compute_dtype)
+                    )
+        broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("world"))
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """ZeRO-1 reduces at the window's end; ZeRO-2 and 3 in every micro-batch, and step at its end."""
+        self.engine.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self.engine.set_gradient_accumulation_boundary(True)
+
+    @property
+    def engine(self) -> Any:
+        return self.model
+
+    hides_weights = True
+    scales_by_gradient = False  # the engine starts its backward pass itself
+    _before_evaluation: dict[str, float] | None = None  # the norms of trained weights
+
+    @contextmanager
+    def whole_parameters(self, hook: str) -> Iterator[None]:
+        """What the hook writes into a frozen parameter, an average say, stays. The trained ones are DeepSpeed's, whose
+        next step writes over them: other weights for an evaluation are to be put back at its end."""
+        trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        with self._gathered(list(trained.values())):
+            before = _norms(trained)
+            yield
+            after = _norms(trained)
+        if hook.startswith(("on_validation", "on_test", "on_predict")):
+            self._before_evaluation = self._before_evaluation or before
+        else:
+            self._refuse_writes(before, after, hook)
+
+    def on_validation_end(self) -> None:
+        """Behind the hooks of module and callbacks."""
+        super().on_validation_end()
+        self._check_evaluation()
+
+    def _check_evaluation(self) -> None:
+        before, self._before_evaluation = self._before_evaluation, None
+        if before is not None:
+            trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+            with self._gathered(list(trained.values())):
+                self._refuse_writes(before, _norms(trained), "validation, and does not put back what was there")
+
+    def _refuse_writes(self, before: dict[str, float], after: dict[str, float], where: str) -> None:
+        # Not a number is no other value than before.
+        changed = [name for name, norm in after.items() if norm != before[name] and not math.isnan(norm)]
+        if changed and self.state.is_training:
+            raise ConfigError(
+                f"{self.module_name} or a callback writes into {', '.join(changed[:4])} in {where}: under "
+                f"{self.plan.strategy.name} trained weights are in DeepSpeed's hands, and this would be lost; use "
+                f"strategy=ddp or fsdp"
+            )
+
+    @contextmanager
+    def _gathered(self, trained: list[nn.Parameter]) -> Iterator[None]:
+        if self.plan.strategy.zero_stage < 3:
+            yield
+            return
+        from deepspeed.runtime.zero import GatheredParameters
+
+        absent = [p for p in trained if p.ds_status.name != "AVAILABLE"]  # type: ignore[attr-defined]
+        frozen = [p for p in self.module.parameters() if not p.requires_grad and hasattr(p, "ds_id")]
+        there = [p for p in trained if p.ds_status.name == "AVAILABLE"]  # type: ignore[attr-defined]
+        with GatheredParameters([*frozen, *absent], modifier_rank=0):
+            yield
+        for p in there:  # a small one that DeepSpeed keeps whole: its shard is what is gathered the next time
+            shard = p.ds_tensor  # type: ignore[attr-defined]
+            mine = p.detach().flatten()[dist.get_rank() * shard.numel() :][: shard.numel()]
+            shard.data[: mine.numel()].copy_(mine)
+
+
+def _norms(parameters: dict[str, nn.Parameter]) -> dict[str, float]:
+    """One number a tensor, by which a write is seen that leaves no other trace: by way of p.data."""
+    filled = {name: p.detach() for name, p in parameters.items() if p.numel()}
+    if not filled:
+        return {}
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(filled.values()))])
+    return dict(zip(filled, norms.tolist(), strict=True))

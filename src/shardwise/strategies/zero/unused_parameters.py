@@ -1,0 +1,70 @@
+"""Parameters that take no part in a step, under `strategy.find_unused_parameters=true`: they get gradients of zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+
+class _Zero(torch.autograd.Function):
+    """A zero that depends on every parameter. Made first, it is differentiated last: every gradient is there then."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.shapes = [p.shape for p in parameters]
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return tuple(torch.zeros_like(gradients[0]).expand(shape) for shape in ctx.shapes)
+
+
+def gathered_as_one(layer: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
+    """The units, and the outermost layers beside them: ZeRO-3 gathers each whole when it runs, so that within one a
+    rank may pass weights over. Of a layer that a rank does not run at all the other ranks' gathering would not end."""
+    for child in layer.children():
+        if child in units or not units.intersection(child.modules()):
+            if any(True for _ in child.parameters()):
+                yield child
+        else:
+            yield from gathered_as_one(child, units)
+
+
+def touch(layer: nn.Module, parameters: list[nn.Parameter]) -> None:
+    """Let all of `parameters` take part whenever `layer` runs, in one order: DeepSpeed reduces gradients in the order
+    in which they come, and a rank on which one of them does not would add its neighbours to the wrong ones."""
+    parameters = [p for p in parameters if p.requires_grad]
+    if not parameters:
+        return
+    made: list[Tensor] = []
+
+    def before(layer: nn.Module, args: Any) -> None:
+        made[:] = [_Zero.apply(*parameters)] if torch.is_grad_enabled() else []  # type: ignore[no-untyped-call]
+
+    def after(layer: nn.Module, args: Any, out: Any) -> Any:
+        def add(leaf: Any) -> Any:
+            if made and isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad:
+                return leaf + made.pop().to(leaf.dtype)
+            return leaf
+
+        return tree_map(add, out)
+
+    layer.register_forward_pre_hook(before)
+    layer.register_forward_hook(after)
+
+
+def touch_all(module: nn.Module, units: set[nn.Module], zero_stage: int) -> None:
+    """Let every parameter of `module` take part in every step."""
+    if zero_stage < 3:
+        touch(module, list(module.parameters()))
+        return
+    wholes = list(gathered_as_one(module, units))  # a layer's weights are there while it runs
+    inside = {layer for whole in wholes for layer in whole.modules()}
+    for whole in wholes:
+        touch(whole, list(whole.parameters()))
+    for layer in set(module.modules()) - inside:
+        touch(layer, list(layer.parameters(recurse=False)))
