@@ -146,8 +146,8 @@ ONLY = {
     "wandb": {"shardwise.metrics.wandb_logger"},
     "lightning.pytorch.loggers.wandb": {"shardwise.metrics.wandb_logger"},
     "lightning.pytorch.loggers.WandbLogger": {"shardwise.metrics.wandb_logger"},
-    "hydra": {"shardwise.config.compose", "shardwise.config.schema"},
-    "omegaconf": {"shardwise.config.compose", "shardwise.config.schema"},
+    "hydra": {"shardwise.config"},
+    "omegaconf": {"shardwise.config"},
 }
 
 
