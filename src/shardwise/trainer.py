@@ -1,4 +1,4 @@
-"""Plan → Lightning Trainer, and one rank's whole life: build, run, say what came out."""
+"""Plan → module, data and lightning.Trainer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +16,15 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
-from lightning.pytorch.trainer.states import TrainerFn
 
-from shardwise.callbacks.average import WeightAverage
-from shardwise.callbacks.configured import build_callbacks, leave_out_model_checkpoints
-from shardwise.callbacks.guard import Guard
-from shardwise.callbacks.heartbeat import Heartbeat
-from shardwise.callbacks.learning_rate import LearningRateFinder
-from shardwise.callbacks.leaving import Leaving
-from shardwise.callbacks.saving import Saving
-from shardwise.callbacks.steps import StepLog
-from shardwise.callbacks.summary import Summary
+from shardwise.callbacks.configured import leave_out_model_checkpoints
+from shardwise.callbacks.order import build_run_callbacks
 from shardwise.config.one_lightning import second_copy
 from shardwise.config.targets import build, locate
 from shardwise.distributed.rng import derived_seed, seed_streams
 from shardwise.errors import ConfigError, a_or_an
-from shardwise.lightning_internals.hooks import Unprofiled, take_shortcuts
-from shardwise.lightning_internals.patches import StoppableTrainer, before_epoch_ends, count_in_steps
+from shardwise.lightning_internals.hooks import Unprofiled
+from shardwise.lightning_internals.patches import StoppableTrainer, is_constructed, prepare_trainer
 from shardwise.metrics.loggers import build_loggers
 from shardwise.optim.optimizers import configure_optimizers
 from shardwise.optim.ownership import check_ownership
@@ -128,7 +119,7 @@ def build_data(plan: Plan) -> LightningDataModule | None:
 
 
 def _check_constructed(made: LightningModule | LightningDataModule, kind: str) -> None:
-    if "_log_hyperparams" not in vars(made):  # which Lightning's constructor sets
+    if not is_constructed(made):
         name = type(made).__name__
         raise ConfigError(
             f"{name} is no whole {kind}: its __init__ does not call super().__init__(); add that as its first line"
@@ -144,18 +135,8 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
         text = json.dumps(record["environment"], indent=2) + "\n"
         keep_earlier(path, text)
         path.write_text(text)
-    steps, saving = StepLog(plan), Saving(plan)
-    average = [] if plan.ema_decay is None else [WeightAverage(plan)]  # first: what is saved is what it has put back
-    # The guard before the log and the saving: they see no step that it has not passed.
-    guard = Guard(plan, steps, saving)
-    # Who leaves comes last: everybody else has seen the step.
-    summary, leaving = Summary(plan, steps, saving), Leaving(plan, guard, saving)
-    own = build_callbacks(plan)
+    callbacks = build_run_callbacks(plan, *more)
     leave_out_model_checkpoints(module)
-    finder = [LearningRateFinder(plan)] if plan.find_learning_rate else []
-    callbacks: list[Callback] = [
-        *more, *average, *own, Heartbeat(plan), guard, steps, saving, summary, *finder, leaving,
-    ]  # fmt: skip
     accumulate = plan.accumulate_grad_batches
     validate_every = plan.validate_every_n_steps
     # Who started the ranks is known. Lightning would look for srun, warn where it is there, and refuse SLURM_NTASKS.
@@ -167,7 +148,7 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
         strategy=build_strategy(plan),
         plugins=[TorchElasticEnvironment()],
         logger=build_loggers(plan, record),
-        callbacks=callbacks,
+        callbacks=callbacks.all,
         max_steps=-1 if plan.max_steps is None else plan.max_steps,
         min_steps=plan.min_steps,
         min_epochs=plan.min_epochs,
@@ -186,54 +167,22 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
         inference_mode=False,  # FSDP2 reuses gathered parameters between training and validation
-        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in own),
-        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in own),
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks.own),
+        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks.own),
         enable_model_summary=False,
         default_root_dir=plan.run_dir,
         profiler=build_profiler(plan),
         limit_train_batches=plan.max_train_batches,
         limit_val_batches=0 if plan.max_validation_batches == 0 else None,
     )
-    count_in_steps(trainer, plan)
-    before_epoch_ends(trainer, partial(_save_before_epoch_ends, trainer, guard, saving))
-    take_shortcuts(trainer, module)
-    explain_what_is_missing(trainer)
-    # Lightning's SIGTERM handler is a collective: a signal that reaches one rank only would hang it.
-    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
-    # And its loop would ask rank 0 for one in every micro-batch, which the host waits for.
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-    # It would replace the batch sampler of a predict loader, whose order EvaluationLoader makes.
-    trainer._data_connector._prepare_dataloader = lambda dataloader, shuffle, mode: dataloader  # type: ignore[method-assign]
+    prepare_trainer(
+        trainer,
+        module,
+        plan,
+        restoring=lambda: strategy_of(trainer).state.restoring(),
+        before_epoch_ends=callbacks.before_epoch_ends,
+    )
     return trainer
-
-
-def _save_before_epoch_ends(trainer: Trainer, guard: Guard, saving: Saving) -> None:
-    """Training stops within an epoch: once that is counted as a whole one, a run that goes on could not end it."""
-    guard.read_all(trainer)
-    saving.save_within_epoch(trainer)
-
-
-def explain_what_is_missing(trainer: Trainer) -> None:
-    """Where hooks take up a checkpoint, whose content may not have been read whole: see checkpoint/plain.py."""
-    connector = trainer._checkpoint_connector
-
-    def explained(original: Callable[..., None], *arguments: Any, **more: Any) -> None:
-        with strategy_of(trainer).state.restoring():
-            original(*arguments, **more)
-
-    for name in ("_restore_modules_and_callbacks", "restore_training_state"):
-        setattr(connector, name, partial(explained, getattr(connector, name)))
-    restore = connector._restore_modules_and_callbacks
-    restored = False
-
-    def once(*arguments: Any, **more: Any) -> None:
-        """Before `on_fit_start`, as under the strategies that Lightning restores before set-up; not behind it again."""
-        nonlocal restored
-        if not restored:
-            restore(*arguments, **more)
-        restored = not restored and trainer.state.fn == TrainerFn.FITTING
-
-    connector._restore_modules_and_callbacks = once  # type: ignore[method-assign]
 
 
 def build_profiler(plan: Plan) -> Profiler:

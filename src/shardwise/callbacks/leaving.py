@@ -19,7 +19,7 @@ from shardwise.process.signals import asked, in_words, listen, to_leave, to_save
 from shardwise.step.record import LAG, Readback
 
 
-class Leaving(Callback):
+class GracefulStop(Callback):
     """What a rank was asked for travels with the step's numbers, which are summed over the ranks anyway and are read
     some steps later at the same step everywhere: no wait and no message of its own."""
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from shardwise.data.evaluation import EvaluationLoader
+from shardwise.lightning_internals.results import prediction_loaders
 from shardwise.plan import Plan
 from shardwise.strategies.base import strategy_of
 
@@ -36,7 +37,7 @@ class Predictions(Callback):
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             self._file = self._beside.open("w")
-            self._progress = _Progress(self.plan, _loaders(trainer))
+            self._progress = _Progress(self.plan, prediction_loaders(trainer))
 
     def on_predict_batch_end(
         self,
@@ -47,7 +48,7 @@ class Predictions(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        loaders = _loaders(trainer)
+        loaders = prediction_loaders(trainer)
         outputs = move_data_to_device(outputs, torch.device("cpu"))
         rows = [] if outputs is None else rows_of(outputs, batch, loaders[dataloader_idx], batch_idx)
         which = {"loader": dataloader_idx} if len(loaders) > 1 else {}
@@ -139,9 +140,3 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return str(value)
-
-
-def _loaders(trainer: Trainer) -> list[EvaluationLoader]:
-    combined = trainer.predict_loop._combined_loader
-    assert combined is not None
-    return list(combined.flattened)

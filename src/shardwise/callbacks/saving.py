@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer import call
 
 from shardwise.callbacks.steps import validation_metrics
 from shardwise.checkpoint.plain import Packed
@@ -19,6 +18,7 @@ from shardwise.checkpoint.publish import publish_again
 from shardwise.checkpoint.writer import Outcome, Writer
 from shardwise.distributed.process_group import group_timeout
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.lightning_internals.resume_validation import validate_now
 from shardwise.plan import Plan
 from shardwise.process.watchdog import progress
 from shardwise.run_dir.checkpoints import damage, list_checkpoints, step_of
@@ -73,7 +73,7 @@ class Saving(Callback):
         """A checkpoint is written before what follows upon a step: validation and ReduceLROnPlateau."""
         loop = trainer.fit_loop.epoch_loop
         if self.validated_step != trainer.global_step and self._is_due(trainer):
-            self._validate(trainer)
+            validate_now(trainer)
         if not trainer.fit_loop.restarted_mid_epoch or self.finished_step == trainer.global_step:
             return
         plateaus = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step"]
@@ -91,15 +91,6 @@ class Saving(Callback):
         windows = counted.total.ready // self.plan.accumulate_grad_batches
         return windows > 0 and windows % every == 0
 
-    def _validate(self, trainer: Trainer) -> None:
-        """The run was left, or died, between a save and the end of the validation behind it."""
-        loop, connector = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector
-        first = connector._first_loop_iter
-        loop.restarting, trainer.validating = False, True
-        call._call_lightning_module_hook(trainer, "on_validation_model_zero_grad")  # as the loop over batches does
-        loop.run()
-        connector._first_loop_iter, trainer.training = first, True
-
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -114,7 +105,7 @@ class Saving(Callback):
         validates = ends_window and self._is_due(trainer)
         # At the end validation comes first: a run that is resumed there would have nothing left to do.
         now = every and ends_window and step % every == 0 and not (validates and step == self.plan.max_steps)
-        if now and 0 < step != self.saved_step:  # saved: since, all were skipped
+        if now and 0 < step != self.saved_step:  # where it is, every step since the save was skipped
             self.save_step(trainer)
         if validates:
             self.before_validation = strategy_of(trainer).state.dump(), strategy_of(trainer).state.own_state()

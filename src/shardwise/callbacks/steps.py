@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from shardwise.callbacks.configured import refuse_callbacks
-from shardwise.lightning_internals.results import step_logging, step_results
+from shardwise.lightning_internals.results import step_logging, step_results, validation_results
 from shardwise.metrics.csv_logger import CsvLogger
 from shardwise.metrics.meter import SPENT, Meter, Sums, memory_gib
 from shardwise.plan import Plan
@@ -224,8 +224,7 @@ class StepLog(Callback):
             return
         self._evaluated = True
         strategy_of(trainer).recorder.restart_clock()
-        # Of this validation alone: trainer.callback_metrics also has what training logged in the epoch before
-        measured = _scalars(trainer.fit_loop.epoch_loop.val_loop._results.metrics(on_step=False)["callback"])
+        measured = _scalars(validation_results(trainer))
         if trainer.is_global_zero and measured:
             self.write(f"step {trainer.global_step}  " + "  ".join(f"{k} {digits(v)}" for k, v in measured.items()))
 

@@ -25,7 +25,8 @@ from shardwise.checkpoint.verify import load_own, load_rest
 from shardwise.distributed.rng import random_state
 from shardwise.errors import ConfigError, RunStopped, where
 from shardwise.lightning_internals.counters import count_in_other_micro_batches
-from shardwise.lightning_internals.results import log_on, logged_so_far
+from shardwise.lightning_internals.patches import dump_checkpoint
+from shardwise.lightning_internals.results import log_on, logged_so_far, restore_callback_metrics
 from shardwise.plan import Plan
 
 # What torch raises for a checkpoint that is cut short, holds code, or has other weights
@@ -99,9 +100,8 @@ class TrainState:
     def dump(self) -> Packed:
         """What Lightning and the hooks of module, data and callbacks put into a checkpoint, as it is now. Collective
         where a hook is."""
-        connector = self.module.trainer._checkpoint_connector
-        metrics = dict(self.module.trainer.callback_metrics)
-        return self.pack({**connector.dump_checkpoint(weights_only=False), "metrics": metrics})
+        trainer = self.module.trainer
+        return self.pack({**dump_checkpoint(trainer), "metrics": dict(trainer.callback_metrics)})
 
     def own_state(self) -> dict[str, Any]:
         """What is this rank's alone: where its random streams stand, and what it has logged."""
@@ -223,7 +223,7 @@ class TrainState:
     def take_up_logged(self) -> None:
         """Of the run that is resumed: what ReduceLROnPlateau looks at, and means over the epoch that is under way."""
         trainer = self.module.trainer
-        trainer._logger_connector._callback_metrics.update(self._metrics)
+        restore_callback_metrics(trainer, self._metrics)
         if trainer.fit_loop.restarted_mid_epoch and self.of_rank is not None:
             log_on(trainer, self.of_rank.get("logged", {}))
 

@@ -40,7 +40,7 @@ class Unprofiled(PassThroughProfiler):
         return self._nothing
 
 
-def take_shortcuts(trainer: Trainer, module: LightningModule) -> None:
+def install_fast_hooks(trainer: Trainer, module: LightningModule) -> None:
     """For the rest of this Trainer's life. Callbacks may be added until it starts."""
     trainer._callbacks_with = {}  # type: ignore[attr-defined] # (hook, number of callbacks) → see `_having`
     trainer._looking_hooks = {}  # type: ignore[attr-defined] # (host, hook) → whether it looks at weights

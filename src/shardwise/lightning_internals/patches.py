@@ -1,20 +1,49 @@
-"""What is replaced on a Trainer."""
+"""What is replaced on a Trainer, and what is read of its private parts. docs/upstream.md has the reasons."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
+from shardwise.lightning_internals.hooks import install_fast_hooks
 from shardwise.lightning_internals.loops import OneStepABatch, ResumingLoop, WindowLoop
 from shardwise.lightning_internals.results import StepLogging, StepResults, step_logging
 from shardwise.plan import Plan
 
 
-def count_in_steps(trainer: Trainer, plan: Plan) -> None:
-    """Put these into a Trainer that has not started."""
+def prepare_trainer(
+    trainer: Trainer,
+    module: LightningModule,
+    plan: Plan,
+    *,
+    restoring: Callable[[], AbstractContextManager[None]],
+    before_epoch_ends: Callable[[Trainer], None],
+) -> None:
+    """Everything that is replaced on a Trainer that has not started.
+
+    `restoring`: around the hooks that take up a checkpoint. `before_epoch_ends`: is done before an epoch that training
+    stops in is counted as a whole one.
+    """
+    _count_in_steps(trainer, plan)
+    assert isinstance(trainer.fit_loop, ResumingLoop)
+    trainer.fit_loop.leaving_epoch = partial(before_epoch_ends, trainer)
+    install_fast_hooks(trainer, module)
+    _restore_once(trainer, restoring)
+    # Lightning's SIGTERM handler is a collective: a signal that reaches one rank only would hang it.
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    # And its loop would ask rank 0 for one in every micro-batch, which the host waits for.
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    # It would replace the batch sampler of a predict loader, whose order EvaluationLoader makes.
+    trainer._data_connector._prepare_dataloader = lambda dataloader, shuffle, mode: dataloader  # type: ignore[method-assign]
+
+
+def _count_in_steps(trainer: Trainer, plan: Plan) -> None:
     trainer._logger_connector = StepLogging(trainer)
     step_logging(trainer).start(trainer, plan)
     trainer.fit_loop.__class__, trainer.fit_loop.epoch_loop.__class__ = ResumingLoop, WindowLoop
@@ -22,10 +51,37 @@ def count_in_steps(trainer: Trainer, plan: Plan) -> None:
     trainer.fit_loop.epoch_loop.manual_optimization = OneStepABatch(trainer)
 
 
-def before_epoch_ends(trainer: Trainer, work: Callable[[], Any]) -> None:
-    """`work` is done before an epoch that training stops in is counted as a whole one."""
-    assert isinstance(trainer.fit_loop, ResumingLoop)
-    trainer.fit_loop.leaving_epoch = work
+def _restore_once(trainer: Trainer, restoring: Callable[[], AbstractContextManager[None]]) -> None:
+    """A checkpoint is taken up before `on_fit_start`, as under the strategies that Lightning restores before set-up;
+    not behind it again."""
+    connector = trainer._checkpoint_connector
+
+    def explained(original: Callable[..., None], *arguments: Any, **more: Any) -> None:
+        with restoring():
+            original(*arguments, **more)
+
+    for name in ("_restore_modules_and_callbacks", "restore_training_state"):
+        setattr(connector, name, partial(explained, getattr(connector, name)))
+    restore = connector._restore_modules_and_callbacks
+    restored = False
+
+    def once(*arguments: Any, **more: Any) -> None:
+        nonlocal restored
+        if not restored:
+            restore(*arguments, **more)
+        restored = not restored and trainer.state.fn == TrainerFn.FITTING
+
+    connector._restore_modules_and_callbacks = once  # type: ignore[method-assign]
+
+
+def is_constructed(made: LightningModule | LightningDataModule) -> bool:
+    """Whether Lightning's constructor has run."""
+    return "_log_hyperparams" in vars(made)
+
+
+def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """What Lightning and the hooks of module, data and callbacks put into a checkpoint. Collective where a hook is."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
 class StoppableTrainer(Trainer):

@@ -151,6 +151,25 @@ _KEPT = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_grap
          "dataloader_idx", "metric_attribute")  # fmt: skip
 
 
+def restore_callback_metrics(trainer: Trainer, metrics: dict[str, Any]) -> None:
+    """What ReduceLROnPlateau and callbacks look at, of the run that is resumed."""
+    trainer._logger_connector._callback_metrics.update(metrics)
+
+
+def validation_results(trainer: Trainer) -> dict[str, Any]:
+    """Of the validation within training that has just ended, and of nothing else: `trainer.callback_metrics` also has
+    what training logged in the epoch before."""
+    results = trainer.fit_loop.epoch_loop.val_loop._results
+    found: dict[str, Any] = results.metrics(on_step=False)["callback"]
+    return found
+
+
+def prediction_loaders(trainer: Trainer) -> list[Any]:
+    combined = trainer.predict_loop._combined_loader
+    assert combined is not None
+    return list(combined.flattened)
+
+
 def logged_so_far(trainer: Trainer) -> dict[str, Any]:
     """What `self.log` has gathered of the epoch that is under way, on this rank; without metrics of torchmetrics."""
     found: dict[str, Any] = {}

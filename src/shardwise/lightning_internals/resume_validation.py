@@ -1,0 +1,16 @@
+"""A validation that was cut short: the run ended between a save and the end of the validation behind it."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer import call
+
+
+def validate_now(trainer: Trainer) -> None:
+    """Outside of the loop over batches, as that would: when training starts."""
+    loop, connector = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector
+    first = connector._first_loop_iter
+    loop.restarting, trainer.validating = False, True
+    call._call_lightning_module_hook(trainer, "on_validation_model_zero_grad")  # as the loop over batches does
+    loop.run()
+    connector._first_loop_iter, trainer.training = first, True
