@@ -37,14 +37,11 @@ SEEN_IN = {
 USED = {
     "callbacks/average.py": "_foreach_add_ _foreach_lerp_ _foreach_mul_ _foreach_sub",
     "callbacks/out_of_memory.py": "_dump_snapshot _record_memory_history",
-    "callbacks/predict.py": "_combined_loader",
-    "callbacks/saving.py": "_call_lightning_module_hook _first_loop_iter _logger_connector",
-    "callbacks/steps.py": "_dynamo _results",
+    "callbacks/steps.py": "_dynamo",
     "checkpoint/chunks.py": "_utils",
     "checkpoint/metadata.py": "_MEM_FORMAT_ENCODING _StorageInfo _get_layout",
     "checkpoint/pickles.py": "_backward_hooks",
     "checkpoint/state.py": "_buffers _non_persistent_buffers_set",
-    "checkpoint/train_state.py": "_callback_metrics _checkpoint_connector _logger_connector",
     "data/user_loader.py": "_get_iterator _iterator",
     "distributed/mesh.py": "_set_pg_timeout",
     "distributed/process_group.py": "_C _distributed_c10d",
@@ -61,11 +58,16 @@ USED = {
         "_load_combined_loader_states _num_ready_batches_reached _on_after_step _on_before_step _restarting "
         "_resuming_from_checkpoint _should_accumulate _should_check_val_fx"
     ),
-    "lightning_internals/patches.py": "_getframe _logger_connector _results",
-    "lightning_internals/results.py": (
-        "_LoggerConnector _Metadata _ResultCollection _ResultMetric _Sync _computed _copy_state_dict _defaults "
-        "_first_loop_iter _forked_name _forward_cache _get_cache _logger_connector _results _update_count"
+    "lightning_internals/patches.py": (
+        "_broadcast_sigterm_tensor _checkpoint_connector _data_connector _getframe _log_hyperparams _logger_connector "
+        "_prepare_dataloader _restore_modules_and_callbacks _results _signal_connector"
     ),
+    "lightning_internals/results.py": (
+        "_LoggerConnector _Metadata _ResultCollection _ResultMetric _Sync _callback_metrics _combined_loader "
+        "_computed _copy_state_dict _defaults _first_loop_iter _forked_name _forward_cache _get_cache "
+        "_logger_connector _results _update_count"
+    ),
+    "lightning_internals/resume_validation.py": "_call_lightning_module_hook _first_loop_iter _logger_connector",
     "metrics/wandb_logger.py": "_wandb_init",
     "optim/deepspeed_operators.py": "_get_build_directory",
     "parallel/activation_checkpointing.py": "_buffers",
@@ -103,10 +105,6 @@ USED = {
     ),
     "strategies/zero/strategy.py": "_foreach_norm _init_optimizers_and_lr_schedulers",
     "strategies/zero/unused_parameters.py": "_pytree",
-    "trainer.py": (
-        "_broadcast_sigterm_tensor _checkpoint_connector _data_connector _log_hyperparams _prepare_dataloader "
-        "_restore_modules_and_callbacks _signal_connector"
-    ),
     "weights/initialize.py": "_buffers _parameters",
 }
 
