@@ -47,7 +47,7 @@ def run(plan: Plan) -> None:
         goes_on: Plan | None = settle_resume(plan)
         while goes_on is not None:
             goes_on = _run_until_rolled_back(goes_on, watch)
-        progress.over = True  # what comes now, a tracker's last upload say, may take its time
+        progress.end()
     # Not after a failure: the peers would fail in turn, and NCCL might wait for them.
     dist.barrier()  # nobody is gone before the last has written its part: srun gives those that are left a minute
     dist.destroy_process_group()
@@ -60,7 +60,7 @@ def _run_until_rolled_back(plan: Plan, *more: Callback) -> Plan | None:
         return None
     except RollBack as back:
         start = back.start
-    progress.settled = False  # what is built and compiled again may take its time
+    progress.begin_setup()
     gc.collect()  # the module and its optimizer
     if plan.accelerator == "cuda":
         torch.cuda.empty_cache()

@@ -1,6 +1,7 @@
 """Which module may import which, read from the imports themselves. docs/architecture.md shows it as a picture."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -121,6 +122,76 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         for module in free:
             del left[module]
     assert not left, f"these import each other: {sorted(left)}"
+
+
+# Every rank takes part in these, and names no group: the end of a run, reading and writing its files, preflight.
+NEEDS_NO_GROUP = {"shardwise.rank", "shardwise.checkpoint.verify", "shardwise.preflight.measure"}
+COLLECTIVES = re.compile(r"(all_)?(reduce|gather|to_all|broadcast|scatter|barrier)\w*")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_collective_names_its_group(module: str) -> None:
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name, owner = node.func.attr, ast.unparse(node.func.value)
+            if owner == "dist" and COLLECTIVES.fullmatch(name) and module not in NEEDS_NO_GROUP:
+                assert "group" in {keyword.arg for keyword in node.keywords}, (
+                    f"{module}, line {node.lineno}: dist.{name} over all ranks; name a group of distributed/mesh.py"
+                )
+
+
+# Fields of others' objects that have the name of a field of ours
+NOT_OURS = {"data", "shapes", "loggers", "lr_scheduler_configs", "_results"}
+# Plain records, which are filled by those who find out
+RECORDS = {"shardwise.preflight.verdict", "shardwise.config.schema"}
+
+
+def fields_of(tree: ast.AST) -> set[str]:
+    """What the classes of a file declare, or assign to `self`."""
+    found = {n.attr for n in ast.walk(tree) if is_store(n) and ast.unparse(n.value) == "self"}  # type: ignore[attr-defined]
+    for kind in (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)):
+        found |= {n.target.id for n in kind.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    return found
+
+
+def is_store(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+
+
+def test_a_field_is_written_in_the_file_of_its_class_alone() -> None:
+    trees = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
+    fields = {module: fields_of(tree) for module, tree in trees.items() if module not in RECORDS}
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if is_store(node) and ast.unparse(node.value) not in ("self", "cls"):  # type: ignore[attr-defined]
+                name = node.attr  # type: ignore[attr-defined]
+                owners = [other for other, names in fields.items() if name in names]
+                assert not owners or module in owners or name in NOT_OURS, (
+                    f"{module}, line {node.lineno}: writes {ast.unparse(node)}, a field of {owners}; give it a method"  # type: ignore[attr-defined]
+                )
+
+
+def test_the_reader_of_fields_sees_a_second_writer() -> None:
+    assert "step_skipped" in fields_of(ast.parse(MODULES["shardwise.step.verdict"].read_text()))
+    assert any(map(is_store, ast.walk(ast.parse("precision.verdict.step_skipped = True"))))
+
+
+MOST_LINES = 300
+
+
+@pytest.mark.parametrize("module", [*MODULES, *RECIPES])
+def test_a_long_file_says_why_and_no_class_is_long(module: str) -> None:
+    text = (MODULES | RECIPES)[module].read_text()
+    lines = text.splitlines()
+    assert len(lines) <= MOST_LINES or "longer than 300 lines: " in lines[0], (
+        f"{module} has {len(lines)} lines: cut it, or say why in its first line (longer than 300 lines: …)"
+    )
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            length = int(node.end_lineno or 0) - node.lineno + 1
+            assert length <= MOST_LINES, (
+                f"{module}.{node.name} has {length} lines: give a part of it a class of its own"
+            )
 
 
 WITHOUT_TORCH = ["config", "plan", "run_dir", "process", "launch", "cli", "errors", "mistakes", "devices", "schedules"]

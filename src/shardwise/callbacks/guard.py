@@ -13,11 +13,11 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog
+from shardwise.distributed.collectives import gather_objects
 from shardwise.errors import NonFiniteError, count
 from shardwise.plan import Plan
 from shardwise.process.signals import asked, to_leave, to_save
@@ -87,6 +87,14 @@ class Guard(Callback):
             self._read(trainer, self.unread.popleft())
         self.rows.flush(trainer)
 
+    def add_signal_requests(self, requests: float) -> None:
+        """What signals have asked any rank for: the sum over the ranks."""
+        self.leave, self.save = self.leave or to_leave(requests), self.save or to_save(requests)
+
+    def end_save_request(self) -> None:
+        """What a signal has asked for is saved."""
+        self.save = False
+
     def _must_know(self, trainer: Trainer, step: int) -> bool:
         """Whether a checkpoint, validation or the end comes before the next step."""
         plan = self.plan
@@ -106,9 +114,9 @@ class Guard(Callback):
 
     def _read(self, trainer: Trainer, step: StepRecord) -> None:
         loss, norm, skipped, on_purpose, *of_ranks = step.values.read()
-        total, weight, flops, wishes = of_ranks or (loss, *step.own)
-        loss = total / dist.get_world_size()
-        self.leave, self.save = self.leave or to_leave(wishes), self.save or to_save(wishes)
+        total, weight, flops, requests = of_ranks or (loss, *step.own)
+        loss = total / strategy_of(trainer).mesh.group("loss").size()
+        self.add_signal_requests(requests)
         if step.step_skipped is not None:
             skipped = step.step_skipped
         guard = self.plan.guard
@@ -192,7 +200,7 @@ class Guard(Callback):
     def _stop(self, trainer: Trainer, good: int) -> str:
         """Everything as it was after step `good`, the last that changed a weight, and a checkpoint of that."""
         self.rows.flush(trainer)
-        self.saving.before_validation = None
+        self.saving.forget_state_before_validation()
         if not strategy_of(trainer).rewind(trainer.global_step - good):
             return (
                 "The last that changed a weight was in the epoch before; resume=auto goes on from the last checkpoint."
@@ -223,10 +231,7 @@ class Guard(Callback):
             "micro_batches": [{"loss": float(x), "samples": s} for x, s in zip(step.losses, samples, strict=True)],
             "parameters": [name for name, norm in norms.items() if not math.isfinite(norm)],
         }
-        ranks: list[Any] = [own] * dist.get_world_size()
-        if dist.get_world_size() > 1:
-            dist.all_gather_object(ranks, own)
-        return ranks
+        return gather_objects(strategy.mesh.group("world"), own)
 
     def _note(self, trainer: Trainer, step: StepRecord, kind: str, action: str, found: dict[str, Any]) -> None:
         if trainer.is_global_zero:

@@ -27,9 +27,10 @@ class Heartbeat(Callback):
     ) -> None:
         step, micro = trainer.global_step, batch_idx % self.micro_batches
         ended = micro + 1 == self.micro_batches
-        progress.settled = progress.settled or ended
+        if ended:
+            progress.end_setup()
         if ended and not progress.trained:
-            progress.trained = True
+            progress.note_step()
             if trainer.is_global_zero:
                 with suppress(OSError):  # what cannot be written now is said when it is needed: at a save
                     trained_mark(self.run_dir).touch()

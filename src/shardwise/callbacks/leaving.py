@@ -7,16 +7,17 @@ from collections import deque
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.callbacks.average import WeightAverage
 from shardwise.callbacks.guard import Guard
 from shardwise.callbacks.saving import Saving
+from shardwise.distributed.collectives import sum_over
 from shardwise.errors import Left
 from shardwise.plan import Plan
-from shardwise.process.signals import asked, in_words, listen, to_leave, to_save
+from shardwise.process.signals import asked, in_words, listen
 from shardwise.step.record import LAG, Readback
+from shardwise.strategies.base import strategy_of
 
 
 class GracefulStop(Callback):
@@ -38,7 +39,7 @@ class GracefulStop(Callback):
         if (batch_idx + 1) % self.plan.accumulate_grad_batches:
             return
         if self.guard.save:
-            self.guard.save = False
+            self.guard.end_save_request()
             self.guard.read_all(trainer)
             told = self.saving.save_now(trainer, leaves=False)
             if trainer.is_global_zero:
@@ -53,10 +54,9 @@ class GracefulStop(Callback):
         """As long as it takes, validation is not waited for: a run that goes on begins with it."""
         if trainer.state.fn != "fit" or self.saving.before_validation is None:
             return
-        wishes = torch.full((), asked.take(), dtype=torch.float64, device=trainer.strategy.root_device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(wishes)
-        self.unread.append(Readback(wishes.reshape(1)))
+        requests = torch.full((), asked.take(), dtype=torch.float64, device=trainer.strategy.root_device)
+        sum_over(strategy_of(trainer).mesh.group("world"), requests)
+        self.unread.append(Readback(requests.reshape(1)))
         if len(self.unread) > LAG:
             self._read()
         if self.guard.leave and trainer.global_step != self.plan.max_steps:
@@ -71,8 +71,7 @@ class GracefulStop(Callback):
 
     def _read(self) -> None:
         (total,) = self.unread.popleft().read()
-        self.guard.leave = self.guard.leave or to_leave(total)
-        self.guard.save = self.guard.save or to_save(total)
+        self.guard.add_signal_requests(total)
 
     def _leave(self, trainer: Trainer) -> None:
         by = in_words(asked.leave) if asked.leave else "a signal to another rank"

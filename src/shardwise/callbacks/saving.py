@@ -67,7 +67,7 @@ class Saving(Callback):
                 _remove(left)
         if self.plan.resume is not None:
             strategy_of(trainer).state.take_up_logged()
-            strategy_of(trainer).before_training = partial(self._finish_step, trainer)
+            strategy_of(trainer).call_before_training(partial(self._finish_step, trainer))
 
     def _finish_step(self, trainer: Trainer) -> None:
         """A checkpoint is written before what follows upon a step: validation and ReduceLROnPlateau."""
@@ -159,6 +159,10 @@ class Saving(Callback):
             with_step.also(path, again)
         else:
             self._save(trainer, path, published)
+
+    def forget_state_before_validation(self) -> None:
+        """The run has been taken back to before it."""
+        self.before_validation = None
 
     def save_within_epoch(self, trainer: Trainer) -> None:
         """The last step, before an epoch that has not come to its end is counted."""

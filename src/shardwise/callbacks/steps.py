@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from tqdm import tqdm
 
 from shardwise.callbacks.configured import refuse_callbacks
+from shardwise.distributed.collectives import largest_over
 from shardwise.lightning_internals.results import step_logging, step_results, validation_results
 from shardwise.metrics.csv_logger import CsvLogger
 from shardwise.metrics.meter import SPENT, Meter, Sums, memory_gib
@@ -59,12 +59,13 @@ class StepLog(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, CsvLogger):
                 logger.rewind(trainer.global_step)
-                logger.is_awaited = partial(self._is_awaited, trainer)
+                logger.wait_for_rows(partial(self._is_awaited, trainer))
         if trainer.is_global_zero:
             self.meter.on_start()
         self._row_step = trainer.global_step
-        self._last_step = step_logging(trainer).number = trainer.global_step
-        step_logging(trainer).claim = partial(self._claim, trainer)
+        self._last_step = trainer.global_step
+        step_logging(trainer).between_steps(trainer.global_step)
+        step_logging(trainer).tell_names_to(partial(self._claim, trainer))
         if trainer.is_global_zero and self.shows_bar:
             total = None if trainer.max_steps < 0 else trainer.max_steps
             self.bar = tqdm(total=total, initial=trainer.global_step, unit="step", dynamic_ncols=True)
@@ -76,7 +77,7 @@ class StepLog(Callback):
         if (batch_idx + 1) % self.plan.accumulate_grad_batches:
             return
         step_results(trainer).drop_window()
-        step_logging(trainer).number = step  # what is logged between steps belongs to the one before
+        step_logging(trainer).between_steps(step)
         if step == self._last_step:
             return
         self._last_step = step
@@ -124,13 +125,14 @@ class StepLog(Callback):
         row |= {SPENT: self.meter.training_seconds, "train/goodput": self.meter.goodput}
         # Of the rank that is worst off
         worst = torch.tensor([sums.waiting_seconds / max(sums.seconds, 1e-9), *memory_gib(self.plan)])
-        if dist.get_world_size() > 1:
+        world = strategy.mesh.group("world")
+        if world.size() > 1:
             worst = (worst.pin_memory() if strategy.root_device.type == "cuda" else worst).to(
                 strategy.root_device, non_blocking=True
             )
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+            largest_over(world, worst)
         self._rows.append((step.number, row, Readback(worst)))
-        if dist.get_world_size() == 1:
+        if world.size() == 1:
             self.flush(trainer)
 
     def collect(self, trainer: Trainer, step: int) -> None:

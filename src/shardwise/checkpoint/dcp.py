@@ -225,6 +225,14 @@ class TensorWriter:
         self._known: tuple[list[Any], int] | None = None  # what was written last, in how many threads
         self._metadata = b""  # rank 0's
 
+    def set_pace(self, pace: Pace) -> None:
+        self.pace = pace
+
+    def take_group(self) -> dist.ProcessGroup | None:
+        """To be destroyed: nothing is written any more."""
+        group, self.group = self.group, None
+        return group
+
     def write(self, folder: Path, tensors: dict[str, ChunkedTensor]) -> dict[str, dict[str, Any]]:
         """Every rank its chunks; what several hold is written by one of them. Collective.
 

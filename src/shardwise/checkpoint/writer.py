@@ -74,7 +74,7 @@ class Writer:
             What the next change of weights or optimizer state has to wait for. Everything else is copied already.
         """
         self.wait()
-        self._writer.pace = Pace(beside_training=self.asynchronous)
+        self._writer.set_pace(Pace(beside_training=self.asynchronous))
         if self._thread is None:
             self.outcome = _write(path, snapshot, self._writer, then, None)
             return None
@@ -106,8 +106,7 @@ class Writer:
             if self._thread is not None:
                 self._thread.shutdown()
             if self._writer.group is not None:
-                dist.destroy_process_group(self._writer.group)
-                self._writer.group = None
+                dist.destroy_process_group(self._writer.take_group())
             self._staged.clear()
             self._pinned.close()
 

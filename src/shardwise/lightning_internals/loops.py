@@ -67,7 +67,11 @@ class OneStepABatch(_ManualOptimization):
 class ResumingLoop(_FitLoop):
     """The loop over epochs. What is left of an epoch when a run goes on is done as it would have been."""
 
-    leaving_epoch: Callable[[], Any] | None = None  # called where an epoch is left before its last batch
+    _before_epoch_ends: Callable[[], Any] | None = None
+
+    def call_before_epoch_ends(self, work: Callable[[], Any]) -> None:
+        """Where an epoch is left before its last batch."""
+        self._before_epoch_ends = work
 
     def setup_data(self) -> None:
         """A module may ask for `trainer.estimated_stepping_batches` in `configure_optimizers`, which loads the data
@@ -107,8 +111,8 @@ class ResumingLoop(_FitLoop):
         self._restarting = False  # else ReduceLROnPlateau is not stepped at this epoch's end
 
     def on_advance_end(self) -> None:
-        if self.leaving_epoch is not None and not self.epoch_loop._num_ready_batches_reached():
-            self.leaving_epoch()
+        if self._before_epoch_ends is not None and not self.epoch_loop._num_ready_batches_reached():
+            self._before_epoch_ends()
         super().on_advance_end()
 
     def on_iteration_done(self) -> None:

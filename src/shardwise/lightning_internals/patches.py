@@ -32,7 +32,7 @@ def prepare_trainer(
     """
     _count_in_steps(trainer, plan)
     assert isinstance(trainer.fit_loop, ResumingLoop)
-    trainer.fit_loop.leaving_epoch = partial(before_epoch_ends, trainer)
+    trainer.fit_loop.call_before_epoch_ends(partial(before_epoch_ends, trainer))
     install_fast_hooks(trainer, module)
     _restore_once(trainer, restoring)
     # Lightning's SIGTERM handler is a collective: a signal that reaches one rank only would hang it.

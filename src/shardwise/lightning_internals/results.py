@@ -36,6 +36,9 @@ class StepResults(_ResultCollection):
         if result.is_tensor and result.meta.on_step and result._forward_cache is not None:
             self._parts.setdefault(key, {})[self.micro_batch] = result._forward_cache.detach(), batch_size
 
+    def begin_micro_batch(self) -> None:
+        self.micro_batch += 1
+
     def take_window(self) -> dict[str, Tensor]:
         """Name → value of the window that has just ended, on its device. Waits for nothing."""
         parts, self._parts = self._parts, {}
@@ -87,12 +90,20 @@ class StepLogging(_LoggerConnector):
     number = 0  # of the step that the batch belongs to, or of the last step
     last: int | None = None  # the number of the run's last step under max_epochs, from that step's begin on
     plan: Plan
-    claim: Callable[[Collection[str]], None] | None = None  # is told the names that the module logs under
+    _claim: Callable[[Collection[str]], None] | None = None
 
     def start(self, trainer: Trainer, plan: Plan) -> None:
         self.trainer, self.plan = trainer, plan
         if plan.stage != "fit" and plan.resume is not None:
             self.number = max(0, step_of(plan.resume))
+
+    def tell_names_to(self, claim: Callable[[Collection[str]], None]) -> None:
+        """`claim` is told the names that the module logs under."""
+        self._claim = claim
+
+    def between_steps(self, step: int) -> None:
+        """What is logged from here on, until the next step begins, belongs to `step`."""
+        self.number = step
 
     @property
     def should_update_logs(self) -> bool:
@@ -118,11 +129,11 @@ class StepLogging(_LoggerConnector):
             self.number = self.trainer.global_step + 1
             if self._ends_run():
                 self.last = self.number
-            step_results(self.trainer).micro_batch += 1
+            step_results(self.trainer).begin_micro_batch()
 
     def log_metrics(self, metrics: dict[str, Tensor], step: int | None = None) -> None:
-        if self.claim is not None:
-            self.claim(metrics)
+        if self._claim is not None:
+            self._claim(metrics)
         super().log_metrics(metrics, step)
 
     def update_eval_step_metrics(self, step: int) -> None:

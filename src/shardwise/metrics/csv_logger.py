@@ -33,10 +33,14 @@ class CsvLogger(Logger):
         self.path = Path(run_dir) / stage_file("metrics.csv", stage)
         self._fields: list[str] = []
         self._known: tuple[int, set[str]] = -1, set()  # the step that the run goes on from, and what is logged of it
-        self.is_awaited: Callable[[int], bool] = lambda step: False  # whether the step's own row has yet to come
+        self._is_awaited: Callable[[int], bool] = lambda step: False
         self._last: dict[str, str] = {}  # the last row, and where it begins
         self._at = 0
         self._held: dict[int, dict[str, Any]] = {}  # what callbacks log for such a step: it goes into that row
+
+    def wait_for_rows(self, is_awaited: Callable[[int], bool]) -> None:
+        """`is_awaited(step)`: whether the step's own row has yet to come."""
+        self._is_awaited = is_awaited
 
     @property
     def name(self) -> str:
@@ -59,7 +63,7 @@ class CsvLogger(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         step = 0 if step is None else step
-        if self.is_awaited(step):
+        if self._is_awaited(step):
             self._held.setdefault(step, {}).update(metrics)
         else:
             self._append(metrics, step)

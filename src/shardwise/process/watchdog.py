@@ -39,6 +39,20 @@ class Progress:
     def doing(self, words: str) -> None:
         self.at(words, *self.place)
 
+    def begin_setup(self) -> None:
+        """What is built, compiled and connected may take its time."""
+        self.settled = False
+
+    def end_setup(self) -> None:
+        self.settled = True
+
+    def note_step(self) -> None:
+        self.trained = True
+
+    def end(self) -> None:
+        """A tracker's last upload, say, may take its time."""
+        self.over = True
+
 
 progress = Progress()
 

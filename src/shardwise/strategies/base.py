@@ -63,7 +63,7 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         self.verdict = StepVerdict(plan, self.mesh)
         self.precision_plugin = precision(plan, self.verdict)
         self.window = AccumulationWindow(plan.accumulate_grad_batches)
-        self.before_training: Callable[[], None] | None = None  # when everything is in place
+        self._before_training: Callable[[], None] | None = None
         self.stepped = False  # in this batch, by a module that optimizes by hand
         self.learning_rate = float("nan")  # of the last step's first parameter group
         self._outside_units: list[Places] = []  # parameters of which each step makes low-precision copies
@@ -237,8 +237,12 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         super().on_train_start()
         if self.plan.checkpoint.saves:
             self.state.rehearse(last=False)
-        if self.before_training is not None:
-            self.before_training()
+        if self._before_training is not None:
+            self._before_training()
+
+    def call_before_training(self, work: Callable[[], None]) -> None:
+        """When everything is in place, and before the first batch."""
+        self._before_training = work
 
     def _note_step(self, *_: Any) -> None:
         self.stepped = True

@@ -193,7 +193,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             raise
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._backwards.gathers = False
+        self._backwards.begin_batch()
         super().on_train_batch_start(batch, batch_idx)
 
     def _note_step(self, *_: Any) -> None:

@@ -149,6 +149,9 @@ class InnerBackwards:
         for layer in self.layers:
             self._watch(layer._get_fsdp_state())
 
+    def begin_batch(self) -> None:
+        self.gathers = False
+
     def _is_inner(self) -> bool:
         if torch.is_grad_enabled():
             self.gathers = True
