@@ -19,6 +19,7 @@ from shardwise.process.console import outlive_console
 from shardwise.process.parent import die_with_parent
 from shardwise.process.report import report
 from shardwise.process.signals import overlook
+from shardwise.protocols import check_of
 from shardwise.run_dir.checkpoints import list_checkpoints, was_trained
 from shardwise.run_dir.files import hold, keep_earlier, stage_file
 from shardwise.run_dir.job_folder import has_begun, job_folder, note, note_begun
@@ -126,8 +127,8 @@ def check_targets(plans: list[Plan]) -> None:
             check_ownership(plan, target)
         try_optimizer(plan)
         data = build(plan.data, "data")
-        if os.environ.get("LOCAL_RANK", "0") == "0" and callable(getattr(data, "check", None)):
-            data.check()
+        if os.environ.get("LOCAL_RANK", "0") == "0" and (look := check_of(data)) is not None:
+            look()
 
 
 def start_all(jobs: tuple[Job, ...], plans: list[Plan]) -> int:

@@ -30,11 +30,12 @@ from shardwise.optim.optimizers import configure_optimizers
 from shardwise.optim.ownership import check_ownership
 from shardwise.parallel.precision import default_dtype, set_parameter_dtype
 from shardwise.plan import Plan
+from shardwise.protocols import initializes_itself
 from shardwise.run_dir.environment import describe_environment
 from shardwise.run_dir.files import keep_earlier, stage_file
 from shardwise.strategies import build_strategy
 from shardwise.strategies.base import strategy_of
-from shardwise.weights.initialize import initializes_itself, parameters_on_meta
+from shardwise.weights.initialize import parameters_on_meta
 
 
 def build_module(plan: Plan) -> LightningModule:

@@ -73,7 +73,7 @@ USED = {
     "parallel/activation_checkpointing.py": "_buffers",
     "parallel/parallelize.py": "_dynamo",
     "parallel/precision.py": "_NormBase _parameters _pytree",
-    "parallel/units.py": "_no_split_modules _parameters",
+    "parallel/units.py": "_parameters",
     "preflight/judge.py": "_C _distributed_c10d",
     "preflight/measure.py": "_C _distributed_c10d",
     "preflight/place.py": "_C _distributed_c10d",

@@ -28,9 +28,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from shardwise.checkpoint import dcp as tensors
 from shardwise.checkpoint import files, pinned_memory
 from shardwise.checkpoint.chunks import Chunk, ChunkedTensor, range_of, whole
-from shardwise.checkpoint.dcp import RankError, TensorWriter, _Saving, read_tensors
+from shardwise.checkpoint.dcp import RankError, TensorWriter, read_tensors
 from shardwise.checkpoint.metadata import read_metadata
 from shardwise.checkpoint.plain import Packed
+from shardwise.checkpoint.planners import ChunkSavePlanner
 from shardwise.checkpoint.publish import Snapshot
 from shardwise.checkpoint.verify import changed
 from shardwise.checkpoint.writer import Writer
@@ -88,8 +89,8 @@ def test_what_is_written_in_some_boxes_is_read_into_others(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_who_writes_what_is_worked_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans, make = [], _Saving.create_local_plan
-    monkeypatch.setattr(_Saving, "create_local_plan", lambda planner: plans.append(0) or make(planner))
+    plans, make = [], ChunkSavePlanner.create_local_plan
+    monkeypatch.setattr(ChunkSavePlanner, "create_local_plan", lambda planner: plans.append(0) or make(planner))
     writer = TensorWriter(None)
 
     def write(name: str, value: float, width: int = 2) -> None:

@@ -72,7 +72,7 @@ def test_shardwise_knows_no_recipe(module: str) -> None:
 
 # Rooms (a folder of shardwise, or a file in its root) on floors, the lowest first
 FLOORS = [
-    {"errors", "mistakes", "devices", "schedules"},
+    {"errors", "mistakes", "devices", "schedules", "protocols"},
     {"config"},
     {"plan"},
     {"run_dir", "distributed"},
@@ -141,7 +141,7 @@ def test_a_collective_names_its_group(module: str) -> None:
 
 
 # Fields of others' objects that have the name of a field of ours
-NOT_OURS = {"data", "shapes", "loggers", "lr_scheduler_configs", "_results"}
+NOT_OURS = {"data", "shapes", "loggers", "lr_scheduler_configs", "_results", "strategy"}
 # Plain records, which are filled by those who find out
 RECORDS = {"shardwise.preflight.verdict", "shardwise.config.schema"}
 
@@ -176,6 +176,19 @@ def test_the_reader_of_fields_sees_a_second_writer() -> None:
     assert any(map(is_store, ast.walk(ast.parse("precision.verdict.step_skipped = True"))))
 
 
+# What users define: the names of protocols.py
+OPTIONAL = ("loss_weight", "loss_weight_unit", "flops", "channels_last", "init_module_weights", "_no_split_modules",
+            "hugging_face_names", "is_elementwise", "baselines", "rows_are_steps", "leaves")  # fmt: skip
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"shardwise.protocols"}))
+def test_what_users_may_define_is_asked_for_in_one_file(module: str) -> None:
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr") and len(node.args) > 1:
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
+            assert name not in OPTIONAL, f"{module}, line {node.lineno}: asks for {name}; protocols.py does"
+
+
 MOST_LINES = 300
 
 
@@ -194,7 +207,19 @@ def test_a_long_file_says_why_and_no_class_is_long(module: str) -> None:
             )
 
 
-WITHOUT_TORCH = ["config", "plan", "run_dir", "process", "launch", "cli", "errors", "mistakes", "devices", "schedules"]
+WITHOUT_TORCH = [
+    "config",
+    "plan",
+    "run_dir",
+    "process",
+    "launch",
+    "cli",
+    "errors",
+    "mistakes",
+    "devices",
+    "schedules",
+    "protocols",
+]
 PREFLIGHT = ["preflight.look", "preflight.rounds", "preflight.verdict"]
 
 

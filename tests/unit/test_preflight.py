@@ -17,9 +17,10 @@ from shardwise.errors import ExitCode
 from shardwise.launch.slurm import all_hosts, first_host
 from shardwise.preflight import look as looking
 from shardwise.preflight.look import Gpu, Look, count_links, hash_code, read_gpu, read_topology, read_xids
+from shardwise.preflight.pairs import blame
 from shardwise.preflight.rounds import MOST, SAMPLED, make_rounds
 from shardwise.preflight.show import save_json, table
-from shardwise.preflight.verdict import Found, Verdict, blame, judge
+from shardwise.preflight.verdict import Found, Verdict, judge
 from shardwise.tools import main
 from tests.harness.patience import run_patiently
 

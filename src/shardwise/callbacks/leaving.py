@@ -16,6 +16,7 @@ from shardwise.distributed.collectives import sum_over
 from shardwise.errors import Left
 from shardwise.plan import Plan
 from shardwise.process.signals import asked, in_words, listen
+from shardwise.protocols import leaves_of
 from shardwise.step.record import LAG, Readback
 from shardwise.strategies.base import strategy_of
 
@@ -77,6 +78,6 @@ class GracefulStop(Callback):
         by = in_words(asked.leave) if asked.leave else "a signal to another rank"
         told = self.saving.save_now(trainer, leaves=True)
         for logger in trainer.loggers:
-            if (leaves := getattr(logger, "leaves", None)) is not None:
+            if (leaves := leaves_of(logger)) is not None:
                 leaves()
         raise Left(f"stopped by {by}: {told}", None if self.plan.checkpoint.saves else asked.leave or signal.SIGTERM)

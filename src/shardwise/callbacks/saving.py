@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,13 +13,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from shardwise.callbacks.steps import validation_metrics
 from shardwise.checkpoint.plain import Packed
 from shardwise.checkpoint.publish import publish_again
+from shardwise.checkpoint.retention import read_best, remove, remove_superseded, write_best
 from shardwise.checkpoint.writer import Outcome, Writer
 from shardwise.distributed.process_group import group_timeout
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.lightning_internals.resume_validation import validate_now
 from shardwise.plan import Plan
 from shardwise.process.watchdog import progress
-from shardwise.run_dir.checkpoints import damage, list_checkpoints, step_of
 from shardwise.run_dir.files import checkpoint_path
 from shardwise.run_dir.job_folder import note
 from shardwise.strategies.base import strategy_of
@@ -61,10 +59,12 @@ class Saving(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.plan.resume == str(checkpoint_path(self.plan.run_dir, trainer.global_step)):
             self.saved_step = trainer.global_step
-        self.best_score, self.best_path = trainer.strategy.broadcast(self._read_best())
+        self.best_score, self.best_path = trainer.strategy.broadcast(
+            read_best(self.folder, self.plan.checkpoint.monitor)
+        )
         if trainer.is_global_zero:
             for left in self.folder.glob("*.partial"):
-                _remove(left)
+                remove(left)
         if self.plan.resume is not None:
             strategy_of(trainer).state.take_up_logged()
             strategy_of(trainer).call_before_training(partial(self._finish_step, trainer))
@@ -142,12 +142,9 @@ class Saving(Callback):
         previous, self.best_score, self.best_path = self.best_path, score, str(path)
 
         def published() -> None:
-            best = {"checkpoint": path.name, "monitor": monitor, "score": score}
-            beside = self.folder / "best.json.partial"
-            beside.write_text(json.dumps(best) + "\n")
-            beside.replace(self.folder / "best.json")
+            write_best(path, monitor, score)
             if previous is not None and previous != str(path):
-                _remove(Path(previous))
+                remove(Path(previous))
 
         if with_step is not None:
             written = checkpoint_path(self.plan.run_dir, trainer.global_step)
@@ -201,22 +198,12 @@ class Saving(Callback):
         return f"step {step} is saved as {checkpoint_path(self.plan.run_dir, step)}"
 
     def save_step(self, trainer: Trainer, *, must: bool = False) -> None:
-        """Save the step that the counters show. Collective.
-
-        Later ones are removed, of a run that has been taken back: `resume=auto` would go on from them.
-        """
-        checkpoint, step = self.plan.checkpoint, trainer.global_step
+        """Save the step that the counters show. Collective."""
+        step = trainer.global_step
 
         def published() -> None:
             note("saved", str(step))
-            kept = checkpoint.keep_every_n_steps
-            for path in list_checkpoints(self.plan.run_dir):
-                if step_of(path) > step:
-                    _remove(path)
-            whole = [path for path in list_checkpoints(self.plan.run_dir) if damage(path) is None]
-            for old in whole[: -checkpoint.keep_last]:
-                if kept is None or step_of(old) % kept:
-                    _remove(old)
+            remove_superseded(self.plan, step)
 
         path = checkpoint_path(self.plan.run_dir, step)
         if not self._leaves_out(trainer, path, must):
@@ -263,7 +250,9 @@ class Saving(Callback):
             return
         if outcome.path == checkpoint_path(self.plan.run_dir, self.saved_step):
             self.saved_step = -1
-        self.best_score, self.best_path = trainer.strategy.broadcast(self._read_best())
+        self.best_score, self.best_path = trainer.strategy.broadcast(
+            read_best(self.folder, self.plan.checkpoint.monitor)
+        )
         stops = last or self.failures > self.plan.checkpoint.max_failures
         self._tell(trainer, outcome, self.failures, raised=stops)
         if stops:
@@ -286,17 +275,3 @@ class Saving(Callback):
             does = "stops" if failures > self.plan.checkpoint.max_failures else "goes on, and tries again"
             said = f"checkpoint {outcome.path} could not be written: {outcome.error}"
             print(f"{said}; the run {does} at the next save", flush=True)
-
-    def _read_best(self) -> tuple[float | None, str | None]:
-        try:
-            best = json.loads((self.folder / "best.json").read_text())
-        except (OSError, ValueError):
-            return None, None
-        path = self.folder / best["checkpoint"]
-        if best["monitor"] != self.plan.checkpoint.monitor or not path.exists():
-            return None, None
-        return best["score"], str(path)
-
-
-def _remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

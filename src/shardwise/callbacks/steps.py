@@ -19,6 +19,7 @@ from shardwise.lightning_internals.results import step_logging, step_results, va
 from shardwise.metrics.csv_logger import CsvLogger
 from shardwise.metrics.meter import SPENT, Meter, Sums, memory_gib
 from shardwise.plan import Plan
+from shardwise.protocols import loss_weight_unit_of
 from shardwise.step.record import LAG, Readback, StepRecord
 from shardwise.strategies.base import strategy_of
 
@@ -157,7 +158,7 @@ class StepLog(Callback):
             "train/samples_per_second": sums.steps * self.plan.global_batch_size / seconds,
         }
         if sums.weight:
-            speeds[f"train/{weight_unit(module)}_per_second"] = sums.weight / seconds
+            speeds[f"train/{loss_weight_unit_of(module)}_per_second"] = sums.weight / seconds
         if (mfu := self.meter.mfu(sums)) is not None:
             speeds["train/mfu"] = mfu
         return speeds
@@ -289,8 +290,3 @@ def digits(value: float) -> str:
 
 def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in metrics.items() if value.numel() == 1}
-
-
-def weight_unit(module: LightningModule) -> str:
-    """What `loss_weight` counts, e.g. tokens; named by the module."""
-    return str(getattr(module, "loss_weight_unit", "weights"))

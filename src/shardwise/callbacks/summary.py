@@ -9,12 +9,13 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.callbacks.saving import Saving
-from shardwise.callbacks.steps import LOSS, OTHER_LOSS, StepLog, digits, final_metrics, last_of, weight_unit
+from shardwise.callbacks.steps import LOSS, OTHER_LOSS, StepLog, digits, final_metrics, last_of
 from shardwise.errors import count
 from shardwise.lightning_internals.patches import early_stop
 from shardwise.metrics.csv_logger import read_metrics
 from shardwise.metrics.meter import memory_gib
 from shardwise.plan import Plan
+from shardwise.protocols import baselines_of, loss_weight_unit_of
 from shardwise.run_dir.checkpoints import stopped_before
 
 
@@ -28,8 +29,8 @@ class Summary(Callback):
         run_dir = Path(self.plan.run_dir)
         rows = read_metrics(run_dir / "metrics.csv")
         monitor = self.plan.checkpoint.monitor
-        baselines: dict[str, float] = getattr(trainer.datamodule, "baselines", dict)()  # type: ignore[attr-defined]
-        unit = weight_unit(pl_module)
+        baselines = baselines_of(trainer.datamodule)  # type: ignore[attr-defined]
+        unit = loss_weight_unit_of(pl_module)
         meter = self.steps.meter
         steady = meter.steady
         seconds = max(steady.seconds, 1e-9)

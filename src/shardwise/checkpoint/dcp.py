@@ -13,22 +13,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     Metadata,
-    MetadataIndex,
     StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -36,19 +30,17 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
-    TensorWriteData,
     WriteItem,
-    WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardwise.checkpoint.chunks import Chunk, ChunkedTensor
+from shardwise.checkpoint.chunks import ChunkedTensor
 from shardwise.checkpoint.files import Pace, SummedFile, io_threads, without_crc, write_through
 from shardwise.checkpoint.metadata import read_metadata
+from shardwise.checkpoint.planners import ChunkLoadPlanner, ChunkSavePlanner
 
 _T = TypeVar("_T")
 
@@ -66,63 +58,6 @@ def cause_of(error: BaseException) -> BaseException:
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__
     return found or error
-
-
-class _Saving(DefaultSavePlanner):
-    def __init__(self, tensors: dict[str, ChunkedTensor]) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._tensors = tensors
-        self._values = {
-            _index(name, chunk): chunk.values for name, tensor in tensors.items() for chunk in tensor.chunks
-        }
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        self.is_coordinator = is_coordinator
-
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for name, tensor in self._tensors.items():
-            for chunk in tensor.chunks:
-                data = TensorWriteData(
-                    chunk.bounds, TensorProperties(dtype=chunk.values.dtype), torch.Size(tensor.shape)
-                )
-                items.append(WriteItem(_index(name, chunk), WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._values[index]
-
-
-def _index(name: str, chunk: Chunk) -> MetadataIndex:
-    return MetadataIndex(name, torch.Size(chunk.offsets))
-
-
-class _Loading(DefaultLoadPlanner):
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        self._values = {
-            (name, chunk.offsets): chunk.values for name, s in self.state_dict.items() for chunk in s.chunks
-        }
-        items = []
-        for name, tensor in self.state_dict.items():
-            known = self.metadata.state_dict_metadata[name]
-            assert isinstance(known, TensorStorageMetadata)
-            if known.size != torch.Size(tensor.shape):
-                raise ValueError(f"{name} is of shape {tuple(known.size)} there and {tensor.shape} here")
-            of_it = create_read_items_for_chunk_list(name, known, [chunk.bounds for chunk in tensor.chunks])
-            if sum(prod(item.lengths) for item in of_it) != sum(chunk.values.numel() for chunk in tensor.chunks):
-                raise ValueError(f"{name} is not all there")
-            items += of_it
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None
-        found: Tensor = self._values[index.fqn, tuple(index.offset)]
-        return found
 
 
 class _Reader(FileSystemReader):
@@ -257,7 +192,7 @@ class TensorWriter:
         return writer.described
 
     def _write_anew(self, folder: Path, tensors: dict[str, ChunkedTensor]) -> _Writer:
-        writer, planner = _Writer(folder, self.pace), _Saving(tensors)
+        writer, planner = _Writer(folder, self.pace), ChunkSavePlanner(tensors)
         try:
             # Nothing in it: the planner has them, and DCP would wrap and log each
             save({}, storage_writer=writer, planner=planner, process_group=self.group, no_dist=self.group is None)
@@ -273,7 +208,7 @@ class TensorWriter:
         writer = _Writer(folder, self.pace)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            results = writer.write_data(self._plan, _Saving(tensors)).wait()
+            results = writer.write_data(self._plan, ChunkSavePlanner(tensors)).wait()
             if results != self._results:
                 raise RuntimeError("what is written does not stand where it stood in the checkpoint before")
             if _rank(self.group) == 0:
@@ -301,5 +236,5 @@ def read_tensors(
 
     `metadata`: the folder's, where it has been read already: that of many ranks is large.
     """
-    planner = _Loading(flatten_state_dict=False)
+    planner = ChunkLoadPlanner(flatten_state_dict=False)
     load(tensors, storage_reader=_Reader(folder, metadata), planner=planner, process_group=group, no_dist=group is None)

@@ -8,7 +8,6 @@ import dataclasses
 import datetime
 import enum
 import pathlib
-import sys
 import types
 import zoneinfo
 from collections.abc import Callable, Mapping
@@ -19,39 +18,28 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.checkpoint.classes import (
+    NotPlainError,
+    attributes_of,
+    can_be_found,
+    dotted_name,
+    find_class,
+    is_bare,
+    name_of,
+)
+
 KIND = "shardwise:kind"
-
-
 PLAIN = (
     "plain data: numbers, text, dates, paths, enums, tensors, NumPy arrays, and lists, dicts, sets and dataclasses of "
     "them"
 )
-
-
 SHARD = "a shard of a torch.Tensor"  # which is not plain data, and is pickled by nobody
-
-
 _AS_IS = (types.NoneType, bool, float, complex, str, torch.Size, torch.dtype, torch.device)
-
-
 _FACTORIES = {f.__name__: f for f in (bool, int, float, complex, str, bytes, list, tuple, dict, set)}
-
-
 _PATHS = {p.__name__: p for p in (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath,
                                   pathlib.PureWindowsPath)}  # fmt: skip
-
-
 _BAGS = {"SimpleNamespace": types.SimpleNamespace, "Namespace": argparse.Namespace}
-
-
 _LARGE = 2**1000  # larger integers are not read by torch.load
-
-
-class NotPlainError(Exception):
-    """A value that is not plain data, or data of a class that is not there."""
-
-    def __init__(self, value: Any, said: str = "") -> None:
-        super().__init__(said or name_of(type(value)))
 
 
 def encode(value: Any) -> Any:
@@ -69,10 +57,10 @@ def encode(value: Any) -> Any:
         return {KIND: "numpy scalar", "array": _encode_array(np.asarray(value))}
     if isinstance(value, enum.Enum):
         return _encode_enum(value)
-    if issubclass(kind, tuple) and isinstance(getattr(kind, "_fields", None), tuple) and _is_found(kind):
-        return {KIND: "namedtuple", "class": _place(kind), "items": [encode(item) for item in value]}
-    if dataclasses.is_dataclass(kind) and _is_bare(kind) and _is_found(kind):
-        return {KIND: "dataclass", "class": _place(kind), "attributes": encode(_attributes(value))}
+    if issubclass(kind, tuple) and isinstance(getattr(kind, "_fields", None), tuple) and can_be_found(kind):
+        return {KIND: "namedtuple", "class": dotted_name(kind), "items": [encode(item) for item in value]}
+    if dataclasses.is_dataclass(kind) and is_bare(kind) and can_be_found(kind):
+        return {KIND: "dataclass", "class": dotted_name(kind), "attributes": encode(attributes_of(value))}
     raise NotPlainError(value, SHARD if isinstance(value, DTensor) else "")
 
 
@@ -89,10 +77,6 @@ def decode(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(decode(item) for item in value)
     return value
-
-
-def name_of(kind: type) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _encode_int(value: int) -> Any:
@@ -170,13 +154,13 @@ def _encode_enum(value: enum.Enum) -> dict[str, Any]:
     names = [name for name, member in kind.__members__.items() if member is value][:1]
     if not names and isinstance(value, enum.Flag):
         names = [str(member.name) for member in value]
-    if not _is_found(kind) or (not names and not isinstance(value, enum.Flag)):
+    if not can_be_found(kind) or (not names and not isinstance(value, enum.Flag)):
         raise NotPlainError(value)
-    return {KIND: "enum", "class": _place(kind), "names": names}
+    return {KIND: "enum", "class": dotted_name(kind), "names": names}
 
 
 def _decode_enum(value: dict[str, Any]) -> enum.Enum:
-    kind: Any = _find(value["class"], lambda found: issubclass(found, enum.Enum))
+    kind: Any = find_class(value["class"], lambda found: issubclass(found, enum.Enum))
     try:
         members = [kind.__members__[name] for name in value["names"]]
     except KeyError as error:
@@ -225,7 +209,7 @@ def _encode_zone_name(value: zoneinfo.ZoneInfo) -> dict[str, Any]:
 
 
 def _decode_tuple(value: dict[str, Any]) -> Any:
-    kind = _find(value["class"], lambda k: issubclass(k, tuple) and isinstance(getattr(k, "_fields", None), tuple))
+    kind = find_class(value["class"], lambda k: issubclass(k, tuple) and isinstance(getattr(k, "_fields", None), tuple))
     if len(value["items"]) != len(kind._fields):
         raise NotPlainError(None, f"{name_of(kind)}, which has other fields now")
     return tuple.__new__(kind, [decode(item) for item in value["items"]])
@@ -233,7 +217,7 @@ def _decode_tuple(value: dict[str, Any]) -> Any:
 
 def _decode_dataclass(value: dict[str, Any]) -> Any:
     """Made without running any code of the class."""
-    kind = _find(value["class"], lambda found: dataclasses.is_dataclass(found) and _is_bare(found))
+    kind = find_class(value["class"], lambda found: dataclasses.is_dataclass(found) and is_bare(found))
     made = object.__new__(kind)
     for name, item in decode(value["attributes"]).items():
         try:
@@ -241,49 +225,6 @@ def _decode_dataclass(value: dict[str, Any]) -> Any:
         except AttributeError:
             raise NotPlainError(None, f"{name_of(kind)}, which has no attribute {name} any more") from None
     return made
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Of an object: those in its dict, and those in slots."""
-    slots = [slot for k in type(value).__mro__ for slot in _slots(k) if slot not in ("__dict__", "__weakref__")]
-    return {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)} | dict(getattr(value, "__dict__", {}))
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _is_bare(kind: type) -> bool:
-    """Its attributes are all there is to it: it is no dict or list with fields, and has no way of its own to pickle."""
-    own = {name for k in kind.__mro__[:-1] for name in vars(k)}
-    # The dataclass decorator writes both of these for frozen classes with slots
-    generated = {"__getstate__", "__setstate__"} if "__slots__" in vars(kind) else set()
-    pickling = {"__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"} - generated
-    made_by: Any = kind.__new__
-    return made_by is object.__new__ and not own & pickling
-
-
-def _place(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _is_found(kind: type) -> bool:
-    try:
-        return _find(_place(kind), lambda found: True) is kind
-    except NotPlainError:
-        return False
-
-
-def _find(place: str, fits: Callable[[type], bool]) -> Any:
-    """A class by name, among what is imported already: nothing is imported for a checkpoint."""
-    module, _, name = place.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, "__dict__", {}).get(part)
-    if not isinstance(found, type) or not fits(found):
-        raise NotPlainError(None, f"{module}.{name}, which no imported module has")
-    return found
 
 
 _ENCODERS: dict[type, Callable[[Any], Any]] = {
@@ -315,8 +256,6 @@ _ENCODERS: dict[type, Callable[[Any], Any]] = {
     **{kind: lambda value: {KIND: "namespace", "class": type(value).__name__, "attributes": encode(vars(value))}
        for kind in _BAGS.values()},
 }  # fmt: skip
-
-
 _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "int": lambda value: int(value["hex"], 16),
     "no bytes": lambda value: b"",

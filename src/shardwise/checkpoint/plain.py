@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.checkpoint.encoding import KIND, NotPlainError, decode, encode, name_of
+from shardwise.checkpoint.classes import NotPlainError, name_of
+from shardwise.checkpoint.encoding import KIND, PLAIN, decode, encode
 from shardwise.checkpoint.pickles import to_pickle
 
 Key = tuple[str, ...]  # where in the checkpoint: ("callbacks", "Mine", "history")
@@ -130,3 +131,17 @@ def _put(content: dict[str, Any], key: Key, value: Any) -> None:
 
 
 # One value
+
+
+def describe_left_out(left_out: list[LeftOut]) -> str:
+    pickled = [str(left) for left in left_out if left.pickled]
+    lost = [str(left) for left in left_out if not left.pickled]
+    said = []
+    if pickled:
+        said.append(
+            f"{', '.join(pickled)}: not plain data, so it is kept in trainer.unsafe.pkl, a pickle, which is read only "
+            f"where trust=true is given; a run that goes on without it does not get it"
+        )
+    if lost:
+        said.append(f"{', '.join(lost)}: not plain data, and it cannot be pickled: it is left out")
+    return f"{'; '.join(said)} ({PLAIN})"

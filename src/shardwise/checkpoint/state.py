@@ -200,6 +200,22 @@ def kind_of(optimizer: Optimizer) -> str:
     return name
 
 
+def optimizer_difference(
+    saved: list[dict[str, Any]], optimizers: list[Optimizer], names: list[list[list[str]]]
+) -> str | None:
+    """Why state of the optimizers that were `saved` is of no use to these; None: it is."""
+    kinds_before, kinds = [one["kind"] for one in saved], [kind_of(optimizer) for optimizer in optimizers]
+    if kinds_before != kinds:
+        had, has = ", ".join(kinds_before) or "none", ", ".join(kinds)
+        return f"its optimizer state is of {had}, and this run has {has}"
+    before = [{name for group in one["groups"] for name in group["names"]} for one in saved]
+    now = [{name for group in one for name in group} for one in names]
+    moved = sorted(set().union(*now) & set().union(*before) - set().union(*map(set.intersection, now, before)))
+    if not moved:
+        return None
+    return f"{', '.join(moved[:4])} had another of its optimizers; give them in the same order"
+
+
 def apply_options(optimizers: list[Optimizer], names: list[list[list[str]]], saved: list[dict[str, Any]]) -> None:
     """Learning rates, decay and the like, to the groups of the same parameters."""
     for optimizer, of_optimizer, there in zip(optimizers, names, saved, strict=True):
@@ -210,3 +226,10 @@ def apply_options(optimizers: list[Optimizer], names: list[list[list[str]]], sav
 
 
 _OWN = ("fused", "foreach", "capturable", "differentiable", "bias_correction")  # how, not what
+
+
+def layers_with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Layers that keep something besides parameters and buffers."""
+    for name, layer in module.named_modules():
+        if type(layer).get_extra_state is not nn.Module.get_extra_state:
+            yield name, layer

@@ -12,15 +12,22 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.encoding import PLAIN, SHARD
+from shardwise.checkpoint.encoding import SHARD
 from shardwise.checkpoint.metadata import read_metadata
-from shardwise.checkpoint.plain import LeftOut, Packed, pack
+from shardwise.checkpoint.plain import Packed, describe_left_out, pack
 from shardwise.checkpoint.publish import Snapshot
-from shardwise.checkpoint.state import ShardedState, apply_options, describe_optimizers, gather, kind_of, shapes_of
+from shardwise.checkpoint.state import (
+    ShardedState,
+    apply_options,
+    describe_optimizers,
+    gather,
+    layers_with_extra_state,
+    optimizer_difference,
+    shapes_of,
+)
 from shardwise.checkpoint.verify import load_own, load_rest
 from shardwise.distributed.rng import random_state
 from shardwise.errors import ConfigError, RunStopped, where
@@ -121,7 +128,7 @@ class TrainState:
         )
         if new := [left for left in packed.left_out if left.name not in self._reported]:
             self._reported |= {left.name for left in new}
-            print(f"checkpoints: {_in_words(new)}", flush=True)
+            print(f"checkpoints: {describe_left_out(new)}", flush=True)
         return packed
 
     def rehearse(self, *, last: bool) -> None:
@@ -164,7 +171,7 @@ class TrainState:
             "accumulate_grad_batches": self.plan.accumulate_grad_batches,
             "optimizers": describe_optimizers(optimizers, names) if self.is_training else [],
             "loss_scale": self.precision.loss_scale_state(),
-            "layers": {name: layer.get_extra_state() for name, layer in _with_extra_state(module)},
+            "layers": {name: layer.get_extra_state() for name, layer in layers_with_extra_state(module)},
             "gradient_order": self.gradient_order(),
         }
         about = {
@@ -196,7 +203,7 @@ class TrainState:
             rest, missing = load_rest(folder, self.plan.trust)
             self._note_missing(missing)
             mine = self.sharded.own_optimizers() if self.is_training else []
-            optimizers = self.is_training and self._fits(rest["optimizers"], mine)
+            optimizers = self.is_training and self._takes_optimizers(rest["optimizers"], mine)
             metadata = read_metadata(folder)  # once: that of many ranks is large
             averages = any(name.startswith("average.") for name in metadata.state_dict_metadata)
             if self.plan.ema_decay is not None and not averages:
@@ -206,7 +213,7 @@ class TrainState:
                 )
             average = self.plan.ema_decay is not None
             self.sharded.load_tensors(folder, metadata, self.file_group(), optimizers=optimizers, average=average)
-            for name, layer in _with_extra_state(self.module):
+            for name, layer in layers_with_extra_state(self.module):
                 if name in rest["layers"]:
                     layer.set_extra_state(rest["layers"][name])
             if optimizers:
@@ -278,49 +285,15 @@ class TrainState:
                 listed = ", ".join(f"{key} ({kind})" for key, kind in keys.items())
                 print(f"resume: left out of the checkpoint's content: {listed}: {why}", flush=True)
 
-    def _fits(self, saved: list[dict[str, Any]], mine: list[Optimizer]) -> bool:
+    def _takes_optimizers(self, saved: list[dict[str, Any]], mine: list[Optimizer]) -> bool:
         """Whether the optimizers' state is of use here.
 
         Raises:
             ConfigError: it is another optimizer's, and nobody has said that it may be left behind.
         """
-        kinds_before, kinds = [one["kind"] for one in saved], [kind_of(optimizer) for optimizer in mine]
-        difference = None
-        if kinds_before != kinds:
-            had, has = ", ".join(kinds_before) or "none", ", ".join(kinds)
-            difference = f"its optimizer state is of {had}, and this run has {has}"
-        else:
-            before = [{name for group in one["groups"] for name in group["names"]} for one in saved]
-            now = [{name for group in one for name in group} for one in self.sharded.group_names()]
-            moved = sorted(set().union(*now) & set().union(*before) - set().union(*map(set.intersection, now, before)))
-            if moved:
-                names = ", ".join(moved[:4])
-                difference = f"{names} had another of its optimizers; give them in the same order"
-        if difference is None:
-            return True
-        if "optimizer" not in self.plan.resume_allow:
+        difference = optimizer_difference(saved, mine, self.sharded.group_names())
+        if difference is not None and "optimizer" not in self.plan.resume_allow:
             raise ConfigError(
                 f"resume={self.plan.resume}: {difference}; resume_allow=[optimizer] leaves their state behind"
             )
-        return False
-
-
-def _in_words(left_out: list[LeftOut]) -> str:
-    pickled = [str(left) for left in left_out if left.pickled]
-    lost = [str(left) for left in left_out if not left.pickled]
-    said = []
-    if pickled:
-        said.append(
-            f"{', '.join(pickled)}: not plain data, so it is kept in trainer.unsafe.pkl, a pickle, which is read only "
-            f"where trust=true is given; a run that goes on without it does not get it"
-        )
-    if lost:
-        said.append(f"{', '.join(lost)}: not plain data, and it cannot be pickled: it is left out")
-    return f"{'; '.join(said)} ({PLAIN})"
-
-
-def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Layers that keep something besides parameters and buffers."""
-    for name, layer in module.named_modules():
-        if type(layer).get_extra_state is not nn.Module.get_extra_state:
-            yield name, layer
+        return difference is None

@@ -1,6 +1,7 @@
-"""Every name of Lightning's that a user may know, and what answers to it here: the same, our word for it, or refused.
+"""Every name of Lightning's, and what answers to it here (longer than 300 lines: it is one table).
 
-docs/lightning.md is made from it, and the command line answers from it. No torch and no Lightning is imported.
+That is the same name, our word for it, or the reason why it is refused. docs/lightning.md is made from it, and the
+command line answers from it. No torch and no Lightning is imported.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.encoding import PLAIN, NotPlainError, encode
+from shardwise.checkpoint.classes import NotPlainError
+from shardwise.checkpoint.encoding import PLAIN, encode
 from shardwise.data.agreement import Group, check_distinct, count_ranks, smallest
 from shardwise.data.user_loader import name_of
 from shardwise.data.user_random import OwnRandom, set_epoch

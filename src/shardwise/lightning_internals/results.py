@@ -19,6 +19,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from shardwise.plan import Plan
+from shardwise.protocols import rows_are_steps
 from shardwise.run_dir.checkpoints import step_of
 
 
@@ -139,7 +140,7 @@ class StepLogging(_LoggerConnector):
     def update_eval_step_metrics(self, step: int) -> None:
         """`step` is Lightning's count of validation batches, which is no step of the run: trackers alone get these."""
         loggers = self.trainer.loggers
-        self.trainer.loggers = [logger for logger in loggers if not getattr(logger, "rows_are_steps", False)]
+        self.trainer.loggers = [logger for logger in loggers if not rows_are_steps(logger)]
         super().update_eval_step_metrics(step)
         self.trainer.loggers = loggers
 

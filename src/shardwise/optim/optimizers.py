@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardwise.config.targets import locate
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
+from shardwise.protocols import is_elementwise
 
 _ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad,
                 optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD)  # fmt: skip
@@ -23,7 +24,7 @@ _ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, op
 def treats_weights_one_by_one(optimizer: Optimizer) -> bool:
     """Whether it comes to the same on any pieces of its parameters."""
     known = isinstance(optimizer, _ELEMENTWISE) or type(optimizer).__module__.startswith("deepspeed.")
-    return known or bool(getattr(optimizer, "is_elementwise", False))
+    return known or is_elementwise(optimizer)
 
 
 def try_optimizer(plan: Plan) -> None:

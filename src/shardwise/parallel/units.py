@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
+from shardwise.protocols import no_split_modules_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -94,7 +95,7 @@ def _find(root: nn.Module, names: Sequence[str] | None) -> Units:
         if missing:
             raise ConfigError(f"units={list(names)}: no layer of class {', '.join(missing)}; {_classes(root)}")
         return _units(root, found, "named in units")
-    declared = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    declared = {name for module in root.modules() for name in no_split_modules_of(module)}
     if declared and (found := list(_outermost(root, declared))):
         rule = "_no_split_modules"
     else:

@@ -10,8 +10,6 @@ from shardwise.errors import ConfigError
 from shardwise.plan.plan import Checkpointing, Precision, Strategy
 
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
-
-
 _YEAR_MINUTES = 365 * 24 * 60
 
 

@@ -4,7 +4,7 @@ processes, no clock."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
@@ -13,6 +13,7 @@ from shardwise.config.schema import ClusterConfig
 from shardwise.errors import ExitCode, count
 from shardwise.plan.hardware import is_gpu
 from shardwise.preflight.look import Gpu, Look
+from shardwise.preflight.pairs import blame, usual_rate
 from shardwise.preflight.rounds import Pair
 
 # Of what the cluster file has: NCCL's all-reduce over eight healthy H200 was measured at 0.77 of their NVLinks
@@ -266,33 +267,6 @@ def _pairs(found: Found, cluster: ClusterConfig) -> list[Problem]:
 def _joined_alike(look: Look | None) -> bool:
     """Whether each GPU reaches every other in the same way."""
     return look is not None and len({word for row in look.topology for word in row.split()} - {"X"}) == 1
-
-
-def usual_rate(pairs: Mapping[Pair, float]) -> float:
-    """GB/s that one of them reaches with its best partner, in the median; 0: there are too few to tell. The median
-    over pairs would be the slow ones' where one of three is slow."""
-    units = {unit for pair in pairs for unit in pair}
-    if len(units) < 3:
-        return 0.0
-    return median(max(rate for pair, rate in pairs.items() if unit in pair) for unit in units)
-
-
-def blame(
-    slow: Mapping[Pair, float], pairs: Mapping[Pair, float]
-) -> tuple[dict[int, dict[Pair, float]], dict[Pair, float]]:
-    """Who is in most of the slow pairs, one after the other, with them; and the slow pairs that are nobody's.
-
-    It must stand out: in at least two of them and in half of its own, and in more than anybody else.
-    """
-    left, blamed = dict(slow), dict[int, dict[Pair, float]]()
-    while left:
-        counts = Counter(unit for pair in left for unit in pair)
-        (first, most), (_, second), *_ = counts.most_common()
-        if most < 2 or most == second or most * 2 < sum(first in pair for pair in pairs):
-            break
-        blamed[first] = {pair: rate for pair, rate in left.items() if first in pair}
-        left = {pair: rate for pair, rate in left.items() if first not in pair}
-    return blamed, left
 
 
 _REMEDY = {

@@ -1,7 +1,8 @@
-"""What every strategy shares: Lightning's hooks, each a call to whoever owns the question.
+"""Lightning's hooks, the same under every strategy (longer than 300 lines: Lightning has so many).
 
-`step/` makes one optimizer step, `checkpoint/` takes and restores a run's state, `data/` brings batches, `parallel/`
-prepares layers. A strategy says how parameters are sharded, and overrides what it does in another way.
+Each is a call to whoever owns the question: `step/` makes one optimizer step, `checkpoint/` takes and restores a run's
+state, `data/` brings batches, `parallel/` prepares layers. A strategy says how parameters are sharded, and overrides
+what it does in another way.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from shardwise.parallel.parallelize import copy_outside_units, parallelize
 from shardwise.parallel.precision import Places
 from shardwise.parallel.units import Units, units_for
 from shardwise.plan import Plan
+from shardwise.protocols import flops_of, loss_weight_of
 from shardwise.step.buffers import BufferKeeper
 from shardwise.step.forward import StepForward
 from shardwise.step.precision_plugin import PlannedPrecision
@@ -165,10 +167,8 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
             return EvaluationLoader(dataloader, self.plan, rank, self._paddings.append, limit, self.file_group)
         if self.train_loader is not None:
             raise ConfigError("several training loaders: a step is one global batch of one loader; combine the data")
-        loss_weight = getattr(module, "loss_weight", None) if module.automatic_optimization else None
-        flops = getattr(module, "flops", None)
         self.train_loader = TrainLoader(
-            dataloader, self.plan, rank, self.root_device, loss_weight, flops, self.file_group
+            dataloader, self.plan, rank, self.root_device, loss_weight_of(module), flops_of(module), self.file_group
         )
         return self.train_loader
 

@@ -23,6 +23,7 @@ from shardwise.checkpoint.verify import load_rest
 from shardwise.distributed.collectives import broadcast_from_rank_zero
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
+from shardwise.protocols import wants_channels_last
 from shardwise.strategies.base import PlannedStrategy
 from shardwise.weights.initialize import Materializer
 
@@ -57,7 +58,7 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         self._begin_setup(module)
         Materializer(module, self.root_device, self.plan.seed, self.mesh.group("world")).materialize(module)
         broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("world"))
-        if getattr(module, "channels_last", False):  # else every step would rearrange its convolutions' weights
+        if wants_channels_last(module):  # else every step would rearrange its convolutions' weights
             for parameter in module.parameters():
                 if parameter.ndim == 4:
                     parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)

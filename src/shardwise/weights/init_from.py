@@ -14,6 +14,7 @@ from shardwise.checkpoint.chunks import Chunk, whole
 from shardwise.checkpoint.state import ShardedState, persistent_buffers, shapes_of, unlike
 from shardwise.errors import ConfigError, count
 from shardwise.plan import Plan
+from shardwise.protocols import hugging_face_names_of
 from shardwise.weights.safetensors import Stored, list_weights
 
 
@@ -60,8 +61,8 @@ def _names(module: LightningModule, plan: Plan, stored: dict[str, Stored], said:
     """This model's names → the files': the module's own, or else Hugging Face's where the module says them."""
     here, there = shapes_of(module), {name: tensor.shape for name, tensor in stored.items()}
     names = {name: name for name in here}
-    theirs = getattr(module, "hugging_face_names", None)
-    if here.keys() != there.keys() and callable(theirs):
+    theirs = hugging_face_names_of(module)
+    if here.keys() != there.keys() and theirs is not None:
         foreign: dict[str, str] = theirs(plan.module)
         if len(there.keys() & foreign.values()) > len(there.keys() & here.keys()):
             names |= foreign

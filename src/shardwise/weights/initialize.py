@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -19,11 +18,7 @@ from torch import nn
 
 from shardwise.distributed.collectives import broadcast_from_rank_zero
 from shardwise.distributed.rng import derived_seed
-
-
-def initializes_itself(target: Any) -> bool:
-    """Whether a module (or its class) has the method `init_module_weights(layer)`."""
-    return callable(getattr(target, "init_module_weights", None))
+from shardwise.protocols import initializes_itself
 
 
 @contextmanager

@@ -1,0 +1,130 @@
+"""What a module, its data and its optimizer may define beyond what Lightning and torch ask for. All of it is optional.
+
+A user's class needs none of these as a base class: a method or attribute of the name is enough. Every other file asks
+here whether it is there. recipes/README.md says the same for users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Module(Protocol):
+    """Of a LightningModule."""
+
+    loss_weight_unit: str
+    """What `loss_weight` counts, in the log: "tokens", say."""
+
+    channels_last: bool
+    """Convolutions get images in channels-last layout. Under `ddp` their weights take that layout too."""
+
+    _no_split_modules: list[str]
+    """Of any module inside, Hugging Face's convention: the class names of the layers that repeat."""
+
+    def loss_weight(self, batch: Any) -> int:
+        """How much a micro-batch counts, such as its samples or its valid tokens. Then the gradient is that of the mean
+        over the whole global batch, also when micro-batches hold different amounts."""
+
+    def flops(self, batch: Any) -> int:
+        """Operations of a forward and a backward pass over a micro-batch. May look at shapes alone: it is called while
+        the device computes."""
+
+    def init_module_weights(self, layer: Any) -> None:
+        """Initialise the parameters that `layer` itself owns. Then the module is built without memory for its
+        parameters, and a model may be larger than the memory of a host."""
+
+    @staticmethod
+    def hugging_face_names(node: dict[str, Any]) -> dict[str, str]:
+        """This model's names of weights → Hugging Face's. `node`: the module's in the config."""
+
+    @staticmethod
+    def hugging_face_config(node: dict[str, Any]) -> dict[str, Any]:
+        """The content of Hugging Face's config.json. `node`: the module's in the config."""
+
+
+class Data(Protocol):
+    """Of a LightningDataModule."""
+
+    def check(self) -> None:
+        """Look at files before any rank starts.
+
+        Raises:
+            DataError: what is wrong with them.
+        """
+
+    def baselines(self) -> dict[str, float]:
+        """Losses to draw beside the run's curve: of a model that only counts, say."""
+
+
+class Optimizer(Protocol):
+    """Of a torch.optim.Optimizer."""
+
+    is_elementwise: bool
+    """It treats every weight by itself, without rows or columns, so that it may be given any pieces of a parameter."""
+
+
+class Logger(Protocol):
+    """Of a Lightning logger."""
+
+    rows_are_steps: bool
+    """A number that belongs to no step of the run is not given to it."""
+
+    def leaves(self) -> None:
+        """The run ends in the middle, at the wish of a signal, and may go on."""
+
+
+def loss_weight_of(module: Any) -> Callable[[Any], int] | None:
+    """`Module.loss_weight`, or None. A module that optimizes by hand weighs its micro-batches itself."""
+    found: Callable[[Any], int] | None = getattr(module, "loss_weight", None)
+    return found if module.automatic_optimization else None
+
+
+def flops_of(module: Any) -> Callable[[Any], int] | None:
+    found: Callable[[Any], int] | None = getattr(module, "flops", None)
+    return found
+
+
+def loss_weight_unit_of(module: Any) -> str:
+    return str(getattr(module, "loss_weight_unit", "weights"))
+
+
+def wants_channels_last(module: Any) -> bool:
+    return bool(getattr(module, "channels_last", False))
+
+
+def initializes_itself(module: Any) -> bool:
+    """Of a module or its class."""
+    return callable(getattr(module, "init_module_weights", None))
+
+
+def no_split_modules_of(layer: Any) -> set[str]:
+    return set(getattr(layer, "_no_split_modules", None) or ())
+
+
+def hugging_face_names_of(module: Any) -> Callable[[dict[str, Any]], dict[str, str]] | None:
+    found = getattr(module, "hugging_face_names", None)
+    return found if callable(found) else None
+
+
+def check_of(data: Any) -> Callable[[], None] | None:
+    found = getattr(data, "check", None)
+    return found if callable(found) else None
+
+
+def baselines_of(data: Any) -> dict[str, float]:
+    found: dict[str, float] = getattr(data, "baselines", dict)()
+    return found
+
+
+def is_elementwise(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "is_elementwise", False))
+
+
+def rows_are_steps(logger: Any) -> bool:
+    return bool(getattr(logger, "rows_are_steps", False))
+
+
+def leaves_of(logger: Any) -> Callable[[], None] | None:
+    found: Callable[[], None] | None = getattr(logger, "leaves", None)
+    return found
