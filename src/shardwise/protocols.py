@@ -19,9 +19,6 @@ class Module(Protocol):
     channels_last: bool
     """Convolutions get images in channels-last layout. Under `ddp` their weights take that layout too."""
 
-    _no_split_modules: list[str]
-    """Of any module inside, Hugging Face's convention: the class names of the layers that repeat."""
-
     def loss_weight(self, batch: Any) -> int:
         """How much a micro-batch counts, such as its samples or its valid tokens. Then the gradient is that of the mean
         over the whole global batch, also when micro-batches hold different amounts."""
@@ -99,6 +96,7 @@ def initializes_itself(module: Any) -> bool:
 
 
 def no_split_modules_of(layer: Any) -> set[str]:
+    """The class names of the layers that repeat, where a module says them as Hugging Face's do."""
     return set(getattr(layer, "_no_split_modules", None) or ())
 
 

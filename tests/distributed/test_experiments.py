@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.config.compose import CONF
+from shardwise.config.paths import CONF
 from shardwise.data.tokens import write_token_shards
 from shardwise.metrics.csv_logger import read_metrics
 from tests.harness.commands import check, run

@@ -73,7 +73,7 @@ USED = {
     "parallel/activation_checkpointing.py": "_buffers",
     "parallel/parallelize.py": "_dynamo",
     "parallel/precision.py": "_NormBase _parameters _pytree",
-    "parallel/units.py": "_parameters",
+    "parallel/units.py": "_no_split_modules _parameters",
     "preflight/judge.py": "_C _distributed_c10d",
     "preflight/measure.py": "_C _distributed_c10d",
     "preflight/place.py": "_C _distributed_c10d",
@@ -81,6 +81,7 @@ USED = {
     "preflight/run.py": "_C _distributed_c10d _exit",
     "process/scratch.py": "_config",
     "process/watchdog.py": "_C _current_frames _distributed_c10d _dump_nccl_trace _dump_nccl_trace_json _exit",
+    "protocols.py": "_no_split_modules",
     "step/buffers.py": "_foreach_copy_",
     "step/precision_plugin.py": (
         "_after_closure _amp_foreach_non_finite_check_and_unscale_ _clip_gradients _foreach_clamp_max_ "
