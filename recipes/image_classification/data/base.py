@@ -1,0 +1,85 @@
+"""What the image data have in common: sizes, splits and their loaders."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning import LightningDataModule
+from torch.utils.data import DataLoader, Dataset
+
+from shardwise.errors import ConfigError
+
+Sample = dict[str, Any]
+
+
+class ImageData(LightningDataModule):
+    """Loaders over `splits`; `mean` and `std` (a channel each) are the module's to use, and are kept with the data."""
+
+    def __init__(
+        self,
+        num_classes: int,
+        channels: int,
+        image_size: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        batch_size: int,
+        num_workers: int,
+    ) -> None:
+        super().__init__()
+        for name, value in (("num_classes", num_classes), ("image_size", image_size)):
+            if value < 1:
+                raise ConfigError(f"data.{name}={value}: must be at least 1")
+        if num_workers < 0:
+            raise ConfigError(f"data.num_workers={num_workers}: must be at least 0")
+        if channels not in (1, 3):
+            raise ConfigError(f"data.channels={channels}: must be 3 (RGB) or 1 (grey)")
+        self.num_classes, self.channels, self.image_size = num_classes, channels, image_size
+        self.batch_size, self.num_workers = batch_size, num_workers
+        self.mean, self.std = mean, std
+        self.splits: dict[str, Dataset[Sample]] = {}
+
+    def make_split(self, split: str) -> Dataset[Sample] | None:
+        """The data set of "train", "validation" or "test"; None where there is no test split."""
+        raise NotImplementedError
+
+    def check_fits(self, num_classes: int, in_channels: int, image_size: int | None) -> None:
+        """Raises `ConfigError` if a model of these sizes (of any image size: None) cannot take the data."""
+        for ours, value, theirs, needed in (
+            ("num_classes", self.num_classes, "num_classes", num_classes),
+            ("channels", self.channels, "in_channels", in_channels),
+            ("image_size", self.image_size, "image_size", image_size),
+        ):
+            if needed is not None and value != needed:
+                raise ConfigError(
+                    f"data.{ours}={value} and model.{theirs}={needed} are not equal: use model.{theirs}={value}"
+                )
+
+    def setup(self, stage: str) -> None:
+        """Opens the splits."""
+        made = {split: self.make_split(split) for split in ("train", "validation", "test")}
+        self.splits = {split: dataset for split, dataset in made.items() if dataset is not None}
+
+    def train_dataloader(self) -> DataLoader[Sample]:
+        return self._loader("train", shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Sample]:
+        return self._loader("validation", shuffle=False)
+
+    def test_dataloader(self) -> DataLoader[Sample]:
+        if "test" not in self.splits:
+            raise ConfigError("the data has no test split: add one, or use stage=validate")
+        return self._loader("test", shuffle=False)
+
+    def predict_dataloader(self) -> DataLoader[Sample]:
+        return self._loader("test" if "test" in self.splits else "validation", shuffle=False)
+
+    def _loader(self, split: str, *, shuffle: bool) -> DataLoader[Sample]:
+        return DataLoader(
+            self.splits[split],
+            batch_size=self.batch_size,
+            shuffle=shuffle,
+            num_workers=self.num_workers,
+            drop_last=False,
+            pin_memory=torch.cuda.is_available(),
+            persistent_workers=self.num_workers > 0,
+        )
