@@ -18,11 +18,11 @@ from shardwise.plan.plan import headline
 from shardwise.process.console import outlive_console
 from shardwise.process.parent import die_with_parent
 from shardwise.process.report import report
-from shardwise.process.signals import overlook
+from shardwise.process.signals import ignore_save_signal
 from shardwise.protocols import check_of
 from shardwise.run_dir.checkpoints import list_checkpoints, was_trained
 from shardwise.run_dir.files import hold, keep_earlier, stage_file
-from shardwise.run_dir.job_folder import has_begun, job_folder, note, note_begun
+from shardwise.run_dir.job_folder import has_begun, job_folder, note_begun, write_job_file
 from shardwise.run_dir.resume import find_checkpoint, resumption
 from shardwise.run_dir.sweep import report_sweep
 from shardwise.weights.safetensors import check_weights
@@ -32,13 +32,13 @@ def train(argv: list[str]) -> int:
     """`python train.py …`. Exit code: 0 done, 2 a user's mistake (one message on stderr), else the run's own."""
     code = _train(argv)
     if code == 0 and os.environ.get("RANK", "0") == "0":
-        note("done", "")
+        write_job_file("done", "")
     return code
 
 
 def _train(argv: list[str]) -> int:
     outlive_console()
-    overlook()
+    ignore_save_signal()
     try:
         command = compose(argv)
         if command.print is not None:

@@ -19,7 +19,7 @@ from shardwise.callbacks.out_of_memory import OutOfMemoryWatch, start_history
 from shardwise.callbacks.predict import Predictions
 from shardwise.callbacks.steps import digits, validation_metrics
 from shardwise.callbacks.summary import print_table, words
-from shardwise.checkpoint.verify import settle_resume
+from shardwise.checkpoint.verify import verify_resume
 from shardwise.config.one_lightning import newly_used
 from shardwise.distributed.process_group import init_process_group
 from shardwise.errors import count
@@ -44,7 +44,7 @@ def run(plan: Plan) -> None:
     with OutOfMemoryWatch(plan) as watch:
         init_process_group(plan)
         start_history(plan)
-        goes_on: Plan | None = settle_resume(plan)
+        goes_on: Plan | None = verify_resume(plan)
         while goes_on is not None:
             goes_on = _run_until_rolled_back(goes_on, watch)
         progress.end()
@@ -68,7 +68,7 @@ def _run_until_rolled_back(plan: Plan, *more: Callback) -> Plan | None:
     before = [path for path in list_checkpoints(plan.run_dir) if step_of(path) <= start // plan.global_batch_size]
     guard = dataclasses.replace(plan.guard, pass_over=(*plan.guard.pass_over, start))
     resume = str(before[-1]) if before else plan.resume
-    return settle_resume(dataclasses.replace(plan, resume=resume, guard=guard, may_fall_back=True))
+    return verify_resume(dataclasses.replace(plan, resume=resume, guard=guard, may_fall_back=True))
 
 
 def _run(plan: Plan, *more: Callback) -> None:

@@ -118,11 +118,11 @@ def test_nodes_that_are_well(tmp_path: Path) -> None:
 
 
 def _another_version(rank: int) -> None:
-    import shardwise.preflight.look
+    import shardwise.preflight.node_report
 
-    real = shardwise.preflight.look.read_versions
+    real = shardwise.preflight.node_report.read_versions
     if rank == 4:
-        shardwise.preflight.look.read_versions = lambda: real() | {"lightning": "2.6.5"}
+        shardwise.preflight.node_report.read_versions = lambda: real() | {"lightning": "2.6.5"}
 
 
 def test_another_version_is_named_and_its_node_left_out(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from shardwise.callbacks.saving import Saving
 from shardwise.checkpoint import writer as saving
-from shardwise.checkpoint.verify import settle_resume
+from shardwise.checkpoint.verify import verify_resume
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.run_dir.checkpoints import damage, list_checkpoints, newest_whole
 from shardwise.run_dir.resume import resolve_resume
@@ -230,10 +230,10 @@ def damaged(folder: Path) -> dict[str, Any]:
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             seen = newest_whole(copy)
-            auto = settle_resume(replace(plan, run_dir=str(copy), resume=str(seen), may_fall_back=True)).resume
+            auto = verify_resume(replace(plan, run_dir=str(copy), resume=str(seen), may_fall_back=True)).resume
         try:
             path = str(copy / "checkpoints" / "step-00000006.ckpt")
-            named = settle_resume(replace(plan, run_dir=str(copy), resume=path, may_fall_back=False)).resume
+            named = verify_resume(replace(plan, run_dir=str(copy), resume=path, may_fall_back=False)).resume
         except ConfigError as error:
             named = str(error)
         found[name] = {"auto": auto, "named": named, "out": out.getvalue(), "seen": seen}

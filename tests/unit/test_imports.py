@@ -220,7 +220,7 @@ WITHOUT_TORCH = [
     "schedules",
     "protocols",
 ]
-PREFLIGHT = ["preflight.look", "preflight.rounds", "preflight.verdict"]
+PREFLIGHT = ["preflight.node_report", "preflight.rounds", "preflight.verdict"]
 
 
 @pytest.mark.parametrize(

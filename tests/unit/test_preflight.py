@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from shardwise.config.schema import ClusterConfig
 from shardwise.errors import ExitCode
 from shardwise.launch.slurm import all_hosts, first_host
-from shardwise.preflight import look as looking
-from shardwise.preflight.look import Gpu, Look, count_links, hash_code, read_gpu, read_topology, read_xids
+from shardwise.preflight import node_report
+from shardwise.preflight.node_report import Gpu, NodeReport, count_links, hash_code, read_gpu, read_topology, read_xids
 from shardwise.preflight.pairs import blame
 from shardwise.preflight.rounds import MOST, SAMPLED, make_rounds
 from shardwise.preflight.show import save_json, table
@@ -37,7 +37,7 @@ def healthy(nodes: int, rate: float = 346.0, between: float = 370.0) -> Found:
     gpus = [Gpu("NVIDIA H100 80GB HBM3", 79.6, True, 0, None, 1980.0, 700.0, 700.0, links=18) for _ in range(8)]
     return Found(
         names, 8, True,
-        looks={node: Look(name, [Gpu(**vars(gpu)) for gpu in gpus], ["X NV18", "NV18 X"], [],
+        reports={node: NodeReport(name, [Gpu(**vars(gpu)) for gpu in gpus], ["X NV18", "NV18 X"], [],
                           {"runs_dir": 900.0, "the temporary folder": 90.0}, dict(VERSIONS))
                for node, name in enumerate(names)},
         skews={node: (0.001 * node, 0.0002) for node in range(nodes)},
@@ -58,7 +58,7 @@ def test_healthy_nodes_are_well(nodes: int) -> None:
 
 def spoil(words: str, found: Found) -> None:
     """The third node."""
-    look, gpu = found.looks[2], found.looks[2].gpus[5]
+    look, gpu = found.reports[2], found.reports[2].gpus[5]
     match words:
         case "gpus":
             look.gpus.pop()
@@ -166,7 +166,7 @@ def test_what_every_node_has_is_a_mistake_in_the_words(word: str, remedy: str) -
     found = healthy(
         4, rate=180.0 if word == "slow inside" else 346.0, between=150.0 if word == "slow outside" else 370.0
     )
-    for look in found.looks.values():
+    for look in found.reports.values():
         if word == "gpus":
             look.gpus = look.gpus[:4]
         if word == "disk":
@@ -181,9 +181,9 @@ def test_what_every_node_has_is_a_mistake_in_the_words(word: str, remedy: str) -
 
 def test_of_a_single_node_the_name_is_a_mistake_and_a_missing_gpu_is_not() -> None:
     found = healthy(1)
-    found.looks[0].gpus.pop()
+    found.reports[0].gpus.pop()
     assert judge(found, H100, 8).code is ExitCode.bad_node
-    for gpu in found.looks[0].gpus:
+    for gpu in found.reports[0].gpus:
         gpu.name = "NVIDIA H200"
     assert judge(found, H100, 8).code is ExitCode.user_error
 
@@ -196,7 +196,7 @@ def test_nodes_may_have_more_gpus_than_a_run_takes() -> None:
 
 def test_two_that_differ_are_both_told_and_neither_is_bad() -> None:
     found = healthy(2)
-    found.looks[1].versions["torch"] = "2.12.0"
+    found.reports[1].versions["torch"] = "2.12.0"
     found.skews[1] = (3.0, 0.1)
     found.pairs[0, 1] = 100.0
     verdict = judge(found, H100, 8)
@@ -248,7 +248,7 @@ def test_gpus_of_a_single_node_are_pairs_too() -> None:
     found.pairs = {pair: 20.0 if 3 in pair else 300.0 for pair in combinations(range(8), 2)}
     verdict = judge(found, H100, 8)
     assert verdict.bad == [0] and "dgx01: GPU 3 is slow to 7 of 7" in said(verdict)
-    found.looks[0].topology = ["X NV4 SYS", "NV4 X SYS", "SYS SYS X"]  # in twos: the others have a longer way
+    found.reports[0].topology = ["X NV4 SYS", "NV4 X SYS", "SYS SYS X"]  # in twos: the others have a longer way
     assert judge(found, H100, 8).problems == []
 
 
@@ -325,7 +325,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(looking, "_known", list(looking._FIELDS))
+    monkeypatch.setattr(node_report, "_known", list(node_report._FIELDS))
     return program
 
 
@@ -336,14 +336,14 @@ def test_an_older_driver_and_a_gpu_that_is_gone_are_no_obstacle(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    gpus, trouble = looking.read_gpus()
+    gpus, trouble = node_report.read_gpus()
     assert [gpu.name for gpu in gpus] == ["NVIDIA H200"] * 2 and trouble == []
 
 
 def test_an_nvidia_smi_that_fails_is_told(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi.write_text("#!/bin/sh\necho 'GPU is lost. Reboot the system to recover this GPU'; exit 15\n")
-    monkeypatch.setattr(looking, "count_cuda_devices", lambda: 2)
-    gpus, trouble = looking.read_gpus()
+    monkeypatch.setattr(node_report, "count_cuda_devices", lambda: 2)
+    gpus, trouble = node_report.read_gpus()
     assert len(gpus) == 2 and "exit code 15: GPU is lost" in trouble[0]
 
 
@@ -408,7 +408,7 @@ def test_the_words_are_a_runs_and_the_exit_code_is_the_tools(
 
 def test_a_clusters_environment_comes_before_torch() -> None:
     code = "import shardwise.tools.preflight, sys; print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
-    env = os.environ | {"PYTHONPATH": str(Path(looking.__file__).parents[2])}
+    env = os.environ | {"PYTHONPATH": str(Path(node_report.__file__).parents[2])}
     done = run_patiently([sys.executable, "-c", code], 30, env=env)
     assert done.returncode == 0 and done.stdout.strip() == "[]"
 

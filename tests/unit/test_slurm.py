@@ -10,7 +10,7 @@ from shardwise.errors import ConfigError
 from shardwise.launch.host import inspect_host
 from shardwise.launch.slurm import first_host, read_array_member, read_run_id, read_task
 from shardwise.plan import Host
-from shardwise.run_dir.job_folder import has_begun, is_first_to_end, job_folder, note, note_begun
+from shardwise.run_dir.job_folder import claim_exit_code, has_begun, job_folder, note_begun, write_job_file
 
 JOB = {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
 STEP = JOB | {
@@ -98,8 +98,8 @@ def test_an_array_and_a_sweep_have_one_size() -> None:
 
 
 def test_what_the_batch_script_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    note("done", "")  # nobody waits
-    assert is_first_to_end(1, "") and is_first_to_end(1, "")
+    write_job_file("done", "")  # nobody waits
+    assert claim_exit_code(1, "") and claim_exit_code(1, "")
     monkeypatch.setenv("SHARDWISE_JOB_DIR", str(tmp_path))
     monkeypatch.setenv("SHARDWISE_START", "3")
     assert job_folder() == tmp_path
@@ -110,8 +110,8 @@ def test_what_the_batch_script_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     note_begun("/runs/c")
     note_begun("/runs/b", is_ours=False)
     assert has_begun("/runs/a") and has_begun("/runs/c") and not has_begun("/runs/b")
-    assert is_first_to_end(1, "rank 1:\nTraceback\n  File\nValueError: x\n") and not is_first_to_end(1, "another")
-    assert is_first_to_end(2, "error: y\nmore\n")
+    assert claim_exit_code(1, "rank 1:\nTraceback\n  File\nValueError: x\n") and not claim_exit_code(1, "another")
+    assert claim_exit_code(2, "error: y\nmore\n")
     assert (tmp_path / "start-3" / "code-1").read_text() == "ValueError: x\n"
     assert (tmp_path / "start-3" / "code-2").read_text() == "error: y\n"
 

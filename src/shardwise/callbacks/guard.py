@@ -20,7 +20,7 @@ from shardwise.callbacks.steps import StepLog
 from shardwise.distributed.collectives import gather_objects
 from shardwise.errors import NonFiniteError, count
 from shardwise.plan import Plan
-from shardwise.process.signals import asked, to_leave, to_save
+from shardwise.process.signals import signal_requests, to_leave, to_save
 from shardwise.step.record import LAG, StepRecord
 from shardwise.step.spikes import SPIKE_MINIMUM, SPIKE_WINDOW, robust_z_of
 from shardwise.strategies.base import PlannedStrategy, strategy_of
@@ -64,7 +64,7 @@ class Guard(Callback):
             self._count_scaler_skip(trainer, strategy)
             return
         self.scaler_skips = 0
-        step = strategy.finish_step(trainer.global_step, asked.take())
+        step = strategy.finish_step(trainer.global_step, signal_requests.take_as_number())
         self.rows.collect(trainer, step.number)
         self.unread.append(step)
         self.schedules.append((step.number, _schedules(trainer)))
@@ -159,7 +159,7 @@ class Guard(Callback):
                 f"guard.max_in_a_row="
                 f"{guard.max_in_a_row}; use a smaller optimizer.lr, or look at the data (guard.jsonl names its samples)"
             )
-        self.saving.settle(trainer)
+        self.saving.wait_for_save(trainer)
         self._say(trainer, f"{said} {len(self.before)}: back to the last checkpoint, without its window")
         raise RollBack(step.start)
 
@@ -215,7 +215,7 @@ class Guard(Callback):
             return "No checkpoint was asked for."
         if good != self.saving.saved_step:
             self.saving.save_step(trainer)
-        self.saving.settle(trainer, last=True)
+        self.saving.wait_for_save(trainer, last=True)
         return f"The state before it is checkpoints/step-{good:08d}.ckpt."
 
     def _diagnose(self, trainer: Trainer, step: StepRecord) -> list[dict[str, Any]]:

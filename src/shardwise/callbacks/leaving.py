@@ -1,4 +1,4 @@
-"""Obeys signals: save and leave, save and go on. Every rank at the same step, whichever of them was told."""
+"""Obeys signals: save and leave, or save and go on. All ranks obey at the same step, whichever got the signal."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ from shardwise.callbacks.saving import Saving
 from shardwise.distributed.collectives import sum_over
 from shardwise.errors import Left
 from shardwise.plan import Plan
-from shardwise.process.signals import asked, in_words, listen
+from shardwise.process.signals import in_words, install_handlers, signal_requests
 from shardwise.protocols import leaves_of
 from shardwise.step.record import LAG, Readback
 from shardwise.strategies.base import strategy_of
 
 
 class GracefulStop(Callback):
-    """What a rank was asked for travels with the step's numbers, which are summed over the ranks anyway and are read
-    some steps later at the same step everywhere: no wait and no message of its own."""
+    """Saves, and ends the run where a signal asks for it.
 
-    ends_step = True  # after every other callback and the module: see lightning_internals/hooks.py
+    A rank's requests travel with the step's numbers, which are summed over the ranks anyway and are read some steps
+    later, at the same step on every rank. So no step waits, and no collective is added.
+    """
+
+    ends_step = True  # it is called after every other callback and the module: see lightning_internals/hooks.py
 
     def __init__(self, plan: Plan, guard: Guard, saving: Saving) -> None:
         self.plan, self.guard, self.saving = plan, guard, saving
         self.unread: deque[Readback] = deque()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        listen()
+        install_handlers()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -42,9 +45,9 @@ class GracefulStop(Callback):
         if self.guard.save:
             self.guard.end_save_request()
             self.guard.read_all(trainer)
-            told = self.saving.save_now(trainer, leaves=False)
+            saved = self.saving.save_now(trainer, leaves=False)
             if trainer.is_global_zero:
-                print(f"asked by a signal: {told}, and goes on", flush=True)
+                print(f"asked by a signal: {saved}, and goes on", flush=True)
         if self.guard.leave and trainer.global_step != self.plan.max_steps:
             self.guard.read_all(trainer)
             self._leave(trainer)
@@ -52,10 +55,12 @@ class GracefulStop(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, _: int = 0
     ) -> None:
-        """As long as it takes, validation is not waited for: a run that goes on begins with it."""
+        """Leave without waiting for the end of validation: a run that goes on begins with it."""
         if trainer.state.fn != "fit" or self.saving.before_validation is None:
             return
-        requests = torch.full((), asked.take(), dtype=torch.float64, device=trainer.strategy.root_device)
+        requests = torch.full(
+            (), signal_requests.take_as_number(), dtype=torch.float64, device=trainer.strategy.root_device
+        )
         sum_over(strategy_of(trainer).mesh.group("world"), requests)
         self.unread.append(Readback(requests.reshape(1)))
         if len(self.unread) > LAG:
@@ -63,7 +68,7 @@ class GracefulStop(Callback):
         if self.guard.leave and trainer.global_step != self.plan.max_steps:
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, WeightAverage):
-                    callback.on_validation_end(trainer, pl_module)  # the weights are the average here
+                    callback.on_validation_end(trainer, pl_module)  # during validation the weights are the average
             self._leave(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -75,9 +80,10 @@ class GracefulStop(Callback):
         self.guard.add_signal_requests(total)
 
     def _leave(self, trainer: Trainer) -> None:
-        by = in_words(asked.leave) if asked.leave else "a signal to another rank"
-        told = self.saving.save_now(trainer, leaves=True)
+        number = signal_requests.leave
+        by = in_words(number) if number else "a signal to another rank"
+        saved = self.saving.save_now(trainer, leaves=True)
         for logger in trainer.loggers:
             if (leaves := leaves_of(logger)) is not None:
                 leaves()
-        raise Left(f"stopped by {by}: {told}", None if self.plan.checkpoint.saves else asked.leave or signal.SIGTERM)
+        raise Left(f"stopped by {by}: {saved}", None if self.plan.checkpoint.saves else number or signal.SIGTERM)

@@ -21,7 +21,7 @@ from shardwise.lightning_internals.resume_validation import validate_now
 from shardwise.plan import Plan
 from shardwise.process.watchdog import progress
 from shardwise.run_dir.files import checkpoint_path
-from shardwise.run_dir.job_folder import note
+from shardwise.run_dir.job_folder import write_job_file
 from shardwise.strategies.base import strategy_of
 
 
@@ -129,7 +129,7 @@ class Saving(Callback):
         busy = self.writer is not None and self.writer.busy
         score, busy = trainer.strategy.broadcast((measured[monitor], busy))
         if not busy:
-            self.settle(trainer)  # what could not be written is not the best
+            self.wait_for_save(trainer)  # what could not be written is not the best
         sign = -1 if self.plan.checkpoint.mode == "max" else 1
         if math.isnan(score) or (self.best_score is not None and sign * score >= sign * self.best_score):
             return
@@ -138,7 +138,7 @@ class Saving(Callback):
         if with_step is None:
             if self._leaves_out(trainer, path):
                 return
-            self.settle(trainer)
+            self.wait_for_save(trainer)
         previous, self.best_score, self.best_path = self.best_path, score, str(path)
 
         def published() -> None:
@@ -168,7 +168,7 @@ class Saving(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._save_at_end(trainer)
-        self.settle(trainer, last=True)
+        self.wait_for_save(trainer, last=True)
 
     def _save_at_end(self, trainer: Trainer) -> None:
         every = self.plan.checkpoint.save_every_n_steps
@@ -192,7 +192,7 @@ class Saving(Callback):
             return "before the first step there is nothing to save"
         if step != self.saved_step:
             self.save_step(trainer, must=True)
-        self.settle(trainer, last=leaves)
+        self.wait_for_save(trainer, last=leaves)
         if self.saved_step != step:
             return f"step {step} could not be saved"
         return f"step {step} is saved as {checkpoint_path(self.plan.run_dir, step)}"
@@ -202,7 +202,7 @@ class Saving(Callback):
         step = trainer.global_step
 
         def published() -> None:
-            note("saved", str(step))
+            write_job_file("saved", str(step))
             remove_superseded(self.plan, step)
 
         path = checkpoint_path(self.plan.run_dir, step)
@@ -226,7 +226,7 @@ class Saving(Callback):
             self.writer = Writer(self.plan.checkpoint.asynchronous, strategy.root_device, group_timeout(self.plan))
             strategy.at_teardown(self.writer.close)
         progress.doing(f"saving {path.name}")
-        self.settle(trainer)
+        self.wait_for_save(trainer)
         if step is not None:
             self.saved_step = step
         if self.before_validation is not None and trainer.validating:
@@ -235,10 +235,10 @@ class Saving(Callback):
             snapshot = strategy.state.snapshot(strategy.state.dump())
         strategy.planned_precision.begin_checkpoint_copy(self.writer.save(path, snapshot, published))
         if not self.plan.checkpoint.asynchronous:
-            self.settle(trainer)
+            self.wait_for_save(trainer)
         strategy.recorder.restart_clock()
 
-    def settle(self, trainer: Trainer, *, last: bool = False) -> None:
+    def wait_for_save(self, trainer: Trainer, *, last: bool = False) -> None:
         """Wait for the save before, and say whether it failed: the same on all ranks, where they all are."""
         outcome = None if self.writer is None else self.writer.wait()
         if outcome is None or (outcome is self._reported and not (last and outcome.error)):

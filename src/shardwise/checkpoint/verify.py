@@ -22,7 +22,7 @@ from shardwise.run_dir.files import MANIFEST, unsafe_file
 _T = TypeVar("_T")
 
 
-def settle_resume(plan: Plan) -> Plan:
+def verify_resume(plan: Plan) -> Plan:
     """The checkpoint to resume from, every byte of it looked at. Under resume=auto, else the newest whole one before.
 
     Collective: each rank reads its share of the files.

@@ -46,7 +46,7 @@ class Writer:
     _pending: Future[Outcome] | None = None
     _staged: dict[tuple[str, tuple[int, ...]], Tensor] = field(default_factory=dict)  # memory of the host, reused
     _pinned: PinnedMemory = field(default_factory=PinnedMemory)
-    _kept: tuple[int, int, int] | None = None  # when the copying stream got its memory; see _aside
+    _kept: tuple[int, int, int] | None = None  # when the copying stream got its memory; see _copy_on_device
 
     def __post_init__(self) -> None:
         group = dist.new_group(backend="gloo", timeout=self.timeout) if dist.get_world_size() > 1 else None
@@ -118,10 +118,10 @@ class Writer:
         computing = torch.cuda.current_stream(self.device)
         self._copies.wait_stream(computing)
         with torch.cuda.stream(self._copies):
-            aside = self._aside(snapshot.tensors)
+            aside = self._copy_on_device(snapshot.tensors)
             if aside is not None:
                 computing.wait_stream(self._copies)
-                return partial(self._bring, aside, self._copies), None
+                return partial(self._copy_to_host, aside, self._copies), None
             volatile = {name: tensor for name, tensor in snapshot.tensors.items() if name in snapshot.volatile}
             staged = _each(volatile, self._stage_one)
             computing.wait_stream(self._copies)
@@ -135,7 +135,7 @@ class Writer:
 
         return arrived, copied
 
-    def _aside(self, tensors: dict[str, ChunkedTensor]) -> dict[str, ChunkedTensor] | None:
+    def _copy_on_device(self, tensors: dict[str, ChunkedTensor]) -> dict[str, ChunkedTensor] | None:
         """Copies on the device, if there is room: made in milliseconds, and the training waits for these alone.
 
         Their memory is the copying stream's from then on, until the allocator runs out and takes it back.
@@ -163,7 +163,7 @@ class Writer:
             self._kept = ran_out, needed, torch.cuda.memory_reserved(self.device)
         return aside
 
-    def _bring(self, aside: dict[str, ChunkedTensor], copies: torch.cuda.Stream) -> dict[str, ChunkedTensor]:
+    def _copy_to_host(self, aside: dict[str, ChunkedTensor], copies: torch.cuda.Stream) -> dict[str, ChunkedTensor]:
         """To the host, and none is left aside. In the thread, a piece at a time: whatever else the training brings to
         the host, one number even, waits behind all that is queued (94 ms behind 5 GB on an H200)."""
         passed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

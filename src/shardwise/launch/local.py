@@ -24,7 +24,7 @@ from shardwise.process.report import REPORT
 from shardwise.process.scratch import remove_abandoned
 from shardwise.process.signals import LEAVE, SAVE, in_words
 from shardwise.run_dir.checkpoints import newest_whole, step_of
-from shardwise.run_dir.job_folder import is_first_to_end
+from shardwise.run_dir.job_folder import claim_exit_code
 
 GRACE_SECONDS = 60  # for a rank that has said how it ends: its tracker's last upload
 _DEATH_SECONDS = 10  # a process that waits for a lost disk or GPU does not even die
@@ -132,7 +132,7 @@ class _Start:
             del store
         code, text = outcome(self.ranks, self.told)
         if code:
-            is_first_to_end(code, text)
+            claim_exit_code(code, text)
         sys.stderr.write(text)
         sys.stderr.flush()
         for rank in self.ranks:

@@ -16,14 +16,14 @@ from shardwise.process.console import keep_log, outlive_console
 from shardwise.process.parent import PARENT, die_with_parent
 from shardwise.process.report import report, send_report
 from shardwise.process.scratch import use_scratch
-from shardwise.process.signals import end_workers, leave_at_once_on_ctrl_c, overlook
+from shardwise.process.signals import end_workers, ignore_save_signal, leave_at_once_on_ctrl_c
 
 read_as_one()  # also in a data worker that starts anew: it imports this file first, then the user's
 
 
 def run_rank(plan: Plan) -> int:
     """Run this process's rank and return its exit code. What went wrong is said once, whichever rank it was."""
-    overlook()
+    ignore_save_signal()
     if PARENT not in os.environ:
         leave_at_once_on_ctrl_c()
     outlive_console()
@@ -54,7 +54,7 @@ def leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    overlook()
+    ignore_save_signal()
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training begins it ends the process, as the others do
     leave(run_rank(Plan.from_json(sys.stdin.read())))

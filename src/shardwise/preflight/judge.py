@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from shardwise.config.schema import Accelerator, RunConfig
 from shardwise.errors import ExitCode, count
 from shardwise.launch.slurm import all_hosts
-from shardwise.preflight.look import Look
+from shardwise.preflight.node_report import NodeReport
 from shardwise.preflight.place import Limits, Place, left, spent
 from shardwise.preflight.show import save_json, save_picture, table
 from shardwise.preflight.verdict import Found, Verdict, judge
 from shardwise.process.parent import PARENT
-from shardwise.run_dir.job_folder import is_first_to_end, job_folder, note
+from shardwise.run_dir.job_folder import claim_exit_code, job_folder, write_job_file
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -59,14 +59,14 @@ class Judge:
         found, place, config = self.found, self.place, self.config
         missing = self._wait([f"here/{rank}" for rank in range(place.world)], self.limits.arrive)
         self._names()
-        looks = [f"look/{node}" for node in range(place.nodes)]
-        missing |= self._wait(looks, self.limits.arrive)
-        for node, key in enumerate(looks):
+        keys = [f"look/{node}" for node in range(place.nodes)]
+        missing |= self._wait(keys, self.limits.arrive)
+        for node, key in enumerate(keys):
             if self.store.check([key]):
-                found.looks[node] = Look.read(json.loads(self.store.get(key)))
+                found.reports[node] = NodeReport.read(json.loads(self.store.get(key)))
         wants_cuda = config.accelerator is Accelerator.cuda or config.cluster.gpu is not None
         found.cuda = config.accelerator is not Accelerator.cpu and (
-            wants_cuda or any(seen.gpus for seen in found.looks.values())
+            wants_cuda or any(seen.gpus for seen in found.reports.values())
         )
         if missing:
             self._diagnose()
@@ -154,11 +154,11 @@ class Judge:
 
     def _reason_not_to(self) -> str | None:
         """Why nothing can be measured, though everybody is here."""
-        looks = self.found.looks.values()
-        if self.found.cuda and any(len(seen.gpus) < self.place.devices for seen in looks):
+        reports = self.found.reports.values()
+        if self.found.cuda and any(len(seen.gpus) < self.place.devices for seen in reports):
             return "a node has fewer GPUs than ranks"
         for key in ("torch", "nccl"):
-            if len({seen.versions.get(key) for seen in looks}) > 1:
+            if len({seen.versions.get(key) for seen in reports}) > 1:
                 return f"nodes with different versions of {key} may not understand each other"
         return None
 
@@ -234,14 +234,14 @@ class Judge:
                 why = "not all of them have said what they are called"
             if why is None:
                 told.append(f"bad: {', '.join(names)}")
-                note("bad-nodes", "\n".join(names))
+                write_job_file("bad-nodes", "\n".join(names))
             else:
                 told.append(f"{why}: none is left out; preflight=false starts all the same")
         print(table(found, verdict), flush=True)
         sys.stderr.write("".join(f"preflight: {text}\n" for text in told))
         sys.stderr.flush()
         if verdict.code:
-            is_first_to_end(verdict.code, f"preflight: {told[0]}")
+            claim_exit_code(verdict.code, f"preflight: {told[0]}")
         folder = self._save(verdict, seconds)
         word = "well" if not verdict.problems else f"{len(verdict.problems)} problem{'s' * (len(verdict.problems) > 1)}"
         print(f"preflight: {word}, in {seconds:.1f} s{folder}", flush=True)

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from shardwise.config.schema import Accelerator, RunConfig
 from shardwise.errors import ExitCode
 from shardwise.preflight.judge import PINGS, Judge
-from shardwise.preflight.look import host_name, look
+from shardwise.preflight.node_report import host_name, inspect_node
 from shardwise.preflight.place import Limits, Place, connect, left
 from shardwise.preflight.rounds import make_rounds
 from shardwise.process.parent import PARENT
-from shardwise.run_dir.job_folder import is_first_to_end
+from shardwise.run_dir.job_folder import claim_exit_code
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -58,7 +58,7 @@ def _cut_off(place: Place, limits: Limits, error: Exception) -> int:
         text = f"{host_name()}: rank {place.rank} cannot begin: {type(error).__name__}: {error}"
     else:
         text = f"{host_name()}: rank {place.rank} cannot reach rank 0 at {master}: {str(error).splitlines()[0]}"
-    if place.local_rank == 0 and (place.rank == 0 or is_first_to_end(ExitCode.bad_node, text)):
+    if place.local_rank == 0 and (place.rank == 0 or claim_exit_code(ExitCode.bad_node, text)):
         sys.stderr.write(f"preflight: {text}\n")
         sys.stderr.flush()
     if PARENT not in os.environ and place.rank:
@@ -86,7 +86,7 @@ def _await(store: Store, place: Place, limits: Limits) -> int:
         text = "has said nothing"
     except Exception as error:
         text = f"is gone: {str(error).splitlines()[0]}"
-    if place.local_rank == 0 and is_first_to_end(ExitCode.crash, f"rank 0 {text}"):
+    if place.local_rank == 0 and claim_exit_code(ExitCode.crash, f"rank 0 {text}"):
         sys.stderr.write(f"preflight: {host_name()}: rank 0, on {os.environ['MASTER_ADDR']}, {text}\n")
     return ExitCode.crash
 
@@ -102,7 +102,7 @@ def _work(store: Store, place: Place, config: RunConfig, limits: Limits) -> None
     try:
         at("looking at its node")
         if place.local_rank == 0:
-            found = look(config.runs_dir, config.accelerator is not Accelerator.cpu)
+            found = inspect_node(config.runs_dir, config.accelerator is not Accelerator.cpu)
             store.set(f"look/{place.node}", json.dumps(asdict(found)))
         at("waiting to begin")
         if place.local_rank == 0 and place.rank:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shardwise.preflight.look import Look
+from shardwise.preflight.node_report import NodeReport
 from shardwise.preflight.verdict import Found, Verdict
 
 _COLUMNS = ("node", "GPUs", "ECC", "MHz", "W", "disk GiB", "skew ms", "in node GB/s", "between GB/s", "verdict")
@@ -24,13 +24,13 @@ def table(found: Found, verdict: Verdict) -> str:
 
 
 def _row(found: Found, verdict: Verdict, node: int) -> tuple[str, ...]:
-    look, rate = found.looks.get(node), found.in_node.get(node)
+    report, rate = found.reports.get(node), found.in_node.get(node)
     met = [rate for pair, rate in found.pairs.items() if node in pair] if len(found.names) > 1 else []
     skew = found.skews.get(node)
     return (
         found.names[node],
-        *(_of_gpus(look) if look and found.cuda else ("–",) * 4),
-        f"{min(look.free_gib.values()):,.0f}" if look and look.free_gib else "–",
+        *(_of_gpus(report) if report and found.cuda else ("–",) * 4),
+        f"{min(report.free_gib.values()):,.0f}" if report and report.free_gib else "–",
         f"{round(skew[0] * 1e3, 1) + 0:.1f}" if skew else "–",
         f"{rate:.3g}" if rate else "–",
         f"{median(met):.3g} / {min(met):.3g}" if met else "–",
@@ -44,14 +44,14 @@ def _verdict(verdict: Verdict, node: int) -> str:
     return "see below" if any(problem.node is None for problem in verdict.problems) else "well"
 
 
-def _of_gpus(look: Look) -> tuple[str, str, str, str]:
+def _of_gpus(report: NodeReport) -> tuple[str, str, str, str]:
     def each(attribute: str, words: dict[Any, str] | None = None) -> str:
-        values = dict.fromkeys(getattr(gpu, attribute) for gpu in look.gpus)
+        values = dict.fromkeys(getattr(gpu, attribute) for gpu in report.gpus)
         return " ".join((words or {}).get(v, "–" if v is None else f"{v:g}" if isinstance(v, float) else str(v))
                         for v in values) or "–"  # fmt: skip
 
     names = each("name").replace("NVIDIA ", "")
-    return (f"{len(look.gpus)} × {names}", each("ecc", {True: "on", False: "off"}),
+    return (f"{len(report.gpus)} × {names}", each("ecc", {True: "on", False: "off"}),
             each("max_clock_mhz"), each("power_limit_w"))  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def save_json(found: Found, verdict: Verdict, seconds: float, path: Path) -> Non
                 "name": name,
                 "skew_seconds": found.skews.get(node, (None, None))[0],
                 "in_node_gb_per_second": found.in_node.get(node),
-                "look": dataclasses.asdict(found.looks[node]) if node in found.looks else None,
+                "look": dataclasses.asdict(found.reports[node]) if node in found.reports else None,
             }
             for node, name in enumerate(names)
         ],

@@ -12,7 +12,7 @@ from typing import TypeVar
 from shardwise.config.schema import ClusterConfig
 from shardwise.errors import ExitCode, count
 from shardwise.plan.hardware import is_gpu
-from shardwise.preflight.look import Gpu, Look
+from shardwise.preflight.node_report import Gpu, NodeReport
 from shardwise.preflight.pairs import blame, usual_rate
 from shardwise.preflight.rounds import Pair
 
@@ -38,7 +38,7 @@ class Found:
     names: list[str]  # of the nodes
     devices: int  # ranks a node
     cuda: bool
-    looks: dict[int, Look] = field(default_factory=dict)
+    reports: dict[int, NodeReport] = field(default_factory=dict)
     absent: dict[int, str] = field(default_factory=dict)  # node → how it fell silent or behind, in words
     failed: dict[int, str] = field(default_factory=dict)  # node → an error of its own, the last line says which
     stuck: str | None = None  # what did not end, while every rank was in it
@@ -87,14 +87,14 @@ def judge(found: Found, cluster: ClusterConfig, wanted: int) -> Verdict:
         problems += [Problem(f"{found.names[node]}: {text}", node) for node, text in found.failed.items()]
     problems += [Problem(text) for text in (found.stuck, found.wrong_everywhere) if text]
     problems += [Problem(f"{found.names[node]}: {text}", node) for node, text in found.wrong.items()]
-    for node, look in found.looks.items():
-        problems += [Problem(f"{look.host}: {text}", node) for text in look.trouble]
+    for node, report in found.reports.items():
+        problems += [Problem(f"{report.host}: {text}", node) for text in report.trouble]
         problems += [
-            Problem(f"{look.host}: {free:.1f} GiB free for {place}, at least {FREE_GIB[place]:g} are needed",
-                    node, "disk") for place, free in look.free_gib.items() if free < FREE_GIB[place]
+            Problem(f"{report.host}: {free:.1f} GiB free for {place}, at least {FREE_GIB[place]:g} are needed",
+                    node, "disk") for place, free in report.free_gib.items() if free < FREE_GIB[place]
         ]  # fmt: skip
         if found.cuda:
-            problems += _gpus(node, look, cluster, wanted, found.devices)
+            problems += _gpus(node, report, cluster, wanted, found.devices)
     if found.cuda:
         problems += _alike(found)
     problems += _versions(found) + _skews(found) + _in_node(found, cluster)
@@ -102,21 +102,21 @@ def judge(found: Found, cluster: ClusterConfig, wanted: int) -> Verdict:
     return Verdict(_everywhere(problems, found, cluster, wanted))
 
 
-def _gpus(node: int, look: Look, cluster: ClusterConfig, wanted: int, devices: int) -> list[Problem]:
+def _gpus(node: int, report: NodeReport, cluster: ClusterConfig, wanted: int, devices: int) -> list[Problem]:
     told: list[tuple[str, str]] = []
-    has, name = len(look.gpus), f"cluster={cluster.name}"
+    has, name = len(report.gpus), f"cluster={cluster.name}"
     per_node = cluster.devices_per_node
     if has < wanted or (wanted == per_node and has > wanted):
         what = f"{name} has {wanted}" if wanted == per_node else f"{wanted} {'is' if wanted == 1 else 'are'} needed"
         told.append(("count", f"{count(has, 'GPU')}, {what}"))
-    names = {gpu.name for gpu in look.gpus if gpu.name != "GPU"}
+    names = {gpu.name for gpu in report.gpus if gpu.name != "GPU"}
     if other := sorted(n for n in names if cluster.gpu is not None and not is_gpu(cluster.gpu, n)):
         told.append(("name", f"its GPUs are {', '.join(other)}, {name} has {cluster.gpu}"))
-    for number, gpu in enumerate(look.gpus):
+    for number, gpu in enumerate(report.gpus):
         told += [("", f"GPU {number} {text}") for text in _ill(gpu)]
         if cluster.gpu_memory_gib and (gpu.memory_gib or 1e9) < MEMORY_SHARE * cluster.gpu_memory_gib:
             told.append(("memory", f"GPU {number} has {gpu.memory_gib:.1f} GiB, {name} {cluster.gpu_memory_gib:g}"))
-    return [Problem(f"{look.host}: {text}", node, kind) for kind, text in told]
+    return [Problem(f"{report.host}: {text}", node, kind) for kind, text in told]
 
 
 def _ill(gpu: Gpu) -> list[str]:
@@ -150,7 +150,7 @@ def _most(values: Sequence[_T]) -> _T | None:
 def _alike(found: Found) -> list[Problem]:
     """GPUs that are not as most of the others are, on whichever node."""
     problems = []
-    gpus = [(node, n, gpu) for node, look in found.looks.items() for n, gpu in enumerate(look.gpus)]
+    gpus = [(node, n, gpu) for node, report in found.reports.items() for n, gpu in enumerate(report.gpus)]
     for attribute, words in (
         ("name", "is a {}, the others are {}"),
         ("ecc", "has ECC {}, the others {}"),
@@ -164,11 +164,11 @@ def _alike(found: Found) -> list[Problem]:
             if usual is not None and value != usual:
                 text = words.format(_say(value), _say(usual))
                 problems.append(Problem(f"{found.names[node]}: GPU {n} {text}", node))
-    usual = _most([tuple(look.topology) for look in found.looks.values() if look.topology])
+    usual = _most([tuple(report.topology) for report in found.reports.values() if report.topology])
     return problems + [
         Problem(f"{found.names[node]}: its GPUs are joined otherwise than the other nodes' (nvidia-smi topo -m)", node)
-        for node, look in found.looks.items()
-        if look.topology and usual is not None and tuple(look.topology) != usual
+        for node, report in found.reports.items()
+        if report.topology and usual is not None and tuple(report.topology) != usual
     ]
 
 
@@ -185,8 +185,8 @@ def _say(value: object) -> str:
 def _versions(found: Found) -> list[Problem]:
     """What most nodes have is right."""
     problems = []
-    for key in sorted({key for look in found.looks.values() for key in look.versions}):
-        said = {node: look.versions.get(key, "none") for node, look in found.looks.items()}
+    for key in sorted({key for report in found.reports.values() for key in report.versions}):
+        said = {node: report.versions.get(key, "none") for node, report in found.reports.items()}
         if len(set(said.values())) == 1:
             continue
         word = key.replace("_", " ")
@@ -235,7 +235,7 @@ def _in_node(found: Found, cluster: ClusterConfig) -> list[Problem]:
 def _pairs(found: Found, cluster: ClusterConfig) -> list[Problem]:
     """Slow pairs, by the node that they have in common."""
     gpus = len(found.names) == 1
-    if gpus and not (found.cuda and _joined_alike(found.looks.get(0))):
+    if gpus and not (found.cuda and _joined_alike(found.reports.get(0))):
         return []  # processes of one CPU, or GPUs of which some have no NVLink: slower by nature
     # Not the file's NVLink for pairs of GPUs: point to point NCCL takes fewer channels, so it has a ceiling of its own.
     known = cluster.network_gb_per_second if found.cuda and not gpus else None
@@ -264,9 +264,9 @@ def _pairs(found: Found, cluster: ClusterConfig) -> list[Problem]:
     ]  # fmt: skip
 
 
-def _joined_alike(look: Look | None) -> bool:
+def _joined_alike(report: NodeReport | None) -> bool:
     """Whether each GPU reaches every other in the same way."""
-    return look is not None and len({word for row in look.topology for word in row.split()} - {"X"}) == 1
+    return report is not None and len({word for row in report.topology for word in row.split()} - {"X"}) == 1
 
 
 _REMEDY = {

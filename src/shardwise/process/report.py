@@ -17,7 +17,7 @@ from shardwise.plan import Plan
 from shardwise.process.console import console
 from shardwise.process.watchdog import progress
 from shardwise.run_dir.files import rank_log
-from shardwise.run_dir.job_folder import is_first_to_end
+from shardwise.run_dir.job_folder import claim_exit_code
 
 REPORT = "SHARDWISE_REPORT"  # the file descriptor on which this rank says what went wrong
 _MOST = 15_000  # characters of a report, its last: a pipe that nobody reads yet holds 65,536 bytes
@@ -86,7 +86,7 @@ def send_report(code: int, text: str, is_alone: bool = False) -> None:
             )
         if os.environ["RANK"] != "0":
             sys.stderr.write(text)  # into its log
-    elif _speaks_under_torchrun() and is_first_to_end(int(code), text):
+    elif _speaks_under_torchrun() and claim_exit_code(int(code), text):
         console().write(text)
         console().flush()
 

@@ -1,5 +1,7 @@
-"""What a run is asked for from outside. A handler only notes it; the ranks agree on it at the end of a step, see
-callbacks/leaving.py."""
+"""Signals ask a run to save or to leave. A handler only records that; the ranks agree on it at the end of a step.
+
+callbacks/leaving.py obeys.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,23 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-LEAVE = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)  # save and leave
-SAVE = signal.SIGUSR1  # save and go on
-_SAVES = 2**20  # more than there are ranks
-_TWICE_SECONDS = 0.5  # between two Ctrl-C: who signals every process of a group may reach one twice
-_launched = "SHARDWISE_PARENT" in os.environ  # by our launcher, whose second Ctrl-C ends its ranks by itself
+LEAVE = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)  # these mean: save and leave
+SAVE = signal.SIGUSR1  # this means: save and go on
+_SAVES = 2**20  # a request to save counts as this many in a sum over ranks: more than there are ranks
+# A second Ctrl-C counts only after this time: who signals every process of a group may reach one process twice
+_TWICE_SECONDS = 0.5
+_launched = "SHARDWISE_PARENT" in os.environ  # our launcher ends its ranks by itself at the second Ctrl-C
 
 
-class Asked:
-    """What this process has been asked for and has not done yet."""
+class SignalRequests:
+    """The requests that signals have made of this process and that are not fulfilled yet."""
 
     leave: signal.Signals | None = None
     since = 0.0
     save = False
 
-    def take(self) -> int:
-        """As a number that may be summed over ranks."""
+    def take_as_number(self) -> int:
+        """Return the requests as a number that may be summed over ranks, and forget the request to save."""
         number = int(self.leave is not None)
         if self.save:
             self.save = False
@@ -35,62 +38,70 @@ class Asked:
 
 
 def to_leave(total: float) -> bool:
+    """Tell whether the sum over ranks holds a request to leave."""
     return total % _SAVES > 0
 
 
 def to_save(total: float) -> bool:
+    """Tell whether the sum over ranks holds a request to save."""
     return total >= _SAVES
 
 
-asked = Asked()
-_process = os.getpid()  # of the rank: its data workers are forks
+signal_requests = SignalRequests()
+_process = os.getpid()  # the rank's process: data workers are its forks, and have other numbers
 
 
-def listen() -> None:
-    """From here on a signal is noted: training has begun, there is something to save.
+def install_handlers() -> None:
+    """Record signals from here on: training has begun, and there is something to save.
 
-    Before, its default action ends the process, and a run that is started again has lost nothing.
+    Before that, a signal's default action ends the process, and a run that is started again has lost nothing.
     """
     for number in LEAVE:
-        _unless_ignored(number, _note)
-    signal.signal(SAVE, _note)
+        _unless_ignored(number, _record_request)
+    signal.signal(SAVE, _record_request)
 
 
-def overlook() -> None:
-    """Before training `SAVE` finds nothing to save, and would end the process."""
+def ignore_save_signal() -> None:
+    """Ignore `SAVE` before training: there is nothing to save, and the signal would end the process."""
     signal.signal(SAVE, signal.SIG_IGN)
 
 
 def leave_to_parent() -> None:
-    """For a data worker: a signal to a whole process group, Slurm's say, is its rank's to obey, and needs its data."""
-    for number in (*LEAVE, SAVE):  # not SIG_IGN, which programs that it starts would inherit
+    """Ignore, in a data worker, a signal to the whole process group: its rank obeys, and needs the worker's data."""
+    for number in (*LEAVE, SAVE):  # not by SIG_IGN, which programs that the worker starts would inherit
         signal.signal(number, lambda number, frame: None)
 
 
 def leave_at_once_on_ctrl_c() -> None:
-    """For a rank in the terminal's own process, until `listen`."""
+    """End at Ctrl-C without a traceback, until `install_handlers`: for a rank in the terminal's own process."""
     _unless_ignored(signal.SIGINT, _interrupted)
 
 
 def _unless_ignored(number: signal.Signals, handler: Callable[[int, FrameType | None], None]) -> None:
-    if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a shell's background job
+    if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP, a shell's background job SIGINT
         signal.signal(number, handler)
 
 
-def _note(number: int, frame: FrameType | None) -> None:
+def _record_request(number: int, frame: FrameType | None) -> None:
     if os.getpid() != _process:
         return
     if number == SAVE:
-        asked.save = True
-    elif number == signal.SIGINT == asked.leave and not _launched and time.monotonic() - asked.since > _TWICE_SECONDS:
+        signal_requests.save = True
+    elif signal_requests.leave is None:
+        signal_requests.leave, signal_requests.since = signal.Signals(number), time.monotonic()
+    elif (
+        number == signal.SIGINT == signal_requests.leave and not _launched and _seconds_since_request() > _TWICE_SECONDS
+    ):
         _interrupted(number, frame)
-    elif asked.leave is None:
-        asked.leave, asked.since = signal.Signals(number), time.monotonic()
+
+
+def _seconds_since_request() -> float:
+    return time.monotonic() - signal_requests.since
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    # Not KeyboardInterrupt, which Lightning turns into exit code 1. Data workers are their rank's to end, at once:
-    # one that is left to notice may print a traceback, and torch raises in this process when one is gone.
+    # KeyboardInterrupt would not do: Lightning turns it into exit code 1. The rank ends its data workers at once: one
+    # that notices by itself may print a traceback, and torch raises in this process when a worker is gone.
     if os.getpid() == _process:
         end_workers()
         sys.stderr.write("shardwise: stopped by Ctrl-C\n")
@@ -98,7 +109,7 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 
 def end_workers() -> None:
-    """Data workers, which take no notice of SIGTERM: an interpreter that ends would wait for them for ever."""
+    """Kill the data workers, which ignore SIGTERM: an interpreter that ends would wait for them for ever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises in this process when one is gone
     for child in multiprocessing.active_children():
         if child.daemon:

@@ -107,7 +107,7 @@ class Watchdog:
         while len(found := self._others() | {self.rank: own}) < self.ranks and time.monotonic() < deadline:
             time.sleep(0.05)
         if min(found) == self.rank:
-            self.report(ExitCode.hang, say(found, self.ranks, self._limit(), self.folder))
+            self.report(ExitCode.hang, hang_message(found, self.ranks, self._limit(), self.folder))
         else:
             time.sleep(patience)  # let it speak
 
@@ -139,7 +139,7 @@ def _where() -> dict[str, Any]:
     return {"line": f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})", "waits": waits}
 
 
-def say(found: dict[int, dict[str, Any]], ranks: int, seconds: float, folder: Path) -> str:
+def hang_message(found: dict[int, dict[str, Any]], ranks: int, seconds: float, folder: Path) -> str:
     """Who did not arrive where the others wait: the silent, those that are behind, and those that are busy."""
 
     def reached(one: dict[str, Any]) -> tuple[Any, ...]:

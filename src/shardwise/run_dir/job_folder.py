@@ -14,7 +14,7 @@ def job_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     return Path(folder) if folder else None
 
 
-def note(name: str, text: str) -> None:
+def write_job_file(name: str, text: str) -> None:
     """For the batch script. For rank 0; a file system that fails here fails louder elsewhere."""
     if (folder := job_folder()) is not None:
         with suppress(OSError):
@@ -30,7 +30,7 @@ def has_begun(run_dir: str) -> bool:
 
 def note_begun(run_dir: str, is_ours: bool = True) -> None:
     """Of the runs that this job is at, one after the other, this is one; or it turns out to be somebody else's."""
-    note("begun", "\n".join([*(before for before in _begun() if before != run_dir), *[run_dir] * is_ours]))
+    write_job_file("begun", "\n".join([*(before for before in _begun() if before != run_dir), *[run_dir] * is_ours]))
 
 
 def _begun() -> list[str]:
@@ -41,7 +41,7 @@ def _begun() -> list[str]:
         return []
 
 
-def is_first_to_end(code: int, text: str) -> bool:
+def claim_exit_code(code: int, text: str) -> bool:
     """Whether no other rank of the job has ended for the same reason; the batch script learns of it, in one line."""
     folder = job_folder()
     if folder is None:

@@ -50,7 +50,7 @@ class Gpu:
 
 
 @dataclass
-class Look:
+class NodeReport:
     host: str
     gpus: list[Gpu] = field(default_factory=list)
     topology: list[str] = field(default_factory=list)  # a line a GPU: how it reaches each of them, NV18 say
@@ -59,9 +59,9 @@ class Look:
     versions: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def read(raw: dict[str, Any]) -> Look:
+    def read(raw: dict[str, Any]) -> NodeReport:
         """From JSON."""
-        return Look(**raw | {"gpus": [Gpu(**gpu) for gpu in raw["gpus"]]})
+        return NodeReport(**raw | {"gpus": [Gpu(**gpu) for gpu in raw["gpus"]]})
 
 
 def host_name(environ: Mapping[str, str] = os.environ) -> str:
@@ -69,9 +69,9 @@ def host_name(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get("SLURMD_NODENAME") or platform.node()
 
 
-def look(runs_dir: str, cuda: bool) -> Look:
+def inspect_node(runs_dir: str, cuda: bool) -> NodeReport:
     """This node, as it is now. `cuda`: its GPUs as well, those that this process may use."""
-    found = Look(host_name())
+    found = NodeReport(host_name())
     if cuda:
         found.gpus, found.trouble = read_gpus()
         for gpu, links in zip(found.gpus, count_links(_run("nvidia-smi", "nvlink", "-s")[1]), strict=False):
