@@ -1,8 +1,18 @@
-"""What `--help` prints."""
+"""What `--help` prints: made from the config folders and from the fields of the schema."""
 
 from __future__ import annotations
 
+import dataclasses
+import textwrap
+from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from shardwise.config.schema import MISSING, GuardConfig, RunConfig
+
+_LEFT, _WIDTH = 28, 118  # columns of the names, and of a line
 
 
 def config_groups(directories: list[Path]) -> dict[str, list[str]]:
@@ -15,12 +25,54 @@ def config_groups(directories: list[Path]) -> dict[str, list[str]]:
 
 
 def help_text(directories: list[Path]) -> str:
-    """What can be said on the command line, made from the config folders themselves."""
+    """What can be said on the command line."""
     lines = [HELP_HEAD]
     for group, options in config_groups(directories).items():
         lines.append(f"  {group + '=':<13}{' | '.join(options)}")
-    lines.append(HELP_TAIL)
+    lines += [*_describe(RunConfig), "", "Steps that are not finite, and losses that leap:", ""]
+    lines += [*_describe(GuardConfig, "guard."), HELP_TAIL]
     return "\n".join(lines)
+
+
+def _describe(kind: type[Any], prefix: str = "") -> Iterator[str]:
+    """The options of a dataclass, in the order of its fields."""
+    types = get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if "says" not in field.metadata:
+            continue
+        if field.metadata["section"]:
+            yield from ("", f"{field.metadata['section']}:", "")
+        form = field.metadata["form"] or _form_of(types[field.name])
+        yield from _entry(f"{prefix}{field.name}={form}", field.metadata["says"] + _default_of(field))
+
+
+def _entry(left: str, says: str) -> Iterator[str]:
+    if len(left) > _LEFT - 4:
+        yield f"  {left}"
+        left = ""
+    indent = " " * _LEFT
+    yield from textwrap.wrap(
+        says, _WIDTH, initial_indent=f"  {left:<{_LEFT - 2}}", subsequent_indent=indent, break_on_hyphens=False
+    )
+
+
+def _form_of(kind: Any) -> str:
+    """What a value of this type looks like."""
+    if isinstance(kind, UnionType):
+        kind = get_args(kind)[0]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return "|".join(kind.__members__)
+    if get_origin(kind) is list:
+        return "[…]"
+    return {bool: "true|false", int: "N", float: "X"}.get(kind, "TEXT")
+
+
+def _default_of(field: dataclasses.Field[Any]) -> str:
+    """In words. Nothing is said of options that are off, or left out, by default."""
+    default = field.default
+    if default in (None, False, MISSING, dataclasses.MISSING) or default == 0:
+        return ""
+    return f" (default: {'true' if default is True else default.name if isinstance(default, Enum) else default})"
 
 
 HELP_HEAD = """\
@@ -39,47 +91,13 @@ Trains a LightningModule under any strategy. One word at a time:
 Groups (each option is a file in conf/; its values can be set one by one, e.g. optimizer.lr=1e-4):
 """
 HELP_TAIL = """
-Run-level values:
+Classes of your own:
 
-  stage=fit|validate|test|predict
-  name=NAME                 the run's folder under runs_dir=DIR; made up when left out
-  resume=auto|PATH          the newest checkpoint of this name (from the seed if there is none), or that one
-  resume=best               its best checkpoint, with stage=validate, test or predict
-  resume_allow=[seed,…]     what may be another there: data, global_batch_size, optimizer, seed
-  trust=true                read what a checkpoint holds as a pickle, which may run any code: docs/checkpointing.md
-  init_from=PATH            start from the weights of a .safetensors file, or of a folder of them
-  dry_run=true              print config and Plan, start nothing
-  preflight=true|false      look the machines over first (docs/preflight.md); Slurm jobs on several nodes do
-  exclude_bad_nodes=false   a Slurm job whose preflight finds some does not go back to the queue without them
-  devices=N nodes=N         processes a node (one a GPU), nodes; under srun and torchrun both are known
-  accelerator=auto|cpu|cuda
-  micro_batch_size=N        samples per data-parallel rank per forward
-  global_batch_size=N       samples per optimizer step over all ranks: a multiple of micro_batch_size * ranks
-  max_steps=N | max_epochs=N | max_samples=N              exactly one; a step is an optimizer step
-  min_steps=N  min_epochs=N an early stop waits for them
-  gradient_clip_val=X       bound on the global gradient norm; gradient_clip_algorithm=value: on each element
-  seed=N  log_every_n_steps=N  validate_every_n_steps=N
-  max_validation_batches=N  of all ranks together; 0: no validation
-  progress_bar=true|false   a bar, or lines; left out: a bar in a terminal
-  max_train_batches=N       micro-batches of each rank in an epoch: whole steps
-  quick_check=true          a few batches of every stage, to see whether they run; nothing is kept
-  find_learning_rate=true   100 steps with ever larger learning rates: which to start with, and a picture
-  profiler=simple|advanced|pytorch                        Lightning's: rank 0's report in the run's folder
-  benchmark=true            cuDNN tries its algorithms for each shape and takes the fastest
-  detect_anomaly=true       which forward operation gave a gradient that is not finite; slow
-  deterministic=true        the same bits in every run on the same GPUs, at some cost
-  compile=none|layer|model  torch.compile on each repeated layer, or on the whole step
-  activation_checkpointing=none|full                      recompute each repeated layer in the backward pass
-  ema_decay=X               keep an exponential moving average of the weights and validate with it
-  guard.on_nonfinite=stop|skip                            a loss or gradient that is not finite: docs/guard.md
-  guard.on_spike=warn|ignore|skip|rollback                a loss that leaps
-  max_restarts=3            a run that crashed or hung is started again from its last checkpoint, at most so often
-  memory_history=true       on CUDA: the snapshot of a rank that runs out of memory says what allocated each block
-  units=[ClassName,…]       the repeated layers, where they are not found
-  optimizer_override=true   optimizer= overrules the module's own configure_optimizers
+  module._target_=my.Module data._target_=my.Data         with recipe=custom
   callbacks.NAME._target_=… callbacks.NAME.argument=…     a Lightning callback, any number: docs/callbacks.md
-  loggers.NAME._target_=…   a Lightning logger of your own beside logger=, e.g. MLFlowLogger
-  module._target_=my.Module data._target_=my.Data         your own classes, with recipe=custom
+  loggers.NAME._target_=…   a Lightning logger beside logger=, e.g. MLFlowLogger
+
+And:
 
   --cfg job                 print the composed config
   --config-dir DIR          a folder of your own with the same groups

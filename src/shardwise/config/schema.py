@@ -1,6 +1,7 @@
 """The typed configuration: what a well-formed run is. Whether its values agree with each other is `plan`'s question.
 
-Field names equal the YAML keys. Durations, sizes and counts carry their unit in the name.
+Field names equal the YAML keys. Durations, sizes and counts carry their unit in the name. An option of the whole run is
+described once, at its field: `--help` is made from that.
 """
 
 from __future__ import annotations
@@ -10,6 +11,18 @@ from enum import Enum
 from typing import Any
 
 MISSING: Any = "???"  # YAML's and OmegaConf's word for a value that somebody has yet to give
+
+
+def option(default: Any, says: str, *, form: str = "", section: str = "") -> Any:
+    """A field that `--help` describes.
+
+    `says`: one sentence. `form`: what is written behind `=`, where its type does not tell. `section`: the headline that
+    begins with this field.
+    """
+    metadata = {"says": says, "form": form, "section": section}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 class Stage(Enum):
@@ -168,10 +181,10 @@ class CheckpointConfig:
 class GuardConfig:
     """What to do about a step whose loss or gradients are not finite, and about a loss that leaps."""
 
-    on_nonfinite: OnNonfinite = OnNonfinite.stop
-    on_spike: OnSpike = OnSpike.warn
-    max_in_a_row: int = 3  # steps passed over, or windows rolled back; one more stops the run
-    spike_z: float = 8.0  # robust z-score of the loss against the 128 before it
+    on_nonfinite: OnNonfinite = option(OnNonfinite.stop, "a loss or gradient that is not finite: docs/guard.md")
+    on_spike: OnSpike = option(OnSpike.warn, "a loss that leaps")
+    max_in_a_row: int = option(3, "steps that may be skipped, or windows rolled back; one more stops the run")
+    spike_z: float = option(8.0, "the robust z-score of a loss that leaps, against the 128 before it")
 
 
 @dataclass
@@ -214,51 +227,93 @@ class ClusterConfig:
 class RunConfig:
     """A whole run as the user wrote it. `recipe`, `model` and `data` end in the two nodes `module` and `data`."""
 
-    stage: Stage = Stage.fit
-    name: str | None = None
-    runs_dir: str = "runs"
-    resume: str | None = None
-    resume_allow: list[str] = field(default_factory=list)  # what may be another than in the run that is resumed
-    trust: bool = False  # read what a checkpoint holds as a pickle, which may run any code
-    init_from: str | None = None  # safetensors to start from, instead of the seed's weights
-    dry_run: bool = False
-    preflight: bool | None = None  # look the machines over before the run; None: under Slurm, on more than one node
-    exclude_bad_nodes: bool = True  # a job whose preflight finds some goes back to the queue without them
-    seed: int = 0
+    stage: Stage = option(Stage.fit, "train, or measure and use what was trained", section="The run")
+    name: str | None = option(None, "the run's folder under runs_dir; made up when left out", form="NAME")
+    runs_dir: str = option("runs", "the folder of all runs", form="DIR")
+    resume: str | None = option(
+        None,
+        "the newest checkpoint of this name (from the seed if there is none), its best one (with stage=validate, test "
+        "or predict), or the checkpoint at PATH",
+        form="auto|best|PATH",
+    )
+    resume_allow: list[str] = option(
+        [], "what may be another there: data, global_batch_size, optimizer, seed", form="[seed,…]"
+    )
+    trust: bool = option(
+        False, "read what a checkpoint holds as a pickle, which may run any code: docs/checkpointing.md"
+    )
+    init_from: str | None = option(
+        None, "start from the weights of a .safetensors file, or of a folder of them", form="PATH"
+    )
+    seed: int = option(0, "of initial weights, of the order of samples, and of every random number")
+    dry_run: bool = option(False, "print config and Plan, start nothing")
+    quick_check: bool = option(False, "a few batches of every stage, to see whether they run; nothing is kept")
+    find_learning_rate: bool = option(
+        False, "100 steps with ever larger learning rates: which to start with, and a picture; instead of the run"
+    )
 
-    accelerator: Accelerator = Accelerator.auto
-    nodes: int | None = None
-    devices: int | None = None
-    micro_batch_size: int = MISSING
-    global_batch_size: int = MISSING
-    max_steps: int | None = None
-    max_epochs: int | None = None
-    max_samples: int | None = None
+    accelerator: Accelerator = option(Accelerator.auto, "auto: GPUs where there are any", section="Machines")
+    nodes: int | None = option(None, "machines; under srun and torchrun they are known")
+    devices: int | None = option(None, "processes a node, one a GPU; under srun and torchrun they are known")
+    preflight: bool | None = option(
+        None, "look the machines over first (docs/preflight.md); left out: Slurm jobs on several nodes do"
+    )
+    exclude_bad_nodes: bool = option(
+        True, "a Slurm job whose preflight finds bad nodes goes back to the queue without them"
+    )
+    max_restarts: int = option(
+        0, "how often a run that crashed or hung is started again from its last checkpoint, without a new command"
+    )
 
-    min_steps: int | None = None  # an early stop waits for them
-    min_epochs: int | None = None
+    micro_batch_size: int = option(
+        MISSING, "samples per data-parallel rank per forward pass", section="Batches and length"
+    )
+    global_batch_size: int = option(
+        MISSING, "samples per optimizer step over all ranks: a multiple of micro_batch_size * ranks"
+    )
+    max_steps: int | None = option(None, "a step is an optimizer step; of the three max_… exactly one is given")
+    max_epochs: int | None = option(None, "passes over the training data")
+    max_samples: int | None = option(None, "samples of all ranks: a multiple of global_batch_size")
+    min_steps: int | None = option(None, "an early stop waits for them")
+    min_epochs: int | None = option(None, "an early stop waits for them")
+    max_train_batches: int | None = option(
+        None, "an epoch has so many micro-batches of each rank, in whole steps; left out: the whole training set"
+    )
 
-    max_train_batches: int | None = None  # micro-batches of one rank in an epoch
-    quick_check: bool = False  # a few batches of every stage; nothing is kept
-    find_learning_rate: bool = False  # steps with ever larger learning rates, instead of the run
-    profiler: Profiler = Profiler.none
+    gradient_clip_val: float | None = option(None, "bound on the gradients", section="Steps")
+    gradient_clip_algorithm: ClipAlgorithm = option(
+        ClipAlgorithm.norm, "norm bounds the norm of all gradients together, value bounds each element"
+    )
+    ema_decay: float | None = option(
+        None, "keep an exponential moving average of the weights, and validate with it: 0.999, say"
+    )
+    optimizer_override: bool = option(False, "optimizer= overrules the module's own configure_optimizers")
 
-    gradient_clip_val: float | None = None
-    gradient_clip_algorithm: ClipAlgorithm = ClipAlgorithm.norm
-    log_every_n_steps: int = 10
-    validate_every_n_steps: int | None = None
-    max_validation_batches: int | None = None  # of all ranks; 0: no validation
-    progress_bar: bool | None = None  # instead of lines; None: in a terminal
-    optimizer_override: bool = False
-    deterministic: bool = False
-    benchmark: bool = False  # cuDNN tries its algorithms for each shape and takes the fastest
-    detect_anomaly: bool = False  # torch.autograd's: which forward operation gave a gradient that is not finite
-    compile: Compile = Compile.none
-    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
-    ema_decay: float | None = None
-    memory_history: bool = False
-    max_restarts: int = 0
-    units: list[str] | None = None
+    log_every_n_steps: int = option(10, "steps between two rows of numbers", section="Log and validation")
+    validate_every_n_steps: int | None = option(None, "steps between validations; left out: after each epoch")
+    max_validation_batches: int | None = option(
+        None, "of all ranks together; left out: every one; 0: no validation, and so no best checkpoint"
+    )
+    progress_bar: bool | None = option(None, "a bar, or lines; left out: a bar in a terminal")
+    profiler: Profiler = option(Profiler.none, "Lightning's: rank 0's report in the run's folder")
+
+    compile: Compile = option(
+        Compile.none, "torch.compile on each repeated layer, or on the whole step", section="Speed, memory and numerics"
+    )
+    activation_checkpointing: ActivationCheckpointing = option(
+        ActivationCheckpointing.none, "compute each repeated layer again in the backward pass"
+    )
+    units: list[str] | None = option(
+        None, "the repeated layers by their classes, where they are not found", form="[ClassName,…]"
+    )
+    memory_history: bool = option(
+        False, "on CUDA: the snapshot of a rank that runs out of memory says what allocated each block"
+    )
+    benchmark: bool = option(False, "cuDNN tries its algorithms for each new shape and takes the fastest")
+    deterministic: bool = option(
+        False, "the same bits in every run on the same GPUs, at some cost; an operation that cannot is an error"
+    )
+    detect_anomaly: bool = option(False, "which forward operation gave a gradient that is not finite; slow")
 
     model: Any = None  # what the recipe's module is built around; reaches the Plan as a part of `module`
     module: Any = MISSING
@@ -269,8 +324,8 @@ class RunConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
     optimizer: Any = None
     schedule: Any = None
-    loggers: dict[str, Any] = field(default_factory=dict)  # trackers of the user's own, each a node with a `_target_`
-    callbacks: dict[str, Any] = field(default_factory=dict)  # of the user's own, each a node with a `_target_`
+    loggers: dict[str, Any] = field(default_factory=dict)  # the user's own trackers, each a node with a `_target_`
+    callbacks: dict[str, Any] = field(default_factory=dict)  # the user's own, each a node with a `_target_`
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
