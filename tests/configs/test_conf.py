@@ -12,18 +12,18 @@ from benchmarks.report import with_tables
 from shardwise.cli import make_run_plans
 from shardwise.config.bind import bind
 from shardwise.config.compose import compose, read_clusters
-from shardwise.config.help import config_groups
-from shardwise.config.paths import CONF
-from shardwise.config.schema import (
+from shardwise.config.groups import (
     STRATEGY_CONFIGS,
     CheckpointConfig,
     ClusterConfig,
     LoggerConfig,
     PeakTflopsConfig,
     PrecisionConfig,
-    RunConfig,
     StrategyName,
 )
+from shardwise.config.help import config_groups
+from shardwise.config.paths import CONF
+from shardwise.config.schema import RunConfig
 from shardwise.config.targets import check
 from shardwise.plan import Host, Plan, make_plan
 

@@ -19,9 +19,10 @@ from torch import nn
 from benchmarks.report import with_tables
 from shardwise.config.coming_from_lightning import ROWS, Kind, Row
 from shardwise.config.compose import compose
+from shardwise.config.groups import PrecisionName
 from shardwise.config.help import config_groups
 from shardwise.config.paths import CONF
-from shardwise.config.schema import PrecisionName, RunConfig
+from shardwise.config.schema import RunConfig
 from shardwise.config.translate import translate
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, make_plan

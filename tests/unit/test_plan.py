@@ -12,23 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config.schema import (
-    Accelerator,
+from shardwise.config.groups import (
     CheckpointConfig,
     ClusterConfig,
     DdpConfig,
     Dtype,
     FsdpConfig,
     FsdpHybridConfig,
-    GuardConfig,
     LoggerConfig,
     LoggerName,
     PeakTflopsConfig,
     PrecisionConfig,
     PrecisionName,
-    RunConfig,
-    Stage,
 )
+from shardwise.config.schema import Accelerator, GuardConfig, RunConfig, Stage
 from shardwise.errors import ConfigError
 from shardwise.launch.host import inspect_host
 from shardwise.plan import Host, Plan, make_plan

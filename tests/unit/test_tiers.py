@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.config.schema import StrategyName
+from shardwise.config.groups import StrategyName
 from tests import conftest, quick
 
 ROOT = Path(__file__).resolve().parents[2]

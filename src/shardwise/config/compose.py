@@ -29,9 +29,10 @@ from yaml import MarkedYAMLError  # type: ignore[import-untyped]
 
 from shardwise.config.bind import bind, say
 from shardwise.config.explain import check_numbers, check_open, explain
+from shardwise.config.groups import STRATEGY_CONFIGS, ClusterConfig, StrategyName
 from shardwise.config.help import config_groups, help_text
 from shardwise.config.paths import CONF
-from shardwise.config.schema import STRATEGY_CONFIGS, ClusterConfig, RunConfig, StrategyName
+from shardwise.config.schema import RunConfig
 from shardwise.config.translate import translate
 from shardwise.errors import ConfigError, did_you_mean
 

@@ -6,7 +6,8 @@ import math
 import re
 from collections.abc import Sequence
 
-from shardwise.config.schema import ClusterConfig, RunConfig
+from shardwise.config.groups import ClusterConfig
+from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.plan import Host
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from shardwise.config.schema import CheckpointConfig, LoggerConfig, OnNonfinite, OnSpike, RunConfig, Stage
+from shardwise.config.groups import CheckpointConfig, LoggerConfig
+from shardwise.config.schema import OnNonfinite, OnSpike, RunConfig, Stage
 from shardwise.errors import ConfigError
 from shardwise.plan.plan import FINDER_STEPS
 

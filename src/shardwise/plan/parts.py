@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from shardwise.config.bind import say
-from shardwise.config.schema import CheckpointConfig, ClusterConfig, DdpConfig, RunConfig, StrategyConfig
+from shardwise.config.groups import CheckpointConfig, ClusterConfig, DdpConfig, StrategyConfig
+from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.plan import Checkpointing, Precision, Strategy
 

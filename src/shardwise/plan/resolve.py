@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from shardwise.config.schema import (
-    Accelerator,
-    ClusterConfig,
-    RunConfig,
-    Stage,
-)
+from shardwise.config.groups import ClusterConfig
+from shardwise.config.schema import Accelerator, RunConfig, Stage
 from shardwise.errors import ConfigError
 from shardwise.plan.hardware import peak_tflops
 from shardwise.plan.location import initial_weights, run_name, runs_folder

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardwise.config.schema import FsdpHybridConfig, RunConfig
+from shardwise.config.groups import FsdpHybridConfig
+from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError, count
 from shardwise.plan.plan import Host
 from shardwise.plan.topology import Topology, make_topology

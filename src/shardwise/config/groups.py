@@ -1,0 +1,157 @@
+"""The options of each group (`strategy=`, `precision=` and so on). The files in conf/ have their defaults, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class StrategyName(Enum):
+    ddp = "ddp"
+    fsdp = "fsdp"
+    fsdp_hybrid = "fsdp_hybrid"
+    zero1 = "zero1"
+    zero2 = "zero2"
+    zero3 = "zero3"
+
+
+class PrecisionName(Enum):
+    fp64 = "fp64"
+    fp32 = "fp32"
+    tf32 = "tf32"
+    bf16 = "bf16"
+    bf16_true = "bf16_true"
+    fp16 = "fp16"
+
+
+class Dtype(Enum):
+    float64 = "float64"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class LoggerName(Enum):
+    csv = "csv"
+    wandb = "wandb"
+    tensorboard = "tensorboard"
+
+
+@dataclass
+class DdpConfig:
+    name: StrategyName = StrategyName.ddp
+    find_unused_parameters: bool = False
+    bucket_cap_mb: int = 25
+    timeout_minutes: float = 10.0
+
+
+@dataclass
+class FsdpConfig:
+    name: StrategyName = StrategyName.fsdp
+    reshard_after_forward: bool = True
+    defer_gradient_sync: bool = False
+    timeout_minutes: float = 10.0
+
+
+@dataclass
+class FsdpHybridConfig(FsdpConfig):
+    name: StrategyName = StrategyName.fsdp_hybrid
+    shard_size: int | None = None  # ranks that share one copy of the parameters; None: the devices of one node
+
+
+@dataclass
+class Zero1Config:
+    name: StrategyName = StrategyName.zero1
+    find_unused_parameters: bool = False
+    offload_optimizer: bool = False
+    timeout_minutes: float = 10.0
+
+
+@dataclass
+class Zero2Config(Zero1Config):
+    name: StrategyName = StrategyName.zero2
+
+
+@dataclass
+class Zero3Config(Zero1Config):
+    name: StrategyName = StrategyName.zero3
+    offload_parameters: bool = False
+
+
+@dataclass
+class PrecisionConfig:
+    """What a word like `bf16` means, as data."""
+
+    name: PrecisionName = PrecisionName.fp32
+    parameter_dtype: Dtype = Dtype.float32  # master weights and optimizer state
+    compute_dtype: Dtype = Dtype.float32  # layers
+    reduce_dtype: Dtype = Dtype.float32  # gradients between ranks
+    loss_scaling: bool = False  # dynamic; a step whose gradients overflow is skipped
+    tf32: bool = False  # matrix products of float32 tensors on tensor cores, 10-bit mantissa
+
+
+class WhenBusy(Enum):
+    """What a save does that comes while the one before is still being written."""
+
+    wait = "wait"
+    skip = "skip"
+
+
+@dataclass
+class CheckpointConfig:
+    save_every_n_steps: int | None = 100
+    keep_last: int = 2
+    monitor: str | None = None  # a validation metric; its best checkpoint is kept as well
+    mode: str = "min"
+    save_at_end: bool = True
+    keep_every_n_steps: int | None = None  # of those that are saved, these are kept for good
+    asynchronous: bool | None = None  # written beside the training; null: on GPUs
+    when_busy: WhenBusy = WhenBusy.wait
+    max_failures: int = 3  # saves in a row that may fail; one more stops the run
+
+
+@dataclass
+class LoggerConfig:
+    name: LoggerName = LoggerName.csv
+    project: str = "shardwise"
+    entity: str | None = None
+    mode: str = "auto"  # wandb: auto | online | offline
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class PeakTflopsConfig:
+    """Peaks of one GPU in 10^12 floating-point operations a second, by the arithmetic of matrix products: dense, not
+    with 2:4 sparsity; tensor cores where they take part, so not in fp32. None: not known."""
+
+    bf16: float | None = None
+    fp16: float | None = None
+    tf32: float | None = None
+    fp32: float | None = None
+    fp64: float | None = None
+
+
+@dataclass
+class ClusterConfig:
+    """The machine that a run is meant for. `local` takes what is there."""
+
+    name: str = "local"
+    devices_per_node: int | None = None
+    gpu: str | None = None  # a word of the GPU's name, e.g. H200
+    gpu_memory_gib: float | None = None  # of one GPU, as the driver counts it
+    nvlink_gb_per_second: float | None = None  # of one GPU, in one direction
+    network_gb_per_second: float | None = None  # of one node to the others, in one direction: all its adapters
+    cpu_cores: int | None = None  # of one node
+    peak_tflops: PeakTflopsConfig = field(default_factory=PeakTflopsConfig)
+    environment: dict[str, str] = field(default_factory=dict)  # NCCL's, exported where the user has not set it
+
+
+StrategyConfig = DdpConfig | FsdpConfig | Zero1Config
+STRATEGY_CONFIGS: dict[StrategyName, type[StrategyConfig]] = {
+    StrategyName.ddp: DdpConfig,
+    StrategyName.fsdp: FsdpConfig,
+    StrategyName.fsdp_hybrid: FsdpHybridConfig,
+    StrategyName.zero1: Zero1Config,
+    StrategyName.zero2: Zero2Config,
+    StrategyName.zero3: Zero3Config,
+}
