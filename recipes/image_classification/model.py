@@ -5,14 +5,13 @@ Constructors never read or write a parameter's values, which may not be there ye
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
+from shardwise.nn.autocast import no_autocast_in_16_bits
 
 
 class LastBatchNorm(nn.BatchNorm2d):
@@ -250,9 +249,3 @@ def shortcut(in_channels: int, channels: int, stride: int) -> nn.Module:
     if stride == 1 and in_channels == channels:
         return nn.Identity()
     return nn.Sequential(conv(in_channels, channels, 1, stride), nn.BatchNorm2d(channels))
-
-
-def no_autocast_in_16_bits(weight: Tensor) -> AbstractContextManager[Any]:
-    """Autocast off where `weight` is in 16 bits; over fp32 weights it is what makes the layers compute in fewer."""
-    is_off = weight.itemsize == 2 and not weight.is_meta
-    return torch.autocast(weight.device.type, enabled=False) if is_off else nullcontext()

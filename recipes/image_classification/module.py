@@ -11,41 +11,18 @@ from lightning import LightningModule
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from recipes.image_classification.augment import Augment, Draw, beta_table, mixup
 from recipes.image_classification.data import ImageData
 from recipes.image_classification.model import ResNet, VisionTransformer
 from shardwise.errors import ConfigError, a_or_an, count
+from shardwise.nn.mean_metric import ExactMean
 
 Batch = dict[str, Tensor]
 
 MOST_CLASSES_DRAWN = 100  # beyond them a confusion matrix is neither kept nor drawn
 MOST_CLASSES_NUMBERED = 20
-
-
-class SampleLoss(Metric):
-    """Mean loss over every sample of every rank, whatever the batches' sizes."""
-
-    total: Tensor
-    samples: Tensor
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        # An fp32 sum loses a little of every batch once it has outgrown them.
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("samples", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-        self.to(device)
-
-    def update(self, total: Tensor, samples: int) -> None:
-        """Adds a batch's summed loss in nats and its number of samples."""
-        self.total += total
-        self.samples += samples
-
-    def compute(self) -> Tensor:
-        """Nats per sample."""
-        return self.total / self.samples.clamp(min=1)
 
 
 class ImageClassifier(LightningModule):
@@ -59,7 +36,7 @@ class ImageClassifier(LightningModule):
     mean: Tensor
     std: Tensor
     mixup_table: Tensor | None
-    evaluation: SampleLoss
+    evaluation: ExactMean
     accuracy: MulticlassAccuracy
     confusion: MulticlassConfusionMatrix | None
     loss_weight_unit = "images"  # what loss_weight counts, for the log
@@ -207,7 +184,7 @@ class ImageClassifier(LightningModule):
     def _start_evaluation(self) -> None:
         # Not in the constructor, which may run on the meta device and would leave the sums uninitialised.
         classes, device = self.model.num_classes, self.device
-        self.evaluation = SampleLoss(device)
+        self.evaluation = ExactMean(device)
         self.accuracy = MulticlassAccuracy(classes, average="micro", validate_args=False).to(device)
         draws = classes <= MOST_CLASSES_DRAWN
         self.confusion = MulticlassConfusionMatrix(classes, validate_args=False).to(device) if draws else None

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
+from shardwise.nn.autocast import no_autocast_in_16_bits
 
 
 class ResidualLinear(nn.Linear):
@@ -201,12 +201,6 @@ class Transformer(nn.Module):
         weights = 2 * self._matmul_parameters * length
         attention = 2 * 2 * self.n_layers * self.dim * (length * (length + 1) // 2)
         return 3 * sequences * (weights + attention)
-
-
-def no_autocast_in_16_bits(weight: Tensor) -> AbstractContextManager[Any]:
-    """Autocast off where `weight` is in 16 bits; over fp32 weights it is what makes the layers compute in fewer."""
-    is_off = weight.itemsize == 2 and not weight.is_meta
-    return torch.autocast(weight.device.type, enabled=False) if is_off else nullcontext()
 
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: Mapping[str, float] | None) -> Tensor:

@@ -9,45 +9,21 @@ from typing import Any
 import torch
 from lightning import LightningModule
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from recipes.language_modeling import hugging_face
 from recipes.language_modeling.data import TextData, decode, encode
 from recipes.language_modeling.loss import IGNORE, cross_entropy
 from recipes.language_modeling.model import Transformer
 from shardwise.errors import ConfigError
+from shardwise.nn.mean_metric import ExactMean
 
 Batch = dict[str, Tensor]
-
-
-class TokenLoss(Metric):
-    """Mean loss over every valid token of every rank, whatever the batches' sizes."""
-
-    total: Tensor
-    tokens: Tensor
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        # An fp32 sum loses a little of every batch once it has outgrown them; mps has nothing wider.
-        total_dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.add_state("total", torch.zeros((), dtype=total_dtype), dist_reduce_fx="sum")
-        self.add_state("tokens", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-        self.to(device)
-
-    def update(self, total: Tensor, tokens: Tensor) -> None:
-        """Adds a batch's summed loss in nats and its number of valid tokens."""
-        self.total += total
-        self.tokens += tokens
-
-    def compute(self) -> Tensor:
-        """Nats per token."""
-        return self.total / self.tokens.clamp(min=1)
 
 
 class LanguageModel(LightningModule):
     """Next-token prediction; `sample_tokens` > 0 writes a sample of that many bytes at every validation."""
 
-    evaluation: TokenLoss
+    evaluation: ExactMean
     loss_weight_unit = "tokens"  # what loss_weight counts, for the log
 
     def __init__(self, model: Transformer, sample_prompt: str = "def ", sample_tokens: int = 0) -> None:
@@ -113,10 +89,10 @@ class LanguageModel(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         # Not in the constructor, which may run on the meta device and would leave the sums uninitialised.
-        self.evaluation, self.sample = TokenLoss(self.device), ""
+        self.evaluation, self.sample = ExactMean(self.device), ""
 
     def on_test_epoch_start(self) -> None:
-        self.evaluation = TokenLoss(self.device)
+        self.evaluation = ExactMean(self.device)
 
     def on_train_start(self) -> None:
         path = Path(self.trainer.default_root_dir) / "samples.txt"

@@ -72,7 +72,7 @@ def test_shardwise_knows_no_recipe(module: str) -> None:
 
 # Rooms (a folder of shardwise, or a file in its root) on floors, the lowest first
 FLOORS = [
-    {"errors", "mistakes", "devices", "schedules", "protocols"},
+    {"errors", "mistakes", "devices", "schedules", "protocols", "nn"},
     {"config"},
     {"plan"},
     {"run_dir", "distributed"},
@@ -192,9 +192,9 @@ def test_what_users_may_define_is_asked_for_in_one_file(module: str) -> None:
 MOST_LINES = 300
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", [*MODULES, *RECIPES])
 def test_a_long_file_says_why_and_no_class_is_long(module: str) -> None:
-    text = MODULES[module].read_text()
+    text = (MODULES | RECIPES)[module].read_text()
     lines = text.splitlines()
     assert len(lines) <= MOST_LINES or "longer than 300 lines: " in lines[0], (
         f"{module} has {len(lines)} lines: cut it, or say why in its first line (longer than 300 lines: …)"
@@ -263,6 +263,19 @@ def test_recipes_know_no_rank_no_strategy_and_no_launcher(recipe: str) -> None:
     ):  # fmt: skip
         assert not knows(names, package), package
     assert "dist." not in RECIPES[recipe].read_text()
+
+
+# The rooms of shardwise that a recipe may use
+SEEN_BY_RECIPES = {"data", "nn", "weights", "protocols", "errors", "schedules"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_see_a_few_rooms_of_shardwise(recipe: str) -> None:
+    for name in sorted(imports(RECIPES[recipe])):
+        if knows({name}, "shardwise"):
+            assert name != "shardwise" and room_of(name) in SEEN_BY_RECIPES, (
+                f"{recipe} imports {name}; recipes may use {', '.join(sorted(SEEN_BY_RECIPES))}"
+            )
 
 
 def test_a_dry_run_leaves_torch_alone() -> None:

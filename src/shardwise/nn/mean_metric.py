@@ -1,0 +1,29 @@
+"""The mean of an evaluation, exact whatever the sizes of its batches."""
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+
+class ExactMean(Metric):
+    """The mean over every item (a sample, a token) of every rank, each counted once."""
+
+    total: Tensor
+    items: Tensor
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        # An fp32 sum loses a little of every batch once it has outgrown them; mps has nothing wider.
+        total_dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.add_state("total", torch.zeros((), dtype=total_dtype), dist_reduce_fx="sum")
+        self.add_state("items", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.to(device)
+
+    def update(self, total: Tensor, items: Tensor | int) -> None:
+        """Adds the sum over a batch's items, and how many they are."""
+        self.total += total
+        self.items += items
+
+    def compute(self) -> Tensor:
+        """In the unit of the sums that were added: nats, of a loss."""
+        return self.total / self.items.clamp(min=1)
