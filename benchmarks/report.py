@@ -1,5 +1,5 @@
 """Writes docs/gpu.md, docs/parity.md and docs/overhead.md from benchmarks/results/*.json, and the tables of
-docs/metrics.md, docs/checkpointing.md, docs/reliability.md and docs/lightning.md: see pages/.
+docs/metrics.md, docs/checkpointing.md, docs/reliability.md and docs/lightning.md, and docs/floors.svg: see pages/.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-from benchmarks.pages import checkpointing, gpu, lightning, metrics, overhead, parity, reliability  # noqa: E402
+from benchmarks.pages import architecture, checkpointing, gpu, lightning, metrics, overhead, parity, reliability  # noqa: E402
 
 WHOLE = {"gpu.md": gpu.page, "overhead.md": overhead.page, "parity.md": parity.page}
 WITH_TABLES = {
@@ -28,6 +28,7 @@ def main() -> None:
     for name, made in WHOLE.items():
         if lines := made():
             (ROOT / "docs" / name).write_text("\n".join(lines).rstrip() + "\n")
+    (ROOT / "docs" / "floors.svg").write_text(architecture.picture())
     for name in WITH_TABLES:
         page = ROOT / "docs" / name
         page.write_text(with_tables(page.read_text()))

@@ -8,36 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.patience import run_patiently
-
-ROOT = Path(__file__).parents[2]
-SRC = ROOT / "src"
-
-
-def module_name(path: Path, root: Path) -> str:
-    parts = path.relative_to(root).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {module_name(path, SRC): path for path in sorted((SRC / "shardwise").rglob("*.py"))}
-RECIPES = {module_name(path, ROOT): path for path in sorted((ROOT / "recipes").rglob("*.py"))}
-
-
-def imports(path: Path, everywhere: bool = True) -> set[str]:
-    """Dotted names that a file imports: `from a import b` is both a and a.b. Not `everywhere`: those run on import."""
-
-    def walk(node: ast.AST) -> set[str]:
-        found: set[str] = set()
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Import):
-                found |= {alias.name for alias in child.names}
-            elif isinstance(child, ast.ImportFrom):
-                assert child.level == 0, f"{path}: relative import"
-                found |= {str(child.module), *(f"{child.module}.{alias.name}" for alias in child.names)}
-            elif everywhere or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-                found |= walk(child)
-        return found
-
-    return walk(ast.parse(path.read_text()))
+from tests.harness.rooms import FLOOR_OF, MODULES, RECIPES, ROOT, SRC, imports, own_imports, room_of
 
 
 def knows(names: set[str], package: str) -> bool:
@@ -70,35 +41,17 @@ def test_shardwise_knows_no_recipe(module: str) -> None:
     assert not knows(imports(MODULES[module]), "recipes")
 
 
-# Rooms (a folder of shardwise, or a file in its root) on floors, the lowest first
-FLOORS = [
-    {"errors", "mistakes", "devices", "schedules", "protocols", "nn"},
-    {"config"},
-    {"plan"},
-    {"run_dir", "distributed"},
-    {"process", "optim", "parallel", "lightning_internals"},
-    {"checkpoint", "forecast"},
-    {"data", "weights"},
-    {"step"},
-    {"strategies", "metrics"},
-    {"callbacks"},
-    {"trainer"},
-    {"rank"},
-    {"launch"},
-    {"preflight"},
-    {"tools", "cli"},
-    {"__main__"},
-]
-FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+def test_the_picture_of_the_floors_is_that_of_the_imports() -> None:
+    from benchmarks.pages.architecture import picture
+
+    said = "docs/floors.svg shows other imports: python benchmarks/report.py draws it anew"
+    assert (ROOT / "docs/floors.svg").read_text() == picture(), said
 
 
-def room_of(module: str) -> str:
-    return module.split(".")[1]
-
-
-def own_imports(module: str) -> set[str]:
-    """Modules of shardwise that a module imports, within functions too, and without itself."""
-    return (imports(MODULES[module]) & MODULES.keys()) - {module, "shardwise"}
+def test_the_map_has_every_room() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    for room in FLOOR_OF.keys() - {"__main__", "mistakes", "devices", "schedules", "errors"}:
+        assert f"`{room}/`" in text or f"`{room}.py`" in text, f"docs/architecture.md does not say what {room} is for"
 
 
 def test_every_room_has_a_floor() -> None:

@@ -1,0 +1,65 @@
+"""The rooms of shardwise, their floors, and who imports whom: read by a test and by docs/architecture.md's picture."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src"
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path, SRC): path for path in sorted((SRC / "shardwise").rglob("*.py"))}
+RECIPES = {module_name(path, ROOT): path for path in sorted((ROOT / "recipes").rglob("*.py"))}
+
+
+def imports(path: Path, everywhere: bool = True) -> set[str]:
+    """Dotted names that a file imports: `from a import b` is both a and a.b. Not `everywhere`: those run on import."""
+
+    def walk(node: ast.AST) -> set[str]:
+        found: set[str] = set()
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                found |= {alias.name for alias in child.names}
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{path}: relative import"
+                found |= {str(child.module), *(f"{child.module}.{alias.name}" for alias in child.names)}
+            elif everywhere or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                found |= walk(child)
+        return found
+
+    return walk(ast.parse(path.read_text()))
+
+
+# Rooms (a folder of shardwise, or a file in its root) on floors, the lowest first
+FLOORS = [
+    {"errors", "mistakes", "devices", "schedules", "protocols", "nn"},
+    {"config"},
+    {"plan"},
+    {"run_dir", "distributed"},
+    {"process", "optim", "parallel", "lightning_internals"},
+    {"checkpoint", "forecast"},
+    {"data", "weights"},
+    {"step"},
+    {"strategies", "metrics"},
+    {"callbacks"},
+    {"trainer"},
+    {"rank"},
+    {"launch"},
+    {"preflight"},
+    {"tools", "cli"},
+    {"__main__"},
+]
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def own_imports(module: str) -> set[str]:
+    """Modules of shardwise that a module imports, within functions too, and without itself."""
+    return (imports(MODULES[module]) & MODULES.keys()) - {module, "shardwise"}
