@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from html import escape
 
 from tests.harness.rooms import FLOORS, MODULES, own_imports, room_of
@@ -20,12 +19,12 @@ def picture() -> str:
         f'font-size="14">',
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
     ]
-    for (above, below), count in sorted(_imports().items()):
+    for above, below in sorted(_imports()):
         (x1, y1, w1), (x2, y2, w2) = places[above], places[below]
         start, end, middle = x1 + w1 / 2, x2 + w2 / 2, (y1 + _BOX + y2) / 2
         lines.append(
             f'<path d="M{start:.0f} {y1 + _BOX} C{start:.0f} {middle:.0f} {end:.0f} {middle:.0f} {end:.0f} {y2}" '
-            f'fill="none" stroke="#4878a8" stroke-opacity="0.35" stroke-width="{min(0.6 + 0.25 * count, 3):.2f}"/>'
+            f'fill="none" stroke="#4878a8" stroke-opacity="0.4"/>'
         )
     for number, _ in enumerate(FLOORS):
         y = 10 + (len(FLOORS) - 1 - number) * _ROW
@@ -60,8 +59,8 @@ def _places() -> dict[str, tuple[float, int, float]]:
     return places
 
 
-def _imports() -> Counter[tuple[str, str]]:
-    """How many imports of another room a room has. Of the lowest floor, which everybody uses, nothing is said."""
+def _imports() -> set[tuple[str, str]]:
+    """Which room imports which; without the lowest floor, which everybody uses."""
     modules = [module for module in MODULES if module != "shardwise"]
     pairs = ((room_of(module), room_of(other)) for module in modules for other in own_imports(module))
-    return Counter((above, below) for above, below in pairs if above != below and below not in FLOORS[0])
+    return {(above, below) for above, below in pairs if above != below and below not in FLOORS[0]}
