@@ -22,12 +22,12 @@ from benchmarks.harness.device import wait_for
 from shardwise.config.targets import build
 from shardwise.optim.optimizers import parameter_groups
 from shardwise.parallel.precision import (
-    Places,
-    compute_in,
+    ParameterSites,
+    cast_forward,
+    cast_parameters,
     dtype_of,
     mixed_precision_policy,
-    owners,
-    parameters_as,
+    parameter_sites,
     set_matmul_mode,
 )
 from shardwise.parallel.units import find_units
@@ -126,12 +126,12 @@ def train_language_model(plan: Plan, data: Held, clock: DataClock, *, clip: bool
 class RootLoss(LossOf):
     """`training_step` over copies of the parameters that no layer casts for itself."""
 
-    root: list[Places] = []
+    root: list[ParameterSites] = []
 
     def forward(self, batch: Any) -> Tensor:
         assert self.low is not None
         # Autocast is for what enters root-level layers in fp32, as in the Trainer's precision.
-        with torch.autocast(self.kind, self.low, cache_enabled=False), parameters_as(self.root, self.low):
+        with torch.autocast(self.kind, self.low, cache_enabled=False), cast_parameters(self.root, self.low):
             return self.loss(batch)
 
 
@@ -145,9 +145,9 @@ def cast_by_hand(plan: Plan, module: Any, device: torch.device) -> nn.Module:
     Materializer(module, device, plan.seed).materialize(module)
     low, units = dtype_of(plan.precision.compute_dtype), [unit for _, unit in find_units(module).modules]
     for unit in units:
-        compute_in(unit, low, owners(unit), cast_inputs=True)
+        cast_forward(unit, low, parameter_sites(unit), cast_inputs=True)
     loss_of = root_loss(plan, module, device)
-    loss_of.root = owners(module, but=units)
+    loss_of.root = parameter_sites(module, but=units)
     return averaged(loss_of, device)
 
 

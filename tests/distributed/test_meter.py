@@ -124,7 +124,7 @@ def step_of(seconds: float, waiting: float, fetching: float) -> StepRecord:
     values.there = ticks[2]
     return StepRecord(
         number=1, start=0, learning_rate=0.0, loss_scale=None, step_skipped=False, values=values,
-        own=(10, 10**12, 0), losses=[], gradients=[], begin=ticks[0], arrived=ticks[1], fetching_seconds=fetching,
+        of_rank=(10, 10**12, 0), losses=[], gradients=[], begin=ticks[0], arrived=ticks[1], fetching_seconds=fetching,
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ from recipes.image_classification.data import (
 )
 from recipes.image_classification.model import Attention, ResNet, VisionTransformer
 from recipes.image_classification.module import ImageClassifier
-from shardwise.data.order import _mix
+from shardwise.data.order import splitmix64
 from shardwise.errors import ConfigError
 from shardwise.parallel.units import find_units
 from shardwise.weights.initialize import Materializer, parameters_on_meta
@@ -201,7 +201,7 @@ def test_over_fp32_weights_autocast_reaches_the_blocks() -> None:
 
 def test_the_hash_is_splitmix64() -> None:
     numbers = np.random.default_rng(0).integers(0, 2**64, 1000, dtype=np.uint64)
-    expected = _mix(numbers)
+    expected = splitmix64(numbers)
     assert mix(torch.from_numpy(numbers.view(np.int64))).numpy().view(np.uint64).tolist() == expected.tolist()
     assert [mix_int(int(number)) for number in numbers] == expected.tolist()
     assert signed(2**64 - 1) == -1 and signed(5) == 5

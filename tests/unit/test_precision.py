@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.parallel.precision import compute_in, keep_statistics_in_fp32, owners, parameters_as
+from shardwise.parallel.precision import cast_forward, cast_parameters, keep_statistics_in_fp32, parameter_sites
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -56,8 +56,8 @@ def model() -> Model:
     torch.manual_seed(0)
     made = Model()
     for block in made.blocks:
-        compute_in(block, BF16, owners(block), cast_inputs=True)
-    compute_in(made, BF16, owners(made, but=made.blocks), cast_inputs=False)
+        cast_forward(block, BF16, parameter_sites(block), cast_inputs=True)
+    cast_forward(made, BF16, parameter_sites(made, but=made.blocks), cast_inputs=False)
     return made
 
 
@@ -99,21 +99,21 @@ def test_an_exception_inside_leaves_the_masters_in_place(model: Model) -> None:
 
 
 def test_owners_are_floating_point_every_place_of_a_tie_and_nothing_inside_units(model: Model) -> None:
-    found = owners(model, but=model.blocks)
+    found = parameter_sites(model, but=model.blocks)
     said = [[(type(owner).__name__, name) for owner, name in places] for places in found]
     assert said == [[("Embedding", "weight"), ("Linear", "weight")]]
     model.blocks[0].linear.weight = model.embedding.weight  # type: ignore[union-attr] # a unit's: the root leaves it
-    assert owners(model, but=model.blocks) == []
+    assert parameter_sites(model, but=model.blocks) == []
 
 
 def test_a_tie_is_one_copy_whose_gradients_meet(model: Model) -> None:
-    with parameters_as(owners(model, but=model.blocks), BF16):
+    with cast_parameters(parameter_sites(model, but=model.blocks), BF16):
         assert model.head.weight is model.embedding.weight
         assert model.head.weight.dtype == BF16
         copy = model.head.weight
     assert copy is not model.head.weight
     assert model.head.weight is model.embedding.weight
-    with pytest.raises(RuntimeError, match="inside"), parameters_as(owners(model), BF16):
+    with pytest.raises(RuntimeError, match="inside"), cast_parameters(parameter_sites(model), BF16):
         raise RuntimeError("inside")
     assert model.head.weight.dtype == FP32
 
@@ -142,7 +142,7 @@ def test_batch_norm_keeps_weights_and_statistics_in_fp32(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.nn.functional, "batch_norm", look)
     keep_statistics_in_fp32(model)
-    compute_in(model, BF16, owners(model), cast_inputs=True)
+    cast_forward(model, BF16, parameter_sites(model), cast_inputs=True)
     x = torch.randn(8, 4) + 300
     out = model(x)
     assert out.dtype == BF16

@@ -114,7 +114,7 @@ class Guard(Callback):
 
     def _read(self, trainer: Trainer, step: StepRecord) -> None:
         loss, norm, skipped, on_purpose, *of_ranks = step.values.read()
-        total, weight, flops, requests = of_ranks or (loss, *step.own)
+        total, weight, flops, requests = of_ranks or (loss, *step.of_rank)
         loss = total / strategy_of(trainer).mesh.group("loss").size()
         self.add_signal_requests(requests)
         if step.step_skipped is not None:

@@ -35,7 +35,9 @@ def bind(kind: Any, value: Any, key: str = "") -> Any:
         if value in kind.__members__:
             return kind[value]
         words = list(kind.__members__)
-        raise ConfigError(f"{key}={say(value)}: must be one of {', '.join(words)}" + did_you_mean(str(value), words))
+        raise ConfigError(
+            f"{key}={as_yaml(value)}: must be one of {', '.join(words)}" + did_you_mean(str(value), words)
+        )
     if get_origin(kind) is list and isinstance(value, list):
         return [bind(get_args(kind)[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
     if get_origin(kind) is dict and isinstance(value, dict):
@@ -55,14 +57,14 @@ def bind(kind: Any, value: Any, key: str = "") -> Any:
         remedy = f"; write {int(value)}"
     elif kind is str and isinstance(value, (float, bool)):
         remedy = f"; quote it: \"{key}='…'\""
-    raise ConfigError(f"{key}={say(value)}: must be {_TAKES[kind]}{remedy}")
+    raise ConfigError(f"{key}={as_yaml(value)}: must be {_TAKES[kind]}{remedy}")
 
 
 def _bind_fields(kind: type[Any], value: Any, key: str) -> Any:
     prefix = f"{key}." if key else ""
     types = get_type_hints(kind)
     if not isinstance(value, dict):
-        raise ConfigError(f"{key}={say(value)}: must be a mapping with {', '.join(types)}")
+        raise ConfigError(f"{key}={as_yaml(value)}: must be a mapping with {', '.join(types)}")
     for word in value:
         if word not in types:
             near = did_you_mean(str(word), types)
@@ -76,6 +78,6 @@ def _bind_fields(kind: type[Any], value: Any, key: str) -> Any:
     return kind(**{word: bind(types[word], item, prefix + word) for word, item in value.items()})
 
 
-def say(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     """A value as YAML spells it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError  # type: ignore[import-untyped]
 
-from shardwise.config.bind import bind, say
+from shardwise.config.bind import as_yaml, bind
 from shardwise.config.explain import check_numbers, check_open, explain
 from shardwise.config.groups import STRATEGY_CONFIGS, ClusterConfig, StrategyName
 from shardwise.config.help import config_groups, help_text
@@ -161,10 +161,10 @@ def _check_override(override: Override, groups: dict[str, list[str]]) -> None:
     if override.is_add() and key in _FIELDS:
         raise ConfigError(f"{said}: {key} is there already; leave out the +")
     if rest == "name" and root in groups and root in _FIELDS and root not in _BUILT:
-        raise ConfigError(f"{said}: a name alone changes nothing; {root}={say(value)} brings its values as well")
+        raise ConfigError(f"{said}: a name alone changes nothing; {root}={as_yaml(value)} brings its values as well")
     raw = cast(str, said).partition("=")[2]
     if _FIELDS.get(key) in _TEXT and type(value) in (int, float, bool) and str(value) != raw:
-        raise ConfigError(f"{said}: is read as {say(value)}, not as text; quote it: \"{key}='{raw}'\"")
+        raise ConfigError(f"{said}: is read as {as_yaml(value)}, not as text; quote it: \"{key}='{raw}'\"")
 
 
 def _combinations(overrides: list[Override], multirun: bool) -> list[tuple[str, ...]]:

@@ -11,7 +11,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from shardwise.config.bind import say
+from shardwise.config.bind import as_yaml
 from shardwise.config.paths import CONF
 from shardwise.config.schema import MISSING
 from shardwise.errors import ConfigError, did_you_mean
@@ -26,12 +26,12 @@ def check_numbers(plain: dict[str, Any]) -> None:
         for key, default in _defaults_of(group, node.get("_target_")).items():
             value, expected = node.get(key, default), "a number"
             if isinstance(default, list):
-                expected = f"a list of {len(default)} numbers, e.g. {say(default)}"
+                expected = f"a list of {len(default)} numbers, e.g. {as_yaml(default)}"
                 is_right = isinstance(value, list) and len(value) == len(default) and all(map(_is_number, value))
             else:
                 is_right = _is_number(value) or not _is_number(default)
             if not is_right and value != MISSING:
-                raise ConfigError(f"{group}.{key}={say(value)}: must be {expected}, as it is in conf/{group}/")
+                raise ConfigError(f"{group}.{key}={as_yaml(value)}: must be {expected}, as it is in conf/{group}/")
 
 
 @functools.cache

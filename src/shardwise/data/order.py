@@ -23,19 +23,19 @@ def permute(index: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArray[np
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
-    keys = _mix(np.uint64(key) ^ np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    keys = splitmix64(np.uint64(key) ^ np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     value = index.astype(np.uint64)
     outside = np.ones(len(value), dtype=bool)
     while outside.any():
         left, right = value[outside] >> np.uint64(half), value[outside] & mask
         for round_key in keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+            left, right = right, left ^ (splitmix64(right ^ round_key) & mask)
         value[outside] = (left << np.uint64(half)) | right
         outside = value >= np.uint64(size)
     return value.astype(np.int64)
 
 
-def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def splitmix64(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """splitmix64's finalizer (Steele et al. 2014)."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -74,7 +74,9 @@ class GlobalOrder:
         places = np.arange(position, position + count, dtype=np.int64)
         if not self.shuffle:
             return places
-        key = int(_mix(np.array([self.seed, epoch], dtype=np.uint64) + np.uint64(1)) @ np.array([1, 3], np.uint64))
+        key = int(
+            splitmix64(np.array([self.seed, epoch], dtype=np.uint64) + np.uint64(1)) @ np.array([1, 3], np.uint64)
+        )
         return permute(places, self.samples, key)
 
     def micro_batches(self, start: int, count: int, rank: int, ranks: int, size: int) -> npt.NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""What a rank holds of a DTensor."""
+"""The parts of DTensors that this rank holds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch.distributed.tensor import DTensor
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor, or the tensor itself."""
+    """The part of a DTensor that this rank holds; any other tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups whose ranks hold different parts of it; one of a single rank is left out."""
+    """The groups whose ranks hold different parts of `tensor`, without groups of a single rank."""
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
@@ -21,4 +21,5 @@ def shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
+    """Gather a DTensor; any other tensor is returned as it is. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

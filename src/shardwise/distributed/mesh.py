@@ -1,4 +1,4 @@
-"""The ranks as a mesh: its axes, and groups of ranks by name. Every collective of a step names its group here."""
+"""The mesh of ranks: its axes, and groups of ranks by name. Every collective of a step names one of these groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Mesh:
     `data`: ranks that read different samples; their losses are weighed with each other.
     `loss`: ranks among which losses and gradients are averaged.
 
-    On a mesh of `replicate` and `shard` alone each of them is every rank.
+    On a mesh that has only the axes `replicate` and `shard`, each group is all ranks.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -33,14 +33,14 @@ class Mesh:
         return dist.group.WORLD
 
     def data_rank(self, rank: int) -> int:
-        """The place of a rank among those that read different samples."""
+        """The number of a rank among those that read different samples."""
         return self.plan.topology.data_parallel_rank(rank)
 
     def build_shard_mesh(self, device_type: str) -> DeviceMesh:
-        """The axes `replicate` (where there are copies) and `shard`, for FSDP2. Collective."""
+        """Build FSDP2's mesh: the axis `shard`, and `replicate` if there are copies. Collective."""
         topology = self.plan.topology
         axes = {"shard": topology.shard} if topology.replicate == 1 else topology.mesh
         mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        for axis in axes:  # which come with NCCL's default
+        for axis in axes:  # their groups are made with NCCL's default time limit
             _set_pg_timeout(group_timeout(self.plan), mesh.get_group(axis))
         return mesh

@@ -13,14 +13,14 @@ from shardwise.plan import Plan
 
 
 def group_timeout(plan: Plan) -> timedelta:
-    """For every process group: what the watchdog, which tells more, waits at most comes first."""
+    """The time limit of every process group. It is so long that the watchdog, which reports more, ends a hang first."""
     return timedelta(minutes=4 * plan.strategy.timeout_minutes + 1)
 
 
 def keep_nccl_record(run_dir: str) -> None:
-    """NCCL's own watchdog, too, writes what every rank was doing there. What the user has set stays."""
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its older name
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives
+    """Let NCCL's own watchdog write what every rank was doing into `run_dir`. The user's settings are kept."""
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name of the next variable
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the number of collectives
     for name, value in (
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
         ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{run_dir}/logs/nccl-trace-rank-"),
@@ -29,7 +29,7 @@ def keep_nccl_record(run_dir: str) -> None:
 
 
 def init_process_group(plan: Plan) -> None:
-    """One process group for the run, made here so that every strategy and a single process share one path."""
+    """Make the process group of the run, under every strategy and also for a single process."""
     timeout = group_timeout(plan)
     backend = "nccl" if plan.accelerator == "cuda" else "gloo"
     if plan.topology.world_size == 1 and "RANK" not in os.environ:

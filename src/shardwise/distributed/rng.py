@@ -1,4 +1,4 @@
-"""A seed for each purpose, and the random streams of this process: taken, and given back."""
+"""Derives a seed for each purpose, and saves and restores the random streams of this process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 
-def derived_seed(seed: int, *words: object) -> int:
-    """A seed of its own for each purpose, the same on every platform."""
-    digest = hashlib.sha256("/".join(map(str, (seed, *words))).encode()).digest()
+def derived_seed(seed: int, *purpose: object) -> int:
+    """A different seed for each `purpose`, the same on every platform."""
+    digest = hashlib.sha256("/".join(map(str, (seed, *purpose))).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def seed_streams(seed: int) -> None:
-    """torch's, Python's and NumPy's streams, of which a module or its data may draw from any."""
+    """Seed the streams of torch, Python and NumPy: a module or its data may draw from each of them."""
     torch.manual_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -25,7 +25,7 @@ def seed_streams(seed: int) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Where this process's random streams stand: torch's on the host and on `device`, Python's, NumPy's if in use."""
+    """The states of this process's random streams: torch on the host and on `device`, Python, and NumPy if imported."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)

@@ -1,4 +1,4 @@
-"""DeepSpeed, imported once and quietly, and its Adam for the CPU."""
+"""Imports DeepSpeed without its log lines, and its Adam for the CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.plan import Plan
 
 
 def import_deepspeed(plan: Plan) -> Any:
-    """The package, quiet, on the Plan's accelerator."""
+    """Import DeepSpeed for the Plan's accelerator. Only its warnings are logged."""
     os.environ.setdefault("DS_ACCELERATOR", plan.accelerator)
     import deepspeed
     from deepspeed.runtime.zero import parameter_offload
@@ -26,14 +26,14 @@ def import_deepspeed(plan: Plan) -> Any:
 
 
 def cpu_adam(plan: Plan) -> Any:
-    """DeepSpeed's Adam for offloaded state, or None where it cannot be compiled: torch's runs there too, slower."""
+    """DeepSpeed's Adam for offloaded state, or None if it cannot be compiled. Then torch's slower Adam runs."""
     import_deepspeed(plan)
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
         from deepspeed.ops.op_builder import CPUAdamBuilder
 
         CPUAdamBuilder().load(verbose=False)
-    except Exception as error:  # whatever a compiler may say
+    except Exception as error:  # a compiler can fail in any way
         warnings.warn(f"DeepSpeedCPUAdam cannot be built ({str(error).splitlines()[0]}): torch's runs", stacklevel=2)
         return None
     return DeepSpeedCPUAdam

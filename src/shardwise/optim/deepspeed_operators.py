@@ -1,5 +1,7 @@
-"""DeepSpeed compiles its operators when they are first used. One rank at a time, and a rank that is killed meanwhile
-does not stop the others for ever."""
+"""Lets one rank at a time compile DeepSpeed's operators, which happens at their first use.
+
+A rank that is killed while it compiles does not block the others for ever.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ from torch.utils.cpp_extension import _get_build_directory, get_default_build_ro
 
 
 def watch_builds() -> None:
-    """For every operator that is loaded from here on."""
-    # torch has one folder a home: two environments there would build anew, for minutes, whenever the other has run.
-    own = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{get_default_build_root()}/shardwise-{own}")
+    """Guard the compilation of every operator that is loaded after this call."""
+    # By default all Python environments of a user share one folder, and each would compile anew after the other.
+    environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{get_default_build_root()}/shardwise-{environment}")
     OpBuilder.jit_load = _load
 
 
@@ -28,12 +30,13 @@ _jit_load = OpBuilder.jit_load
 
 
 def _load(self: Any, verbose: bool = True) -> Any:
-    # torch's lock is a file, which outlives who made it (torch/utils/file_baton.py): a lock of the kernel's around it
-    # tells that nobody of ours is building, and a look at the processes that no orphaned compiler is either.
+    # torch's lock is a file, which stays behind when its process is killed (torch/utils/file_baton.py). So a lock of
+    # the kernel is held around it: who has that lock knows that no other rank compiles. A compiler that a killed rank
+    # left behind is found among the processes.
     folder = Path(_get_build_directory(self.name, False))
     lock = folder / "lock"
-    with folder.with_suffix(".held").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with folder.with_suffix(".held").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         while lock.exists() and _is_built_in(folder):
             time.sleep(0.1)
         lock.unlink(missing_ok=True)
@@ -42,7 +45,7 @@ def _load(self: Any, verbose: bool = True) -> Any:
 
 def _is_built_in(folder: Path) -> bool:
     for process in Path("/proc").glob("[0-9]*/cwd"):
-        with suppress(OSError):  # another user's, or gone
+        with suppress(OSError):  # the process is another user's, or has ended
             if os.readlink(process) == str(folder):
                 return True
     return False

@@ -1,4 +1,4 @@
-"""Plan → optimizer and schedule, for modules that bring none of their own."""
+"""Builds the Plan's optimizer and schedule, for modules that define none."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, op
 
 
 def treats_weights_one_by_one(optimizer: Optimizer) -> bool:
-    """Whether it comes to the same on any pieces of its parameters."""
+    """Whether the optimizer gives the same result if its parameters are cut into any pieces."""
     known = isinstance(optimizer, _ELEMENTWISE) or type(optimizer).__module__.startswith("deepspeed.")
     return known or is_elementwise(optimizer)
 
 
 def try_optimizer(plan: Plan) -> None:
-    """Build both for one small matrix: what their values are worth is theirs to say, before anything starts.
+    """Build optimizer and schedule for one small matrix, so that they can refuse their values before the run starts.
 
     Raises:
         ConfigError: a value that they refuse.
@@ -45,12 +45,12 @@ def try_optimizer(plan: Plan) -> None:
             for key, value in node.items():
                 if isinstance(error, TypeError) and key != "_target_" and isinstance(value, str):
                     raise ConfigError(f"{word}.{key}={value}: must be a number") from error
-        said = " ".join(f"{word}.{k}={v}" for word, node in nodes.items() for k, v in node.items() if k != "_target_")
-        raise ConfigError(f"optimizer or schedule: {error}; mend one of {said}") from error
+        given = " ".join(f"{word}.{k}={v}" for word, node in nodes.items() for k, v in node.items() if k != "_target_")
+        raise ConfigError(f"optimizer or schedule: {error}; mend one of {given}") from error
 
 
 def configure_optimizers(plan: Plan, module: nn.Module) -> Any:
-    """The Plan's optimizer over two groups, weight decay and none, with its schedule stepped every step."""
+    """Build the Plan's optimizer over `parameter_groups`, and its schedule, which moves on after every step."""
     assert plan.optimizer is not None
     arguments = {key: value for key, value in plan.optimizer.items() if key != "_target_"}
     optimizer_class = locate(plan.optimizer["_target_"], "optimizer")
@@ -61,7 +61,7 @@ def configure_optimizers(plan: Plan, module: nn.Module) -> Any:
             arguments |= {"adamw_mode": optimizer_class is torch.optim.AdamW}
             optimizer_class = built
     if plan.accelerator == "cuda" and not plan.strategy.offload_optimizer:
-        # SGD's fused kernel has no rule for FSDP's sharded tensors in torch 2.11
+        # In torch 2.11 the fused SGD does not work on FSDP's sharded tensors.
         whole = () if plan.strategy.name.startswith("fsdp") else (torch.optim.SGD,)
         if optimizer_class in (torch.optim.Adam, torch.optim.AdamW, *whole):
             arguments.setdefault("fused", True)
@@ -76,9 +76,9 @@ def configure_optimizers(plan: Plan, module: nn.Module) -> Any:
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups of the trainable parameters: matrices decay; norms, biases and embeddings do not.
+    """Sort the trainable parameters into two groups: matrices decay; norms, biases and embeddings do not.
 
-    A head tied to an embedding is an embedding.
+    A head that is tied to an embedding counts as an embedding.
     """
     embeddings = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     decay: list[nn.Parameter] = []
@@ -91,7 +91,7 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
 
 
 def check_one_owner(optimizers: list[Optimizer], module_name: str) -> None:
-    """A checkpoint holds one optimizer's state of each parameter.
+    """Refuse a parameter that is in two optimizers, since a checkpoint holds one state of each parameter.
 
     Raises:
         ConfigError: a parameter is in two optimizers.
@@ -105,7 +105,7 @@ def check_one_owner(optimizers: list[Optimizer], module_name: str) -> None:
 
 
 def step_schedules_unless(module: LightningModule, skipped: Callable[[], bool]) -> None:
-    """The module's schedules stand still behind a step that was skipped."""
+    """Keep the module's schedules where they are after a step that was skipped."""
     schedule_step = module.lr_scheduler_step
 
     def unless_skipped(*args: Any, **kwargs: Any) -> None:

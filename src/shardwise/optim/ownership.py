@@ -1,4 +1,4 @@
-"""What a module may bring itself: its optimizer and its data. Each has one owner, and somebody must own it."""
+"""Checks that either the module or the config defines the optimizer, and the data."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ _LOADERS = {"fit": "train_dataloader", "validate": "val_dataloader", "test": "te
 
 
 def check_ownership(plan: Plan, module: Any) -> None:
-    """`module`: a LightningModule, or its class. What a function will return is known when it has.
+    """Check who defines the optimizer and the data.
+
+    `module`: a LightningModule, or its class. If the target is a function, only its result can be checked.
 
     Raises:
-        ConfigError: two owners of the optimizer, none of it, or none of the data.
+        ConfigError: both define an optimizer, neither defines one, or neither defines the data.
     """
     target = plan.module["_target_"]
     brings_optimizer = _defines(module, "configure_optimizers")
@@ -37,5 +39,5 @@ def check_ownership(plan: Plan, module: Any) -> None:
 
 
 def _defines(module: Any, name: str) -> bool:
-    own = getattr(module, name, None)
-    return own is not None and getattr(own, "__func__", own) is not getattr(LightningModule, name)
+    method = getattr(module, name, None)
+    return method is not None and getattr(method, "__func__", method) is not getattr(LightningModule, name)

@@ -1,4 +1,4 @@
-"""Activation checkpointing: a layer's activations are computed again in the backward pass."""
+"""Activation checkpointing: the backward pass computes a layer's activations again."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recomputed(unit: nn.Module) -> Callable[..., Any]:
-    """`unit.forward`, whose activations are computed again in the backward pass instead of being kept.
+    """Wrap `unit.forward` so that its activations are computed again in the backward pass instead of being kept.
 
-    Buffers that it updates (running statistics) are updated once: recomputing works on copies of all of them, since
-    BatchNorm's kernel leaves no trace (`_version`) of what it has written to.
+    Buffers that the forward updates (running statistics) are updated only once, because the recomputation works on
+    copies. All buffers are copied, since BatchNorm's kernel does not show (by `_version`) to which ones it has written.
     """
     forward = unit.forward
 
@@ -24,7 +24,7 @@ def recomputed(unit: nn.Module) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if torch.compiler.is_compiling():  # a graph has no side effects to repeat
+        if torch.compiler.is_compiling():  # a compiled graph has no side effects that could happen twice
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         return checkpoint(
             forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _CopiedBuffers(unit)), **kwargs
@@ -34,17 +34,17 @@ def recomputed(unit: nn.Module) -> Callable[..., Any]:
 
 
 class _CopiedBuffers:
-    """Entered again for every backward pass through one forward pass."""
+    """Lets `unit` work on copies of its buffers. Entered again for every backward pass through one forward pass."""
 
     def __init__(self, unit: nn.Module) -> None:
         self.unit = unit
 
     def __enter__(self) -> None:
         modules = self.unit.modules()
-        self.kept = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
-        for module, name, buffer in self.kept:
+        self.originals = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
+        for module, name, buffer in self.originals:
             module._buffers[name] = buffer.clone()
 
     def __exit__(self, *_: object) -> None:
-        for module, name, buffer in self.kept:
+        for module, name, buffer in self.originals:
             module._buffers[name] = buffer

@@ -1,10 +1,10 @@
-"""One order for every strategy. Each of these wraps the `forward` of a unit, the innermost first:
+"""Wraps the `forward` of each unit in one order under every strategy, the innermost wrapper first:
 
     statistics in fp32 → low precision → compile → activation checkpointing        then the strategy shards the unit
 
 The low-precision copies are made inside what is compiled: dynamo guards on the identity of parameters, and copies made
 outside would compile every step anew. Checkpointing is outermost, so that recomputing makes the copies again instead of
-keeping them. FSDP2 and DeepSpeed hook into the unit's call, around all of it.
+keeping them. FSDP2 and DeepSpeed use hooks on the unit's call, around all of this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from shardwise.parallel.activation_checkpointing import recomputed
-from shardwise.parallel.precision import Places, compute_in, dtype_of, keep_statistics_in_fp32, owners
+from shardwise.parallel.precision import (
+    ParameterSites,
+    cast_forward,
+    dtype_of,
+    keep_statistics_in_fp32,
+    parameter_sites,
+)
 from shardwise.parallel.units import Units
 from shardwise.plan import Plan
 
@@ -33,12 +39,12 @@ def parallelize(
     if precision.is_low:
         keep_statistics_in_fp32(root)
     if plan.compile != "none":
-        # Every kind of layer, in training and evaluation, is one graph; beyond the limit dynamo falls back to eager.
+        # Each kind of layer needs a graph for training and one for evaluation. Above the limit dynamo stops compiling.
         torch._dynamo.config.recompile_limit = max(8, 4 * len(units.modules))
     for _, unit in units.modules:
-        where = owners(unit, of=copied) if precision.is_mixed else []
+        where = parameter_sites(unit, of=copied) if precision.is_mixed else []
         if precision.is_low and (casts_inputs or where):
-            compute_in(unit, dtype_of(precision.compute_dtype), where, cast_inputs=casts_inputs)
+            cast_forward(unit, dtype_of(precision.compute_dtype), where, cast_inputs=casts_inputs)
         if plan.compile == "layer":
             unit.forward = torch.compile(unit.forward)
         if plan.activation_checkpointing == "full":
@@ -46,25 +52,28 @@ def parallelize(
 
 
 def roots_of(module: LightningModule) -> list[nn.Module]:
-    """What owns the parameters outside units. A module that optimizes by hand updates weights within its
-    training_step: each of its networks must look at its own anew whenever it runs."""
+    """The modules that own the parameters outside units: the module itself, or its children if it optimizes by hand.
+
+    Such a module updates weights within its training_step, so each of its networks must read its weights at each call.
+    """
     return [module] if module.automatic_optimization else list(module.children())
 
 
 def copy_outside_units(
     module: LightningModule, units: Units, plan: Plan, copied: Callable[[nn.Parameter], bool]
-) -> list[Places]:
-    """What lies outside units computes on low-precision copies, too: in each step or, where a module optimizes by hand,
-    in each of its networks.
+) -> list[ParameterSites]:
+    """Let layers outside units compute on low-precision copies, too.
+
+    The copies are made once a step. If the module optimizes by hand, each of its networks makes them at each call.
 
     Returns:
-        Where the parameters stand of which each step is to make copies.
+        The sites of the parameters that each step must copy.
     """
     inside = [unit for _, unit in units.modules]
     if module.automatic_optimization:
-        return owners(module, but=inside, of=copied)
+        return parameter_sites(module, but=inside, of=copied)
     dtype = dtype_of(plan.precision.compute_dtype)
     for child in roots_of(module):
-        if child not in inside and (where := owners(child, but=inside, of=copied)):
-            compute_in(child, dtype, where, cast_inputs=False)
+        if child not in inside and (where := parameter_sites(child, but=inside, of=copied)):
+            cast_forward(child, dtype, where, cast_inputs=False)
     return []

@@ -1,10 +1,11 @@
-"""Plan → dtypes in flight. One meaning of a precision's word, whatever the strategy.
+"""Gives each precision of the Plan one meaning under every strategy.
 
-`bf16`: the optimizer holds fp32 masters. On entering a unit (and the root) its parameters become bf16 copies and its
-floating-point inputs bf16; autograd carries the gradients back to fp32, where they accumulate and are reduced.
-Buffers are never cast. FSDP2 does this itself (`mixed_precision_policy`), DeepSpeed keeps the copies beside sharded
-masters, and `compute_in` does the same under ddp, so that all run the same kernels on the same numbers. Autocast
-around the step catches what enters a root-level layer in fp32 (images, say) and keeps losses in fp32.
+With `bf16` the optimizer holds fp32 masters. When a unit (or the root) runs, it computes on bf16 copies of its
+parameters, and its floating-point inputs are cast to bf16. Autograd carries the gradients back to fp32, where they
+accumulate and are reduced. Buffers are never cast. FSDP2 does this itself (`mixed_precision_policy`), DeepSpeed keeps
+the copies beside sharded masters, and `cast_forward` does it under ddp, so that all run the same kernels on the same
+numbers. Autocast around the step casts what enters a layer of the root in fp32, such as images, and keeps losses in
+fp32.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def set_matmul_mode(precision: Precision) -> None:
-    """fp32 means fp32: PyTorch leaves TF32 on for convolutions by default."""
+    """Allow TF32 if the precision says so, and only then: PyTorch allows it for convolutions by default."""
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = precision.tf32
 
@@ -45,8 +46,11 @@ def mixed_precision_policy(precision: Precision, *, is_root: bool) -> MixedPreci
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with every tensor in a nest of containers replaced. Every layer's inputs pass here: the usual containers
-    are walked by hand, since torch's pytree takes ten times as long."""
+    """Replace every tensor in `value`, a nest of containers, by `function` of it.
+
+    The inputs of every layer pass through here. Lists, tuples and dicts are handled without torch's pytree, which takes
+    ten times as long.
+    """
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (tuple, list):
@@ -59,75 +63,76 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Every floating-point tensor in a nest of containers, as `dtype`."""
+    """Cast every floating-point tensor in a nest of containers to `dtype`."""
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
-Places = list[tuple[nn.Module, str]]  # of one parameter: the layers that hold it, and its name there; tied: several
+# The layers that own one parameter, each with its name for it. A tied parameter has several.
+ParameterSites = list[tuple[nn.Module, str]]
 
 
-def owners(
+def parameter_sites(
     module: nn.Module, but: Iterable[nn.Module] = (), of: Callable[[nn.Parameter], bool] = lambda _: True
-) -> list[Places]:
-    """Where each floating-point parameter of `module` stands: each that `of` wants, those inside `but` left out."""
+) -> list[ParameterSites]:
+    """Find the sites of each floating-point parameter that `of` accepts, except for parameters inside `but`."""
     inside = {id(p) for other in but for p in other.parameters()}
-    places: dict[int, Places] = {}
+    sites: dict[int, ParameterSites] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if parameter is None or not parameter.is_floating_point() or id(parameter) in inside:
                 continue
             if of(parameter):
-                places.setdefault(id(parameter), []).append((owner, name))
-    return list(places.values())
+                sites.setdefault(id(parameter), []).append((owner, name))
+    return list(sites.values())
 
 
 @contextmanager
-def parameters_as(where: list[Places], dtype: torch.dtype) -> Iterator[None]:
-    """Inside, layers find copies of their parameters in `dtype`; autograd carries the gradients back.
+def cast_parameters(where: list[ParameterSites], dtype: torch.dtype) -> Iterator[None]:
+    """Give layers copies of their parameters in `dtype` while inside; autograd carries the gradients back.
 
-    A tied parameter is one copy, so that its gradients meet in it. Compiled along: no identity is asked for in here,
-    which would be a graph for every layer.
+    A tied parameter has one copy, in which its gradients are added up. This code is compiled with the layer. It must
+    not look at the identity of an object, since dynamo would then make a graph for every layer.
     """
     masters = []
-    for places in where:
-        owner, name = places[0]
+    for sites in where:
+        owner, name = sites[0]
         master = owner._parameters[name]
         masters.append(master)
         copy = master.to(dtype)  # type: ignore[union-attr]
-        for owner, name in places:
+        for owner, name in sites:
             owner._parameters[name] = copy  # type: ignore[assignment]
     try:
         yield
     finally:
-        for places, master in zip(where, masters, strict=True):
-            for owner, name in places:
+        for sites, master in zip(where, masters, strict=True):
+            for owner, name in sites:
                 owner._parameters[name] = master
 
 
-def compute_in(module: nn.Module, dtype: torch.dtype, where: list[Places], *, cast_inputs: bool) -> None:
-    """Let `module`'s forward see copies in `dtype` of the parameters that stand at `where`, and of its inputs."""
+def cast_forward(module: nn.Module, dtype: torch.dtype, where: list[ParameterSites], *, cast_inputs: bool) -> None:
+    """Let the forward of `module` compute on copies in `dtype` of the parameters at `where`, and of its inputs."""
     forward = module.forward
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if cast_inputs:
             args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
-        with parameters_as(where, dtype):
+        with cast_parameters(where, dtype):
             return forward(*args, **kwargs)
 
     module.forward = run
 
 
 def keep_statistics_in_fp32(root: nn.Module) -> None:
-    """BatchNorm and its kin: running statistics are buffers, which are never cast, and need weights of their dtype."""
+    """Let BatchNorm compute in fp32: its running statistics are never cast, and need weights of the same dtype."""
     for module in root.modules():
         if isinstance(module, _NormBase) and module.running_mean is not None:
-            compute_in(module, module.running_mean.dtype, owners(module), cast_inputs=False)
+            cast_forward(module, module.running_mean.dtype, parameter_sites(module), cast_inputs=False)
 
 
 @contextmanager
 def default_dtype(precision: Precision) -> Iterator[None]:
-    """What is made inside is fp64 under fp64. Otherwise fp32, buffers for good: see `set_parameter_dtype`."""
+    """Make new tensors in fp64 under fp64, else in fp32. Buffers keep that dtype (see `set_parameter_dtype`)."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if precision.parameter_dtype == "float64" else torch.float32)
     try:
@@ -137,7 +142,7 @@ def default_dtype(precision: Precision) -> Iterator[None]:
 
 
 def set_parameter_dtype(module: nn.Module, precision: Precision) -> None:
-    """Parameters, and nothing else, in the Plan's dtype."""
+    """Cast parameters to the dtype of the precision. Buffers stay as they are."""
     dtype = dtype_of(precision.parameter_dtype)
     for parameter in module.parameters():
         if parameter.is_floating_point():

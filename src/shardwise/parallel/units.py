@@ -1,4 +1,4 @@
-"""The repeated layers of any module: what is sharded, cast, and later compiled and checkpointed, as one unit."""
+"""Finds the layers that repeat. Each is one unit, which is sharded, cast, compiled and checkpointed as a whole."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True)
 class Units:
-    """Outermost first, in the order of the module's definition; none contains another."""
+    """The layers that repeat, in the order of the module's definition. None contains another."""
 
     modules: tuple[tuple[str, nn.Module], ...]  # (dotted name, layer)
-    covered: int  # parameters inside them
-    total: int  # parameters of the whole module
-    rule: str  # how they were found
+    covered: int  # the number of parameters inside these layers
+    total: int  # the number of parameters of the whole module
+    rule: str  # how the layers were found
 
     @property
     def rest(self) -> int:
-        """Parameters outside them, which a strategy that gathers layer by layer gathers as one piece."""
+        """The number of parameters outside the units, which a strategy that gathers layers gathers as one piece."""
         return self.total - self.covered
 
     @property
@@ -42,14 +42,14 @@ class Units:
 def find_units(root: nn.Module, names: Sequence[str] | None = None, needed_by: Sequence[str] = ()) -> Units:
     """Find the layers that repeat. There may be none: then the module is one piece.
 
-    `names` (class names) decides when given, an empty list meaning the module is one piece. Else the model's own
-    `_no_split_modules` (Hugging Face's convention), else every outermost class that repeats among siblings:
-    encoder and decoder layers, the blocks of every ResNet stage. `needed_by`: words of the config that act on these
-    layers and on nothing else. Without any they are there to be sharded: then a layer that shares a parameter with
-    another is left out.
+    `names` (class names) decides if it is given; an empty list makes the module one piece. Otherwise the model's
+    `_no_split_modules` decides (Hugging Face's convention), and without that every outermost class that repeats among
+    siblings: encoder and decoder layers, the blocks of every ResNet stage. `needed_by`: the options that act on these
+    layers only. Without any, the layers are needed for sharding alone, and a layer that shares a parameter with another
+    is left out.
 
     Raises:
-        ConfigError: a name that no layer has, or no layers for a word that would then do nothing.
+        ConfigError: a name that no layer has, or no layers for an option that would then do nothing.
     """
     units = _find(root, names)
     if names is None and not needed_by:
@@ -65,27 +65,27 @@ def find_units(root: nn.Module, names: Sequence[str] | None = None, needed_by: S
 
 
 def units_for(module: nn.Module, plan: Plan) -> tuple[Units, str | None]:
-    """The layers that this Plan acts on, and what to tell the user of them, where it acts on them at all.
+    """The layers that this Plan acts on, and a line about them for the user; None if the Plan acts on none.
 
     Raises:
         ConfigError: see `find_units`; or there is nothing to train.
     """
-    words = {"compile=layer": plan.compile == "layer",
-             "activation_checkpointing=full": plan.activation_checkpointing == "full"}  # fmt: skip
-    needed_by = [word for word, given in words.items() if given]
+    options = {"compile=layer": plan.compile == "layer",
+               "activation_checkpointing=full": plan.activation_checkpointing == "full"}  # fmt: skip
+    needed_by = [option for option, given in options.items() if given]
     units = find_units(module, plan.units, needed_by)
     if not any(p.requires_grad for p in module.parameters()) and plan.stage == "fit":
         raise ConfigError(f"{type(module).__name__} has no parameter that needs a gradient: nothing can be trained")
     gathers = plan.strategy.zero_stage == 3 or plan.strategy.name.startswith("fsdp")
     if not (gathers or needed_by or plan.units is not None):
         return units, None
-    said = f"layers: {units}"
+    message = f"layers: {units}"
     if gathers and plan.units is None and units.share < 0.5:
-        said += (
+        message += (
             f"; the other {units.rest:,} are gathered as one piece; units=[Name] names layers to gather "
             f"one by one, by their class"
         )
-    return units, said
+    return units, message
 
 
 def _find(root: nn.Module, names: Sequence[str] | None) -> Units:
@@ -111,7 +111,7 @@ def _units(root: nn.Module, found: list[tuple[str, nn.Module]], rule: str) -> Un
 
 
 def _alone(root: nn.Module, found: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Those whose parameters no other part of the module has: a weight can be a part of one sharded layer only."""
+    """The layers that share no parameter with the rest of the module, since only one sharded layer can own a weight."""
     counts = Counter(id(p) for _, unit in found for p in unit.parameters())
     counts.update(id(p) for p in _outside(root, {id(unit) for _, unit in found}))
     return [(name, unit) for name, unit in found if all(counts[id(p)] == 1 for p in unit.parameters())]
@@ -134,7 +134,7 @@ def _outermost(module: nn.Module, names: set[str], prefix: str = "") -> Iterator
 
 
 def _siblings(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Children, looking through lists and Sequentials: the four stages of a ResNet are one family."""
+    """The children, with those of lists and Sequentials in their place, so that all stages of a ResNet are siblings."""
     for name, child in module.named_children():
         if isinstance(child, _CONTAINERS):
             yield from _siblings(child, f"{prefix}{name}.")
@@ -165,5 +165,5 @@ def _example(root: nn.Module) -> str:
 
 
 def _counts(root: nn.Module) -> Counter[str]:
-    """The classes of its layers that have parameters, and how many layers there are of each."""
+    """How many layers with parameters there are of each class."""
     return Counter(type(m).__name__ for m in root.modules() if m is not root and any(True for _ in m.parameters()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.config.bind import say
+from shardwise.config.bind import as_yaml
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.rules import check_plain
@@ -14,7 +14,7 @@ def data_node(node: Any) -> dict[str, Any] | None:
     """None: no class is named, and the module's own loaders are used."""
     if not isinstance(node, dict) or node.get("_target_", "") is not None:
         return target_node("data", node)
-    if options := [f"data.{key}={say(value)}" for key, value in node.items() if key != "_target_"]:
+    if options := [f"data.{key}={as_yaml(value)}" for key, value in node.items() if key != "_target_"]:
         raise ConfigError(
             f"{options[0]}: an option of no class; give data._target_=package.Data, or leave it out: the module's own "
             f"loaders take no options"
@@ -34,8 +34,8 @@ def logger_nodes(config: RunConfig) -> dict[str, dict[str, Any]]:
     for name, node in loggers.items():
         if node.get("log_model"):
             raise ConfigError(
-                f"loggers.{name}.log_model={say(node['log_model'])}: a checkpoint is a folder in this program's own "
-                f"format, and no tracker is given one; leave it out, and upload what shardwise export writes"
+                f"loggers.{name}.log_model={as_yaml(node['log_model'])}: a checkpoint is a folder in this program's "
+                f"own format, and no tracker is given one; leave it out, and upload what shardwise export writes"
             )
     return loggers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from shardwise.config.bind import say
+from shardwise.config.bind import as_yaml
 from shardwise.config.groups import CheckpointConfig, ClusterConfig, DdpConfig, StrategyConfig
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
@@ -24,8 +24,8 @@ def make_checkpointing(config: CheckpointConfig, accelerator: str) -> Checkpoint
         raise ConfigError(f"checkpoint.mode={config.mode}: must be min or max")
     if kept is not None and (kept < 1 or every is None or kept % every):
         raise ConfigError(
-            f"checkpoint.keep_every_n_steps={kept}: must be a multiple of checkpoint.save_every_n_steps={say(every)}: "
-            f"what is kept was saved"
+            f"checkpoint.keep_every_n_steps={kept}: must be a multiple of checkpoint.save_every_n_steps="
+            f"{as_yaml(every)}: what is kept was saved"
         )
     if config.max_failures < 0:
         raise ConfigError(f"checkpoint.max_failures={config.max_failures}: must be at least 0")

@@ -6,7 +6,7 @@ import math
 from types import NoneType
 from typing import Any
 
-from shardwise.config.bind import say
+from shardwise.config.bind import as_yaml
 from shardwise.config.schema import RunConfig, Stage
 from shardwise.errors import ConfigError, a_or_an
 from shardwise.plan.plan import RESUME_ALLOW, Checkpointing, Host
@@ -35,7 +35,7 @@ def check_values(config: RunConfig, host: Host, accelerator: str, checkpointing:
             f"gradient_clip_val={config.gradient_clip_val}: must be above 0 and finite, or null for no clipping"
         )
     if unknown := sorted(set(config.resume_allow) - set(RESUME_ALLOW)):
-        raise ConfigError(f"resume_allow={say(unknown)}: known are {', '.join(RESUME_ALLOW)}")
+        raise ConfigError(f"resume_allow={as_yaml(unknown)}: known are {', '.join(RESUME_ALLOW)}")
     if config.guard.max_in_a_row < 0:
         raise ConfigError(f"guard.max_in_a_row={config.guard.max_in_a_row}: must be at least 0")
     if not config.guard.spike_z > 0:
@@ -71,7 +71,8 @@ def check_pairs(config: RunConfig, accelerator: str) -> None:
     if config.precision.loss_scaling != (config.precision.compute_dtype.value == "float16"):
         raise ConfigError(
             f"precision.compute_dtype={config.precision.compute_dtype.value} precision.loss_scaling="
-            f"{say(config.precision.loss_scaling)}: float16, and nothing else, needs a loss scale; use precision=fp16"
+            f"{as_yaml(config.precision.loss_scaling)}: float16, and nothing else, needs a loss scale; "
+            f"use precision=fp16"
         )
     if strategy.startswith("zero") and precision == "fp64":
         raise ConfigError(
@@ -102,7 +103,7 @@ def check_plain(where: str, node: Any) -> None:
             if not isinstance(key, str):
                 raise ConfigError(f"{where}: the key {key!r} is not text; quote it in YAML: '{key}'")
             if key == "_target_" and not isinstance(value, str):
-                raise ConfigError(f"{where}._target_={say(value)}: must be a dotted path, package.module.Class")
+                raise ConfigError(f"{where}._target_={as_yaml(value)}: must be a dotted path, package.module.Class")
             check_plain(f"{where}.{key}", value)
     elif isinstance(node, list):
         for i, value in enumerate(node):

@@ -1,4 +1,4 @@
-"""Buffers that training writes to, a BatchNorm's averages say: kept, put back, the same on every rank."""
+"""The buffers that training writes to, such as the averages of a BatchNorm."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from shardwise.distributed.collectives import broadcast_from_rank_zero
 
 
 class BufferKeeper:
-    """Keeps a module's buffers as they are before a window: a step that does not count leaves no trace in them."""
+    """Copies a module's buffers before each window, so that a step that does not count leaves no trace in them."""
 
     def __init__(self, module: LightningModule) -> None:
         self.module = module
-        self._kept: list[tuple[list[Tensor], Tensor]] | None = None  # of one dtype: buffers, and what was in them
+        # For each dtype: the buffers, and their values before the window.
+        self._before: list[tuple[list[Tensor], Tensor]] | None = None
 
     def keep(self) -> None:
-        if self._kept is None:
+        """Copy the buffers before a window begins."""
+        if self._before is None:
             by_dtype: dict[torch.dtype, list[Tensor]] = {}
             if self.module.automatic_optimization:
                 for _, buffer in persistent_buffers(self.module):
                     by_dtype.setdefault(buffer.dtype, []).append(buffer)
-            self._kept = [(buffers, torch.empty(0)) for buffers in by_dtype.values()]
-        self._kept = [(buffers, _in_one_row(buffers)) for buffers, _ in self._kept]
+            self._before = [(buffers, torch.empty(0)) for buffers in by_dtype.values()]
+        self._before = [(buffers, _in_one_row(buffers)) for buffers, _ in self._before]
 
     def put_back(self, step_skipped: bool | Tensor) -> None:
-        """Where the step does not count. Does not wait for the device, which may be the only one to know."""
-        if step_skipped is False or not self._kept:
+        """Restore the buffers if the step was skipped. If only the device knows that, the host does not wait for it."""
+        if step_skipped is False or not self._before:
             return
-        for buffers, before in self._kept:
+        for buffers, values in self._before:
             if isinstance(step_skipped, Tensor):
-                before = torch.where(step_skipped > 0, before, _in_one_row(buffers))
-            parts = torch.split(before, [buffer.numel() for buffer in buffers])
+                values = torch.where(step_skipped > 0, values, _in_one_row(buffers))
+            parts = torch.split(values, [buffer.numel() for buffer in buffers])
             with torch.no_grad():
                 torch._foreach_copy_(buffers, [p.view_as(b) for p, b in zip(parts, buffers, strict=True)])
 
     def synchronize(self, group: dist.ProcessGroup) -> None:
-        """One rule everywhere, before buffers are used in an evaluation or saved: rank 0's. Collective."""
+        """Give every rank the buffers of rank 0, before an evaluation and before a save. Collective."""
         with torch.no_grad():
             broadcast_from_rank_zero(list(self.module.buffers()), group)
 

@@ -1,4 +1,4 @@
-"""Where a step of the module runs: inside the forward of the root, which a strategy wraps."""
+"""Runs a step of the module inside the forward of the root module, which a strategy wraps."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from shardwise.parallel.precision import Places, dtype_of, parameters_as
+from shardwise.parallel.precision import ParameterSites, cast_parameters, dtype_of
 from shardwise.plan import Plan
 from shardwise.step.precision_plugin import PlannedPrecision
 
 
 class StepForward:
-    """Calls a module's `training_step` and its like through the root's forward, where a strategy shows the root its
-    parameters.
+    """Calls `training_step` and the module's other steps through the forward of the root, if the strategy needs that.
 
-    `outside_units`: where parameters stand of which each step makes low-precision copies. `redirect(root, module, name,
-    *args, **kwargs)`: calls the root's forward, and within it the module's method of that name.
+    `outside_units`: the layers that hold the parameters of which each step makes low-precision copies.
+    `redirect(root, module, name, *args, **kwargs)`: calls the root's forward, and within it the module's method `name`.
     """
 
     def __init__(
@@ -27,21 +26,21 @@ class StepForward:
         module: LightningModule,
         plan: Plan,
         precision: PlannedPrecision,
-        outside_units: list[Places],
+        outside_units: list[ParameterSites],
         redirect: Callable[..., Any],
     ) -> None:
         self.module, self.plan, self.precision = module, plan, precision
         self.outside_units, self.redirect = outside_units, redirect
-        self._training_step: Callable[..., Any] | None = None  # compiled, under compile=model
+        self._training_step: Callable[..., Any] | None = None  # the compiled one, with compile=model
 
     def run(self, root: nn.Module | None, name: str, *args: Any, **kwargs: Any) -> Any:
-        """`root`: what the strategy has made of the module; None: it shows no parameters there."""
+        """Run the step `name`. `root`: the module as the strategy has wrapped it; None: call the step directly."""
         method = self._method(name)
         if name == "training_step" and self.plan.compile == "model":
             self._training_step = method = self._training_step or torch.compile(method)
 
         def inside(*args: Any, **kwargs: Any) -> Any:
-            with self.precision.forward_context():  # not around the call: DeepSpeed's engine switches autocast off
+            with self.precision.forward_context():  # here, since DeepSpeed's engine switches autocast off
                 return method(*args, **kwargs)
 
         if root is None:
@@ -56,7 +55,7 @@ class StepForward:
         dtype = dtype_of(self.plan.precision.compute_dtype)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with parameters_as(self.outside_units, dtype):
+            with cast_parameters(self.outside_units, dtype):
                 return method(*args, **kwargs)
 
         return run

@@ -24,7 +24,7 @@ from shardwise.parallel.precision import cast_floating, dtype_of
 from shardwise.plan import Plan
 from shardwise.step.verdict import StepVerdict
 
-# torch.amp's defaults, said once: DeepSpeed's are others
+# The defaults of torch.amp. DeepSpeed has other defaults, and is given these.
 LOSS_SCALE: dict[str, Any] = {
     "init_scale": 2.0**16,
     "growth_factor": 2.0,
@@ -34,7 +34,7 @@ LOSS_SCALE: dict[str, Any] = {
 
 
 class _Scaler(torch.amp.GradScaler):
-    """Looks at what this rank holds of every gradient, and asks the ranks that hold the rest."""
+    """A GradScaler that unscales this rank's parts of the gradients and shares the overflow flag with all ranks."""
 
     def __init__(self, device_type: str, mesh: Mesh) -> None:
         super().__init__(device_type, **LOSS_SCALE)
@@ -51,7 +51,7 @@ class _Scaler(torch.amp.GradScaler):
         return {found_inf.device: found_inf}
 
 
-LIGHTNINGS_WORDS: dict[str, Any] = {
+LIGHTNING_PRECISION: dict[str, Any] = {
     "fp64": "64-true",
     "fp32": "32-true",
     "tf32": "32-true",
@@ -62,35 +62,35 @@ LIGHTNINGS_WORDS: dict[str, Any] = {
 
 
 class PlannedPrecision(LightningPrecision):
-    """The Plan's precision inside Lightning's loop, and the owner of gradient norm and loss scale."""
+    """Applies the Plan's precision inside Lightning's loop, and owns the gradient norm and the loss scale."""
 
     def __init__(self, plan: Plan, verdict: StepVerdict | None = None) -> None:
         super().__init__()
         self.plan = plan
         self.verdict = verdict or StepVerdict(plan, Mesh(plan))
-        self.precision = LIGHTNINGS_WORDS[plan.precision.name]  # `trainer.precision`; nothing here acts on it
-        self.gradient_norm: Tensor | None = None  # of the last step, before clipping; a scalar on the device
-        self.gradients: list[tuple[nn.Parameter, Tensor]] = []  # of the last step, each with its gradient's norm
-        self._checkpoint_copied: torch.cuda.Event | None = None  # when it has what the next step would change
-        self._norm_is_known = False  # the gradients are still those that `gradient_norm` is of
-        self._unscaled: dict[int, Tensor] = {}  # by an optimizer's id: whether what the scale was taken from overflowed
-        self._overflows: list[Tensor] = []  # of this batch's steps
+        self.precision = LIGHTNING_PRECISION[plan.precision.name]  # only for users who read `trainer.precision`
+        self.gradient_norm: Tensor | None = None  # of the last step before clipping: a scalar
+        self.gradients: list[tuple[nn.Parameter, Tensor]] = []  # parameters and their gradients' norms
+        self._checkpoint_copied: torch.cuda.Event | None = None  # recorded when the copies are made
+        self._norm_is_known = False  # whether `gradient_norm` is that of the gradients as they are now
+        self._unscaled: dict[int, Tensor] = {}  # an optimizer's id → whether its unscaled gradients overflowed
+        self._overflows: list[Tensor] = []  # whether each step of this batch overflowed
         self._steps_by_hand = False
-        self._shard_groups: dict[int, tuple[dist.ProcessGroup, ...]] = {}  # by a parameter's id
+        self._shard_groups: dict[int, tuple[dist.ProcessGroup, ...]] = {}  # by the id of the parameter
         self.scaler: torch.amp.GradScaler | None = None
-        if plan.precision.loss_scaling and not plan.strategy.zero_stage:  # DeepSpeed has its own
+        if plan.precision.loss_scaling and not plan.strategy.zero_stage:  # DeepSpeed has its own scaler
             self.scaler = _Scaler(plan.accelerator, self.verdict.mesh)
 
     @property
     def loss_scale(self) -> float | None:
-        """What the loss is multiplied by before backward; None where there is no scaling."""
+        """The factor of the loss before the backward pass; None without loss scaling."""
         return None if self.scaler is None else self.scaler.get_scale()
 
     def forward_context(self) -> AbstractContextManager[Any]:
         precision = self.plan.precision
         if not precision.is_low:
             return nullcontext()
-        # No cache: the parameters are copies in the compute dtype already, made anew in every forward.
+        # A cache is useless: every forward makes new copies of the parameters in the compute dtype.
         return torch.autocast(self.plan.accelerator, dtype_of(precision.compute_dtype), cache_enabled=False)
 
     def convert_input(self, data: Any) -> Any:
@@ -114,13 +114,13 @@ class PlannedPrecision(LightningPrecision):
             self._after_closure(model, optimizer)
             assert self.gradient_norm is not None
             self.verdict.judge(self.gradient_norm, optimizer)
-        else:  # as GradScaler.step, but the verdict is known here: counter, schedule and log follow it
+        else:  # does what GradScaler.step does, and keeps the verdict for the counter, the schedule and the log
             self.scaler.unscale_(optimizer)
             found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
             self.verdict.decide(skipped=any(bool(flag.item()) for flag in found))
             self._after_closure(model, optimizer)
         if self.verdict.step_skipped is True:
-            optimizer._opt_called = True  # type: ignore[attr-defined] # else the schedule would warn, at the first step
+            optimizer._opt_called = True  # type: ignore[attr-defined] # else the schedule would warn at the first step
         else:
             optimizer.step(**kwargs)
         if self.scaler is not None:
@@ -128,11 +128,11 @@ class PlannedPrecision(LightningPrecision):
         return result
 
     def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
-        """Those that have the gradients, whatever the optimizer steps on."""
+        """The parameters that have the gradients, even if the optimizer steps on other tensors."""
         return iter(parameters_of(optimizer))
 
     def loss_scale_state(self) -> dict[str, float]:
-        """What a checkpoint keeps of the loss scale; empty where there is no scaling."""
+        """The state of the loss scaler for a checkpoint; empty without loss scaling."""
         if self.scaler is None:
             return {}
         state = self.scaler.state_dict()
@@ -143,7 +143,7 @@ class PlannedPrecision(LightningPrecision):
             state = self.scaler.state_dict()
             self.scaler.load_state_dict(state | {"scale": saved["scale"], "_growth_tracker": int(saved["good_steps"])})
 
-    # Where a module steps its optimizers itself
+    # A module that steps its optimizers itself
 
     def _step_by_hand(
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -164,18 +164,18 @@ class PlannedPrecision(LightningPrecision):
         return result
 
     def _unscale(self, optimizer: Any) -> None:
-        """Take the loss scale out of the gradients, once before each step: who clips needs them as they are."""
-        optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's has the module's inside
+        """Divide the gradients by the loss scale, once before each step: clipping needs their true values."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning wraps the module's optimizer
         if self.scaler is None or id(optimizer) in self._unscaled:
             return
-        if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:  # by `optimizer_step`
+        if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:  # `optimizer_step` did it
             return
         self.scaler.unscale_(optimizer)
         found = self.scaler._per_optimizer_states.pop(id(optimizer))["found_inf_per_device"]
         self._unscaled[id(optimizer)] = next(iter(found.values()))
 
     def end_batch_by_hand(self) -> int:
-        """Choose the loss scale for the next batch: not before, since gradients of this one may wait for a step.
+        """Choose the loss scale for the next batch, when no gradient of this batch waits for a step any more.
 
         Returns:
             How many steps were skipped.
@@ -189,10 +189,10 @@ class PlannedPrecision(LightningPrecision):
         return sum(int(overflow.item()) for overflow in overflows)
 
     def watch_step_by_hand(self, *_: Any) -> None:
-        """Before an optimizer steps.
+        """Refuse a step of an optimizer whose gradients still have the loss scale in them. Called before each step.
 
         Raises:
-            ConfigError: its gradients have the loss scale in them.
+            ConfigError: the gradients are scaled.
         """
         if self.scaler is not None and not self._steps_by_hand:
             raise ConfigError(
@@ -201,25 +201,27 @@ class PlannedPrecision(LightningPrecision):
             )
 
     def begin_checkpoint_copy(self, copied: torch.cuda.Event | None) -> None:
-        """A checkpoint is being written; `copied` is recorded when it has its copies of weights and state."""
+        """Note that a checkpoint is being written. `copied` is recorded when weights and state have been copied."""
         self._checkpoint_copied = copied
 
     def wait_for_checkpoint_copy(self) -> None:
-        """The device goes on when a checkpoint that is being written has its copies of weights and state."""
+        """Let the device wait until a checkpoint that is being written has its copies of weights and state."""
         if self._checkpoint_copied is not None:
             torch.cuda.current_stream().wait_event(self._checkpoint_copied)
             self._checkpoint_copied = None
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
-        """One rule for a weight that took no part in a step: its gradient is zero. Left at None, who steps it and who
-        does not would depend on the strategy: momentum and weight decay would go on under some."""
+        """Give a weight that took no part in the step a gradient of zero.
+
+        If it stayed None, momentum and weight decay would change the weight under some strategies only.
+        """
         if model.automatic_optimization:
             for parameter in self.main_params(optimizer):
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         super()._after_closure(model, optimizer)
 
-    @torch.no_grad()  # with it, a DTensor's part comes through autograd
+    @torch.no_grad()  # otherwise autograd would record how a DTensor's part is taken
     def _clip_gradients(self, model: LightningModule | nn.Module, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         assert isinstance(model, LightningModule)
         if not model.automatic_optimization:
@@ -230,18 +232,18 @@ class PlannedPrecision(LightningPrecision):
         self._norm_is_known = False
 
     def _measure_gradients(self, optimizer: Optimizer) -> None:
-        """Collective."""
+        """Set `gradients` and `gradient_norm`. Collective."""
         parameters = [p for p in self.main_params(optimizer) if p.grad is not None]
-        # On what this rank holds: the arithmetic of DTensors takes the host longer than the device needs for it.
+        # Local parts are used, since DTensors' arithmetic takes the host longer than the device.
         gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
-        # A norm in bfloat16 has 8 bits, and gradients would be clipped by a rounded number.
+        # A norm in bfloat16 has only 8 bits: gradients would be clipped by a rounded number.
         dtype = torch.float32 if self.plan.precision.parameter_dtype == "bfloat16" else None
         norms = list(torch._foreach_norm(gradients, dtype=dtype)) if gradients else []
         self.gradients = list(zip(parameters, norms, strict=True))
         self.gradient_norm = self._whole_norm(parameters, norms) if norms else torch.zeros(())
 
     def _whole_norm(self, parameters: list[nn.Parameter], norms: list[Tensor]) -> Tensor:
-        """Of all gradients, over every axis that they are sharded on. Collective."""
+        """The norm of all gradients, over every mesh axis that they are sharded on. Collective."""
         by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
         for parameter, norm in zip(parameters, norms, strict=True):
             groups = self._shard_groups.get(id(parameter))
@@ -249,8 +251,8 @@ class PlannedPrecision(LightningPrecision):
                 groups = self._shard_groups[id(parameter)] = shard_groups(parameter)
             by_groups.setdefault(groups, []).append(norm)
         wholes = []
-        for groups, held in by_groups.items():
-            whole = torch.linalg.vector_norm(torch.stack(held))
+        for groups, local_norms in by_groups.items():
+            whole = torch.linalg.vector_norm(torch.stack(local_norms))
             if groups:
                 square = whole.square_()
                 for group in groups:
@@ -262,30 +264,30 @@ class PlannedPrecision(LightningPrecision):
 
     @torch.no_grad()
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """As `torch.nn.utils.clip_grad_norm_`, on what this rank holds, by the norm over all ranks. Collective."""
+        """Scale this rank's parts as `torch.nn.utils.clip_grad_norm_` does, by the norm over all ranks. Collective."""
         self._unscale(optimizer)
         norm, gradients = self.gradient_norm, self.gradients
-        if not self._norm_is_known:  # the module clips, at a time of its own: what is logged stays the norm before
+        if not self._norm_is_known:  # the module clips by itself; the log keeps the norm measured before
             self._measure_gradients(optimizer)
-            own, self.gradient_norm, self.gradients = self.gradient_norm, norm, gradients
-            norm = own
+            measured, self.gradient_norm, self.gradients = self.gradient_norm, norm, gradients
+            norm = measured
         assert norm is not None
-        if held := self._held_gradients(optimizer):
-            torch._foreach_mul_(held, (clip_val / (norm + 1e-6)).clamp(max=1.0))
+        if local := self._local_gradients(optimizer):
+            torch._foreach_mul_(local, (clip_val / (norm + 1e-6)).clamp(max=1.0))
 
     @torch.no_grad()
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """As `torch.nn.utils.clip_grad_value_`, on what this rank holds."""
+        """Clamp this rank's parts, as `torch.nn.utils.clip_grad_value_` does."""
         self._unscale(optimizer)
-        if held := self._held_gradients(optimizer):
-            torch._foreach_clamp_min_(held, -clip_val)
-            torch._foreach_clamp_max_(held, clip_val)
+        if local := self._local_gradients(optimizer):
+            torch._foreach_clamp_min_(local, -clip_val)
+            torch._foreach_clamp_max_(local, clip_val)
 
-    def _held_gradients(self, optimizer: Optimizer) -> list[Tensor]:
+    def _local_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         return [local_part(p.grad) for p in self.main_params(optimizer) if p.grad is not None]
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Those that have the gradients, whatever the optimizer steps on."""
+    """The parameters that have the gradients, even if the optimizer steps on other tensors."""
     sharded = getattr(optimizer, "sharded_parameters", None)
     return sharded or [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,4 +1,4 @@
-"""What a step came to: written on the device, read by the host some steps later. Nothing on the step path waits."""
+"""The numbers of a step: the device writes them, and the host reads them some steps later without waiting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.step.precision_plugin import PlannedPrecision
 from shardwise.step.window import AccumulationWindow
 
-LAG = 2  # steps between a step's end and the reading of its numbers: the device has work while the host reads
+# The host reads a step's numbers this many steps after its end, so that the device has work meanwhile.
+LAG = 2
 
 
 class Tick:
@@ -23,18 +24,18 @@ class Tick:
     def __init__(self, device: torch.device) -> None:
         self.event: torch.Event | None = None
         if device.type == "cuda":
-            self.event = torch.Event(device, enable_timing=True)  # a quarter of torch.cuda.Event's time to record
+            self.event = torch.Event(device, enable_timing=True)  # four times as fast to record as torch.cuda.Event
             self.event.record()
         else:
             self.seconds = time.perf_counter()
 
     def wait(self) -> None:
-        """For the device, where it is not there yet."""
+        """Wait until the device has reached this moment."""
         if self.event is not None:
             self.event.synchronize()
 
     def until(self, later: Tick) -> float:
-        """Seconds. On CUDA both must have been reached."""
+        """The seconds until `later`. On CUDA the device must have reached both."""
         if self.event is not None and later.event is not None:
             return float(self.event.elapsed_time(later.event)) / 1e3
         return later.seconds - self.seconds
@@ -45,40 +46,40 @@ class Readback:
 
     def __init__(self, values: Tensor) -> None:
         self.values = values.to("cpu", non_blocking=True)  # pinned
-        self.there = Tick(values.device)
+        self.end = Tick(values.device)  # the device has written the numbers
 
     def read(self) -> list[float]:
-        """Waits only where the device is not there yet."""
-        self.there.wait()
+        """The numbers. Waits only if the device has not written them yet."""
+        self.end.wait()
         return [float(value) for value in self.values.tolist()]
 
 
 @dataclass
 class StepRecord:
-    """One optimizer step, still on its way."""
+    """One optimizer step, whose numbers may still be on their way from the device."""
 
-    number: int  # the step counter after it
-    start: int  # the training clock before it, in samples
+    number: int  # the step counter after the step
+    start: int  # the training clock before the step, in samples
     learning_rate: float
     loss_scale: float | None
-    step_skipped: bool | None  # the optimizer left everything as it was; None: `values` will tell
-    # Loss, gradient norm, step skipped, skipped on purpose (1, or not); of several ranks: the sums of the loss and of
-    # `own`
+    step_skipped: bool | None  # whether the optimizer changed nothing; None: it is in `values`
+    # Loss, gradient norm, whether the step was skipped, whether on purpose. With several ranks there follow the sums
+    # over them of the loss and of `of_rank`.
     values: Readback
-    own: tuple[int, int, int]  # loss weight and FLOPs of this rank's micro-batches; what signals have asked it for
-    losses: list[Tensor]  # what each of this rank's micro-batches added to the loss
-    gradients: list[tuple[nn.Parameter, Tensor]]  # with the norm of what this rank holds of its gradient
+    of_rank: tuple[int, int, int]  # loss weight and FLOPs of this rank's micro-batches, and its signal requests
+    losses: list[Tensor]  # what each micro-batch of this rank added to the loss
+    gradients: list[tuple[nn.Parameter, Tensor]]  # parameters and the norms of this rank's parts of their gradients
     begin: Tick
-    arrived: Tick  # of its first batch on the device
-    fetching_seconds: float  # of the host, in the data loader
+    arrived: Tick  # when the first batch was on the device
+    fetching_seconds: float  # the time that the host waited for the data loader
 
     @property
     def end(self) -> Tick:
-        return self.values.there
+        return self.values.end
 
 
 class LoadedWindow(Protocol):
-    """What the loader knows of the window that it has handed over: see data/loaders.py."""
+    """What the loader knows about the window that it has handed over: see data/loaders.py."""
 
     window_start: int
     window_weight: int
@@ -91,18 +92,18 @@ class StepRecorder:
 
     def __init__(self, device: torch.device, mesh: Mesh) -> None:
         self.device, self.mesh = device, mesh
-        self._begin: Tick | None = None  # of the step that is under way
+        self._begin: Tick | None = None  # when the current step began
         self._arrived: Tick | None = None
         self._zero = torch.zeros((), device=device)
-        self._own: tuple[int, int, int] | None = None  # see `StepRecord.own`; and the same on the device
-        self._own_on_device = torch.empty(0)
+        self._of_rank: tuple[int, int, int] | None = None  # see `StepRecord.of_rank`
+        self._of_rank_on_device = torch.empty(0)  # the same numbers
 
     def restart_clock(self) -> None:
-        """What comes now is the next step's; what came since the last one was not."""
+        """Let the next step begin now: the time since the last step belongs to neither."""
         self._begin = Tick(self.device)
 
     def batch_arrived(self) -> None:
-        """The first one of a window is on the device."""
+        """Note that the first batch of a window is on the device."""
         self._arrived = Tick(self.device)
 
     def finish(
@@ -114,18 +115,18 @@ class StepRecorder:
         learning_rate: float,
         signal_requests: int,
     ) -> StepRecord:
-        """The window that has just ended, as step `number`; its numbers are on their way. Collective; does not wait."""
+        """Record the window that has just ended as step `number`. Collective; does not wait for the numbers."""
         assert self._begin is not None and self._arrived is not None
         verdict, skipped = precision.verdict, precision.verdict.step_skipped
         loss, norm = window.loss if window.losses else self._zero, precision.gradient_norm
-        if norm is not None and norm.device != loss.device:  # DeepSpeed's
+        if norm is not None and norm.device != loss.device:  # DeepSpeed gives it on the host
             norm = torch.full_like(self._zero, norm.item())
         values = [loss, norm, skipped if isinstance(skipped, Tensor) else None, verdict.skip_requested]
-        # Of one dtype, as they mostly are, one kernel
+        # This is one kernel if all have one dtype, as is usual.
         numbers = torch.stack([self._zero if value is None else value for value in values])
-        own = (loader.window_weight, loader.window_flops, signal_requests)
+        of_rank = (loader.window_weight, loader.window_flops, signal_requests)
         if self.mesh.group("loss").size() > 1:
-            numbers = torch.cat([numbers, self._sums_over_ranks(loss, own)])
+            numbers = torch.cat([numbers, self._sums_over_ranks(loss, of_rank)])
         step = StepRecord(
             number=number,
             start=loader.window_start,
@@ -133,7 +134,7 @@ class StepRecorder:
             loss_scale=precision.loss_scale,
             step_skipped=None if isinstance(skipped, Tensor) else skipped,
             values=Readback(numbers),
-            own=own,
+            of_rank=of_rank,
             losses=window.losses,
             gradients=precision.gradients,
             begin=self._begin,
@@ -144,9 +145,9 @@ class StepRecorder:
         verdict.clear_request()
         return step
 
-    def _sums_over_ranks(self, loss: Tensor, own: tuple[int, int, int]) -> Tensor:
-        """Collective; does not wait."""
-        if own != self._own:  # seldom: every step of a language model has as many tokens
-            self._own = own
-            self._own_on_device = torch.stack([torch.full_like(loss, n, dtype=torch.float64) for n in own])
-        return sum_over(self.mesh.group("loss"), torch.cat([loss.double().reshape(1), self._own_on_device]))
+    def _sums_over_ranks(self, loss: Tensor, of_rank: tuple[int, int, int]) -> Tensor:
+        """The sums of the loss and of `of_rank`. Collective; does not wait."""
+        if of_rank != self._of_rank:  # seldom: most steps have equally many tokens
+            self._of_rank = of_rank
+            self._of_rank_on_device = torch.stack([torch.full_like(loss, n, dtype=torch.float64) for n in of_rank])
+        return sum_over(self.mesh.group("loss"), torch.cat([loss.double().reshape(1), self._of_rank_on_device]))

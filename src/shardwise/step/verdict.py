@@ -1,8 +1,8 @@
-"""Does this step count? One owner of the answer: nobody else writes it.
+"""Decides whether a step counts. Only StepVerdict writes the answer.
 
-A step does not count if its loss or its gradients are not finite, if its loss leaps and the Plan skips such steps, or
-if its window is one that the run was told to pass over. Then the optimizer must leave everything as it is. The device
-knows that in time, by a norm of the gradients that is not finite; the host reads it some steps later.
+A step does not count if its loss or its gradients are not finite, if its loss is a spike and the Plan skips those, or
+if the Plan passes its window over. Then the optimizer must change nothing. The device knows this in time, because the
+norm of the gradients is not finite then. The host reads it some steps later.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from shardwise.step.spikes import SpikeDetector
 
 
 class StepVerdict:
-    """Of the step that has just been made."""
+    """Says whether the step that has just been made counts, and why not."""
 
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
         self.plan, self.mesh = plan, mesh
-        self.step_skipped: bool | Tensor = False  # the optimizer changed nothing; a tensor: only the device knows yet
-        self.skipped_by_scaler = False  # the gradients overflowed at this loss scale
-        self.skip_requested: Tensor | None = None  # true: the gradients were made non-finite on purpose
-        self.skipped_steps = 0  # by the loss scaler, in this process
+        self.step_skipped: bool | Tensor = False  # a tensor: so far only the device knows it
+        self.skipped_by_scaler = False  # because the gradients overflowed
+        self.skip_requested: Tensor | None = None  # whether the gradients were made non-finite on purpose
+        self.skipped_steps = 0  # how many steps the loss scaler skipped in this process
         self._spikes = SpikeDetector(plan.guard.spike_z)
         self._one_as_loss: Tensor | None = None
-        self._found_inf: Tensor | None = None  # what fused optimizers look at, on the device
+        self._found_inf: Tensor | None = None  # the flag that fused optimizers read on the device
 
     def gradient_seed(self, loss: Tensor, window_start: int) -> Tensor:
-        """What the backward pass of a window's last micro-batch starts from: 1, or not a number if the window's loss
-        is none, or if the step is not to count. So are its gradients then, of every parameter on every rank, and one
-        look at their norm tells all. Collective where spikes are skipped.
+        """The gradient from which the backward pass of a window's last micro-batch starts: 1, or NaN.
 
-        `loss`: the window's, on this rank. `window_start`: the training clock at its begin.
+        It is NaN if the loss of the window is not finite, or if the step must not count. Then all gradients become NaN
+        on every rank, and their norm shows it. Collective if spikes are skipped.
+
+        `loss`: that of the window on this rank. `window_start`: the training clock when the window began.
         """
         if self._one_as_loss is None:
             self._one_as_loss = torch.ones_like(loss)
@@ -52,15 +53,15 @@ class StepVerdict:
         return seed
 
     def decide(self, skipped: bool) -> None:
-        """The host knows it already."""
+        """Note the verdict where the host knows it already."""
         self.step_skipped = skipped
 
     def judge(self, gradient_norm: Tensor, optimizer: Optimizer) -> None:
-        """By the norm of the gradients over all ranks.
+        """Decide by the norm of the gradients over all ranks.
 
-        Optimizers with a fused kernel read the verdict on the device. For the others the host waits, and knows. Under
-        on_nonfinite=stop, or after too many in a row, it holds for every step from there on: until the host has
-        noticed, nothing changes.
+        Optimizers with a fused kernel read the verdict on the device. For all others the host waits for it. With
+        on_nonfinite=stop, or after too many skipped steps in a row, all later steps are skipped too, so that nothing
+        changes until the host has noticed.
         """
         guard = self.plan.guard
         may_go_on = guard.on_nonfinite == "skip" or guard.on_spike == "skip" or bool(guard.pass_over)
@@ -70,16 +71,16 @@ class StepVerdict:
             self._stopped, self._in_a_row = torch.zeros_like(self._found_inf), torch.zeros_like(self._found_inf)
         elif may_go_on:
             self._found_inf.copy_(self._stopped)
-        # One kernel: sets the flag, and never clears it.
+        # This one kernel sets the flag if the norm is not finite, and never clears it.
         torch._amp_foreach_non_finite_check_and_unscale_([gradient_norm.float()], self._found_inf, self._one)
-        if may_go_on:  # but not for ever
+        if may_go_on:  # up to `max_in_a_row` times
             self._in_a_row = (self._in_a_row + 1) * self._found_inf
             stopped = self._in_a_row > guard.max_in_a_row
             if guard.on_nonfinite == "stop":
-                wanted = self._found_inf > 0
-                stopped |= wanted if self.skip_requested is None else wanted & ~self.skip_requested
+                found = self._found_inf > 0
+                stopped |= found if self.skip_requested is None else found & ~self.skip_requested
             self._stopped = torch.maximum(self._stopped, stopped.float())
-        # Without state yet, a fused SGD would take what lies in memory for its momentum.
+        # A fused SGD that has no state yet would read its momentum from uninitialised memory.
         if getattr(optimizer, "_step_supports_amp_scaling", False) and optimizer.state:
             optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
             self.step_skipped = self._found_inf
@@ -87,10 +88,11 @@ class StepVerdict:
             self.step_skipped = bool(self._found_inf.item())
 
     def find_scaler_skip(self, loss: Tensor) -> bool:
-        """Whether the step was skipped because the loss scale was too large: its gradients are not finite, of a loss
-        that is. Then it is no step at all. Collective where the step was skipped under loss scaling.
+        """Whether the step was skipped because the loss scale was too large: the loss is finite, its gradients are not.
 
-        `loss`: the window's, on this rank.
+        Such a step is not counted as a step. Collective if the step was skipped under loss scaling.
+
+        `loss`: that of the window on this rank.
         """
         self.skipped_by_scaler = (
             self.step_skipped is True
@@ -104,9 +106,9 @@ class StepVerdict:
         return self.skipped_by_scaler
 
     def count_skipped_by_hand(self, steps: int) -> None:
-        """Steps of a module that optimizes by hand, which the loss scaler has skipped."""
+        """Count `steps` that the loss scaler has skipped in a module that optimizes by hand."""
         self.skipped_steps += steps
 
     def clear_request(self) -> None:
-        """The step has been recorded."""
+        """Forget the request to skip, since the step has been recorded."""
         self.skip_requested = None

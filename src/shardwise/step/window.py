@@ -1,7 +1,7 @@
-"""An accumulation window: the micro-batches of one step → the gradient of the mean over the global batch.
+"""An accumulation window turns the micro-batches of one step into the gradient of the mean over the global batch.
 
-The loader weighs a whole window before its first micro-batch is computed (see data/loaders.py), so that each loss is
-scaled before its backward pass: DeepSpeed clips inside its step, and nothing could be mended afterwards.
+The loader knows the weight of a whole window before its first micro-batch is computed (see data/loaders.py). So each
+loss can be scaled before its backward pass. Later would be too late, since DeepSpeed clips inside its step.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from shardwise.errors import ConfigError
 
 
 class AccumulationWindow:
-    """What the micro-batches of the step under way have come to on this rank."""
+    """The losses of the current step's micro-batches on this rank."""
 
     def __init__(self, micro_batches: int) -> None:
         self.micro_batches = micro_batches
-        self.losses: list[Tensor] = []  # what each micro-batch adds to the loss
-        self._scale: Tensor | None = None  # of the micro-batch under way
+        self.losses: list[Tensor] = []  # what each micro-batch adds to the loss of the window
+        self._scale: Tensor | None = None  # of the current micro-batch
 
     def begin(self) -> None:
         self.losses = []
 
     def begin_micro_batch(self, scale: Tensor | None) -> None:
-        """`scale`: what its loss is multiplied by; None: nothing."""
+        """Begin the next micro-batch. `scale`: the factor of its loss; None: the loss is used as it is."""
         self._scale = scale
 
     @property
     def is_complete(self) -> bool:
-        """Every micro-batch has been through its forward pass."""
+        """Whether every micro-batch has had its forward pass."""
         return len(self.losses) == self.micro_batches
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss to differentiate: the micro-batch's share of the loss of the global batch."""
+        """The loss to differentiate: this micro-batch's share of the loss of the global batch."""
         scaled = loss if self._scale is None else loss * self._scale.to(loss.dtype)
         self.losses.append(scaled.detach().reshape(()))
         return scaled
 
     def take_loss_of_manual_step(self, output: Any) -> None:
-        """What a module that optimizes by hand returns is its loss, for the log and the guard."""
+        """Take the loss for the log and the guard from what a module that optimizes by hand returns."""
         loss = loss_of(output)
         self.losses = []
         if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -50,17 +50,17 @@ class AccumulationWindow:
 
     @property
     def loss(self) -> Tensor:
-        """What this rank's micro-batches add up to, as they were differentiated."""
+        """The sum of the scaled losses of this rank's micro-batches."""
         return torch.stack(self.losses).sum() if len(self.losses) > 1 else self.losses[0]
 
 
 def loss_of(output: Any) -> Any:
-    """Of what `training_step` returns."""
+    """The loss in what `training_step` returns."""
     return output.get("loss") if isinstance(output, dict) else output
 
 
 def check_output(output: Any, module_name: str, *, has_own_backward: bool) -> None:
-    """What `training_step` of a module with automatic optimization has returned.
+    """Check what `training_step` of a module with automatic optimization has returned.
 
     Raises:
         ConfigError: no loss, or one that does not depend on the weights.

@@ -35,7 +35,7 @@ from shardwise.lightning_internals import counters
 from shardwise.lightning_internals.results import unrecorded
 from shardwise.optim.optimizers import check_one_owner, step_schedules_unless
 from shardwise.parallel.parallelize import copy_outside_units, parallelize
-from shardwise.parallel.precision import Places
+from shardwise.parallel.precision import ParameterSites
 from shardwise.parallel.units import Units, units_for
 from shardwise.plan import Plan
 from shardwise.protocols import flops_of, loss_weight_of
@@ -68,7 +68,7 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         self._before_training: Callable[[], None] | None = None
         self.stepped = False  # in this batch, by a module that optimizes by hand
         self.learning_rate = float("nan")  # of the last step's first parameter group
-        self._outside_units: list[Places] = []  # parameters of which each step makes low-precision copies
+        self._outside_units: list[ParameterSites] = []  # parameters of which each step makes low-precision copies
         self._paddings: deque[bool] = deque()  # of evaluation batches that were handed over
         self._transfer: BatchTransfer | None = None
         self._file_group: dist.ProcessGroup | None = None

@@ -1,4 +1,4 @@
-"""The weights that a run starts from (`init_from=`): each rank reads the chunks that it holds, from safetensors."""
+"""Reads the weights that a run starts from (`init_from=`): each rank reads its own chunks, from safetensors."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from shardwise.weights.safetensors import Stored, list_weights
 
 
 def read_initial(state: ShardedState, module: LightningModule, plan: Plan) -> str:
-    """Into parameters and persistent buffers; what was read, in words.
+    """Read weights into parameters and persistent buffers, and return a line for the user about what was read.
 
     Raises:
-        ConfigError: other names or shapes than this model's; lists them.
+        ConfigError: the files' names or shapes are not those of this model; the message lists them.
     """
     from safetensors import SafetensorError, safe_open
 
     assert plan.init_from is not None
-    said = f"init_from={plan.init_from}"
-    stored = list_weights(Path(plan.init_from), said)
-    names = _names(module, plan, stored, said)
+    option = f"init_from={plan.init_from}"
+    stored = list_weights(Path(plan.init_from), option)
+    names = _names(module, plan, stored, option)
     with ExitStack() as files, torch.no_grad():
         opened: dict[Path, Any] = {}
 
@@ -39,10 +39,12 @@ def read_initial(state: ShardedState, module: LightningModule, plan: Plan) -> st
                 opened[source.file] = files.enter_context(safe_open(source.file, framework="pt"))
             for chunk in chunks:
                 if chunk.values.is_floating_point() != ("F" in source.dtype):
-                    raise ConfigError(f"{said}: {names[name]} is of {source.dtype} there and {chunk.values.dtype} here")
-                place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.values.shape, strict=True))
-                # A scalar has nothing to be cut
-                part = opened[source.file].get_slice(names[name])[place] if place else \
+                    raise ConfigError(
+                        f"{option}: {names[name]} is of {source.dtype} there and {chunk.values.dtype} here"
+                    )
+                region = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.values.shape, strict=True))
+                # A scalar cannot be sliced.
+                part = opened[source.file].get_slice(names[name])[region] if region else \
                     opened[source.file].get_tensor(names[name])  # fmt: skip
                 chunk.values.copy_(part)
 
@@ -52,20 +54,20 @@ def read_initial(state: ShardedState, module: LightningModule, plan: Plan) -> st
             for name, buffer in persistent_buffers(module):
                 fill(name, whole(buffer).chunks)
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{said} cannot be read: {error}; copy it again") from None
+            raise ConfigError(f"{option} cannot be read: {error}; copy it again") from None
     values = sum(prod(stored[name].shape) for name in names.values())
     return f"{count(len(names), 'tensor')}, {count(values, 'value')}, of {plan.init_from}"
 
 
-def _names(module: LightningModule, plan: Plan, stored: dict[str, Stored], said: str) -> dict[str, str]:
-    """This model's names → the files': the module's own, or else Hugging Face's where the module says them."""
-    here, there = shapes_of(module), {name: tensor.shape for name, tensor in stored.items()}
-    names = {name: name for name in here}
+def _names(module: LightningModule, plan: Plan, stored: dict[str, Stored], option: str) -> dict[str, str]:
+    """Map this model's names to those in the files: the same, or Hugging Face's names if the module defines them."""
+    expected, found = shapes_of(module), {name: tensor.shape for name, tensor in stored.items()}
+    names = {name: name for name in expected}
     theirs = hugging_face_names_of(module)
-    if here.keys() != there.keys() and theirs is not None:
+    if expected.keys() != found.keys() and theirs is not None:
         foreign: dict[str, str] = theirs(plan.module)
-        if len(there.keys() & foreign.values()) > len(there.keys() & here.keys()):
+        if len(found.keys() & foreign.values()) > len(found.keys() & expected.keys()):
             names |= foreign
-    if told := unlike({names[name]: shape for name, shape in here.items()}, there, "this model", "the files"):
-        raise ConfigError(f"{said}: is of another model: {told}")
+    if difference := unlike({names[name]: shape for name, shape in expected.items()}, found, "this model", "the files"):
+        raise ConfigError(f"{option}: is of another model: {difference}")
     return names

@@ -1,9 +1,9 @@
-"""Initial weights: a function of seed and model alone, whatever the strategy and the number of ranks.
+"""Makes the initial weights, which depend on seed and model alone, not on the strategy or the number of ranks.
 
-A module that says how a layer is initialised (`init_module_weights(layer)`) is built without memory for its
-parameters; each layer is then made on the device and initialised under its own seed, one unit at a time, so that no
-rank ever holds the whole model before it is sharded. Any other module is built on every rank and takes rank 0's values,
-parameters and buffers alike, so that whatever its constructor did survives.
+A module that can initialise a layer (`init_module_weights(layer)`) is built without memory for its parameters. Then
+each layer is made on the device and initialised under its own seed, one unit at a time, so that no rank ever holds the
+whole model before it is sharded. Any other module is built on every rank and takes the parameters and buffers of rank
+0, so that what its constructor did is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwise.protocols import initializes_itself
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Inside, every registered parameter has a shape and no memory. Buffers and metric states stay real."""
+    """Give parameters that are registered inside no memory, only a shape. Buffers and metric states are real."""
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -46,14 +46,14 @@ class Materializer:
     ) -> None:
         self.root, self.device, self.seed, self.group = root, device, seed, group
         self.names = {id(module): name for name, module in root.named_modules(remove_duplicate=True)}
-        self.made: dict[int, nn.Parameter] = {}  # tied parameters stay one object
-        self.placed: set[int] = set()
-        self.own = initializes_itself(root)
+        self.made: dict[int, nn.Parameter] = {}  # by id, so that tied parameters stay one object
+        self.done: set[int] = set()  # ids of layers
+        self.initializes_itself = initializes_itself(root)
 
     def materialize(self, part: nn.Module) -> None:
-        """Put `part` on the device with its initial values. Layers that were placed before are left alone."""
-        layers = [m for m in part.modules() if id(m) not in self.placed]
-        self.placed.update(id(m) for m in layers)
+        """Put `part` on the device with its initial values. Layers that are done already are left alone."""
+        layers = [m for m in part.modules() if id(m) not in self.done]
+        self.done.update(id(m) for m in layers)
         for layer in layers:
             for name, parameter in layer._parameters.items():
                 if parameter is not None:
@@ -61,7 +61,7 @@ class Materializer:
             for name, buffer in layer._buffers.items():
                 if buffer is not None:
                     layer._buffers[name] = buffer.to(self.device)
-        if not self.own:
+        if not self.initializes_itself:
             if self.group is not None:
                 parameters = [p.data for m in layers for p in m._parameters.values() if p is not None]
                 broadcast_from_rank_zero(parameters, self.group)

@@ -1,7 +1,7 @@
-"""Weights as safetensors, which others read and write too: a header in JSON, then the tensors' bytes, no code.
+"""Reads headers of safetensors files, and writes such files: a header in JSON, then the bytes of the tensors.
 
-Headers are read and files are written here without torch and without the package: the launcher looks at what a run is
-to start from, and an export never holds more than one tensor.
+This needs neither torch nor the package safetensors: the launcher checks the weights that a run starts from, and an
+export never holds more than one tensor in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.run_dir.files import MANIFEST
 
 INDEX = "model.safetensors.index.json"
 
-# torch's words → the format's
+# torch's names of dtypes → the format's
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
           "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}  # fmt: skip
 
@@ -28,20 +28,20 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file."""
+    """A tensor that is in a file."""
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str  # in the format's words
+    dtype: str  # the format's name of it
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be written."""
+    """A tensor that will be written."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: str  # in torch's words
+    dtype: str  # torch's name of it
     itemsize: int
 
     @property
@@ -49,50 +49,50 @@ class Entry:
         return math.prod(self.shape) * self.itemsize
 
 
-def list_weights(path: Path, said: str) -> dict[str, Stored]:
-    """Every tensor of a file, or of a folder of them, by name. Only headers are read.
+def list_weights(path: Path, option: str) -> dict[str, Stored]:
+    """List the tensors of a file, or of a folder of files, by name. Reads headers only.
 
-    `said`: how the user named it, e.g. `init_from=weights`.
+    `option`: the option that names the path, for messages, e.g. `init_from=weights`.
 
     Raises:
-        ConfigError: nothing there, something else, pickles, or a file that is cut short; says which.
+        ConfigError: no such path, no safetensors, pickles, or a file that is cut short; the message says which.
     """
     try:
         stored: dict[str, Stored] = {}
-        for file in _files(path, said):
-            for name, entry in _header(file, said).items():
+        for file in _files(path, option):
+            for name, entry in _header(file, option).items():
                 if name in stored:
                     raise ConfigError(
-                        f"{said}: {stored[name].file.name} and {file.name} both have {name}; name one of them, or "
+                        f"{option}: {stored[name].file.name} and {file.name} both have {name}; name one of them, or "
                         f"leave one folder to one model"
                     )
                 stored[name] = Stored(file, tuple(entry["shape"]), entry["dtype"])
         return stored
     except OSError as error:
-        raise ConfigError(f"{said} cannot be read: {error.strerror} ({error.filename}); give another path") from None
+        raise ConfigError(f"{option} cannot be read: {error.strerror} ({error.filename}); give another path") from None
 
 
-def _files(path: Path, said: str) -> list[Path]:
+def _files(path: Path, option: str) -> list[Path]:
     if not path.exists():
-        raise ConfigError(f"{said}: there is no such file or folder; give one with safetensors")
+        raise ConfigError(f"{option}: there is no such file or folder; give one with safetensors")
     if path.is_file():
         if path.suffix != ".safetensors":
-            raise ConfigError(f"{said} is no .safetensors file" + _remedy([path]))
+            raise ConfigError(f"{option} is no .safetensors file" + _remedy([path]))
         return [path]
     if (path / MANIFEST).is_file() or (path / "checkpoints").is_dir():
         raise ConfigError(
-            f"{said} is {'a checkpoint' if (path / MANIFEST).is_file() else 'a run'}: start from what `shardwise "
+            f"{option} is {'a checkpoint' if (path / MANIFEST).is_file() else 'a run'}: start from what `shardwise "
             f"export {path} format=safetensors` makes of it, or go on with it by resume="
         )
     if (path / INDEX).is_file():
-        return _indexed(path / INDEX, said)
+        return _indexed(path / INDEX, option)
     if found := sorted(path.glob("*.safetensors")):
         return found
-    raise ConfigError(f"{said}: no *.safetensors in that folder" + _remedy(sorted(path.iterdir())))
+    raise ConfigError(f"{option}: no *.safetensors in that folder" + _remedy(sorted(path.iterdir())))
 
 
-def _remedy(there: list[Path]) -> str:
-    if pickled := [file.name for file in there if _is_pickled(file)]:
+def _remedy(files: list[Path]) -> str:
+    if pickled := [file.name for file in files if _is_pickled(file)]:
         return (
             f": {pickled[0]} is a pickle, which may run any code when it is read; write its tensors with "
             f"safetensors.torch.save_file first"
@@ -104,24 +104,24 @@ def _is_pickled(file: Path) -> bool:
     if file.suffix not in _PICKLED or not file.is_file():
         return False
     with file.open("rb") as content:
-        return content.read(2) in (b"PK", b"\x80\x02")  # torch's archive, and what it wrote before 1.6
+        return content.read(2) in (b"PK", b"\x80\x02")  # torch's zip archive; before torch 1.6 a plain pickle
 
 
-def _indexed(index: Path, said: str) -> list[Path]:
+def _indexed(index: Path, option: str) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         files = [index.with_name(Path(name).name) for name in names]
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise ConfigError(f"{said}: {index.name} is no index of safetensors; copy it again") from None
+        raise ConfigError(f"{option}: {index.name} is no index of safetensors; copy it again") from None
     if missing := [file.name for file in files if not file.is_file()]:
         raise ConfigError(
-            f"{said}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} in {index.name} and not in the "
+            f"{option}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} in {index.name} and not in the "
             f"folder; copy the whole folder"
         )
     return files
 
 
-def _header(file: Path, said: str) -> dict[str, dict[str, Any]]:
+def _header(file: Path, option: str) -> dict[str, dict[str, Any]]:
     size = file.stat().st_size
     try:
         with file.open("rb") as content:
@@ -134,14 +134,14 @@ def _header(file: Path, said: str) -> dict[str, dict[str, Any]]:
         if not all(isinstance(entry["dtype"], str) and isinstance(entry["shape"], list) for entry in header.values()):
             raise ValueError
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise ConfigError(f"{said}: {file.name} is damaged, or no safetensors; copy it again") from None
+        raise ConfigError(f"{option}: {file.name} is damaged, or no safetensors; copy it again") from None
     if end != size:
-        raise ConfigError(f"{said}: {file.name} has {size} bytes, and its header says {end}; copy it again")
+        raise ConfigError(f"{option}: {file.name} has {size} bytes, and its header says {end}; copy it again")
     return header
 
 
 def shards(entries: list[Entry], limit: float) -> Iterator[list[Entry]]:
-    """`entries` in their order, as many bytes at a time as `limit` allows; one that is larger is alone."""
+    """Cut `entries` into lists of at most `limit` bytes, in their order. A larger entry is alone in its list."""
     shard: list[Entry] = []
     for entry in entries:
         if shard and sum(e.bytes for e in shard) + entry.bytes > limit:
@@ -153,7 +153,9 @@ def shards(entries: list[Entry], limit: float) -> Iterator[list[Entry]]:
 
 
 def write_weights(folder: Path, entries: list[Entry], limit: float, read: Callable[[Entry], Any]) -> None:
-    """`model.safetensors`, or its shards and their index. `read` gives a tensor's bytes; one is held at a time.
+    """Write `model.safetensors`, or several files with an index if it has more than `limit` bytes.
+
+    `read` gives the bytes of a tensor; one tensor is held in memory at a time.
 
     Raises:
         OSError
@@ -166,11 +168,11 @@ def write_weights(folder: Path, entries: list[Entry], limit: float, read: Callab
         index = {"metadata": {"total_size": sum(e.bytes for e in entries)}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
     for name, shard in zip(names, cut, strict=True):
-        _write_file(folder / name, sorted(shard, key=lambda entry: -entry.itemsize), read)  # each stands aligned
+        _write_file(folder / name, sorted(shard, key=lambda entry: -entry.itemsize), read)  # aligns each tensor
 
 
 def _write_file(path: Path, entries: list[Entry], read: Callable[[Entry], Any]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses to read
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
     end = 0
     for entry in entries:
         start, end = end, end + entry.bytes
@@ -184,7 +186,7 @@ def _write_file(path: Path, entries: list[Entry], read: Callable[[Entry], Any]) 
 
 
 def check_weights(plan: Plan) -> None:
-    """Whether there are files to start from, where the run is to."""
+    """Check that the files of `init_from=` can be read, if the run starts from them."""
     from importlib.util import find_spec
 
     if plan.init_from is None or plan.resume is not None:
