@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import logging
@@ -66,9 +65,8 @@ def _run_until_rolled_back(plan: Plan, *more: Callback) -> Plan | None:
         torch.cuda.empty_cache()
     # What a damaged checkpoint was passed over for may still be there, of a later step.
     before = [path for path in list_checkpoints(plan.run_dir) if step_of(path) <= start // plan.global_batch_size]
-    guard = dataclasses.replace(plan.guard, pass_over=(*plan.guard.pass_over, start))
     resume = str(before[-1]) if before else plan.resume
-    return verify_resume(dataclasses.replace(plan, resume=resume, guard=guard, may_fall_back=True))
+    return verify_resume(plan.going_on_from(resume, may_fall_back=True, pass_over=start))
 
 
 def _run(plan: Plan, *more: Callback) -> None:

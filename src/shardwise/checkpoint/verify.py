@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,7 @@ def verify_resume(plan: Plan) -> Plan:
         ConfigError: the one that was named is damaged, or all are; says which file.
     """
     told = []
-    plan = dataclasses.replace(plan, resume=_of_rank_zero(plan.resume))  # on a shared file system each sees its own
+    plan = plan.going_on_from(_of_rank_zero(plan.resume))  # on a shared file system each sees its own
     while plan.resume is not None and (found := _damage(Path(plan.resume))):
         said = f"{plan.resume} is damaged: {found}"
         if not plan.may_fall_back:
@@ -40,7 +39,7 @@ def verify_resume(plan: Plan) -> Plan:
         if not before:
             raise ConfigError(f"resume=auto: {said}, and there is none before it; another name= starts anew")
         told.append(f"{said}; going on from {before[-1].name}")
-        plan = dataclasses.replace(plan, resume=str(before[-1]))
+        plan = plan.going_on_from(str(before[-1]))
     if dist.get_rank() == 0:
         for line in told:
             print(line, flush=True)

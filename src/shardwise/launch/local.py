@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -49,7 +48,7 @@ def launch(plan: Plan, in_process: bool) -> int:
             return code
         newest, before = newest_whole(plan.run_dir), plan.resume
         if newest is not None:
-            plan = dataclasses.replace(plan, resume=str(newest), may_fall_back=True)
+            plan = plan.going_on_from(str(newest), may_fall_back=True)
         fruitless = fruitless + 1 if restarts and plan.resume == before else 0
         if fruitless == _FRUITLESS:
             sys.stderr.write(f"shardwise: {fruitless} restarts in a row have saved nothing new: no further one\n")

@@ -169,6 +169,19 @@ class Plan:
         """Whether the step's numbers are logged."""
         return step % self.log_every_n_steps == 0 or step in (1, self.max_steps)
 
+    def going_on_from(
+        self, resume: str | None, *, may_fall_back: bool | None = None, pass_over: int | None = None
+    ) -> Plan:
+        """The same run, from another checkpoint. Nothing else of a Plan changes once it is made.
+
+        `pass_over`: the training clock at one more window whose gradients are thrown away.
+        """
+        fall_back = self.may_fall_back if may_fall_back is None else may_fall_back
+        guard = self.guard
+        if pass_over is not None:
+            guard = dataclasses.replace(guard, pass_over=(*guard.pass_over, pass_over))
+        return dataclasses.replace(self, resume=resume, may_fall_back=fall_back, guard=guard)
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
 

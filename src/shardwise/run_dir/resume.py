@@ -81,8 +81,8 @@ def find_checkpoint(plan: Plan, host: Host) -> Plan:
     first = host.launcher == "local" or os.environ.get("RANK") == "0"  # which creates the directory
     resume, begun = plan.resume, has_begun(plan.run_dir)
     if begun and plan.stage == "fit" and (resume is None or newest_whole(plan.run_dir) is not None):
-        plan = dataclasses.replace(plan, resume="auto", may_fall_back=True)
-    plan = dataclasses.replace(plan, resume=resolve_resume(plan.resume, plan.run_dir, plan.stage, first and not begun))
+        plan = plan.going_on_from("auto", may_fall_back=True)
+    plan = plan.going_on_from(resolve_resume(plan.resume, plan.run_dir, plan.stage, first and not begun))
     stop = _early_stop(plan)
     return plan if stop is None else dataclasses.replace(plan, max_steps=stop["step"])
 
