@@ -51,7 +51,7 @@ class ShardedState(Protocol):
     ) -> dict[str, Tensor]:
         """As `optimizer_state`, with everything that is `known` of it made: to be loaded into."""
 
-    def own_optimizers(self) -> list[Optimizer]:
+    def module_optimizers(self) -> list[Optimizer]:
         """As the module made them."""
 
     def group_names(self) -> list[list[list[str]]]:

@@ -166,7 +166,7 @@ class TrainState:
         """
         module, loader, names = self.module, self.loader(), self.sharded.group_names()
         self.synchronize_buffers()
-        optimizers = self.sharded.own_optimizers() if self.is_training else []
+        optimizers = self.sharded.module_optimizers() if self.is_training else []
         rest = {
             "accumulate_grad_batches": self.plan.accumulate_grad_batches,
             "optimizers": describe_optimizers(optimizers, names) if self.is_training else [],
@@ -202,7 +202,7 @@ class TrainState:
         with self.loading():
             rest, missing = load_rest(folder, self.plan.trust)
             self._note_missing(missing)
-            mine = self.sharded.own_optimizers() if self.is_training else []
+            mine = self.sharded.module_optimizers() if self.is_training else []
             optimizers = self.is_training and self._takes_optimizers(rest["optimizers"], mine)
             metadata = read_metadata(folder)  # once: that of many ranks is large
             averages = any(name.startswith("average.") for name in metadata.state_dict_metadata)

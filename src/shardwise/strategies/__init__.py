@@ -1,4 +1,4 @@
-"""Plan → Lightning strategy. One file each, one `match` to choose."""
+"""Chooses the Lightning strategy for a Plan. Each has its own file."""
 
 from __future__ import annotations
 

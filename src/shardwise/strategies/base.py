@@ -1,8 +1,8 @@
 """Lightning's hooks, the same under every strategy (longer than 300 lines: Lightning has so many).
 
-Each is a call to whoever owns the question: `step/` makes one optimizer step, `checkpoint/` takes and restores a run's
-state, `data/` brings batches, `parallel/` prepares layers. A strategy says how parameters are sharded, and overrides
-what it does in another way.
+Each hook calls the room that does the work: `step/` makes one optimizer step, `checkpoint/` saves and restores a run's
+state, `data/` gives batches, `parallel/` prepares layers. A strategy says how parameters are sharded, and overrides the
+hooks that it implements differently.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ from shardwise.weights.init_from import read_initial
 
 
 class PlannedStrategy(CheckpointHooks, ParallelStrategy):
-    """Mixed into one of Lightning's strategies: everything that is the same whatever is sharded."""
+    """What all strategies have in common. Each one mixes it into a strategy of Lightning's."""
 
-    shows_parameters = True  # to the root, in the forward of `model`
-    hides_weights = False  # outside a forward: they are sharded, or what a hook writes into them may be lost
-    scales_by_gradient = True  # the backward pass may start from another gradient than 1
+    runs_inside_forward = True  # whether a step must run inside the forward of the wrapped module
+    # Outside a forward weights are sharded, or a hook's writes into them may be lost.
+    hides_weights = False
+    scales_by_gradient = True  # whether the backward pass may start from another gradient than 1
     train_loader: TrainLoader | None = None
-    sharded: DTensorState  # where parameters and the optimizers' state are
+    sharded: DTensorState  # knows where parameters and optimizer state are
 
     def _use(self, plan: Plan, precision: Callable[[Plan, StepVerdict], PlannedPrecision] = PlannedPrecision) -> None:
         self.plan, self.mesh = plan, Mesh(plan)
@@ -66,23 +67,23 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         self.precision_plugin = precision(plan, self.verdict)
         self.window = AccumulationWindow(plan.accumulate_grad_batches)
         self._before_training: Callable[[], None] | None = None
-        self.stepped = False  # in this batch, by a module that optimizes by hand
-        self.learning_rate = float("nan")  # of the last step's first parameter group
-        self._outside_units: list[ParameterSites] = []  # parameters of which each step makes low-precision copies
-        self._paddings: deque[bool] = deque()  # of evaluation batches that were handed over
+        self.stepped = False  # whether a module that optimizes by hand has stepped in this batch
+        self.learning_rate = float("nan")  # of the first parameter group, in the last step
+        self._outside_units: list[ParameterSites] = []  # copied in low precision in each step
+        self._paddings: deque[bool] = deque()  # whether each evaluation batch that the loader gave is padding
         self._transfer: BatchTransfer | None = None
         self._file_group: dist.ProcessGroup | None = None
         self._closing: list[Callable[[], Any]] = []
-        self._before_validation: dict[str, Any] | None = None  # random streams
+        self._before_validation: dict[str, Any] | None = None  # the states of the random streams
 
     # Set-up
 
     def _begin_setup(self, module: LightningModule) -> None:
-        """What does not depend on how the module is sharded."""
-        self.module_name = type(module).__name__  # FSDP2 gives it another
-        self.units, told = units_for(module, self.plan)
-        if told is not None and self.is_global_zero:
-            print(told, flush=True)
+        """Do the part of the set-up that does not depend on how the module is sharded."""
+        self.module_name = type(module).__name__  # kept, since FSDP2 changes the class
+        self.units, message = units_for(module, self.plan)
+        if message is not None and self.is_global_zero:
+            print(message, flush=True)
         self.buffers, self.recorder = BufferKeeper(module), StepRecorder(self.root_device, self.mesh)
         self.sharded = self._make_sharded_state(module)
         self.state = TrainState(
@@ -101,7 +102,7 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         return DTensorState(module, lambda: self.optimizers)
 
     def _keeps_whole(self, parameter: nn.Parameter) -> bool:
-        """Whether every rank holds all of it, and low-precision copies of it are made here."""
+        """Whether every rank keeps the whole `parameter`; then its low-precision copies are made by shardwise."""
         return False
 
     def _parallelize(self, module: LightningModule, units: Units, *, casts_inputs: bool) -> None:
@@ -114,14 +115,14 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         if self.plan.precision.loss_scaling:
             step_schedules_unless(module, lambda: self.verdict.skipped_by_scaler)
 
-    def _take_initial_weights(self) -> None:
-        """`init_from=`: other weights than the seed's, at the end of set-up. A checkpoint brings its own."""
+    def _read_initial_weights(self) -> None:
+        """Read the weights of `init_from=` at the end of set-up, unless a checkpoint is resumed."""
         if self.plan.init_from is None or self.plan.resume is not None:
             return
-        told = read_initial(self.sharded, self.module, self.plan)
+        message = read_initial(self.sharded, self.module, self.plan)
         self.sharded.refresh_low_precision_copies()
         if self.is_global_zero:
-            print(f"weights: {told}", flush=True)
+            print(f"weights: {message}", flush=True)
 
     @property
     def module(self) -> LightningModule:
@@ -135,7 +136,7 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
 
     @property
     def skipped_steps(self) -> int:
-        """By the loss scaler, in this process."""
+        """How many steps the loss scaler skipped in this process."""
         return self.verdict.skipped_steps
 
     def teardown(self) -> None:
@@ -144,14 +145,14 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         self._file_group = None
         module = self.lightning_module
         if module is None or not any(p.is_meta for p in module.parameters()):
-            super().teardown()  # moves the module to the CPU: before it is made, that would hide the error that ends it
+            super().teardown()  # moves the module to the CPU; on meta that would raise, and hide the first error
 
     def at_teardown(self, close: Callable[[], Any]) -> None:
-        """When the Trainer is through, also after an error: a thread that outlives the interpreter would abort it."""
+        """Call `close` at the end, also after an error: a thread that outlives the interpreter would abort it."""
         self._closing.append(close)
 
     def file_group(self) -> dist.ProcessGroup | None:
-        """For the coordination of files, which is the hosts'. Collective, the first time."""
+        """The group of all hosts for work on files. The first call is collective."""
         if self.world_size > 1 and self._file_group is None:
             self._file_group = dist.new_group(backend="gloo", timeout=group_timeout(self.plan))
             self.at_teardown(partial(dist.destroy_process_group, self._file_group))
@@ -185,14 +186,14 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
 
     @contextmanager
     def whole_parameters(self, hook: str) -> Iterator[None]:
-        """Around a hook that looks at weights: they are there as under ddp. Collective."""
+        """Make all weights whole while a hook looks at them, as they are under ddp. Collective."""
         yield
 
     # Steps
 
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         assert self.model is not None
-        return self.step_forward.run(self.model if self.shows_parameters else None, name, *args, **kwargs)
+        return self.step_forward.run(self.model if self.runs_inside_forward else None, name, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self._run_step("training_step", *args, **kwargs)
@@ -220,7 +221,7 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         return None
 
     def on_train_start(self) -> None:
-        # Building and initialising drew from the same stream on every rank; dropout must not.
+        # Every rank built the model from the same random stream, but dropout must differ between ranks.
         consumed = 0 if self.train_loader is None else self.train_loader.consumed
         seed_streams(derived_seed(self.plan.seed, "training", self.global_rank, *([consumed] if consumed else [])))
         saved = self.state.of_rank
@@ -241,7 +242,7 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
             self._before_training()
 
     def call_before_training(self, work: Callable[[], None]) -> None:
-        """When everything is in place, and before the first batch."""
+        """Call `work` after the set-up and before the first batch."""
         self._before_training = work
 
     def _note_step(self, *_: Any) -> None:
@@ -269,7 +270,7 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
             seed = self.verdict.gradient_seed(self.window.loss, self.train_loader.window_start)
             seed = seed.to(scaled.dtype).reshape(scaled.shape)
             if self.scales_by_gradient and not is_overridden("backward", self.module):
-                kwargs["gradient"] = seed  # what backward starts from anyway, for three kernels less
+                kwargs["gradient"] = seed  # saves three kernels against a product
             else:
                 scaled = scaled * seed
         try:
@@ -283,11 +284,11 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
             ) from None
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        self.learning_rate = float(optimizer.param_groups[0]["lr"])  # of this step: the schedule moves on after it
+        self.learning_rate = float(optimizer.param_groups[0]["lr"])  # before the schedule moves on
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         module = self.lightning_module
         if module is not None and module.automatic_optimization:
-            optimizer.zero_grad(set_to_none=True)  # Lightning would keep them until after the next forward
+            optimizer.zero_grad(set_to_none=True)  # Lightning would keep the gradients until after the next forward
             if self.verdict.find_scaler_skip(self.window.loss):
                 if self.is_global_zero:
                     number, scale = module.trainer.global_step + 1, self.planned_precision.loss_scale
@@ -298,9 +299,9 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         return result
 
     def finish_step(self, number: int, signal_requests: int) -> StepRecord:
-        """The window that has just ended, as step `number`. Collective; does not wait.
+        """Record the window that has just ended as step `number`. Collective; does not wait for the device.
 
-        `signal_requests`: what signals have asked this rank for, see process/signals.py.
+        `signal_requests`: the requests that signals have made to this rank (see process/signals.py).
         """
         assert self.train_loader is not None
         return self.recorder.finish(
@@ -308,8 +309,11 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         )
 
     def rewind(self, steps: int) -> bool:
-        """Take the last `steps` back, in which no weight has changed: counters and training clock. Not beyond the
-        begin of an epoch: False, and everything stays as it is."""
+        """Set counters and training clock back by `steps` that have changed no weight.
+
+        Returns:
+            Whether that was done. Steps of an earlier epoch are not taken back.
+        """
         assert self.train_loader is not None
         if not counters.rewind(self.module.trainer, steps, steps * self.plan.accumulate_grad_batches):
             return False
@@ -317,7 +321,7 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         return True
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        # `self.log(..., sync_dist=True)` averages the ranks' batch sizes, and an integer mean of 7 and 6 would be 6.
+        # `self.log(..., sync_dist=True)` averages batch sizes over ranks. In integers the mean of 7 and 6 would be 6.
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
@@ -329,24 +333,24 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
 
     def on_validation_end(self) -> None:
         super().on_validation_end()
-        if self._before_validation is not None:  # how often is validated changes nothing in training
+        if self._before_validation is not None:  # so that validation does not change training
             set_random_state(self._before_validation, self.root_device)
 
     def synchronize_buffers(self) -> None:
         self.buffers.synchronize(self.mesh.group("world"))
 
     def _gradient_order(self) -> list[int]:
-        """In which gradients come, where that decides what is summed with what."""
+        """The order in which gradients arrive, if it decides which gradients are summed together; else empty."""
         return []
 
     # For tests and small models
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Whole master weights on the CPU, on every rank. Collective."""
+        """Gather the master weights on the CPU of every rank. Collective."""
         return self.sharded.full_parameters()
 
 
 def strategy_of(trainer: Trainer) -> PlannedStrategy:
-    """Every Trainer made here has one."""
+    """The strategy of a Trainer that shardwise has made."""
     assert isinstance(trainer.strategy, PlannedStrategy)
     return trainer.strategy

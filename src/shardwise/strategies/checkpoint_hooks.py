@@ -1,4 +1,4 @@
-"""What Lightning asks a strategy about checkpoints, which `TrainState` alone writes and reads."""
+"""Lightning's hooks about checkpoints. `TrainState` does the work."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from shardwise.checkpoint.train_state import TrainState
 
 
 class CheckpointHooks(Strategy):
-    """Mixed into every strategy."""
+    """Implements the checkpoint hooks of every strategy."""
 
-    state: TrainState  # knows everything that is in a checkpoint
+    state: TrainState  # collects and restores what is in a checkpoint
 
     def file_group(self) -> dist.ProcessGroup | None:
-        """For the coordination of files, which is the hosts'."""
+        """The group of all hosts for work on files."""
         raise NotImplementedError
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Lightning's `trainer.save_checkpoint`. Collective; waits until it is written."""
+        """Write a checkpoint for `trainer.save_checkpoint`. Collective; waits until it is written."""
         try:
             publish(Path(filepath), self.state.snapshot(self.state.pack(checkpoint)), TensorWriter(self.file_group()))
         except SaveError as error:
@@ -35,17 +35,17 @@ class CheckpointHooks(Strategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return True  # setup makes the parameters: what was loaded before would be initialised over
+        return True  # set-up initialises the parameters, and would overwrite values loaded before
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        return False  # load_checkpoint does
+        return False  # `load_checkpoint` restores it
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return {}  # `state` knows where everything is
+        return {}  # `state` saves the parameters
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return {}
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """load_checkpoint has."""
+        """Do nothing, since `load_checkpoint` has restored the weights."""

@@ -1,4 +1,4 @@
-"""`ddp`: a whole copy of the model on every rank, gradients averaged by DistributedDataParallel."""
+"""`ddp`: every rank has a whole copy of the model, and DistributedDataParallel averages the gradients."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from shardwise.protocols import wants_channels_last
 from shardwise.strategies.base import PlannedStrategy
 from shardwise.weights.initialize import Materializer
 
-# torch 2.13 renamed the argument
+# torch 2.13 renamed this argument.
 _BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in signature(DDP).parameters else "broadcast_buffers"
 
 
-def mean_in_fp32(group, bucket):  # type: ignore[no-untyped-def] # torch reads annotations, and wants its own or none
-    """DDP's reduction for 16-bit gradients: summed in fp32, as under the other strategies."""
+def mean_in_fp32(group, bucket):  # type: ignore[no-untyped-def] # torch accepts only its own annotations, or none
+    """Average 16-bit gradients in fp32, as the other strategies do."""
     whole = bucket.buffer().float().div_(group.size())
     work = dist.all_reduce(whole, group=group, async_op=True)
     return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
 class DdpStrategy(PlannedStrategy, DDPStrategy):
-    """Lightning's DDPStrategy; in mixed precision each unit computes on copies of its parameters, as under FSDP."""
+    """DDPStrategy of Lightning. In mixed precision each unit computes on copies of its parameters, as under FSDP."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(
             timeout=timedelta(minutes=plan.strategy.timeout_minutes),
             find_unused_parameters=plan.strategy.find_unused_parameters,
             bucket_cap_mb=plan.strategy.bucket_cap_mb,
-            gradient_as_bucket_view=False,  # gradients are freed after the step; as views they could not be
-            **cast(dict[str, Any], {_BUFFERS: False}),  # one rule everywhere: see PlannedStrategy
+            gradient_as_bucket_view=False,  # views of buckets could not be freed after the step
+            **cast(dict[str, Any], {_BUFFERS: False}),  # PlannedStrategy synchronizes buffers
         )
         self._use(plan)
-        self._order: list[int] = []  # in which gradients came, in the first step
+        self._order: list[int] = []  # the order in which gradients arrived in the first step
 
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
@@ -58,15 +58,15 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         self._begin_setup(module)
         Materializer(module, self.root_device, self.plan.seed, self.mesh.group("world")).materialize(module)
         broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("world"))
-        if wants_channels_last(module):  # else every step would rearrange its convolutions' weights
+        if wants_channels_last(module):  # otherwise every step would rearrange the weights of convolutions
             for parameter in module.parameters():
                 if parameter.ndim == 4:
                     parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         if not module.automatic_optimization:
-            self._ddp_kwargs["find_unused_parameters"] = True  # each of its losses reaches some of the networks
+            self._ddp_kwargs["find_unused_parameters"] = True  # each loss uses only some of the networks
         self._parallelize(module, self.units, casts_inputs=True)
         super().setup(trainer)
-        self._take_initial_weights()
+        self._read_initial_weights()
 
     def _keeps_whole(self, parameter: nn.Parameter) -> bool:
         return True
@@ -83,13 +83,13 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
             ) from None
 
     def configure_ddp(self) -> None:
-        self.shows_parameters = self.world_size > 1
+        self.runs_inside_forward = self.world_size > 1
         if self.world_size > 1:
             super().configure_ddp()
-        # One rank has nobody to average with: DDP would only copy its gradients.
+        # With one rank there is nothing to average, and DDP would only copy the gradients.
 
     def _setup_model(self, model: Module) -> DDP:
-        # Lightning wraps on a side stream, which then has to wait for the main one in every backward (torch warns).
+        # Lightning wraps on a side stream, which would have to wait for the main one in every backward (torch warns).
         with _buckets_as_before(self._order_before(), self._ddp_kwargs["bucket_cap_mb"]):
             ddp = DDP(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
         if self.plan.precision.parameter_dtype == "bfloat16":
@@ -97,12 +97,12 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         self._note_order(ddp)
         return ddp
 
-    # After its first step DDP sorts gradients into buckets by the order in which they came. What is summed together
-    # decides the last bit, so a run that goes on has to have them from the start.
+    # After its first step DDP puts gradients into buckets in the order in which they arrived. The buckets decide the
+    # last bit of the sums, so a run that is resumed needs the same ones from its first step on.
 
     def _note_order(self, ddp: DDP) -> None:
         if self._ddp_kwargs["find_unused_parameters"]:
-            return  # they are never sorted anew
+            return  # then DDP does not change its buckets
         trained = [p for p in ddp.module.parameters() if p.requires_grad]
         handles: list[Any] = []
 
@@ -129,14 +129,14 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
 
 @contextmanager
 def _buckets_as_before(order: list[int], cap_mb: int) -> Iterator[None]:
-    """A DDP that is made inside starts with the buckets that it would come to."""
+    """Let a DDP that is made inside start with the buckets that it has after its first step."""
     torch_dist: Any = dist
     assign = torch_dist._compute_bucket_assignment_by_size
 
     def in_order(parameters: list[Tensor], _: Any, sparse: list[bool]) -> Any:
-        # One limit for all of them: torch has a smaller one for the first bucket only where no cap is given
+        # All buckets have one limit. torch has a smaller one for the first bucket only if no cap is given.
         buckets, sizes = assign([parameters[i] for i in order], [cap_mb * 2**20], [sparse[i] for i in order], order)
-        return buckets[::-1], sizes[::-1]  # DDP turns them round: its own are in the order of the parameters
+        return buckets[::-1], sizes[::-1]  # DDP reverses the list
 
     with patch.object(dist, "_compute_bucket_assignment_by_size", in_order) if order else nullcontext():
         yield

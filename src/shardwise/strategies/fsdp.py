@@ -1,4 +1,4 @@
-"""`fsdp` and `fsdp_hybrid`: parameters, gradients and optimizer state sharded by FSDP2's `fully_shard`.
+"""`fsdp` and `fsdp_hybrid`: FSDP2's `fully_shard` shards parameters, gradients and optimizer state.
 
 Each unit is gathered just before it runs and freed after; its gradients are reduce-scattered as soon as they exist.
 `fsdp` shards over all ranks. `fsdp_hybrid` shards over the `shard` axis of the mesh and keeps copies over `replicate`,
@@ -33,17 +33,17 @@ from shardwise.parallel.precision import dtype_of, mixed_precision_policy
 from shardwise.plan import Plan
 from shardwise.strategies.base import PlannedStrategy
 from shardwise.strategies.sharded_state import DTensorState
-from shardwise.strategies.whole_weights import InnerBackwards, explained, show_outputs
+from shardwise.strategies.whole_weights import InnerBackwards, explain, show_outputs
 from shardwise.weights.initialize import Materializer
 
 
 class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
-    """Lightning's ModelParallelStrategy with the sharding done here, for any module, on the Plan's mesh."""
+    """Lightning's ModelParallelStrategy, which here shards any module by itself, on the Plan's mesh."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(timeout=timedelta(minutes=plan.strategy.timeout_minutes))
         self._use(plan)
-        self._sync_is_blocked = False  # in this micro-batch
+        self._sync_is_blocked = False  # whether the current micro-batch's gradients are not reduced yet
 
     def setup_environment(self) -> None:
         self._setup_distributed()
@@ -58,7 +58,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     @contextmanager
     def whole_parameters(self, hook: str) -> Iterator[None]:
-        """Gathered in the masters' precision; what the hook writes into a parameter goes into the shards."""
+        """Gather the master weights. What the hook writes into them is copied into the shards afterwards."""
         layers = list(self.module.modules())
         self._reshard()
         owned: list[tuple[nn.Module, str, Any]] = [
@@ -72,12 +72,12 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                 yield
         finally:
             for layer, name, p in owned:
-                wholes[id(p)] = layer._parameters[name]  # another where the hook has put one there
+                wholes[id(p)] = layer._parameters[name]  # the hook may have replaced it
                 layer._parameters[name] = p
-        for p in {id(p): p for _, _, p in owned}.values():  # a write by way of p.data leaves no trace
-            for box in slice_of(p, local_part(p.detach())):
-                where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.values.shape, strict=True))
-                box.values.copy_(wholes[id(p)].detach()[where])
+        for p in {id(p): p for _, _, p in owned}.values():  # all of them, since a write through p.data cannot be seen
+            for chunk in slice_of(p, local_part(p.detach())):
+                region = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.values.shape, strict=True))
+                chunk.values.copy_(wholes[id(p)].detach()[region])
 
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
@@ -90,10 +90,10 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                 for optimizer in filter(treats_weights_one_by_one, self.optimizers):
                     self._step_on_shards(optimizer)
         self.setup_precision_plugin()
-        self._take_initial_weights()
+        self._read_initial_weights()
 
     def _shard(self) -> None:
-        """Unit by unit: make it, initialise it, keep a shard. No rank ever holds the whole model."""
+        """Make, initialise and shard one unit after the other, so that no rank ever holds the whole model."""
         module = self.lightning_module
         assert module is not None
         self._begin_setup(module)
@@ -112,8 +112,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             )
             show_outputs(unit)
         materializer.materialize(module)
-        own = [p for p in module.parameters(recurse=False) if not self._keeps_whole(p)]
-        if not module.automatic_optimization and own:
+        owned = [p for p in module.parameters(recurse=False) if not self._keeps_whole(p)]
+        if not module.automatic_optimization and owned:
             raise ConfigError(
                 f"{type(module).__name__} optimizes by hand and owns parameters itself: {self.plan.strategy.name} "
                 f"would go on with their old values within a step; move them into a layer, or use strategy=ddp"
@@ -130,9 +130,10 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             if isinstance(layer, FSDPModule) and (group := layer._get_fsdp_state()._fsdp_param_group):
                 _reduce_unused_as_zero(group)
             if isinstance(layer, nn.RNNBase):
-                layer.flatten_parameters = _leave_where_they_are  # type: ignore[method-assign]
+                layer.flatten_parameters = _do_not_flatten  # type: ignore[method-assign]
         if not module.automatic_optimization:
-            # FSDP2 notes the dtypes of what needs gradients when a layer first runs: before an optimizer is toggled.
+            # When a layer first runs, FSDP2 notes the dtypes of its parameters that need gradients. It does so here,
+            # before an optimizer is toggled and some of them need none.
             for root in roots_of(module):
                 if isinstance(root, FSDPModule):
                     root._get_fsdp_state()._lazy_init()
@@ -140,7 +141,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("world"))
 
     def _step_on_shards(self, optimizer: Optimizer) -> None:
-        """Let it work on what this rank holds: the arithmetic of DTensors takes the host longer than a step may."""
+        """Let the optimizer step on local shards, because the arithmetic of DTensors takes the host too long."""
         sharded = [p for group in optimizer.param_groups for p in group["params"]]
         local = {id(p): nn.Parameter(local_part(p.detach()), requires_grad=False) for p in sharded}
         self.sharded.step_on(local)
@@ -162,10 +163,10 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         optimizer.register_step_pre_hook(show_gradients)
         optimizer.register_step_post_hook(hide_gradients)
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-        optimizer.sharded_parameters = sharded  # type: ignore[attr-defined] # which have the gradients
+        optimizer.sharded_parameters = sharded  # type: ignore[attr-defined] # the parameters that have the gradients
 
     def _keeps_whole(self, parameter: nn.Parameter) -> bool:
-        """FSDP2 cannot shard a parameter without a dimension, or without elements: every rank keeps it."""
+        """Whether FSDP2 cannot shard `parameter`, because it has no dimension or no elements. Every rank keeps it."""
         return parameter.ndim == 0 or parameter.numel() == 0
 
     def _wholes(self, layer: nn.Module) -> set[nn.Parameter]:
@@ -173,23 +174,23 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         backward = super().backward
-        with self._in_words():
+        with self._explaining():
             loss: Tensor = self._backwards.run(lambda: backward(closure_loss, optimizer, *args, **kwargs))
         if not self._sync_is_blocked:
             self._average_whole_gradients()
         return loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._in_words():
+        with self._explaining():
             return super().training_step(*args, **kwargs)
 
     @contextmanager
-    def _in_words(self) -> Iterator[None]:
+    def _explaining(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            if (told := explained(error, self.module_name, self.plan.strategy.name)) is not None:
-                raise told from error
+            if (explained := explain(error, self.module_name, self.plan.strategy.name)) is not None:
+                raise explained from error
             raise
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -198,25 +199,25 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     def _note_step(self, *_: Any) -> None:
         super()._note_step()
-        self._backwards.reshard()  # else a layer that is still gathered would go on with its old weights
+        self._backwards.reshard()  # a layer that is still gathered would use its old weights
 
     def _average_whole_gradients(self) -> None:
-        """FSDP2 leaves alone what it does not shard. Collective."""
+        """Average the gradients of parameters that FSDP2 does not shard. Collective."""
         module = self.module
         wholes = [p for p in module.parameters() if p.requires_grad and p.ndim == 0]
         if not wholes or self.world_size == 1:
             return
-        held = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in wholes])
-        held = held.to(dtype_of(self.plan.precision.reduce_dtype)) / self.world_size
-        sum_over(self.mesh.group("loss"), held)
-        for p, gradient in zip(wholes, held.unbind(), strict=True):
+        gradients = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in wholes])
+        gradients = gradients.to(dtype_of(self.plan.precision.reduce_dtype)) / self.world_size
+        sum_over(self.mesh.group("loss"), gradients)
+        for p, gradient in zip(wholes, gradients.unbind(), strict=True):
             p.grad = gradient.to(p.dtype)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """All but the last micro-batch of a window: Lightning's own looks for `no_sync`, which FSDP2 has not."""
+        """Do not reduce gradients inside. Lightning's version needs `no_sync`, which FSDP2 does not have."""
         sharded = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
-        # Without `defer_gradient_sync` the replicate axis alone waits: its partial sums are sharded.
+        # Without `defer_gradient_sync` only the reduction over `replicate` waits, and the partial sums are sharded.
         blocked = "set_requires_gradient_sync" if self.plan.strategy.defer_gradient_sync else "set_requires_all_reduce"
         for module in sharded:
             getattr(module, blocked)(False, recurse=False)
@@ -229,7 +230,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                 getattr(module, blocked)(True, recurse=False)
 
     def _reshard(self) -> None:
-        """After an evaluation the root still shows its gathered copies, which are not the masters."""
+        """Free the gathered copies that the root keeps after an evaluation, since they are not the master weights."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -238,18 +239,20 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         return DTensorState(module, lambda: self.optimizers, self._reshard)
 
 
-def _leave_where_they_are() -> None:
-    """An RNN on a GPU would move its gathered weights into one buffer of its own for cuDNN, once. What FSDP2 gathers
-    later would not reach that buffer, and the RNN would compute with the weights of its first step for ever."""
+def _do_not_flatten() -> None:
+    """Replace `RNNBase.flatten_parameters`, which copies the gathered weights into one buffer for cuDNN, once.
+
+    Weights that FSDP2 gathers later would not reach that buffer: the RNN would use those of its first step for ever.
+    """
 
 
 def _reduce_unused_as_zero(group: Any) -> None:
-    """A weight that took no part on this rank has a zero gradient: left out, the ranks' reductions differ in size."""
+    """Give weights that took no part on this rank zero gradients, so that all ranks reduce equally many numbers."""
     post_backward = group.post_backward
 
     def run(*args: Any) -> None:
         for parameter in group.fsdp_params if group.reduce_grads else ():
-            weight = getattr(parameter, "_unsharded_param", None)  # none before the layer first ran
+            weight = getattr(parameter, "_unsharded_param", None)  # not there before the layer's first run
             if weight is None or not weight.requires_grad or parameter.unsharded_accumulated_grad is not None:
                 continue
             if weight.grad is None:
@@ -260,7 +263,7 @@ def _reduce_unused_as_zero(group: Any) -> None:
 
 
 def _unless_whole(reset: Callable[[Any], None]) -> Callable[[Any], None]:
-    """FSDP2 looks at a layer's shards behind `load_state_dict`, where a hook has whole weights in their place."""
+    """Skip FSDP2's `reset` after `load_state_dict` while a hook sees whole weights in place of the shards."""
 
     def run(parameter: Any) -> None:
         info = parameter._module_info

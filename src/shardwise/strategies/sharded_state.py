@@ -1,4 +1,4 @@
-"""What a rank holds of parameters and of the optimizers' state, where they are DTensors or plain tensors."""
+"""A rank's parts of parameters and optimizer state that are DTensors or plain tensors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from shardwise.distributed.dtensor import local_part, whole_tensor
 
 
 class DTensorState:
-    """A `ShardedState` (see checkpoint/state.py) of `ddp` and `fsdp`.
+    """The `ShardedState` (see checkpoint/state.py) of `ddp` and `fsdp`.
 
-    `optimizers`: those of the run, which are made later than this. `reshard`: called before parameters are looked at.
+    `optimizers`: gives the run's optimizers, which are made later. `reshard`: called before parameters are read.
     """
 
     def __init__(
@@ -32,37 +32,39 @@ class DTensorState:
     ) -> None:
         self.module, self.optimizers, self.reshard = module, optimizers, reshard
         self.average: dict[str, Tensor] | None = None
-        self._stepped: dict[int, nn.Parameter] = {}  # what an optimizer has in place of a parameter, by its id
-        self._sites: dict[str, tuple[nn.Parameter, int]] | None = None  # parameters, and which optimizer has them
+        self._stepped: dict[int, nn.Parameter] = {}  # a parameter's id → what its optimizer steps on
+        self._sites: dict[str, tuple[nn.Parameter, int]] | None = (
+            None  # name → the tensor that is stepped on, and its optimizer's number
+        )
 
     def step_on(self, stand_ins: dict[int, nn.Parameter]) -> None:
-        """The optimizers are given these in place of the parameters with these ids."""
+        """Note that optimizers step on `stand_ins` in place of the parameters with these ids."""
         self._stepped |= stand_ins
 
-    # Master weights: what an average, a test or a checkpoint works on
+    # Master weights, for averages, tests and checkpoints
 
     def master_shards(self) -> dict[str, Tensor]:
-        """This rank's part of every trainable master weight, by name: storage that can be read and written.
+        """This rank's part of every trainable master weight, by name. The parts can be read and written.
 
-        Parts have any shape. Parameters of which this rank holds nothing are left out.
+        A part can have any shape. A parameter of which this rank has no part is left out.
         """
         self.reshard()
         return {n: local_part(p.detach()) for n, p in self.module.named_parameters() if p.requires_grad}
 
     def refresh_low_precision_copies(self) -> None:
-        """`master_shards` were written to. Here copies are made anew in every step."""
+        """Update copies after a write to `master_shards`. There are none here, since every step makes new ones."""
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Whole master weights on the CPU, on every rank: for tests and small models. Collective."""
+        """Gather the master weights on the CPU of every rank, for tests and small models. Collective."""
         self.reshard()
         return {n: whole_tensor(p.detach()).cpu().clone() for n, p in self.module.named_parameters()}
 
     def begin_average(self) -> None:
-        """The average of the weights starts as they are, unless a checkpoint has brought one."""
+        """Start the average of the weights with their present values, unless a checkpoint had an average."""
         if self.average is None:
             self.average = {name: shard.clone() for name, shard in self.master_shards().items()}
 
-    # What a checkpoint holds
+    # The contents of a checkpoint
 
     def parameter_shards(self) -> Iterator[ParameterShard]:
         self.reshard()
@@ -72,13 +74,15 @@ class DTensorState:
     def optimizer_state(self, shard: ParameterShard) -> tuple[int, dict[str, Tensor]]:
         parameter, number = self._site(shard.name)
         state = self.optimizers()[number].state.get(parameter, {})
-        numbers = {k: torch.tensor(float(v)) for k, v in state.items() if isinstance(v, (int, float))}  # a step, say
+        numbers = {
+            k: torch.tensor(float(v)) for k, v in state.items() if isinstance(v, (int, float))
+        }  # such as a step counter
         return number, numbers | {key: local_part(v) for key, v in state.items() if isinstance(v, Tensor)}
 
     def allocate_optimizer_state(
         self, shard: ParameterShard, known: dict[str, TensorStorageMetadata]
     ) -> dict[str, Tensor]:
-        if not known:  # in no optimizer, say
+        if not known:  # such as a parameter that is in no optimizer
             return {}
         parameter, number = self._site(shard.name)
         optimizer = self.optimizers()[number]
@@ -94,27 +98,27 @@ class DTensorState:
     def _site(self, name: str) -> tuple[nn.Parameter, int]:
         if self._sites is None:
             numbers = {id(p): i for i, o in enumerate(self.optimizers()) for g in o.param_groups for p in g["params"]}
-            # What no optimizer has been given keeps nothing in any.
+            # A parameter that is in no optimizer has no state, so any number will do.
             stepped = {name: self._stepped.get(id(p), p) for name, p in self.module.named_parameters()}
             self._sites = {name: (p, numbers.get(id(p), 0)) for name, p in stepped.items()}
         return self._sites[name]
 
-    def own_optimizers(self) -> list[Optimizer]:
-        """As the module made them."""
+    def module_optimizers(self) -> list[Optimizer]:
+        """The optimizers as the module made them."""
         return list(self.optimizers())
 
     def group_names(self) -> list[list[list[str]]]:
-        """Per optimizer and group: its parameters."""
+        """The names of the parameters, for each optimizer and each of its groups."""
         names = {id(self._stepped.get(id(p), p)): name for name, p in self.module.named_parameters()}
         return [[[names[id(p)] for p in g["params"] if id(p) in names] for g in o.param_groups]
-                for o in self.own_optimizers()]  # fmt: skip
+                for o in self.module_optimizers()]  # fmt: skip
 
     def load_tensors(
         self, folder: Path, metadata: Metadata, group: dist.ProcessGroup | None, *, optimizers: bool, average: bool
     ) -> None:
-        """From a checkpoint into their places. Collective.
+        """Read weights and optimizer state from a checkpoint. Collective.
 
-        `group`: for the coordination of files. `average`: the run keeps an average of the weights.
+        `group`: the group for work on files. `average`: whether the run keeps an average of the weights.
         """
         if average:
             self.average = {name: torch.empty_like(shard) for name, shard in self.master_shards().items()}

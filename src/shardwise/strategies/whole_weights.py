@@ -1,8 +1,8 @@
-"""FSDP2 frees a layer's weights around its forward and backward pass, by hooks on the tensors that go in and come out.
+"""Closes gaps in the hooks by which FSDP2 gathers a layer's weights and frees them again.
 
-Where these hooks would miss, a weight is not there when the backward pass needs it (`setStorage … of size 0`). Here
-the gaps are closed: outputs that are views, outputs inside objects, layers that write into their inputs, and backward
-passes that are themselves differentiated, or that run within a forward pass.
+The hooks are on the tensors that enter and leave a layer. If a hook is missed, a weight is not there when the backward
+pass needs it (`setStorage … of size 0`). That happens with outputs that are views or inside objects, with layers that
+write into their inputs, and with backward passes that are differentiated again or run within a forward pass.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from shardwise.errors import ConfigError
 from shardwise.parallel.precision import map_tensors
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, nn.Module, type)
-# What torch says when a hook has missed
+# torch's messages when a hook was missed.
 SIGNS = ("setStorage", "storage of size 0", "RegisterPostBackwardFunction")
 
 
 def show_outputs(layer: nn.Module) -> None:
-    """Let FSDP2's hooks find what comes out of `layer`, and let `layer` write into what comes in."""
+    """Let FSDP2's hooks find the outputs of `layer`, and let `layer` write into its inputs."""
     module: Any = layer
     state, forward = module._get_fsdp_state(), module.forward
-    ways: list[Callable[..., Any]] = []  # how it is called, once the first call has shown that
-    hides = True  # what it gives, in objects, as far as is known
+    ways: list[Callable[..., Any]] = []  # the way to call the layer, which the first call finds
+    hides = True  # whether the layer may give tensors inside objects
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ def show_outputs(layer: nn.Module) -> None:
         for tensor in tensors_in_objects((output, args, kwargs)) if hides else ():
             if id(tensor) not in before and tensor.grad_fn is not None:
                 tensor.register_hook(state._pre_backward)  # type: ignore[no-untyped-call]
-        # A hook on a view is lost when somebody writes into the view.
+        # A write into a view would remove the hook on it.
         return map_tensors(lambda t: t.clone() if t.requires_grad and t._is_view() else t, output)
 
     module.forward = run
@@ -54,7 +54,7 @@ def show_outputs(layer: nn.Module) -> None:
 def _try_both_ways(
     module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Any, Callable[..., Any]]:
-    """`forward`, or, if it writes into its inputs, which FSDP2 does not allow, `forward` on copies of them."""
+    """Call `forward`; if it writes into its inputs, which FSDP2 does not allow, call it on copies of them."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     random = _random_states()
     try:
@@ -63,8 +63,8 @@ def _try_both_ways(
         if "RegisterPostBackwardFunction" not in str(error):
             raise
     with torch.no_grad():
-        for buffer, kept in buffers:
-            buffer.copy_(kept)
+        for buffer, before in buffers:
+            buffer.copy_(before)
     for restore in random:
         restore()
 
@@ -87,7 +87,7 @@ def _random_states() -> list[Callable[[], None]]:
 
 
 def gives_tensors(output: Any) -> bool:
-    """Whether a tensor that needs gradients is in it where everybody looks: by itself, or in a list, tuple or dict."""
+    """Whether `output` is a tensor that needs gradients, or a list, tuple or dict that has one in it."""
     if isinstance(output, Tensor):
         return output.requires_grad
     if isinstance(output, dict):
@@ -96,8 +96,10 @@ def gives_tensors(output: Any) -> bool:
 
 
 def tensors_in_objects(value: Any) -> list[Tensor]:
-    """Tensors that need gradients, in attributes of objects: in a graph, say. Lists, tuples and dicts, in which a
-    strategy finds tensors itself, are only looked through for objects."""
+    """Find tensors that need gradients in the attributes of objects.
+
+    Strategies find tensors in lists, tuples and dicts by themselves: these are only searched for objects.
+    """
     found: list[Tensor] = []
     _search(value, False, set(), found)
     return found
@@ -132,19 +134,19 @@ def _attributes(value: Any) -> Iterator[Any]:
 
 
 class InnerBackwards:
-    """Backward passes within a step, and backward passes that are differentiated again.
+    """Allows backward passes within a step, and backward passes that are differentiated again.
 
-    FSDP2 takes every backward pass for the step's last: it reduces the gradients and frees the weights. A pass that
-    `torch.autograd.grad` makes within training_step is not the last, and the graph that it leaves under `create_graph`
-    needs the weights of its layers without passing their hooks. After such a pass weights stay; before the next
-    backward pass all of them are gathered, and its gradients are reduced at its end.
+    FSDP2 treats every backward pass as the last of the step: it reduces the gradients and frees the weights. But a pass
+    that `torch.autograd.grad` makes within training_step is not the last. With `create_graph` its graph needs the
+    weights of layers without calling their hooks. So weights stay after such a pass. Before the next backward pass all
+    of them are gathered, and its gradients are reduced at its end.
     """
 
     def __init__(self, module: nn.Module, automatic: bool) -> None:
         self.layers = [m for m in module.modules() if isinstance(m, FSDPModule)]
-        self.automatic = automatic  # every backward pass of the step's goes through `run`
+        self.automatic = automatic  # if so, every last backward pass goes through `run`
         self.running = False
-        self.gathers = False  # a graph of second order was made in this batch
+        self.gathers = False  # whether a pass of this batch may be differentiated again
         self._ending = False
         for layer in self.layers:
             self._watch(layer._get_fsdp_state())
@@ -160,7 +162,7 @@ class InnerBackwards:
 
     def _watch(self, state: Any) -> None:
         end = state._root_post_backward_final_callback
-        inner = [False]  # what the hooks of the pass that is ending saw
+        inner = [False]  # whether the hooks of this pass ran in an inner pass
 
         def end_of_pass() -> None:
             if inner[0] or self._is_inner():
@@ -196,7 +198,7 @@ class InnerBackwards:
         group.post_backward = run
 
     def run(self, backward: Callable[[], Any]) -> Any:
-        """A backward pass of the step's."""
+        """Run the step's own backward pass."""
         if self.gathers:
             for layer in self.layers:
                 layer.unshard()
@@ -209,13 +211,13 @@ class InnerBackwards:
                 self.reshard()
 
     def reshard(self) -> None:
-        """Weights have changed, or are not needed any more: the next forward pass gathers them anew."""
+        """Free the gathered weights, so that the next forward pass gathers them again."""
         for layer in self.layers:
             layer.reshard()
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """A layer's groups of parameters; torch 2.11 has one of them, or none."""
+    """The parameter groups of a layer. In torch 2.11 there is at most one."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -231,20 +233,20 @@ def _be_idle(state: Any) -> None:
             group._training_state = TrainingState.IDLE
 
 
-def explained(error: RuntimeError, module_name: str, strategy: str) -> ConfigError | None:
-    """In words, if a hook of FSDP2's has missed."""
-    said = str(error)
-    if not any(sign in said for sign in SIGNS):
+def explain(error: RuntimeError, module_name: str, strategy: str) -> ConfigError | None:
+    """An error that the user understands, if `error` comes from a missed hook of FSDP2."""
+    text = str(error)
+    if not any(sign in text for sign in SIGNS):
         return None
     return ConfigError(
         f"{module_name}: under {strategy} the weights of a layer were not there in the backward pass, or a layer "
-        f"writes into its input ({' '.join(said.split())[:160]}): use units=[] to treat the module as one piece, or "
+        f"writes into its input ({' '.join(text.split())[:160]}): use units=[] to treat the module as one piece, or "
         f"strategy=ddp or zero2"
     )
 
 
 def weights_are_sharded(module_name: str, strategy_name: str) -> ConfigError:
-    """For a step that computes with a weight outside the layer that owns it."""
+    """The error for a step that computes with a weight outside the layer that owns it."""
     return ConfigError(
         f"{module_name}.training_step computes with weights outside the layers that own them, a penalty on "
         f"them, say: under {strategy_name} each rank holds a shard there; use weight_decay, or "

@@ -1,4 +1,4 @@
-"""The Plan in DeepSpeed's words."""
+"""Translates the Plan into DeepSpeed's config."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 from shardwise.plan import Plan
 from shardwise.step.precision_plugin import LOSS_SCALE
 
-# Elements reduced or gathered at a time: DDP's 25 MiB would be many small ones, DeepSpeed's default takes 2 GB.
+# The number of elements that are reduced or gathered at a time. DDP's 25 MiB would make too many small buckets, and
+# DeepSpeed's default takes 2 GB.
 _BUCKET = 25_000_000
 
 
 def engine_config(plan: Plan, training: bool) -> dict[str, Any]:
-    """The Plan in DeepSpeed's words; a new dict each time, since DeepSpeed writes into it."""
+    """Make DeepSpeed's config: a new dict for each call, since DeepSpeed writes into it."""
     strategy, precision, cuda = plan.strategy, plan.precision, plan.accelerator == "cuda"
     zero: dict[str, Any] = {
         "stage": strategy.zero_stage,
@@ -34,7 +35,7 @@ def engine_config(plan: Plan, training: bool) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "communication_data_type": "fp32",
-        # ZeRO-1 in bf16 becomes DeepSpeed's BF16_Optimizer by this: what accumulates is fp32 there too
+        # With this ZeRO-1 in bf16 uses DeepSpeed's BF16_Optimizer, which also accumulates gradients in fp32.
         "data_types": {"grad_accum_dtype": "bf16" if precision.parameter_dtype == "bfloat16" else "fp32"},
         "steps_per_print": None,
     }
@@ -44,8 +45,8 @@ def engine_config(plan: Plan, training: bool) -> dict[str, Any]:
         true = not precision.is_mixed
         config["bf16"] = {
             "enabled": True,
-            "check_grad_overflow": False,  # ZeroPrecision.watch_gradients sees to it
-            "immediate_grad_update": True,  # into the fp32 sum, so that 16-bit gradients do not wait for each other
+            "check_grad_overflow": False,  # see ZeroPrecision.watch_gradients
+            "immediate_grad_update": True,  # adds 16-bit gradients to the fp32 sum at once
             "bf16_master_weights_and_grads": true,
             "bf16_optimizer_states": true,
         }

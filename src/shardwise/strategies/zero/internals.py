@@ -1,4 +1,4 @@
-"""What DeepSpeed does while an engine is made, and must not; and what ZeRO-3 hides of a parameter."""
+"""Changes what DeepSpeed does while it makes an engine, and undoes what ZeRO-3 does to a parameter's shape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 @contextmanager
 def shapes_shown(module: LightningModule) -> Iterator[None]:
-    """ZeRO-3 leaves parameters of shape (0,); who sorts them into groups by their number of dimensions must see it."""
+    """Give parameters their shapes inside, for code that groups them by dimensions: ZeRO-3 leaves the shape (0,)."""
     hidden = [(p, p.data) for p in module.parameters() if hasattr(p, "ds_shape") and p.shape != p.ds_shape]
     for p, data in hidden:
         p.data = data.new_empty(()).expand(p.ds_shape)
@@ -23,13 +23,13 @@ def shapes_shown(module: LightningModule) -> Iterator[None]:
 
 
 def count_elements(parameter: nn.Parameter) -> int:
-    """Elements of the whole."""
+    """The number of elements of the whole parameter, even if it is sharded."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 @contextmanager
 def with_a_dimension(unit: nn.Module) -> Iterator[None]:
-    """ZeRO-3 cannot take a parameter of shape (): inside it has one dimension, and ZeRO-3 gathers it without."""
+    """Give parameters of shape () one dimension inside, since ZeRO-3 cannot shard them. Gathered, they have none."""
     scalars = [p for p in unit.parameters() if p.ndim == 0 and not hasattr(p, "ds_shape")]
     for p in scalars:
         p.data = p.data.view(1)
@@ -40,8 +40,10 @@ def with_a_dimension(unit: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def weights_not_sent() -> Iterator[None]:
-    """An engine that is made inside takes weights and buffers as they are: all ranks have the same ones already, and
-    DeepSpeed cannot send a parameter of shape ()."""
+    """Do not let DeepSpeed broadcast weights and buffers while it makes an engine.
+
+    All ranks have the same ones already, and DeepSpeed cannot send a parameter of shape ().
+    """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     with patch.object(DeepSpeedEngine, "_broadcast_model", lambda engine: None):
@@ -50,12 +52,14 @@ def weights_not_sent() -> Iterator[None]:
 
 @contextmanager
 def reduced_one_by_one() -> Iterator[None]:
-    """ZeRO-3 would reduce a leaf's gradients together, when that of its inputs is there: too early if these need none.
-    Engines that are made inside reduce each gradient when it is there, as those of other layers."""
+    """Let engines that are made inside reduce each gradient of a leaf module as soon as it is there.
+
+    ZeRO-3 would reduce them together with the gradient of the leaf's inputs, which is too early if these need none.
+    """
     from deepspeed.runtime.zero import stage3
 
-    kept, stage3.z3_leaf_parameter = stage3.z3_leaf_parameter, lambda parameter: False
+    original, stage3.z3_leaf_parameter = stage3.z3_leaf_parameter, lambda parameter: False
     try:
         yield
     finally:
-        stage3.z3_leaf_parameter = kept
+        stage3.z3_leaf_parameter = original

@@ -1,4 +1,4 @@
-"""The precision plugin under DeepSpeed, whose engine scales, reduces, clips and steps."""
+"""The precision plugin for DeepSpeed, whose engine scales, reduces, clips and steps."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from shardwise.step.verdict import StepVerdict
 
 
 class ZeroPrecision(PlannedPrecision):
-    """The engine scales, reduces, clips and steps; its verdict is read back."""
+    """Lets DeepSpeed's engine scale, reduce, clip and step, and reads from it whether the step was skipped."""
 
     def __init__(self, plan: Plan, verdict: StepVerdict) -> None:
         super().__init__(plan, verdict)
-        self.is_in_backward = False  # of the step
+        self.is_in_backward = False  # whether the step's own backward pass is running
         self._engine: Any = None
         self._explain: Callable[[], Exception] = RuntimeError
 
     def use(self, engine: Any, weights_are_sharded: Callable[[], Exception]) -> None:
-        """`weights_are_sharded`: the error for a step that needs a weight which is not there."""
+        """Use `engine`. `weights_are_sharded`: makes the error for a step that needs a weight which is not there."""
         self._engine, self._explain = engine, weights_are_sharded
 
     @property
@@ -47,35 +47,38 @@ class ZeroPrecision(PlannedPrecision):
             scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = saved["scale"], int(saved["good_steps"]), -1
 
     def watch_gradients(self, optimizer: Any) -> None:
-        """DeepSpeed throws gradients away when their norm is not finite: note whose it was, while they are there. And
-        let a step in bf16 be thrown away by its norm, too, without `check_grad_overflow`'s second look at each."""
-        throws_away = "clear_hp_grads" if hasattr(optimizer, "clear_hp_grads") else "zero_grad"
-        throw_away = getattr(optimizer, throws_away)
+        """Keep the norms of gradients that DeepSpeed throws away because they are not finite.
 
-        def noting(*args: Any, **kwargs: Any) -> Any:
+        In bf16 also let DeepSpeed skip such a step by the norm of all gradients. Its own `check_grad_overflow` would
+        read every gradient a second time.
+        """
+        name = "clear_hp_grads" if hasattr(optimizer, "clear_hp_grads") else "zero_grad"
+        clear = getattr(optimizer, name)
+
+        def note_and_clear(*args: Any, **kwargs: Any) -> Any:
             if optimizer.overflow and not self.gradients:
                 self.gradients = list(gradient_norms(optimizer))
-            return throw_away(*args, **kwargs)
+            return clear(*args, **kwargs)
 
-        setattr(optimizer, throws_away, noting)
-        if self.plan.precision.loss_scaling:  # the guard says when it has been halved too often
+        setattr(optimizer, name, note_and_clear)
+        if self.plan.precision.loss_scaling:  # the guard ends a run whose scale was halved too often
             optimizer.loss_scaler.min_scale, optimizer.loss_scaler.raise_error_at_min_scale = 2.0**-24, False
         if self.plan.precision.compute_dtype == "bfloat16" and hasattr(optimizer, "check_grad_overflow"):
-            take_norm = optimizer.scaled_global_norm
+            global_norm = optimizer.scaled_global_norm
 
-            def judged(*args: Any, **kwargs: Any) -> Any:
-                optimizer.check_grad_overflow = True  # it is asked once before the norm is taken, and once after
-                return take_norm(*args, **kwargs)
+            def norm_before_check(*args: Any, **kwargs: Any) -> Any:
+                optimizer.check_grad_overflow = True  # DeepSpeed reads it before the norm is computed, and again after
+                return global_norm(*args, **kwargs)
 
-            optimizer.scaled_global_norm = judged
+            optimizer.scaled_global_norm = norm_before_check
 
     def backward(self, tensor: Tensor, model: LightningModule, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         self.is_in_backward = True
         try:
-            self._engine.backward(tensor, *args[1:], scale_wrt_gas=False, **kwargs)  # Lightning has divided already
+            self._engine.backward(tensor, *args[1:], scale_wrt_gas=False, **kwargs)  # the loss is divided already
             self.is_in_backward = False
         except RuntimeError as error:
-            if "invalid gradient" in str(error) and "got [0]" in str(error):  # of a weight that is not there
+            if "invalid gradient" in str(error) and "got [0]" in str(error):  # a weight is not there
                 raise self._explain() from None
             raise
 
@@ -104,11 +107,11 @@ class ZeroPrecision(PlannedPrecision):
             super()._after_closure(model, optimizer)
 
     def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """The engine's step does."""
+        """Do nothing, since the engine's step clips."""
 
 
 class _GradientsOutOfReach(TorchFunctionMode):
-    """Around a hook: to reach for a parameter's gradient is an error. There is none, or that of one micro-batch."""
+    """Refuses that a hook reads a parameter's gradient: there is none, or only that of one micro-batch."""
 
     def __init__(self, hook: str, strategy: str) -> None:
         super().__init__()
@@ -128,7 +131,7 @@ class _GradientsOutOfReach(TorchFunctionMode):
 
 
 def gradient_norms(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Parameters of which this rank holds gradients in a DeepSpeed optimizer that is about to step, and their norms."""
+    """The norms of the gradients that this rank holds in a DeepSpeed optimizer before its step, with the parameters."""
     if hasattr(optimizer, "fp32_groups_gradients"):
         groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
     elif getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
@@ -139,5 +142,5 @@ def gradient_norms(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
         parts = getattr(optimizer, "params_in_partition", None) or optimizer.fp16_groups
         groups = zip(parts, (optimizer.averaged_gradients.get(i) or [] for i in range(len(parts))), strict=True)
     for parameters, gradients in groups:
-        for parameter, gradient in zip(parameters, gradients, strict=False):  # the last may be padding
+        for parameter, gradient in zip(parameters, gradients, strict=False):  # the last gradient may be padding
             yield parameter, torch.linalg.vector_norm(gradient.float())

@@ -1,4 +1,4 @@
-"""What a rank holds of parameters and of the optimizer's state under DeepSpeed: flat ranges of fp32 masters."""
+"""A rank's parts of parameters and optimizer state under DeepSpeed: flat ranges of fp32 master weights."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from shardwise.strategies.sharded_state import DTensorState
 
 
 class ZeroState(DTensorState):
-    """Of a DeepSpeed engine. Without training there are no masters, and the module's own parameters are all.
+    """The `ShardedState` of a DeepSpeed engine. Without training there are no masters, only the module's parameters.
 
-    `before_refresh`: called before masters that were written to become the weights that the module computes with.
+    `before_refresh`: called before changed masters are copied into the weights that the module computes with.
     """
 
-    engine_optimizer: Any  # DeepSpeed's, around the module's own
+    engine_optimizer: Any  # DeepSpeed's, which wraps the module's
 
     def __init__(self, module: LightningModule, zero_stage: int, before_refresh: Callable[[], None]) -> None:
         super().__init__(module, lambda: [self._base])
         self.zero_stage, self.before_refresh = zero_stage, before_refresh
-        self._names: list[list[str]] = []  # of what each group of the optimizer trains
+        self._names: list[list[str]] = []  # of the parameters in each group of the optimizer
 
     def use(self, engine_optimizer: Any, names: list[list[str]]) -> None:
-        """`names`: of the parameters of each group of the optimizer."""
+        """Use `engine_optimizer`. `names`: those of the parameters in each of its groups."""
         self.engine_optimizer, self._names = engine_optimizer, names
 
     @property
@@ -42,7 +42,7 @@ class ZeroState(DTensorState):
         return bool(self.module.trainer.state.fn == TrainerFn.FITTING)
 
     def master_parts(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Name, first element and storage of this rank's range of every trainable fp32 master, which are flat."""
+        """The name, first element and storage of this rank's flat range of every trainable fp32 master."""
         trained = self._trained()
         for name, p in self.module.named_parameters():
             if name not in trained:
@@ -57,7 +57,7 @@ class ZeroState(DTensorState):
                 yield name, p._hp_mapping.lp_fragment_address.start, p._hp_mapping.hp_fragment.detach()  # type: ignore[attr-defined]
 
     def _trained(self) -> set[str]:
-        """Parameters of which DeepSpeed's optimizer has masters."""
+        """The names of the parameters of which DeepSpeed's optimizer has masters."""
         needs = {name for name, p in self.module.named_parameters() if p.requires_grad}
         return {name for group in self._names for name in group} & needs
 
@@ -74,7 +74,7 @@ class ZeroState(DTensorState):
             return
         for group in range(len(optimizer.fp16_partitioned_groups_flat)):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
-        if optimizer.persistent_parameters:  # gathered for good: they must be given up to be gathered anew
+        if optimizer.persistent_parameters:  # kept gathered: they are partitioned, then gathered again
             optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
@@ -87,7 +87,7 @@ class ZeroState(DTensorState):
         for name, p in self.module.named_parameters():
             if name in trained:
                 master = safe_get_full_fp32_param(p).detach().cpu().clone()
-                # of bf16_true's masters it gives copies in fp32
+                # With bf16_true it gives fp32 copies of bf16 masters.
                 whole[name] = master.view(getattr(p, "ds_shape", p.shape)).to(self._flats[0].dtype)
             else:
                 with GatheredParameters([p], enabled=hasattr(p, "ds_id")):
@@ -117,7 +117,7 @@ class ZeroState(DTensorState):
         for key, value in self._base.state.get(flat, {}).items():
             if isinstance(value, Tensor) and value.numel() == flat.numel() and value.ndim:
                 found[key] = value.view(-1)[start : start + shard.values.numel()]
-            elif isinstance(value, (Tensor, int, float)):  # DeepSpeed's Adam counts in Python
+            elif isinstance(value, (Tensor, int, float)):  # DeepSpeed's Adam has a Python counter
                 found[key] = torch.as_tensor(value, dtype=torch.float32)
         return 0, found
 
@@ -134,7 +134,7 @@ class ZeroState(DTensorState):
         return {key: state[key].view(-1)[start:end] if state[key].ndim else state[key] for key in known}
 
     def _flat_of(self, part: Tensor) -> tuple[Tensor, int]:
-        """The flat master that `part` lies in, and where it begins there."""
+        """The flat master that has `part` in it, and the first element of `part` in it."""
         for flat in self._flats:
             start = (part.data_ptr() - flat.data_ptr()) // flat.element_size()
             if 0 <= start < flat.numel() and part.device == flat.device:
@@ -150,12 +150,12 @@ class ZeroState(DTensorState):
                 for state in self._base.state.values():
                     state["step"] = int(state.get("step", 0))
             return
-        # No masters without an optimizer: the 16-bit parameters take the values, or their averages.
+        # Without an optimizer there are no masters. The 16-bit parameters get the values, or the averages of them.
         weights = "average" if average else "model"
         with torch.no_grad():
             restore(self, self.module, folder, metadata, group, optimizers=False, weights=weights)
 
-    def own_optimizers(self) -> list[Optimizer]:
+    def module_optimizers(self) -> list[Optimizer]:
         return [self._base]
 
     def group_names(self) -> list[list[list[str]]]:

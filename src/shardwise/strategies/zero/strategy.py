@@ -2,8 +2,8 @@
 
 ZeRO-1 shards the optimizer state over all ranks, ZeRO-2 the gradients as well, ZeRO-3 the parameters too. In low
 precision the module's own parameters become the 16-bit copies, and fp32 masters live sharded in DeepSpeed's optimizer.
-Left to itself DeepSpeed (or Lightning with it) divides the loss twice under accumulation, reduces in 16 bits, starts
-its masters from rounded weights and skips a step in silence: each is undone here, where it is named.
+By itself DeepSpeed (or Lightning with it) would divide the loss twice under accumulation, reduce in 16 bits, start its
+masters from rounded weights and skip a step in silence. This package undoes each of these.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ from shardwise.weights.initialize import Materializer
 
 
 class ZeroStrategy(PlannedStrategy, DDPStrategy):
-    """Of DDPStrategy only the processes and their group are used; the wrapping is DeepSpeed's."""
+    """Uses DDPStrategy for the processes and their group only. DeepSpeed wraps the module."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(timeout=timedelta(minutes=plan.strategy.timeout_minutes))
         self._use(plan, ZeroPrecision)
-        self._initial: dict[str, tuple[int, Tensor]] = {}  # fp32 weights until the masters have them: (start, values)
+        # The fp32 weights until they are copied into the masters: name → (first element, values).
+        self._initial: dict[str, tuple[int, Tensor]] = {}
 
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
@@ -76,9 +77,9 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
             )
         group_names: list[list[str]] = []
         if training:
-            self._check_own_ways(module, optimizers[0])
+            self._check_support(module, optimizers[0])
             names = {id(p): name for name, p in module.named_parameters()}
-            for group in optimizers[0].param_groups:  # DeepSpeed cannot take a parameter without elements
+            for group in optimizers[0].param_groups:  # DeepSpeed cannot shard a parameter without elements
                 group["params"] = [p for p in group["params"] if count_elements(p)]
             group_names = [[names[id(p)] for p in group["params"]] for group in optimizers[0].param_groups]
         trained = [p for p in module.parameters() if p.requires_grad and count_elements(p)] if training else []
@@ -93,7 +94,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         self.zero_precision.use(self.model, partial(weights_are_sharded, self.module_name, self.plan.strategy.name))
         if training:
             self._begin_training(engine_optimizer, group_names)
-        self._take_initial_weights()
+        self._read_initial_weights()
         self.barrier()
 
     def _begin_training(self, engine_optimizer: Any, group_names: list[list[str]]) -> None:
@@ -111,7 +112,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         self._initial = {}
 
     def _make_sharded_state(self, module: LightningModule) -> ZeroState:
-        # Before an average, say, becomes the weights: what hooks have written into those that were there
+        # Before an average, for example, replaces the weights, what hooks have written into them is checked.
         return ZeroState(module, self.plan.strategy.zero_stage, self._check_evaluation)
 
     @property
@@ -125,11 +126,11 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         return self.precision_plugin
 
     def _refuse_inner_backward(self, engine_optimizer: Any) -> None:
-        """ZeRO-3 frees a layer's weights behind a backward pass, and does not gather them for a second one."""
+        """Refuse a backward pass within a step: ZeRO-3 would free weights and not gather them for the next pass."""
         offload = engine_optimizer.parameter_offload
         free = offload.post_sub_module_backward_function
 
-        def unless_within_a_step(*args: Any, **kwargs: Any) -> Any:
+        def free_or_refuse(*args: Any, **kwargs: Any) -> Any:
             if self.module.trainer.training and not self.zero_precision.is_in_backward:
                 raise ConfigError(
                     f"{self.module_name}.training_step takes a gradient (torch.autograd.grad), and behind that the "
@@ -137,12 +138,12 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                 )
             return free(*args, **kwargs)
 
-        offload.post_sub_module_backward_function = unless_within_a_step
+        offload.post_sub_module_backward_function = free_or_refuse
 
     def _refuse_objects(self, layer: nn.Module) -> None:
-        """ZeRO-3 gathers the weights of a layer when a gradient comes to what it gave: it must find these tensors."""
+        """Refuse outputs inside objects: ZeRO-3 gathers a layer's weights by hooks on its output tensors."""
 
-        def look(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def check(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not torch.is_grad_enabled() or gives_tensors(output):
                 return
             if any(tensor.grad_fn is not None for tensor in tensors_in_objects((output, args, kwargs))):
@@ -151,10 +152,10 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                     f"not find them; pass tensors, tuples or dicts, or use strategy=fsdp, zero2 or ddp"
                 )
 
-        layer.register_forward_hook(look, with_kwargs=True)
+        layer.register_forward_hook(check, with_kwargs=True)
 
-    def _check_own_ways(self, module: LightningModule, optimizer: Optimizer) -> None:
-        """Refuses what would run elsewhere and be passed over, or give other numbers, here."""
+    def _check_support(self, module: LightningModule, optimizer: Optimizer) -> None:
+        """Refuse hooks that DeepSpeed would ignore, and optimizers that would give other numbers under it."""
         name = self.plan.strategy.name
         if hooks := [hook for hook in ("backward", "configure_gradient_clipping") if is_overridden(hook, module)]:
             raise ConfigError(
@@ -169,7 +170,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
             )
 
     def _make(self, deepspeed: Any, module: LightningModule, config: dict[str, Any]) -> None:
-        """The parameters, initialised as everywhere. ZeRO-3 keeps a shard of each unit before the next is made."""
+        """Make the parameters, initialised as under every strategy. ZeRO-3 shards each unit before the next is made."""
         materializer = Materializer(module, self.root_device, self.plan.seed, self.mesh.group("world"))
         precision, three = self.plan.precision, self.plan.strategy.zero_stage == 3
         empty = [name for name, p in module.named_parameters() if not p.numel()]
@@ -194,7 +195,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                 if self.state.is_training:
                     self._refuse_objects(unit)
                 if unit is not module:
-                    deepspeed.utils.set_z3_leaf_module(unit, True)  # gathered as a whole, as FSDP does
+                    deepspeed.utils.set_z3_leaf_module(unit, True)  # DeepSpeed gathers it as a whole, as FSDP does
                 elif self.plan.strategy.find_unused_parameters:
                     for layer in gathered_as_one(module, {unit for _, unit in self.units.modules}):
                         deepspeed.utils.set_z3_leaf_module(layer, True)
@@ -206,7 +207,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """ZeRO-1 reduces at the window's end; ZeRO-2 and 3 in every micro-batch, and step at its end."""
+        """Tell DeepSpeed that the window goes on. ZeRO-1 reduces at its end, ZeRO-2 and 3 in every micro-batch."""
         self.engine.set_gradient_accumulation_boundary(False)
         try:
             yield
@@ -218,13 +219,16 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         return self.model
 
     hides_weights = True
-    scales_by_gradient = False  # the engine starts its backward pass itself
-    _before_evaluation: dict[str, float] | None = None  # the norms of trained weights
+    scales_by_gradient = False  # the engine starts its backward pass by itself
+    _before_evaluation: dict[str, float] | None = None  # the norm of each trained weight
 
     @contextmanager
     def whole_parameters(self, hook: str) -> Iterator[None]:
-        """What the hook writes into a frozen parameter, an average say, stays. The trained ones are DeepSpeed's, whose
-        next step writes over them: other weights for an evaluation are to be put back at its end."""
+        """Gather the weights for a hook. It may write into frozen parameters, such as an average.
+
+        The next step of DeepSpeed overwrites trained ones. So a hook that sets other weights for an evaluation must put
+        the trained ones back at its end.
+        """
         trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         with self._gathered(list(trained.values())):
             before = _norms(trained)
@@ -236,7 +240,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
             self._refuse_writes(before, after, hook)
 
     def on_validation_end(self) -> None:
-        """Behind the hooks of module and callbacks."""
+        """Check the weights, after the hooks of module and callbacks."""
         super().on_validation_end()
         self._check_evaluation()
 
@@ -248,7 +252,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                 self._refuse_writes(before, _norms(trained), "validation, and does not put back what was there")
 
     def _refuse_writes(self, before: dict[str, float], after: dict[str, float], where: str) -> None:
-        # Not a number is no other value than before.
+        # NaN differs from itself, and is no sign of a write.
         changed = [name for name, norm in after.items() if norm != before[name] and not math.isnan(norm)]
         if changed and self.state.is_training:
             raise ConfigError(
@@ -266,17 +270,17 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
 
         absent = [p for p in trained if p.ds_status.name != "AVAILABLE"]  # type: ignore[attr-defined]
         frozen = [p for p in self.module.parameters() if not p.requires_grad and hasattr(p, "ds_id")]
-        there = [p for p in trained if p.ds_status.name == "AVAILABLE"]  # type: ignore[attr-defined]
+        available = [p for p in trained if p.ds_status.name == "AVAILABLE"]  # type: ignore[attr-defined]
         with GatheredParameters([*frozen, *absent], modifier_rank=0):
             yield
-        for p in there:  # a small one that DeepSpeed keeps whole: its shard is what is gathered the next time
+        for p in available:  # DeepSpeed keeps a small one whole, and would gather its shard the next time
             shard = p.ds_tensor  # type: ignore[attr-defined]
             mine = p.detach().flatten()[dist.get_rank() * shard.numel() :][: shard.numel()]
             shard.data[: mine.numel()].copy_(mine)
 
 
 def _norms(parameters: dict[str, nn.Parameter]) -> dict[str, float]:
-    """One number a tensor, by which a write is seen that leaves no other trace: by way of p.data."""
+    """One number for each tensor, which shows a write through p.data."""
     filled = {name: p.detach() for name, p in parameters.items() if p.numel()}
     if not filled:
         return {}

@@ -1,4 +1,4 @@
-"""Parameters that take no part in a step, under `strategy.find_unused_parameters=true`: they get gradients of zero."""
+"""Gives parameters that take no part in a step zero gradients, with `strategy.find_unused_parameters=true`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 
 class _Zero(torch.autograd.Function):
-    """A zero that depends on every parameter. Made first, it is differentiated last: every gradient is there then."""
+    """A zero that depends on every parameter. It is made first, so its backward runs after all other gradients."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
@@ -24,8 +24,10 @@ class _Zero(torch.autograd.Function):
 
 
 def gathered_as_one(layer: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
-    """The units, and the outermost layers beside them: ZeRO-3 gathers each whole when it runs, so that within one a
-    rank may pass weights over. Of a layer that a rank does not run at all the other ranks' gathering would not end."""
+    """The units, and the outermost layers beside them: ZeRO-3 gathers each of these as a whole when it runs.
+
+    A rank may skip weights inside one of them. It must run each of them, or the others would wait for it for ever.
+    """
     for child in layer.children():
         if child in units or not units.intersection(child.modules()):
             if any(True for _ in child.parameters()):
@@ -35,8 +37,11 @@ def gathered_as_one(layer: nn.Module, units: set[nn.Module]) -> Iterator[nn.Modu
 
 
 def touch(layer: nn.Module, parameters: list[nn.Parameter]) -> None:
-    """Let all of `parameters` take part whenever `layer` runs, in one order: DeepSpeed reduces gradients in the order
-    in which they come, and a rank on which one of them does not would add its neighbours to the wrong ones."""
+    """Let all of `parameters` take part whenever `layer` runs.
+
+    DeepSpeed reduces gradients in the order in which they arrive. If one is missing on a rank, the gradients after it
+    would be added to those of other parameters.
+    """
     parameters = [p for p in parameters if p.requires_grad]
     if not parameters:
         return
@@ -62,7 +67,7 @@ def touch_all(module: nn.Module, units: set[nn.Module], zero_stage: int) -> None
     if zero_stage < 3:
         touch(module, list(module.parameters()))
         return
-    wholes = list(gathered_as_one(module, units))  # a layer's weights are there while it runs
+    wholes = list(gathered_as_one(module, units))  # all their weights are gathered while they run
     inside = {layer for whole in wholes for layer in whole.modules()}
     for whole in wholes:
         touch(whole, list(whole.parameters()))
