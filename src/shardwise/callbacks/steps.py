@@ -66,7 +66,7 @@ class StepLog(Callback):
         self._row_step = trainer.global_step
         self._last_step = trainer.global_step
         step_logging(trainer).between_steps(trainer.global_step)
-        step_logging(trainer).tell_names_to(partial(self._claim, trainer))
+        step_logging(trainer).call_with_names(partial(self._claim, trainer))
         if trainer.is_global_zero and self.shows_bar:
             total = None if trainer.max_steps < 0 else trainer.max_steps
             self.bar = tqdm(total=total, initial=trainer.global_step, unit="step", dynamic_ncols=True)
@@ -141,9 +141,9 @@ class StepLog(Callback):
         if step_logging(trainer).logs(step):
             results = step_results(trainer)
             self._claim(trainer, results.names())
-            window = results.take_window()
+            window = results.end_window()
             self._of_module[step] = Logged(window, trainer.current_epoch)
-            if shown := results.for_bar(window):
+            if shown := results.for_progress_bar(window):
                 self._shown[step] = list(shown), Readback(torch.stack([v.double().reshape(()) for v in shown.values()]))
 
     def flush(self, trainer: Trainer) -> None:

@@ -33,7 +33,7 @@ from shardwise.distributed.rng import random_state
 from shardwise.errors import ConfigError, RunStopped, where
 from shardwise.lightning_internals.counters import count_in_other_micro_batches
 from shardwise.lightning_internals.patches import dump_checkpoint
-from shardwise.lightning_internals.results import log_on, logged_so_far, restore_callback_metrics
+from shardwise.lightning_internals.results import logged_so_far, restore_callback_metrics, restore_logged
 from shardwise.plan import Plan
 
 # What torch raises for a checkpoint that is cut short, holds code, or has other weights
@@ -232,7 +232,7 @@ class TrainState:
         trainer = self.module.trainer
         restore_callback_metrics(trainer, self._metrics)
         if trainer.fit_loop.restarted_mid_epoch and self.of_rank is not None:
-            log_on(trainer, self.of_rank.get("logged", {}))
+            restore_logged(trainer, self.of_rank.get("logged", {}))
 
     @contextmanager
     def restoring(self) -> Iterator[None]:

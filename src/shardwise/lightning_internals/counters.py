@@ -1,4 +1,4 @@
-"""The counters of Lightning's training loop."""
+"""Changes the counters of Lightning's training loop."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from lightning.pytorch import Trainer
 
 
 def uncount_step(trainer: Trainer) -> None:
-    """A step that changed nothing is none: Lightning, which counts it in a moment, is one behind from here."""
+    """Count one step less, before Lightning counts a step that has changed nothing."""
     counters = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
     counters.total.completed -= 1
     counters.current.completed -= 1
 
 
 def rewind(trainer: Trainer, steps: int, batches: int) -> bool:
-    """Take the last `steps` back, which took `batches`. Not beyond the begin of an epoch: then nothing changes.
+    """Set the counters back by `steps` and their `batches`.
 
     Returns:
-        Whether they are taken back.
+        Whether that was done. If the epoch began later than these steps, nothing changes.
     """
     loop = trainer.fit_loop.epoch_loop
     optimizer = loop.automatic_optimization.optim_progress.optimizer
@@ -32,12 +32,11 @@ def rewind(trainer: Trainer, steps: int, batches: int) -> bool:
 
 
 def count_in_other_micro_batches(loops: dict[str, Any], before: int, now: int) -> None:
-    """In the loops' saved state: Lightning's counters count micro-batches, of which a step had `before` and has `now`
-    another number."""
+    """Convert the saved counters of micro-batches in `loops`, since a step had `before` of them and has `now`."""
     if before == now:
         return
     progress = loops["fit_loop"]["epoch_loop.batch_progress"]
     for counters in (progress["total"], progress["current"]):
         ready = counters["ready"]
-        for key, count in counters.items():  # a save comes before the last micro-batch of its window is completed
+        for key, count in counters.items():  # at a save the window's last micro-batch is not completed yet
             counters[key] = ready // before * now - (ready - count)

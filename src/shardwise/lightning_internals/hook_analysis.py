@@ -1,6 +1,6 @@
-"""Which hooks of a module or callback look at weights: around these, whole weights are there as under ddp.
+"""Finds the hooks of a module or callback that look at weights. These hooks see whole weights, as under ddp.
 
-Weights are gathered for a hook that reaches for them, and for no other: that is found from the names in its code.
+Only for these are weights gathered. Whether a hook looks at weights is found from the names in its code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-# Of these the gradients are looked at, which belong to the shards, or a batch; or there is nothing to look at yet
+# These hooks look at a batch, or at gradients, which belong to the shards, or run when there are no weights yet.
 _OTHERS = (
     "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad",
     "on_before_batch_transfer", "on_after_batch_transfer", "on_exception",
@@ -31,41 +31,44 @@ _NO_WEIGHTS = (bool, int, float, complex, str, bytes, Metric, Trainer)
 
 
 def may_look(hook: str) -> bool:
-    """Of a hook of this name; it is then one that every rank calls, as `prepare_data` is not."""
+    """Whether a hook of this name can look at weights. Every rank calls such a hook (unlike `prepare_data`)."""
     return hook.startswith("on_") and hook not in _OTHERS
 
 
 def looks_at_weights(host: LightningModule | Callback, hook: str, module: LightningModule) -> bool:
-    """Whether `host`'s own `hook` may reach for weights of `module`. In doubt it may."""
+    """Whether `hook` of `host` may look at weights of `module`. If that is not certain, it may."""
     if not may_look(hook):
         return False
-    own = {name for name, _ in [*module.named_children(), *module.named_parameters(recurse=False)]}
-    own -= {name for name, child in module.named_children() if isinstance(child, Metric)}
-    return _reaches(getattr(host, hook), host, own, set())
+    names = {name for name, _ in [*module.named_children(), *module.named_parameters(recurse=False)]}
+    names -= {name for name, child in module.named_children() if isinstance(child, Metric)}
+    return _reaches(getattr(host, hook), host, names, set())
 
 
-def _reaches(function: Any, host: Any, own: set[str], seen: set[Any]) -> bool:
+def _reaches(function: Any, host: Any, weights: set[str], seen: set[Any]) -> bool:
     function = inspect.unwrap(getattr(function, "__func__", function))
     if _is_of_a_library(function) or function in seen:
         return False
     if not isinstance(function, FunctionType):
         return True
     seen.add(function)
-    held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    if any(_reaches(v, host, own, seen) if isinstance(v, FunctionType) else not _has_no_weights(v) for v in held):
+    captured = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    if any(
+        _reaches(value, host, weights, seen) if isinstance(value, FunctionType) else not _has_no_weights(value)
+        for value in captured
+    ):
         return True
     for name in _names(function.__code__):
-        if name in own or name in _WALKS:
+        if name in weights or name in _WALKS:
             return True
         methods = [vars(kind)[name] for kind in type(host).__mro__ if name in vars(kind)]
-        if any(_is_code(method) and _reaches(method, host, own, seen) for method in methods):
+        if any(_is_code(method) and _reaches(method, host, weights, seen) for method in methods):
             return True
         if not methods and name in vars(host) and not _has_no_weights(vars(host)[name]):
             return True
         used = function.__globals__.get(name)
         if isinstance(used, ModuleType) and used.__name__.partition(".")[0] not in _LIBRARIES:
             return True
-        if callable(used) and _reaches(used, host, own, seen):
+        if callable(used) and _reaches(used, host, weights, seen):
             return True
     return False
 
@@ -76,13 +79,13 @@ def _is_code(method: Any) -> bool:
 
 def _is_filled(cell: Any) -> bool:
     try:
-        return not isinstance(cell.cell_contents, type)  # the class itself, for super()
+        return not isinstance(cell.cell_contents, type)  # super() captures the class
     except ValueError:
         return False
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Attributes and globals that it uses, with those of functions inside."""
+    """The names of attributes and globals that `code` uses, also in functions inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -94,7 +97,7 @@ def _is_of_a_library(function: Any) -> bool:
 
 
 def _has_no_weights(value: Any) -> bool:
-    """None may become anything."""
+    """Whether `value` has no weights in it, now and later. None has, since it may be replaced by anything."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple, set)):

@@ -1,8 +1,8 @@
-"""What Lightning does around every hook of every batch though nobody has that hook: left out, for Trainers made here.
-And the one place where its training loop takes batches from the loader: see `WindowFetcher`.
+"""Calls only the hooks that somebody has overridden, and replaces Lightning's fetcher of batches (`WindowFetcher`).
 
-It calls each hook of module, strategy and callbacks, overridden or not, under a profiler that notes nothing and with
-two assignments through `nn.Module.__setattr__`: about 70 times a step, which short steps feel.
+Lightning calls every hook of module, strategy and callbacks, also those that do nothing, under a profiler that records
+nothing, and with two assignments through `nn.Module.__setattr__`. That is done about 70 times a step, which makes short
+steps slower.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _original_fetcher = utilities._select_data_fetcher
 _original_callback_hooks = call._call_callback_hooks
 _original_module_hook, _original_strategy_hook = call._call_lightning_module_hook, call._call_strategy_hook
 
-# LightningModule's own of these do nothing
+# LightningModule's own versions of these hooks do nothing.
 _EMPTY = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward",
           "on_after_backward", "on_before_optimizer_step")  # fmt: skip
-_END = "on_train_batch_end"  # where what is saved must be what the module has made of its step
+_END = "on_train_batch_end"  # checkpoints are saved after the module's own hook
 
 
 class Unprofiled(PassThroughProfiler):
-    """Notes nothing, in one object."""
+    """A profiler that records nothing, and makes no object for each hook."""
 
     _nothing = nullcontext()
 
@@ -41,14 +41,14 @@ class Unprofiled(PassThroughProfiler):
 
 
 def install_fast_hooks(trainer: Trainer, module: LightningModule) -> None:
-    """For the rest of this Trainer's life. Callbacks may be added until it starts."""
+    """Install these hooks on `trainer` for good. Callbacks may be added until it starts."""
     trainer._callbacks_with = {}  # type: ignore[attr-defined] # (hook, number of callbacks) → see `_having`
     trainer._looking_hooks = {}  # type: ignore[attr-defined] # (host, hook) → whether it looks at weights
-    trainer._idle_hooks = set()  # type: ignore[attr-defined] # of the module; found when training starts
+    trainer._idle_hooks = set()  # type: ignore[attr-defined] # of the module; known when training starts
     fit_loop._select_data_fetcher = _fetcher  # type: ignore[attr-defined]
     call._call_callback_hooks = _callback_hooks
     call._call_lightning_module_hook, call._call_strategy_hook = _module_hook, _strategy_hook
-    takes_index: list[bool] = []  # looked up once, at the first batch
+    takes_index: list[bool] = []  # whether training_step takes batch_idx: found at the first batch
 
     def build_kwargs(kwargs: dict[str, Any], batch: Any, batch_idx: int) -> dict[str, Any]:
         if not takes_index:
@@ -62,7 +62,7 @@ def install_fast_hooks(trainer: Trainer, module: LightningModule) -> None:
 
 
 class WindowFetcher(_DataFetcher):
-    """Fetches nothing ahead: `TrainLoader` reads whole windows, and knows the last one of a stream without length."""
+    """Fetches no batch ahead. `TrainLoader` reads whole windows, and knows the last one also without a length."""
 
     def __next__(self) -> Any:
         batch = super().__next__()
@@ -88,20 +88,20 @@ def _callback_hooks(trainer: Any, hook_name: str, *args: Any, monitoring_callbac
         return
     if hook_name == "on_fit_start":
         trainer._checkpoint_connector._restore_modules_and_callbacks(trainer.strategy.plan.resume)
-    if hook_name == "on_train_start":  # set-up is over: what hooks there are is known
+    if hook_name == "on_train_start":  # after the set-up all hooks are known
         known.clear()
         module = trainer.lightning_module
         idle = {name for name in _EMPTY if not _has(module, name)}
         if module.automatic_optimization and not (
             _has(module, "optimizer_step") or _has(module, "optimizer_zero_grad")
         ):
-            idle.add("optimizer_zero_grad")  # the strategy has zeroed gradients behind the step before
+            idle.add("optimizer_zero_grad")  # the strategy does it after each step
         trainer._idle_hooks = idle
     _call(trainer, _having(trainer, hook_name)[0], hook_name, *args, **kwargs)
 
 
 def _having(trainer: Any, hook_name: str) -> tuple[list[Callback], list[Callback]]:
-    """Callbacks that have this hook; and those among them that act once the module has ended its step."""
+    """The callbacks that have this hook: those called before the module's own hook, and those called after it."""
     key = hook_name, len(trainer.callbacks)
     if key not in trainer._callbacks_with:
         having = [c for c in trainer.callbacks if is_overridden(hook_name, c, Callback) or hook_name in vars(c)]
@@ -123,7 +123,7 @@ def _call(trainer: Any, callbacks: list[Callback], hook_name: str, *args: Any, *
 
 
 def _weights_for(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[Any]:
-    """Around a hook that looks at weights they are whole, wherever a strategy hides them. The ranks agree on that."""
+    """Make weights whole around a hook that looks at them, on all ranks, if the strategy hides them."""
     known = getattr(trainer, "_looking_hooks", None)
     if known is None or not trainer.strategy.hides_weights or not may_look(hook_name):
         return nullcontext()
@@ -134,13 +134,13 @@ def _weights_for(trainer: Any, host: Any, hook_name: str) -> AbstractContextMana
     return trainer.strategy.whole_parameters(hook_name) if known[key] else nullcontext()
 
 
-def _takes(trainer: Any) -> bool:
-    """A profiler's names are those of the hooks, which Lightning itself calls for it."""
+def _is_fast(trainer: Any) -> bool:
+    """Whether hooks are called directly. With a profiler Lightning calls them, under the names of the hooks."""
     return hasattr(trainer, "_callbacks_with") and isinstance(trainer.profiler, Unprofiled)
 
 
 def _has(module: LightningModule, hook_name: str) -> bool:
-    """A hook of its own, in its class or set on it."""
+    """Whether the module has overridden the hook, in its class or by an attribute."""
     return is_overridden(hook_name, module) or hook_name in vars(module)
 
 
@@ -155,7 +155,7 @@ def _module_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any
         return None
     module = trainer.lightning_module
     with _weights_for(trainer, module, hook_name) if "pl_module" not in kwargs else nullcontext():
-        if not _takes(trainer) or "pl_module" in kwargs:
+        if not _is_fast(trainer) or "pl_module" in kwargs:
             output = _original_module_hook(trainer, hook_name, *args, **kwargs)
         else:
             output = _named(module, hook_name, module, *args, **kwargs)
@@ -168,13 +168,13 @@ def _module_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any
 
 
 def _strategy_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
-    if not _takes(trainer):
+    if not _is_fast(trainer):
         return _original_strategy_hook(trainer, hook_name, *args, **kwargs)
     return _named(trainer.lightning_module, hook_name, trainer.strategy, *args, **kwargs)
 
 
 def _named(module: LightningModule, hook_name: str, host: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a hook; `self.log` looks at its name."""
+    """Call a hook and set its name, which `self.log` reads."""
     before, module.__dict__["_current_fx_name"] = module._current_fx_name, hook_name
     output = getattr(host, hook_name)(*args, **kwargs)
     module.__dict__["_current_fx_name"] = before

@@ -1,4 +1,4 @@
-"""Lightning's Trainer, its loops and its logging: optimizer steps are counted, and data goes on where it was."""
+"""Lightning's loops, changed: they count optimizer steps, and a resumed run goes on at the right data."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shardwise.lightning_internals.results import step_logging
 
 
 class WindowLoop(_TrainingEpochLoop):
-    """An early stop, and the validation that comes with it, wait for the end of the accumulation window."""
+    """Makes an early stop, and the validation before it, wait for the end of the accumulation window."""
 
-    ended_before = False  # the epoch had no batches left when the run went on
+    ended_before = False  # whether the run was resumed at the end of an epoch
 
     @property
     def done(self) -> bool:
@@ -26,22 +26,22 @@ class WindowLoop(_TrainingEpochLoop):
 
     @property
     def _batches_that_stepped(self) -> int:
-        """Under which step Lightning and its callbacks log: the optimizer step that the batch belongs to, from 1."""
+        """The step under which Lightning and its callbacks log: the batch's optimizer step, from 1."""
         return step_logging(self.trainer).number
 
     @_batches_that_stepped.setter
     def _batches_that_stepped(self, count: int) -> None:
-        """Lightning's own count of batches, which starts at 0, is not needed."""
+        """Ignore Lightning's own count of batches, which starts at 0."""
 
     def run(self, data_fetcher: Any) -> None:
-        if self.restarting and self._num_ready_batches_reached():  # saved behind the last batch of an epoch
+        if self.restarting and self._num_ready_batches_reached():  # saved after the last batch of an epoch
             self._restarting, self.ended_before = False, True
             return
         super().run(data_fetcher)
 
     def on_run_start(self, data_fetcher: Any) -> None:
         super().on_run_start(data_fetcher)
-        # What was pending when the checkpoint was written is done: Lightning would leave some of it out, or do it twice
+        # Nothing is left to be done from the time of the save: Lightning would skip some of it, or do it twice.
         self._restarting = False
 
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
@@ -49,8 +49,10 @@ class WindowLoop(_TrainingEpochLoop):
 
 
 class OneStepABatch(_ManualOptimization):
-    """Where a module optimizes by hand, every batch is one step, however often its optimizers step in it: `max_steps`,
-    saving, validation and the log count batches. Lightning's own loop counts the steps of every optimizer."""
+    """Counts every batch as one step if a module optimizes by hand, however often its optimizers step in it.
+
+    So `max_steps`, saving, validation and the log count batches. Lightning counts the steps of every optimizer.
+    """
 
     def _on_before_step(self) -> None:
         self.trainer.profiler.start("optimizer_step")  # type: ignore[attr-defined]
@@ -65,17 +67,20 @@ class OneStepABatch(_ManualOptimization):
 
 
 class ResumingLoop(_FitLoop):
-    """The loop over epochs. What is left of an epoch when a run goes on is done as it would have been."""
+    """The loop over epochs. A resumed run does the rest of its epoch as if it had not stopped."""
 
     _before_epoch_ends: Callable[[], Any] | None = None
 
     def call_before_epoch_ends(self, work: Callable[[], Any]) -> None:
-        """Where an epoch is left before its last batch."""
+        """Call `work` when an epoch ends before its last batch."""
         self._before_epoch_ends = work
 
     def setup_data(self) -> None:
-        """A module may ask for `trainer.estimated_stepping_batches` in `configure_optimizers`, which loads the data
-        before the checkpoint has said where it goes on. Lightning would leave it at the data's begin."""
+        """Set the position in the data again if the data was loaded before the checkpoint.
+
+        A module may read `trainer.estimated_stepping_batches` in `configure_optimizers`, which loads the data.
+        Lightning would then start at the begin of the data.
+        """
         super().setup_data()
         goes_on = self.restarting or self.is_resuming
         if goes_on and self._combined_loader_states_to_load and self._data_fetcher is not None:
@@ -88,8 +93,10 @@ class ResumingLoop(_FitLoop):
         super().reset()
 
     def _settle_counters(self) -> None:
-        """As they are between two batches, or between two epochs: what Lightning does for counters that were saved
-        within a hook leaves out the end of an epoch."""
+        """Set the counters as they are between two batches or two epochs.
+
+        They were saved within a hook, and Lightning's own correction leaves out the end of an epoch.
+        """
         batches, epochs = self.epoch_loop.batch_progress, self.epoch_progress
         counted = epochs.current
         assert isinstance(counted, _ProcessedTracker)
@@ -101,14 +108,14 @@ class ResumingLoop(_FitLoop):
             self.epoch_loop._restarting = False  # the next epoch begins
 
     def _load_combined_loader_states(self) -> None:
-        """Also between two epochs, where Lightning would begin with the first epoch's samples."""
+        """Load them also between two epochs, where Lightning would start with the samples of the first epoch."""
         restarting, self._restarting = self._restarting, self._restarting or self.is_resuming
         super()._load_combined_loader_states()
         self._restarting = restarting
 
     def on_run_start(self) -> None:
         super().on_run_start()
-        self._restarting = False  # else ReduceLROnPlateau is not stepped at this epoch's end
+        self._restarting = False  # otherwise ReduceLROnPlateau would not step at the end of this epoch
 
     def on_advance_end(self) -> None:
         if self._before_epoch_ends is not None and not self.epoch_loop._num_ready_batches_reached():
@@ -119,5 +126,5 @@ class ResumingLoop(_FitLoop):
         super().on_iteration_done()
         loop = self.epoch_loop
         if isinstance(loop, WindowLoop) and loop.ended_before:
-            # The next epoch takes the iterator that is there
+            # The next epoch uses the present iterator.
             loop.ended_before, self._resuming_from_checkpoint = False, True

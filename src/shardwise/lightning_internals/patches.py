@@ -1,4 +1,4 @@
-"""What is replaced on a Trainer, and what is read of its private parts. docs/upstream.md has the reasons."""
+"""Replaces parts of a Trainer, and reads its private parts. docs/upstream.md has the reasons."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def prepare_trainer(
     restoring: Callable[[], AbstractContextManager[None]],
     before_epoch_ends: Callable[[Trainer], None],
 ) -> None:
-    """Everything that is replaced on a Trainer that has not started.
+    """Replace parts of a Trainer before it starts.
 
-    `restoring`: around the hooks that take up a checkpoint. `before_epoch_ends`: is done before an epoch that training
-    stops in is counted as a whole one.
+    `restoring`: a context for the hooks that restore a checkpoint. `before_epoch_ends`: called when training stops
+    within an epoch, before Lightning counts that epoch as a whole one.
     """
     _count_in_steps(trainer, plan)
     assert isinstance(trainer.fit_loop, ResumingLoop)
@@ -37,9 +37,9 @@ def prepare_trainer(
     _restore_once(trainer, restoring)
     # Lightning's SIGTERM handler is a collective: a signal that reaches one rank only would hang it.
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
-    # And its loop would ask rank 0 for one in every micro-batch, which the host waits for.
+    # Its loop would also ask rank 0 about such a signal in every micro-batch, and the host would wait for the answer.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-    # It would replace the batch sampler of a predict loader, whose order EvaluationLoader makes.
+    # Lightning would replace the batch sampler of a predict loader, whose order EvaluationLoader makes.
     trainer._data_connector._prepare_dataloader = lambda dataloader, shuffle, mode: dataloader  # type: ignore[method-assign]
 
 
@@ -52,16 +52,18 @@ def _count_in_steps(trainer: Trainer, plan: Plan) -> None:
 
 
 def _restore_once(trainer: Trainer, restoring: Callable[[], AbstractContextManager[None]]) -> None:
-    """A checkpoint is taken up before `on_fit_start`, as under the strategies that Lightning restores before set-up;
-    not behind it again."""
+    """Restore a checkpoint only once, before `on_fit_start`.
+
+    Lightning does so for strategies that it restores before their set-up, and for others after `on_fit_start`.
+    """
     connector = trainer._checkpoint_connector
 
-    def explained(original: Callable[..., None], *arguments: Any, **more: Any) -> None:
+    def in_context(original: Callable[..., None], *arguments: Any, **more: Any) -> None:
         with restoring():
             original(*arguments, **more)
 
     for name in ("_restore_modules_and_callbacks", "restore_training_state"):
-        setattr(connector, name, partial(explained, getattr(connector, name)))
+        setattr(connector, name, partial(in_context, getattr(connector, name)))
     restore = connector._restore_modules_and_callbacks
     restored = False
 
@@ -75,17 +77,17 @@ def _restore_once(trainer: Trainer, restoring: Callable[[], AbstractContextManag
 
 
 def is_constructed(made: LightningModule | LightningDataModule) -> bool:
-    """Whether Lightning's constructor has run."""
+    """Whether the constructor of Lightning's class has run."""
     return "_log_hyperparams" in vars(made)
 
 
 def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
-    """What Lightning and the hooks of module, data and callbacks put into a checkpoint. Collective where a hook is."""
+    """Collect what Lightning and the hooks put into a checkpoint. Collective if one of the hooks is."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
 class StoppableTrainer(Trainer):
-    """Remembers who set `should_stop`: a callback or the module."""
+    """A Trainer that remembers which callback or module set `should_stop`."""
 
     _should_stop = False
     _stopper: Any = None
@@ -102,11 +104,11 @@ class StoppableTrainer(Trainer):
 
 
 def early_stop(trainer: Trainer) -> dict[str, Any] | None:
-    """At which step training stopped before its planned end, who stopped it and why; None where it did not."""
+    """The step at which training stopped early, who stopped it and why; None if nobody did."""
     if not isinstance(trainer, StoppableTrainer) or not trainer.should_stop or trainer._stopper is None:
         return None
     who = trainer._stopper
-    reason = getattr(who, "stopping_reason_message", None)  # EarlyStopping's
+    reason = getattr(who, "stopping_reason_message", None)  # EarlyStopping has it
     name = type(who).__name__
     return {
         "step": trainer.global_step,

@@ -1,4 +1,4 @@
-"""What a module logs with `self.log`: the value of a whole accumulation window, kept across a resume."""
+"""Collects what a module logs with `self.log`, over whole accumulation windows and across a resume."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from shardwise.run_dir.checkpoints import step_of
 
 
 class StepResults(_ResultCollection):
-    """What the module logs in training. A value that it logs in several micro-batches of a window is the window's."""
+    """The values that the module logs in training. Those of a window's micro-batches become one value."""
 
     def __init__(self) -> None:
         super().__init__(training=True)
         self.micro_batch = 0
-        self._parts: dict[str, dict[int, tuple[Tensor, Any]]] = {}  # by key and micro-batch: value, weight
+        self._parts: dict[str, dict[int, tuple[Tensor, Any]]] = {}  # key → micro-batch → (value, weight)
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         super().update_metrics(key, value, batch_size)
@@ -40,8 +40,8 @@ class StepResults(_ResultCollection):
     def begin_micro_batch(self) -> None:
         self.micro_batch += 1
 
-    def take_window(self) -> dict[str, Tensor]:
-        """Name → value of the window that has just ended, on its device. Waits for nothing."""
+    def end_window(self) -> dict[str, Tensor]:
+        """The values of the window that has just ended, by name, on their device. The host does not wait for them."""
         parts, self._parts = self._parts, {}
         values: dict[str, Tensor] = {}
         for key, result in self.valid_items():
@@ -52,8 +52,8 @@ class StepResults(_ResultCollection):
                 values[name] = _reduce(result.meta, of_window) if len(of_window) > 1 else cache
         return values
 
-    def for_bar(self, window: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of a `window`'s values and what no logger gets: those that the module logs with `prog_bar=True`."""
+    def for_progress_bar(self, window: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The values that the module logs with `prog_bar=True`: those of the `window`, and those for no logger."""
         found: dict[str, Tensor] = {}
         for _, result in self.valid_items():
             cache = self._get_cache(result, on_step=True) if result.meta.prog_bar else None
@@ -65,16 +65,16 @@ class StepResults(_ResultCollection):
         self._parts = {}
 
     def step_names(self) -> set[str]:
-        """Under which callbacks find the value of the last micro-batch alone."""
+        """The names under which callbacks find only the value of the last micro-batch."""
         return {self._forked_name(result, on_step=True)[1] for result in self.values() if result.meta.on_step}
 
     def names(self) -> set[str]:
-        """Under which the module logs, now or at the end of the epoch."""
+        """The names under which the module logs, now or at the end of the epoch."""
         return {self._forked_name(r, on_step)[1] for r in self.values() if r.meta.logger for on_step in (True, False)}
 
 
 def _reduce(meta: Any, parts: list[tuple[Tensor, Any]]) -> Tensor:
-    """As Lightning reduces over an epoch: by `reduce_fx`, a mean weighted by `batch_size`."""
+    """Reduce as Lightning does over an epoch: by `reduce_fx`, and a mean is weighted by `batch_size`."""
     values = torch.stack([value for value, _ in parts])
     if meta.is_mean_reduction:
         weights = [weight for _, weight in parts]
@@ -85,11 +85,13 @@ def _reduce(meta: Any, parts: list[tuple[Tensor, Any]]) -> Tensor:
 
 
 class StepLogging(_LoggerConnector):
-    """Lightning's logging, with the step's number that this program logs under. The module's values of a step are
-    written in one row with the run's own: see callbacks/steps.py."""
+    """Lightning's logging, under the number of the optimizer step.
 
-    number = 0  # of the step that the batch belongs to, or of the last step
-    last: int | None = None  # the number of the run's last step under max_epochs, from that step's begin on
+    The module's values of a step are written in one row with the run's own values: see callbacks/steps.py.
+    """
+
+    number = 0  # the number of the current step, or of the last one
+    last: int | None = None  # the number of the run's last step under max_epochs, known when that step begins
     plan: Plan
     _claim: Callable[[Collection[str]], None] | None = None
 
@@ -98,12 +100,12 @@ class StepLogging(_LoggerConnector):
         if plan.stage != "fit" and plan.resume is not None:
             self.number = max(0, step_of(plan.resume))
 
-    def tell_names_to(self, claim: Callable[[Collection[str]], None]) -> None:
-        """`claim` is told the names that the module logs under."""
+    def call_with_names(self, claim: Callable[[Collection[str]], None]) -> None:
+        """Call `claim` with the names under which the module logs, each time it logs."""
         self._claim = claim
 
     def between_steps(self, step: int) -> None:
-        """What is logged from here on, until the next step begins, belongs to `step`."""
+        """Log under `step` until the next step begins."""
         self.number = step
 
     @property
@@ -113,11 +115,11 @@ class StepLogging(_LoggerConnector):
         return super().should_update_logs
 
     def logs(self, step: int) -> bool:
-        """Whether the step's numbers are logged: alike on every rank, and known when the step begins."""
+        """Whether the numbers of `step` are logged. All ranks agree, and it is known when the step begins."""
         return self.plan.logs(step) or step == self.last
 
     def _ends_run(self) -> bool:
-        """Whether the window is the last one of max_epochs. Data of unknown length do not tell."""
+        """Whether this window is the last one of max_epochs; False if the length of the data is not known."""
         loop, most = self.trainer.fit_loop, self.plan.max_epochs
         if most is None or self.trainer.current_epoch + 1 < most:
             return False
@@ -138,14 +140,14 @@ class StepLogging(_LoggerConnector):
         super().log_metrics(metrics, step)
 
     def update_eval_step_metrics(self, step: int) -> None:
-        """`step` is Lightning's count of validation batches, which is no step of the run: trackers alone get these."""
+        """Give these values to trackers only, since `step` counts validation batches and not steps of the run."""
         loggers = self.trainer.loggers
         self.trainer.loggers = [logger for logger in loggers if not rows_are_steps(logger)]
         super().update_eval_step_metrics(step)
         self.trainer.loggers = loggers
 
     def update_train_step_metrics(self) -> None:
-        """They go into the step's row."""
+        """Do nothing, since these values are written with the row of the step."""
 
 
 def step_logging(trainer: Trainer) -> StepLogging:
@@ -159,18 +161,20 @@ def step_results(trainer: Trainer) -> StepResults:
     return results
 
 
-_KEPT = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx",
+_SAVED = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx",
          "dataloader_idx", "metric_attribute")  # fmt: skip
 
 
 def restore_callback_metrics(trainer: Trainer, metrics: dict[str, Any]) -> None:
-    """What ReduceLROnPlateau and callbacks look at, of the run that is resumed."""
+    """Restore the metrics that ReduceLROnPlateau and callbacks read, from the run that is resumed."""
     trainer._logger_connector._callback_metrics.update(metrics)
 
 
 def validation_results(trainer: Trainer) -> dict[str, Any]:
-    """Of the validation within training that has just ended, and of nothing else: `trainer.callback_metrics` also has
-    what training logged in the epoch before."""
+    """The results of the validation that has just ended within training.
+
+    `trainer.callback_metrics` also has what training logged in the epoch before.
+    """
     results = trainer.fit_loop.epoch_loop.val_loop._results
     found: dict[str, Any] = results.metrics(on_step=False)["callback"]
     return found
@@ -183,13 +187,13 @@ def prediction_loaders(trainer: Trainer) -> list[Any]:
 
 
 def logged_so_far(trainer: Trainer) -> dict[str, Any]:
-    """What `self.log` has gathered of the epoch that is under way, on this rank; without metrics of torchmetrics."""
+    """The values that `self.log` has collected in the current epoch on this rank, without those of torchmetrics."""
     found: dict[str, Any] = {}
     for key, metric in trainer.fit_loop.epoch_loop._results.items():
         meta = metric.meta
         if metric.is_tensor and not metric.has_reset and meta.sync.group is None and meta.reduce_fx in _REDUCTIONS:
             found[key] = {
-                "meta": {name: getattr(meta, name) for name in _KEPT} | {"reduce_fx": meta.reduce_fx.__name__},
+                "meta": {name: getattr(meta, name) for name in _SAVED} | {"reduce_fx": meta.reduce_fx.__name__},
                 "sync": [meta.sync.should, meta.sync.rank_zero_only],
                 "state": {name: getattr(metric, name) for name in metric._defaults},
                 "step": metric._forward_cache,
@@ -200,26 +204,29 @@ def logged_so_far(trainer: Trainer) -> dict[str, Any]:
 _REDUCTIONS = (torch.mean, torch.sum, torch.max, torch.min)
 
 
-def log_on(trainer: Trainer, saved: dict[str, Any]) -> None:
-    """Take up what `logged_so_far` gave."""
+def restore_logged(trainer: Trainer, saved: dict[str, Any]) -> None:
+    """Restore the values that `logged_so_far` has given."""
     device = trainer.strategy.root_device
-    for key, kept in saved.items():
-        meta = _Metadata(**kept["meta"])
-        should, rank_zero_only = kept["sync"]
+    for key, entry in saved.items():
+        meta = _Metadata(**entry["meta"])
+        should, rank_zero_only = entry["sync"]
         meta.sync = _Sync(fn=trainer.strategy.reduce, _should=should, rank_zero_only=rank_zero_only)
         metric = _ResultMetric(meta, True)
-        for name, value in kept["state"].items():
+        for name, value in entry["state"].items():
             setattr(metric, name, value.to(device))
-        metric._forward_cache = None if kept["step"] is None else kept["step"].to(device)
+        metric._forward_cache = None if entry["step"] is None else entry["step"].to(device)
         metric._update_count = 1
         trainer.fit_loop.epoch_loop._results[key] = metric
-    trainer._logger_connector._first_loop_iter = False  # the first batch of a loop would begin anew
+    trainer._logger_connector._first_loop_iter = False  # otherwise the first batch would reset the values
 
 
 @contextmanager
 def unrecorded(module: LightningModule) -> Iterator[None]:
-    """A step whose results count nowhere. What it logs is registered, with a weight of zero: a rank that runs nothing
-    but padding takes part in the reductions at the end of the epoch like any other."""
+    """Run a step whose results do not count.
+
+    What it logs is registered with a weight of zero, so that a rank that runs only padding takes part in the reductions
+    at the end of the epoch.
+    """
     results: dict[str, Any] = {} if module.trainer._results is None else module.trainer._results  # predict has none
     known = set(map(id, results.values()))
     metrics = [m for m in (*module.modules(), *results.values()) if isinstance(m, Metric)]
@@ -228,9 +235,9 @@ def unrecorded(module: LightningModule) -> Iterator[None]:
     for metric, state, count, computed in states:
         for name, value in state.items():
             if value == [] and (added := getattr(metric, name)):
-                value = [tensor[:0] for tensor in added]  # of no length, but of a dtype that others can gather
+                value = [tensor[:0] for tensor in added]  # empty, but with the dtype that other ranks gather
             setattr(metric, name, value)
-        metric._update_count, metric._computed = max(1, count), computed  # at 0 it would warn
+        metric._update_count, metric._computed = max(1, count), computed  # torchmetrics warns at 0
     for result in results.values():
         if isinstance(result, _ResultMetric) and id(result) not in known and result.is_tensor:
             for name, default in result._defaults.items():

@@ -1,4 +1,4 @@
-"""A validation that was cut short: the run ended between a save and the end of the validation behind it."""
+"""Runs a validation again that was cut short, since the run ended between a save and the end of the validation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lightning.pytorch.trainer import call
 
 
 def validate_now(trainer: Trainer) -> None:
-    """Outside of the loop over batches, as that would: when training starts."""
+    """Validate when training starts, as the loop over batches would do later."""
     loop, connector = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector
     first = connector._first_loop_iter
     loop.restarting, trainer.validating = False, True

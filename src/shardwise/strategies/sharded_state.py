@@ -33,9 +33,8 @@ class DTensorState:
         self.module, self.optimizers, self.reshard = module, optimizers, reshard
         self.average: dict[str, Tensor] | None = None
         self._stepped: dict[int, nn.Parameter] = {}  # a parameter's id → what its optimizer steps on
-        self._sites: dict[str, tuple[nn.Parameter, int]] | None = (
-            None  # name → the tensor that is stepped on, and its optimizer's number
-        )
+        # A parameter's name → what its optimizer steps on, and that optimizer's number.
+        self._sites: dict[str, tuple[nn.Parameter, int]] | None = None
 
     def step_on(self, stand_ins: dict[int, nn.Parameter]) -> None:
         """Note that optimizers step on `stand_ins` in place of the parameters with these ids."""
@@ -74,9 +73,8 @@ class DTensorState:
     def optimizer_state(self, shard: ParameterShard) -> tuple[int, dict[str, Tensor]]:
         parameter, number = self._site(shard.name)
         state = self.optimizers()[number].state.get(parameter, {})
-        numbers = {
-            k: torch.tensor(float(v)) for k, v in state.items() if isinstance(v, (int, float))
-        }  # such as a step counter
+        # Some optimizers keep their step counter as a number.
+        numbers = {k: torch.tensor(float(v)) for k, v in state.items() if isinstance(v, (int, float))}
         return number, numbers | {key: local_part(v) for key, v in state.items() if isinstance(v, Tensor)}
 
     def allocate_optimizer_state(
