@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.callbacks.out_of_memory import OutOfMemoryWatch, asked_gib, explain, is_out_of_memory, start_history
+from shardwise.callbacks.out_of_memory import OutOfMemoryWatch, explain, is_out_of_memory, requested_gib, start_history
 from shardwise.checkpoint.pinned_memory import PinnedMemory
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
@@ -131,10 +131,10 @@ def test_an_error_that_came_of_one_is_one() -> None:
 
 
 def test_what_was_asked_for() -> None:
-    assert asked_gib(CUDA_TEXT) == 20.0
-    assert asked_gib("Tried to allocate 512.00 MiB. GPU") == 0.5
-    assert asked_gib("you tried to allocate 4611686018427387904 bytes. Error code 12") == 2.0**32
-    assert asked_gib("CUDA error: out of memory") is None
+    assert requested_gib(CUDA_TEXT) == 20.0
+    assert requested_gib("Tried to allocate 512.00 MiB. GPU") == 0.5
+    assert requested_gib("you tried to allocate 4611686018427387904 bytes. Error code 12") == 2.0**32
+    assert requested_gib("CUDA error: out of memory") is None
 
 
 def test_a_message_of_our_own_is_kept() -> None:

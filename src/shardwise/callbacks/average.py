@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights (`ema_decay=`): each rank averages what it holds."""
+"""Keeps an exponential moving average of the weights (`ema_decay=`): each rank averages the parts that it holds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shardwise.strategies.base import strategy_of
 
 
 class WeightAverage(Callback):
-    """Updated after every step that changed the weights; evaluation sees the average, training never does.
+    """Updates the average after every step that changed the weights. Evaluation uses it, training never does.
 
-    The average stands in every checkpoint beside the weights that training goes on with: the strategy saves and loads
-    it as `average`.
+    Every checkpoint holds the average beside the weights that training goes on with: the strategy saves and loads it
+    as `average`.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -32,7 +32,7 @@ class WeightAverage(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step == self._step:  # within a window, or a step that was skipped
+        if trainer.global_step == self._step:  # the window has not ended, or its step was skipped
             return
         self._step = trainer.global_step
         strategy = strategy_of(trainer)
@@ -41,9 +41,9 @@ class WeightAverage(Callback):
         sharded, skipped = strategy.sharded, strategy.verdict.step_skipped
         masters = sharded.master_shards()
         assert sharded.average is not None
-        if masters:  # a rank may hold nothing of a small model
+        if masters:  # a rank may hold no part of a small model
             averages = [sharded.average[name] for name in masters]
-            if isinstance(skipped, Tensor):  # only the device knows yet
+            if isinstance(skipped, Tensor):  # only the device knows yet whether the step is skipped
                 moves = torch._foreach_sub(list(masters.values()), averages)
                 torch._foreach_mul_(moves, (1 - self.decay) * (1 - skipped))
                 torch._foreach_add_(averages, moves)
@@ -51,7 +51,7 @@ class WeightAverage(Callback):
                 torch._foreach_lerp_(averages, list(masters.values()), 1 - self.decay)
 
     def _swap(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exchange weights and average, in place."""
+        """Exchange the weights and the average in place."""
         strategy = strategy_of(trainer)
         average = strategy.sharded.average
         if average is None:

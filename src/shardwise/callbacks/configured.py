@@ -1,4 +1,4 @@
-"""Callbacks of the user's own, from `callbacks.NAME._target_=…` or from the module's `configure_callbacks`."""
+"""The user's callbacks, from `callbacks.NAME._target_=…` or from the module's `configure_callbacks`."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ from shardwise.plan import Plan
 
 
 def check_callbacks(plan: Plan) -> None:
-    """Locate every callback and bind its arguments, building nothing.
+    """Locate every callback and check its arguments, without building it.
 
     Raises:
-        ConfigError: a target that is no Callback class, one that cannot work here, or an argument it does not take.
+        ConfigError: a target is no Callback class, cannot work here, or does not take one of its arguments.
     """
     for name, node in plan.callbacks.items():
-        where = f"callbacks.{name}"
-        target = locate(node["_target_"], where)
+        key = f"callbacks.{name}"
+        target = locate(node["_target_"], key)
         if not (isinstance(target, type) and issubclass(target, Callback)):
             raise ConfigError(
-                f"{where}._target_={node['_target_']} is no callback class: give a subclass of "
-                f"lightning.pytorch.Callback"
+                f"{key}._target_={node['_target_']} is no callback class: give a subclass of lightning.pytorch.Callback"
             )
-        _refuse(target, f"{where}._target_={node['_target_']}")
-        check(node, where)
+        _refuse(target, f"{key}._target_={node['_target_']}")
+        check(node, key)
 
 
 def build_callbacks(plan: Plan) -> list[Callback]:
     """The callbacks of `plan`, in its order."""
     callbacks: list[Callback] = []
-    keys: dict[str, str] = {}  # what Lightning keeps a callback's state under → its name in the config
+    keys: dict[str, str] = {}  # the key under which Lightning keeps a callback's state → its name in the config
     for name, node in plan.callbacks.items():
         callback = build(node, f"callbacks.{name}")
         has_state = is_overridden("state_dict", callback, Callback)
@@ -51,9 +50,9 @@ def build_callbacks(plan: Plan) -> list[Callback]:
 
 
 def leave_out_model_checkpoints(module: LightningModule) -> None:
-    """The run saves what a ModelCheckpoint of the module's `configure_callbacks` would, and rank 0 says so.
+    """Leave out every ModelCheckpoint of the module's `configure_callbacks`: the run saves by itself. Rank 0 says so.
 
-    One from the config is refused: there the user can leave it out.
+    `check_callbacks` refuses one from the config: there the user can leave it out.
     """
     if not is_overridden("configure_callbacks", module):
         return
@@ -76,19 +75,21 @@ def leave_out_model_checkpoints(module: LightningModule) -> None:
 
 
 def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
-    """Also those of the module's `configure_callbacks`, which are known only once it is built.
+    """Refuse callbacks that cannot work here.
+
+    Those of the module's `configure_callbacks` are known only once the module is built.
 
     Raises:
-        ConfigError: one that cannot work here.
+        ConfigError: a callback cannot work here; the message says why.
     """
     for callback in callbacks:
         _refuse(type(callback), f"callback {type(callback).__name__}")
 
 
-def _refuse(kind: type[Any], named: str) -> None:
+def _refuse(kind: type[Any], label: str) -> None:
     for parent in kind.__mro__:
         if parent.__module__.startswith("lightning.pytorch.callbacks") and parent.__name__ in LIGHTNING:
             reason = LIGHTNING[parent.__name__]
             if reason != WORKS:
-                raise ConfigError(f"{named} is refused: {reason}")
+                raise ConfigError(f"{label} is refused: {reason}")
             return

@@ -1,6 +1,6 @@
-"""Watches every step: a loss or gradient that is not finite, and a loss that leaps. See docs/guard.md.
+"""Watches every step for a loss or gradient that is not finite, and for a loss that leaps. See docs/guard.md.
 
-The device has the verdict in time and leaves the weights as they are (`step/verdict.py`); the host reads it
+The device itself decides in time and leaves the weights as they are (`step/verdict.py`). The host reads the verdict
 `LAG` steps later, at the same step on every rank, and acts.
 """
 
@@ -25,29 +25,30 @@ from shardwise.step.record import LAG, StepRecord
 from shardwise.step.spikes import SPIKE_MINIMUM, SPIKE_WINDOW, robust_z_of
 from shardwise.strategies.base import PlannedStrategy, strategy_of
 
-_SCALER_SKIPS = 32  # in a row: the loss scale has been halved from 65536 to 2**-16, and is not what is wrong
+# After this many skipped steps in a row the loss scale has been halved from 65536 to 2**-16: it is not what is wrong
+_SCALER_SKIPS = 32
 
 
 class RollBack(Exception):
-    """Go on from the last checkpoint, and pass over the window at training clock `start`."""
+    """Raised to go on from the last checkpoint and to skip the window that begins after `start` samples."""
 
     def __init__(self, start: int) -> None:
         self.start = start
 
 
 class Guard(Callback):
-    """Reads every step, hands it on to the log, and stops, skips or rolls back where the Plan says so."""
+    """Reads every step's numbers, hands them on to the log, and stops, skips or rolls back where the Plan says so."""
 
-    ends_step = True  # after every other callback and the module: see lightning_internals/hooks.py
+    ends_step = True  # it is called after every other callback and the module: see lightning_internals/hooks.py
 
     def __init__(self, plan: Plan, rows: StepLog, saving: Saving) -> None:
         self.plan, self.rows, self.saving = plan, rows, saving
         self.unread: deque[StepRecord] = deque()
-        self.before: deque[float] = deque(maxlen=SPIKE_WINDOW)  # losses
-        self.in_a_row = 0
-        self.scaler_skips = 0  # in a row
-        self.leave = self.save = False  # what a signal to any rank has asked for: known to all at the same step
-        # What the schedules stood at after each of the last steps: see `_stop`
+        self.before: deque[float] = deque(maxlen=SPIKE_WINDOW)  # the losses of the last steps
+        self.in_a_row = 0  # steps that were skipped
+        self.scaler_skips = 0  # steps in a row that the loss scaler has skipped
+        self.leave = self.save = False  # what a signal to any rank asks for: all ranks learn it at the same step
+        # The state of the schedules after each of the last steps: see `_stop`
         self.schedules: deque[tuple[int, Any]] = deque(maxlen=plan.guard.max_in_a_row + LAG + 2)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -60,7 +61,7 @@ class Guard(Callback):
         if (batch_idx + 1) % self.plan.accumulate_grad_batches:
             return
         strategy = strategy_of(trainer)
-        if strategy.verdict.skipped_by_scaler:  # no step
+        if strategy.verdict.skipped_by_scaler:  # no step was made
             self._count_scaler_skip(trainer, strategy)
             return
         self.scaler_skips = 0
@@ -76,27 +77,27 @@ class Guard(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":
-            self.read_all(trainer)  # fp16 skips steps, and validation comes between those that were looked for
+            self.read_all(trainer)  # fp16 skips steps, so validation may come at a step that was not expected
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.read_all(trainer)  # data of unknown length end without a word
+        self.read_all(trainer)  # data of unknown length end without a sign beforehand
 
     def read_all(self, trainer: Trainer) -> None:
-        """Everything up to the last step, written down. Collective."""
+        """Read and log every step up to the last one. Collective."""
         while self.unread:
             self._read(trainer, self.unread.popleft())
         self.rows.flush(trainer)
 
     def add_signal_requests(self, requests: float) -> None:
-        """What signals have asked any rank for: the sum over the ranks."""
+        """Add what signals have asked of any rank. `requests`: the sum over the ranks."""
         self.leave, self.save = self.leave or to_leave(requests), self.save or to_save(requests)
 
     def end_save_request(self) -> None:
-        """What a signal has asked for is saved."""
+        """Forget the request to save: it is fulfilled."""
         self.save = False
 
     def _must_know(self, trainer: Trainer, step: int) -> bool:
-        """Whether a checkpoint, validation or the end comes before the next step."""
+        """Whether the step has to be read now: a checkpoint, validation or the end comes before the next step."""
         plan = self.plan
         every = (plan.checkpoint.save_every_n_steps, plan.validate_every_n_steps)
         ends = step == plan.max_steps or trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
@@ -121,8 +122,8 @@ class Guard(Callback):
             skipped = step.step_skipped
         guard = self.plan.guard
         if skipped and step.start in guard.pass_over:
-            self.in_a_row += 1  # as the device counts
-            self._say(trainer, f"step {step.number}: its window is passed over")
+            self.in_a_row += 1  # the device counts it too
+            self._print(trainer, f"step {step.number}: its window is passed over")
         elif skipped:
             self.in_a_row += 1
             kind = "spike" if on_purpose else "non-finite loss" if not math.isfinite(loss) else "non-finite gradient"
@@ -134,71 +135,71 @@ class Guard(Callback):
             self.in_a_row = 0
             self._look_for_spike(trainer, step, loss)
         self.before.append(loss)
-        self.rows.take(trainer, step, loss, norm, weight, flops)
+        self.rows.add_step(trainer, step, loss, norm, weight, flops)
 
     def _look_for_spike(self, trainer: Trainer, step: StepRecord, loss: float) -> None:
         guard = self.plan.guard
         action: str = guard.on_spike
         if not trainer.lightning_module.automatic_optimization and action != "ignore":
-            action = "warn"  # the module has stepped already, and would step on that window again
+            action = "warn"  # the module has stepped already, and after a rollback would step on that window again
         if action in ("ignore", "skip") or len(self.before) < SPIKE_MINIMUM:
             return
         z = robust_z_of(loss, self.before)
         if z <= guard.spike_z:
             return
-        said = f"step {step.number}: the loss leapt to {loss:.4g}, {z:.1f} robust standard deviations above the last"
+        message = f"step {step.number}: the loss leapt to {loss:.4g}, {z:.1f} robust standard deviations above the last"
         ranks = self._diagnose(trainer, step)
-        self._note(trainer, step, "spike", action, {"loss": loss, "z": z, "ranks": ranks})
+        self._write_row(trainer, step, "spike", action, {"loss": loss, "z": z, "ranks": ranks})
         if action == "warn":
-            self._say(trainer, f"{said} {len(self.before)} (guard.jsonl names its samples)")
+            self._print(trainer, f"{message} {len(self.before)} (guard.jsonl names its samples)")
             return
         self.rows.flush(trainer)
         if len(guard.pass_over) >= guard.max_in_a_row:
             raise NonFiniteError(
-                f"{said} {len(self.before)}, after {count(len(guard.pass_over), 'window')} passed over: "
+                f"{message} {len(self.before)}, after {count(len(guard.pass_over), 'window')} passed over: "
                 f"guard.max_in_a_row="
                 f"{guard.max_in_a_row}; use a smaller optimizer.lr, or look at the data (guard.jsonl names its samples)"
             )
         self.saving.wait_for_save(trainer)
-        self._say(trainer, f"{said} {len(self.before)}: back to the last checkpoint, without its window")
+        self._print(trainer, f"{message} {len(self.before)}: back to the last checkpoint, without its window")
         raise RollBack(step.start)
 
     def _pass_over(
         self, trainer: Trainer, step: StepRecord, kind: str, numbers: dict[str, float], *, stops: bool
     ) -> None:
         ranks = self._diagnose(trainer, step)
-        self._note(trainer, step, kind, "stop" if stops else "skip", {**numbers, "ranks": ranks})
-        said = f"step {step.number}: {_in_words(kind, ranks, numbers['loss'])}"
+        self._write_row(trainer, step, kind, "stop" if stops else "skip", {**numbers, "ranks": ranks})
+        message = f"step {step.number}: {_in_words(kind, ranks, numbers['loss'])}"
         if not stops:
-            self._say(trainer, f"{said}; passed over, the weights are as they were")
+            self._print(trainer, f"{message}; passed over, the weights are as they were")
             return
         saved = self._stop(trainer, step.number - self.in_a_row)
         row = f"; {self.in_a_row} in a row" if self.in_a_row > 1 else ""
         guard = self.plan.guard
         more = "guard.on_nonfinite=skip passes over such steps"
-        if guard.on_nonfinite == "skip" or kind == "spike":  # as it was told to
+        if guard.on_nonfinite == "skip" or kind == "spike":  # the config asks for skipping already
             more = f"at most guard.max_in_a_row={guard.max_in_a_row} are passed over"
         raise NonFiniteError(
-            f"{said}{row}. {saved} Every sample is named in {Path(self.plan.run_dir) / 'guard.jsonl'}. "
+            f"{message}{row}. {saved} Every sample is named in {Path(self.plan.run_dir) / 'guard.jsonl'}. "
             f"{more}; a smaller optimizer.lr, gradient_clip_val= or precision=bf16 may avoid them"
         )
 
     def _stop_by_hand(self, trainer: Trainer, step: StepRecord, loss: float) -> None:
-        """A module that optimizes by hand has returned a loss that is not finite, and has stepped on it, perhaps."""
+        """Act on a loss that is not finite, from a module that optimizes by hand and may have stepped on it."""
         stops = self.plan.guard.on_nonfinite == "stop"
-        said = f"step {step.number}: the loss that training_step returned is {loss}"
-        self._note(trainer, step, "non-finite loss", "stop" if stops else "none", {"loss": loss})
+        message = f"step {step.number}: the loss that training_step returned is {loss}"
+        self._write_row(trainer, step, "non-finite loss", "stop" if stops else "none", {"loss": loss})
         if not stops:
-            self._say(trainer, f"{said}; the module optimizes by hand, and nothing could be passed over")
+            self._print(trainer, f"{message}; the module optimizes by hand, and nothing could be passed over")
             return
         self.rows.flush(trainer)
         raise NonFiniteError(
-            f"{said}, and the module, which optimizes by hand, may have changed its weights by it. resume=auto goes on "
-            f"from the last checkpoint; a smaller learning rate or precision=bf16 may avoid it"
+            f"{message}, and the module, which optimizes by hand, may have changed its weights by it. resume=auto goes "
+            f"on from the last checkpoint; a smaller learning rate or precision=bf16 may avoid it"
         )
 
     def _stop(self, trainer: Trainer, good: int) -> str:
-        """Everything as it was after step `good`, the last that changed a weight, and a checkpoint of that."""
+        """Restore the state after step `good`, the last that changed a weight, and save it. Returns what was done."""
         self.rows.flush(trainer)
         self.saving.forget_state_before_validation()
         if not strategy_of(trainer).rewind(trainer.global_step - good):
@@ -219,8 +220,10 @@ class Guard(Callback):
         return f"The state before it is checkpoints/step-{good:08d}.ckpt."
 
     def _diagnose(self, trainer: Trainer, step: StepRecord) -> list[dict[str, Any]]:
-        """Per rank: each micro-batch's share of the loss and its samples, and the parameters whose gradient is not
-        finite. On rank 0; collective."""
+        """Gather, on rank 0, what each rank knows of a bad step. Collective.
+
+        That is the loss and the samples of each micro-batch, and the parameters whose gradient is not finite.
+        """
         strategy = strategy_of(trainer)
         assert strategy.train_loader is not None and strategy.lightning_module is not None
         samples: Any = strategy.train_loader.samples_of(step.start) or [None] * len(step.losses)
@@ -233,14 +236,14 @@ class Guard(Callback):
         }
         return gather_objects(strategy.mesh.group("world"), own)
 
-    def _note(self, trainer: Trainer, step: StepRecord, kind: str, action: str, found: dict[str, Any]) -> None:
+    def _write_row(self, trainer: Trainer, step: StepRecord, kind: str, action: str, found: dict[str, Any]) -> None:
         if trainer.is_global_zero:
             with (Path(self.plan.run_dir) / "guard.jsonl").open("a") as file:
                 row = {"time": time.time(), "step": step.number, "what": kind, "action": action,
                        "samples_consumed_before": step.start, **found}  # fmt: skip
                 file.write(json.dumps(_strict(row), allow_nan=False) + "\n")
 
-    def _say(self, trainer: Trainer, text: str) -> None:
+    def _print(self, trainer: Trainer, text: str) -> None:
         if trainer.is_global_zero:
             self.rows.write(f"guard: {text}")
 
@@ -262,7 +265,7 @@ def _in_words(kind: str, ranks: list[dict[str, Any]], loss: float) -> str:
 
 
 def _strict(value: Any) -> Any:
-    """JSON has no word for what is not finite: "nan", "inf", "-inf"."""
+    """Replace numbers that are not finite, which JSON lacks, by "nan", "inf" and "-inf"."""
     if isinstance(value, dict):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -276,7 +279,7 @@ def _few(values: list[Any], many: int, between: str) -> str:
 
 
 def _schedules(trainer: Trainer) -> Any:
-    """Learning rates, and what the schedules stand at."""
+    """The states of the schedules, and the learning rates."""
     states = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
     return states, [[group["lr"] for group in optimizer.param_groups] for optimizer in trainer.optimizers]
 
@@ -285,6 +288,6 @@ def _restore(trainer: Trainer, schedules: Any) -> None:
     states, rates = schedules
     for config, state in zip(trainer.lr_scheduler_configs, states, strict=True):
         config.scheduler.load_state_dict(state)
-    for optimizer, of_groups in zip(trainer.optimizers, rates, strict=True):
-        for group, rate in zip(optimizer.param_groups, of_groups, strict=True):
+    for optimizer, group_rates in zip(trainer.optimizers, rates, strict=True):
+        for group, rate in zip(optimizer.param_groups, group_rates, strict=True):
             group["lr"] = rate

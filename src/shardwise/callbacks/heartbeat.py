@@ -13,7 +13,7 @@ from shardwise.run_dir.files import trained_mark
 
 
 class Heartbeat(Callback):
-    """Places are (steps made, micro-batch, …): see `Progress.place`."""
+    """Reports a position (steps made, micro-batch, …) and an activity in words: see `Progress.at`."""
 
     def __init__(self, plan: Plan) -> None:
         self.run_dir, self.micro_batches = plan.run_dir, plan.accumulate_grad_batches
@@ -32,15 +32,15 @@ class Heartbeat(Callback):
         if ended and not progress.trained:
             progress.note_step()
             if trainer.is_global_zero:
-                with suppress(OSError):  # what cannot be written now is said when it is needed: at a save
+                with suppress(OSError):  # a folder that cannot be written to is reported at the next save
                     trained_mark(self.run_dir).touch()
         progress.at(f"step {step + 1}, waiting for data", step, -1 if ended else micro, 1)
 
     def _evaluating(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        words = f"batch {batch_idx + 1} of evaluation after step {trainer.global_step}"
-        progress.at(words, trainer.global_step, -1, 2 + dataloader_idx, batch_idx)
+        activity = f"batch {batch_idx + 1} of evaluation after step {trainer.global_step}"
+        progress.at(activity, trainer.global_step, -1, 2 + dataloader_idx, batch_idx)
 
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _evaluating
 

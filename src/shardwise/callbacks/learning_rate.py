@@ -1,4 +1,4 @@
-"""`find_learning_rate=true`: a hundred steps with ever larger learning rates, and the one to start with.
+"""Finds a learning rate to start with, by a hundred steps with ever larger rates (`find_learning_rate=true`).
 
 The rates and the smoothed losses are those of Lightning's `Tuner.lr_find` (lightning 2.6, tuner/lr_finder.py), after
 Smith, "Cyclical Learning Rates for Training Neural Networks" (2017). The suggestion is fastai's `valley` (fastai 2.7,
@@ -22,8 +22,8 @@ from shardwise.plan.plan import FINDER_STEPS
 
 LOWEST, HIGHEST = 1e-8, 1.0
 _SMOOTHING = 0.98
-_DIVERGED = 4.0  # times the smallest loss so far
-_FEWEST = 10  # points of a fall
+_DIVERGED = 4.0  # training diverges when the loss is this many times the smallest so far
+_FEWEST = 10  # a fall of the loss has at least this many points
 
 
 def rate_of(step: int) -> float:
@@ -37,7 +37,7 @@ class LearningRateFinder(Callback):
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.losses: list[float] = []  # of each step, smoothed
+        self.losses: list[float] = []  # the smoothed loss of each step
         self._average, self._best = 0.0, 0.0
         self._window: list[Tensor] = []
 
@@ -47,7 +47,7 @@ class LearningRateFinder(Callback):
                 f"find_learning_rate=true: {type(pl_module).__name__} optimizes by hand, and which rate belongs to its "
                 f"loss is not known; try rates by a sweep, e.g. -m module.lr=1e-4,1e-3"
             )
-        trainer.strategy.lr_scheduler_configs = []  # they would set rates of their own
+        trainer.strategy.lr_scheduler_configs = []  # schedules would set other rates
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         rate = rate_of(len(self.losses) + 1)
@@ -61,16 +61,16 @@ class LearningRateFinder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-        self._window.append(loss.detach().float())  # already divided by the micro-batches of the step
+        self._window.append(loss.detach().float())  # it is divided already by the number of micro-batches of the step
         if len(self._window) < self.plan.accumulate_grad_batches:
             return
         mean = trainer.strategy.reduce(torch.stack(self._window).sum(), reduce_op="mean")
         self._window.clear()
-        if self.note(float(mean)):
+        if self.add_loss(float(mean)):
             trainer.should_stop = True
 
-    def note(self, loss: float) -> bool:
-        """Whether the loss of this step, the mean over ranks and micro-batches, says that training diverges."""
+    def add_loss(self, loss: float) -> bool:
+        """Add a step's loss, the mean over ranks and micro-batches. Returns whether it shows that training diverges."""
         step = len(self.losses) + 1
         self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * loss
         smooth = self._average / (1 - _SMOOTHING ** (step + 1))
@@ -102,8 +102,8 @@ class LearningRateFinder(Callback):
 
 
 def suggest(rates: list[float], losses: list[float]) -> float | None:
-    """The rate in the middle of the longest fall of the smoothed loss; None: there is no fall to speak of."""
-    longest = [1] * len(losses)  # of the falling sequences that end at each point, gaps left out
+    """The rate in the middle of the longest fall of the smoothed loss; None: no fall is long enough."""
+    longest = [1] * len(losses)  # the length of the longest falling sequence that ends at each point, gaps left out
     for i, loss in enumerate(losses):
         longest[i] += max((longest[j] for j in range(i) if loss < losses[j]), default=0)
     if max(longest, default=0) < _FEWEST:

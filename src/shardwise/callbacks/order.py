@@ -1,4 +1,4 @@
-"""The callbacks of a run, in the one order, with the reasons."""
+"""Builds the callbacks of a run in the order in which they are called, with the reasons for it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from shardwise.plan import Plan
 
 @dataclass(frozen=True)
 class RunCallbacks:
-    """`all`: in the order in which they are called. `own`: the user's among them."""
+    """The callbacks of a run: `all` of them in the order in which they are called, and among them the user's `own`."""
 
     all: list[Callback]
     own: list[Callback]
-    before_epoch_ends: Callable[[Trainer], None]  # before an epoch that training stops in is counted as a whole one
+    before_epoch_ends: Callable[[Trainer], None]  # called when training stops in an epoch, before that counts as whole
 
 
 def build_run_callbacks(plan: Plan, *first: Callback) -> RunCallbacks:
@@ -35,18 +35,18 @@ def build_run_callbacks(plan: Plan, *first: Callback) -> RunCallbacks:
     guard = Guard(plan, log, saving)
     ordered: list[Callback] = [*first]
     if plan.ema_decay is not None:
-        ordered.append(WeightAverage(plan))  # before all that save: what is saved is what it has put back
-    ordered += own  # the user's see a step before the run's own act on it
+        ordered.append(WeightAverage(plan))  # it comes before those that save: it puts the trained weights back first
+    ordered += own  # the user's callbacks see a step before the run's callbacks act on it
     ordered.append(Heartbeat(plan))
-    ordered.append(guard)  # before the log and the saving: they see no step that it has not passed
+    ordered.append(guard)  # it comes before the log and the saving, which see only steps that it has passed
     ordered += [log, saving, Summary(plan, log, saving)]
     if plan.find_learning_rate:
         ordered.append(LearningRateFinder(plan))
-    ordered.append(GracefulStop(plan, guard, saving))  # last: everybody else has seen the step
+    ordered.append(GracefulStop(plan, guard, saving))  # it comes last: all others have seen the step by then
     return RunCallbacks(ordered, own, partial(_save_before_epoch_ends, guard, saving))
 
 
 def _save_before_epoch_ends(guard: Guard, saving: Saving, trainer: Trainer) -> None:
-    """Training stops within an epoch: once that is counted as a whole one, a run that goes on could not end it."""
+    """Save when training stops within an epoch: later Lightning counts that as whole, and nobody could finish it."""
     guard.read_all(trainer)
     saving.save_within_epoch(trainer)

@@ -1,4 +1,4 @@
-"""A rank that runs out of memory says what it held, what it asked for and what to change, in place of a traceback."""
+"""Turns out-of-memory errors into a message: what the rank held, what it requested, and what to change."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _GIB = {"bytes": 2**-30, "KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
 
 
 class OutOfMemoryWatch(Callback):
-    """Around a rank's whole life: `with` turns what was raised into one message.
+    """Turns an out-of-memory error into one message: as a context manager around a rank's whole run.
 
-    As a callback it looks at the memory before Lightning tears down, which lets go of it and forgets the stage.
+    As a callback it measures the memory before Lightning tears down, which frees the memory and forgets the stage.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -47,18 +47,18 @@ class OutOfMemoryWatch(Callback):
 
 
 def start_history(plan: Plan) -> None:
-    """From here on the snapshot knows where each block came from. After the rank's device has been set."""
+    """Record where each block of memory comes from, for the snapshot. The rank's device must be set before."""
     if plan.memory_history:
         torch.cuda.memory._record_memory_history(max_entries=_HISTORY_ENTRIES, stacks="python")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it is one, or came of one: a compiler or a data worker may have wrapped it."""
+    """Whether the error is an out-of-memory error or was caused by one: compilers and data workers wrap errors."""
     return _root(error) is not None
 
 
 def _root(error: BaseException) -> BaseException | None:
-    """The error of the chain that is out of memory itself."""
+    """The out-of-memory error in the chain of causes; None: there is none."""
     texts = (*_GPU_TEXTS, _HOST_TEXT)
     for each in _chain(error):
         if isinstance(each, torch.OutOfMemoryError | MemoryError) or any(text in str(each) for text in texts):
@@ -75,55 +75,58 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def doing(trainer: Trainer) -> str:
-    """Where the run is, in words."""
+    """What the run is doing, in words."""
     if trainer.training:
         started = trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0
         return f"training, in step {trainer.global_step + 1}" if started else "before the first training step"
     stage = {"validate": "validating", "test": "testing", "predict": "predicting"}
-    words = stage.get(str(trainer.state.stage and trainer.state.stage.value), "while starting")
-    return f"{words} after step {trainer.global_step}" if trainer.state.fn == "fit" else words
+    activity = stage.get(str(trainer.state.stage and trainer.state.stage.value), "while starting")
+    return f"{activity} after step {trainer.global_step}" if trainer.state.fn == "fit" else activity
 
 
 def explain(plan: Plan, error: BaseException, doing: str) -> str:
-    """The whole message, in lines; on CUDA it names the snapshot that it has written."""
+    """The whole message, of several lines. On CUDA it also writes a memory snapshot and names its file."""
     root = _root(error) or error
     on_host = plan.accelerator == "cuda" and (isinstance(root, MemoryError) or _HOST_TEXT in str(root))
     memory = None if on_host or plan.accelerator == "cpu" else measure()
-    rank, asked = int(os.environ.get("RANK", "0")), asked_gib(str(root))
+    rank, requested = int(os.environ.get("RANK", "0")), requested_gib(str(root))
     lines = [f"rank {rank} is out of {'host ' if on_host else ''}memory: {doing}, "
              f"micro_batch_size={plan.micro_batch_size}"]  # fmt: skip
-    numbers = [] if asked is None else [f"{asked:,.2f} GiB were asked for"]
+    numbers = [] if requested is None else [f"{requested:,.2f} GiB were asked for"]
     if memory is not None:
         numbers.append(
             f"{memory.allocated:.2f} GiB are allocated, {memory.reserved:.2f} reserved (these included), "
             f"{memory.free:.2f} of {memory.total:.2f} free on GPU {torch.cuda.current_device()}"
         )
     lines += ["  " + "; ".join(numbers)] if numbers else []
-    words = host_remedies(plan) if on_host else remedies(plan, memory, asked)
-    lines += ["  what would need less, the cheapest first:", *(f"    {word}" for word in words)]
+    changes = host_remedies(plan) if on_host else remedies(plan, memory, requested)
+    lines += ["  what would need less, the cheapest first:", *(f"    {change}" for change in changes)]
     if memory is not None and (snapshot := write_snapshot(plan, rank)) is not None:
         more = "" if plan.memory_history else "; memory_history=true adds what allocated each block"
         lines.append(f"  {snapshot} shows every block: open it at https://pytorch.org/memory_viz{more}")
     return "\n".join(lines)
 
 
-def asked_gib(text: str) -> float | None:
-    """The size that an allocator's message names."""
+def requested_gib(text: str) -> float | None:
+    """The size that an allocator's message says was requested, in GiB."""
     found = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", text)
     return float(found[1]) * _GIB[found[2]] if found else None
 
 
 def measure() -> GpuMemory | None:
-    """None where CUDA does not answer any more."""
+    """The memory of this rank's GPU; None: CUDA does not answer any more."""
     with suppress(RuntimeError):
         free, total = torch.cuda.mem_get_info()
-        held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        return GpuMemory(*(size / 2**30 for size in (*held, free, total)))
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        return GpuMemory(*(size / 2**30 for size in (allocated, reserved, free, total)))
     return None
 
 
 def write_snapshot(plan: Plan, rank: int) -> Path | None:
-    """What the allocator holds, block by block; with `memory_history` how it came to. None: it could not be written."""
+    """Write a snapshot of every block that the allocator holds; None: it could not be written.
+
+    With `memory_history` it also shows what allocated each block.
+    """
     path = Path(plan.run_dir) / f"memory-rank{rank}.pickle"
     with suppress(OSError, RuntimeError):
         torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""`predictions.jsonl`: a row for every sample, in the order of the data set, written as the predictions come."""
+"""Writes `predictions.jsonl`: a row for every sample, in the order of the data set, while the predictions come."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Predictions(Callback):
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            self._file = self._beside.open("w")
+            self._file = self._partial.open("w")
             self._progress = _Progress(self.plan, prediction_loaders(trainer))
 
     def on_predict_batch_end(
@@ -55,8 +55,8 @@ class Predictions(Callback):
         text = "".join(json.dumps({**which, **row}, default=_plain) + "\n" for row in rows)
         ranks: list[Any] = [text] * dist.get_world_size()
         if len(ranks) > 1:  # every rank has equally many batches
-            here = ranks if trainer.is_global_zero else None
-            dist.gather_object(text, here, group=strategy_of(trainer).file_group())
+            gathered = ranks if trainer.is_global_zero else None
+            dist.gather_object(text, gathered, group=strategy_of(trainer).file_group())
         if self._file is not None and self._progress is not None:
             self._file.writelines(ranks)
             self.rows += sum(text.count("\n") for text in ranks)
@@ -66,29 +66,29 @@ class Predictions(Callback):
         if self._file is not None and self._progress is not None:
             self._progress.close()
             self._file.close()
-            self._beside.replace(self.path)
+            self._partial.replace(self.path)
 
     @property
-    def _beside(self) -> Path:
+    def _partial(self) -> Path:
         return self.path.with_suffix(".jsonl.partial")
 
 
 class _Progress:
-    """A bar in a terminal, else a line every few seconds."""
+    """Shows a progress bar in a terminal, elsewhere a line every few seconds."""
 
     def __init__(self, plan: Plan, loaders: list[EvaluationLoader]) -> None:
         lengths = [None if loader.batches is None else len(loader) for loader in loaders]
         self.before = [sum(length or 0 for length in lengths[:number]) for number in range(len(lengths))]
         self.total = None if None in lengths else sum(length or 0 for length in lengths)
         self.bar = tqdm(total=self.total, unit="batch", dynamic_ncols=True) if plan.progress_bar else None
-        self.told = time.monotonic()
+        self.printed_at = time.monotonic()
 
     def show(self, turn: int, loader: int, rows: int) -> None:
         done = self.before[loader] + turn + 1
         if self.bar is not None:
             self.bar.update(done - self.bar.n)
-        elif time.monotonic() - self.told > _SECONDS_BETWEEN_LINES:
-            self.told = time.monotonic()
+        elif time.monotonic() - self.printed_at > _SECONDS_BETWEEN_LINES:
+            self.printed_at = time.monotonic()
             of = f" of {self.total}" if self.total is not None else ""
             print(f"predicted {done}{of} batches a rank, {rows} rows", flush=True)
 
@@ -98,19 +98,19 @@ class _Progress:
 
 
 def rows_of(outputs: Any, batch: Any, loader: EvaluationLoader, turn: int) -> list[dict[str, Any]]:
-    """A row for each sample of this rank's batch; one for all of them where what was predicted has no part for each."""
+    """A row for each sample of this rank's batch; or one row where the prediction has no part for each sample."""
     samples = loader.samples_of(turn)
     count = len(samples) if samples is not None else _samples_in(batch)
     parts = None if count is None else _parts(outputs, count)
-    where: dict[str, Any] = {} if samples is not None else {"batch": loader.number_of(turn)}
+    number: dict[str, Any] = {} if samples is not None else {"batch": loader.number_of(turn)}
     if parts is None:
-        return [{**where, **({"samples": samples} if samples is not None else {}), "prediction": outputs}]
+        return [{**number, **({"samples": samples} if samples is not None else {}), "prediction": outputs}]
     ids = [{"sample": sample} for sample in samples] if samples is not None else [{"row": i} for i in range(len(parts))]
-    return [{**where, **each, "prediction": part} for each, part in zip(ids, parts, strict=True)]
+    return [{**number, **each, "prediction": part} for each, part in zip(ids, parts, strict=True)]
 
 
 def _parts(value: Any, count: int) -> list[Any] | None:
-    """`value` cut along its first dimension, sample by sample; None: it has no such dimension."""
+    """Cut `value` along its first dimension into samples; None: it has no dimension of this length."""
     if isinstance(value, (Tensor, np.ndarray)):
         return list(value) if value.ndim and len(value) == count else None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Checkpoints every N steps: the last K kept, the best by a metric, and every so many for good."""
+"""Saves checkpoints every N steps, and keeps the last K, the best by a metric, and one every M steps for good."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from shardwise.strategies.base import strategy_of
 
 
 class Saving(Callback):
-    """Rank 0 decides and removes, once the new one is published; saving itself is collective.
+    """Decides when a checkpoint is saved. Saving is collective; rank 0 removes old ones once the new one is published.
 
-    The best score stands in `best.json` beside its checkpoint, not in the checkpoints: those of the same step are
-    written before validation has found it, and another run that goes on from one has a best of its own.
+    The best score is in `best.json` beside its checkpoint, not in the checkpoints: those of the same step are written
+    before validation has found it, and another run that goes on from one has a best of its own.
     """
 
-    ends_step = True  # after every other callback and the module: see lightning_internals/hooks.py
+    ends_step = True  # it is called after every other callback and the module: see lightning_internals/hooks.py
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -41,12 +41,12 @@ class Saving(Callback):
         self.best_path: str | None = None
         self.saved_step = -1
         self.writer: Writer | None = None
-        self.failures = 0  # in a row
-        self._reported: Outcome | None = None
-        self._told: Outcome | None = None
+        self.failures = 0  # saves in a row that failed
+        self._handled: Outcome | None = None  # the last outcome that all ranks have acted on
+        self._announced: Outcome | None = None  # the last failure that was logged and printed
         self.validated_step = -1
-        self.finished_step = -1  # behind which nothing was left to do but the end of an epoch
-        # What a checkpoint would have held just before validation, and the random state
+        self.finished_step = -1  # the step after which nothing was left to do but to end the epoch
+        # The content of a checkpoint just before validation, and this rank's own state
         self.before_validation: tuple[Packed, dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,14 +70,14 @@ class Saving(Callback):
             strategy_of(trainer).call_before_training(partial(self._finish_step, trainer))
 
     def _finish_step(self, trainer: Trainer) -> None:
-        """A checkpoint is written before what follows upon a step: validation and ReduceLROnPlateau."""
+        """Catch up on what comes after a step, validation and ReduceLROnPlateau: a checkpoint is written before it."""
         loop = trainer.fit_loop.epoch_loop
         if self.validated_step != trainer.global_step and self._is_due(trainer):
             validate_now(trainer)
         if not trainer.fit_loop.restarted_mid_epoch or self.finished_step == trainer.global_step:
             return
         plateaus = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step"]
-        if {config.monitor for config in plateaus} <= trainer.callback_metrics.keys():  # older checkpoints hold none
+        if {config.monitor for config in plateaus} <= trainer.callback_metrics.keys():  # old checkpoints lack these
             loop.update_lr_schedulers("step", update_plateau_schedulers=True)
 
     def _is_due(self, trainer: Trainer) -> bool:
@@ -87,7 +87,7 @@ class Saving(Callback):
         counted, every = trainer.fit_loop.epoch_loop.batch_progress, self.plan.validate_every_n_steps
         if every is None:
             return counted.current.ready >= trainer.num_training_batches
-        # Windows, as Lightning counts: of a window one step may have been skipped, or several made
+        # Lightning counts windows: a window may have had its step skipped, or have made several steps
         windows = counted.total.ready // self.plan.accumulate_grad_batches
         return windows > 0 and windows % every == 0
 
@@ -97,15 +97,15 @@ class Saving(Callback):
         every = self.plan.checkpoint.save_every_n_steps
         step = trainer.global_step
         if trainer.is_global_zero and self.writer is not None and (ended := self.writer.ended) and ended.error:
-            self._tell(trainer, ended, self.failures + 1)
+            self._announce(trainer, ended, self.failures + 1)
         ends_window = (batch_idx + 1) % self.plan.accumulate_grad_batches == 0
         if ends_window and not strategy_of(trainer).state.rehearsed:
             strategy_of(trainer).state.rehearse(last=True)
         self.before_validation = None
         validates = ends_window and self._is_due(trainer)
-        # At the end validation comes first: a run that is resumed there would have nothing left to do.
+        # At the last step validation comes first: a run that is resumed there would not validate any more.
         now = every and ends_window and step % every == 0 and not (validates and step == self.plan.max_steps)
-        if now and 0 < step != self.saved_step:  # where it is, every step since the save was skipped
+        if now and 0 < step != self.saved_step:  # the step is saved already if every step since then was skipped
             self.save_step(trainer)
         if validates:
             self.before_validation = strategy_of(trainer).state.dump(), strategy_of(trainer).state.own_state()
@@ -114,7 +114,7 @@ class Saving(Callback):
         if trainer.state.fn != "fit":
             return
         self.validated_step, self.before_validation = trainer.global_step, None
-        if trainer.global_step == self.plan.max_steps:  # held back until now; the best may be the same one
+        if trainer.global_step == self.plan.max_steps:  # this save had to wait for validation
             self._save_at_end(trainer)
         monitor = self.plan.checkpoint.monitor
         if monitor is None:
@@ -125,16 +125,17 @@ class Saving(Callback):
                 f"checkpoint.monitor={monitor}: validation logs {', '.join(measured) or 'nothing'}; monitor one of "
                 f"these, or checkpoint.monitor=null"
             )
-        # A metric that its module has not synchronised differs between ranks, and so would their verdicts.
+        # Rank 0 decides for all: a metric that its module has not synchronised differs between ranks.
         busy = self.writer is not None and self.writer.busy
         score, busy = trainer.strategy.broadcast((measured[monitor], busy))
         if not busy:
-            self.wait_for_save(trainer)  # what could not be written is not the best
+            self.wait_for_save(trainer)  # a checkpoint that could not be written must not count as the best
         sign = -1 if self.plan.checkpoint.mode == "max" else 1
         if math.isnan(score) or (self.best_score is not None and sign * score >= sign * self.best_score):
             return
         path = self.folder / f"best-{trainer.global_step:08d}.ckpt"
-        with_step = self.writer if self.saved_step == trainer.global_step else None  # it is written, or on its way
+        # The writer that has this step's checkpoint, or is writing it
+        with_step = self.writer if self.saved_step == trainer.global_step else None
         if with_step is None:
             if self._leaves_out(trainer, path):
                 return
@@ -158,11 +159,11 @@ class Saving(Callback):
             self._save(trainer, path, published)
 
     def forget_state_before_validation(self) -> None:
-        """The run has been taken back to before it."""
+        """Forget the state before validation: the guard has taken the run back to an earlier step."""
         self.before_validation = None
 
     def save_within_epoch(self, trainer: Trainer) -> None:
-        """The last step, before an epoch that has not come to its end is counted."""
+        """Save the last step while the epoch, which training stops in, does not count as whole yet."""
         self.finished_step = trainer.global_step
         self._save_at_end(trainer)
 
@@ -177,13 +178,13 @@ class Saving(Callback):
             self.save_step(trainer)
 
     def save_now(self, trainer: Trainer, *, leaves: bool) -> str:
-        """The step that the counters show, unless it is saved already; until it is written. Collective.
+        """Save the current step, unless it is saved already, and wait until it is written. Collective.
 
         Returns:
-            What there is now, in words.
+            What is saved now, in words.
 
         Raises:
-            CheckpointError: it could not be written, and the run `leaves`, or too many have failed before.
+            CheckpointError: the step could not be written, and the run `leaves`, or too many saves have failed.
         """
         step = trainer.global_step
         if not self.plan.checkpoint.saves:
@@ -198,7 +199,7 @@ class Saving(Callback):
         return f"step {step} is saved as {checkpoint_path(self.plan.run_dir, step)}"
 
     def save_step(self, trainer: Trainer, *, must: bool = False) -> None:
-        """Save the step that the counters show. Collective."""
+        """Save the current step. `must`: also while the save before is still being written. Collective."""
         step = trainer.global_step
 
         def published() -> None:
@@ -210,7 +211,10 @@ class Saving(Callback):
             self._save(trainer, path, published, step)
 
     def _leaves_out(self, trainer: Trainer, path: Path, must: bool = False) -> bool:
-        """Whether it is left out, while the one before is still being written; never the last. Collective."""
+        """Whether to leave a save out since the one before is still being written. Collective.
+
+        The last step, and one that `must` be saved, are never left out.
+        """
         if self.writer is None or must or trainer.global_step == self.plan.max_steps:
             return False
         if self.plan.checkpoint.when_busy != "skip" or not trainer.strategy.broadcast(self.writer.busy):
@@ -220,7 +224,7 @@ class Saving(Callback):
         return True
 
     def _save(self, trainer: Trainer, path: Path, published: Callable[[], None], step: int | None = None) -> None:
-        """`step`: is saved then, unless writing fails. Collective."""
+        """Write a checkpoint to `path`. `step`: the step whose regular checkpoint this is, if it is one. Collective."""
         strategy = strategy_of(trainer)
         if self.writer is None:
             self.writer = Writer(self.plan.checkpoint.asynchronous, strategy.root_device, group_timeout(self.plan))
@@ -239,13 +243,17 @@ class Saving(Callback):
         strategy.recorder.restart_clock()
 
     def wait_for_save(self, trainer: Trainer, *, last: bool = False) -> None:
-        """Wait for the save before, and say whether it failed: the same on all ranks, where they all are."""
+        """Wait for the save under way, and act on a failure. Collective, so that all ranks act at the same point.
+
+        Raises:
+            CheckpointError: the save has failed, and it is the `last`, or too many have failed.
+        """
         outcome = None if self.writer is None else self.writer.wait()
-        if outcome is None or (outcome is self._reported and not (last and outcome.error)):
+        if outcome is None or (outcome is self._handled and not (last and outcome.error)):
             return
-        if outcome is not self._reported:
+        if outcome is not self._handled:
             self.failures = self.failures + 1 if outcome.error else 0
-        self._reported = outcome
+        self._handled = outcome
         if outcome.error is None:
             return
         if outcome.path == checkpoint_path(self.plan.run_dir, self.saved_step):
@@ -254,7 +262,7 @@ class Saving(Callback):
             read_best(self.folder, self.plan.checkpoint.monitor)
         )
         stops = last or self.failures > self.plan.checkpoint.max_failures
-        self._tell(trainer, outcome, self.failures, raised=stops)
+        self._announce(trainer, outcome, self.failures, raised=stops)
         if stops:
             row = f", {self.failures} in a row" if self.failures > 1 else ""
             may = self.plan.checkpoint.max_failures
@@ -264,14 +272,19 @@ class Saving(Callback):
                 f"resume=auto goes on from the last that is whole{limit}"
             )
 
-    def _tell(self, trainer: Trainer, outcome: Outcome, failures: int, *, raised: bool = False) -> None:
-        """Once: by rank 0 as soon as it knows, which all ranks act on at the next save. `raised`: an error says it."""
-        if outcome is self._told:
+    def _announce(self, trainer: Trainer, outcome: Outcome, failures: int, *, raised: bool = False) -> None:
+        """Log and print a failure once: rank 0 does so as soon as it knows; all ranks act on it at the next save.
+
+        `raised`: an error follows, so nothing is printed.
+        """
+        if outcome is self._announced:
             return
-        self._told = outcome
+        self._announced = outcome
         for logger in trainer.loggers:
             logger.log_metrics({"checkpoint/failures": float(failures)}, trainer.global_step)
         if trainer.is_global_zero and not raised:
             does = "stops" if failures > self.plan.checkpoint.max_failures else "goes on, and tries again"
-            said = f"checkpoint {outcome.path} could not be written: {outcome.error}"
-            print(f"{said}; the run {does} at the next save", flush=True)
+            print(
+                f"checkpoint {outcome.path} could not be written: {outcome.error}; the run {does} at the next save",
+                flush=True,
+            )

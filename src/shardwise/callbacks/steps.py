@@ -1,4 +1,4 @@
-"""The step's own numbers: logged, and shown as a progress bar in a terminal or as lines elsewhere."""
+"""Logs each step's numbers, and shows them as a progress bar in a terminal or as lines elsewhere."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from shardwise.step.record import LAG, Readback, StepRecord
 from shardwise.strategies.base import strategy_of
 
 LOSS, OTHER_LOSS = "train/loss", "train/global_batch_loss"
-_HANDFUL = 5  # compilations after the first step that pass without a word
+_HANDFUL = 5  # with more compilations than this after the first step, the run warns
 
 
 class StepLog(Callback):
     """Logs `train/loss` (mean over the global batch), the gradient norm, learning rate, position and speed.
 
-    The guard hands it each step once its numbers have come from the device; `flush` ends what is still on its way.
+    The guard hands it each step once its numbers have come from the device; `flush` writes the rows that still wait.
     """
 
-    ends_step = True  # after every other callback and the module: see lightning_internals/hooks.py
+    ends_step = True  # it is called after every other callback and the module: see lightning_internals/hooks.py
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.meter = Meter(plan)
         self.bar: tqdm[Any] | None = None
-        self.steps = 0  # of this process
-        self.graphs = 0  # compiled so far
-        self.recompiled = 0  # of these, after the first step
-        self._shown: dict[int, tuple[list[str], Readback]] = {}  # of steps: what the module logs for the bar
+        self.steps = 0  # the steps that this process has made
+        self.graphs = 0  # the graphs compiled so far
+        self.recompiled = 0  # the graphs compiled after the first step
+        self._shown: dict[int, tuple[list[str], Readback]] = {}  # step → what the module logs for the progress bar
         self._rows: deque[tuple[int, dict[str, float], Readback]] = deque()
-        self._of_module: dict[int, Logged] = {}  # what the module logged in a step that gets a row
-        self._taken: set[str] = set()  # the names that it has logged under
+        self._of_module: dict[int, Logged] = {}  # step that gets a row → what the module logged in it
+        self._taken: set[str] = set()  # the names that the module logs under
         self._written: set[str] = set()  # the names of the run's own values
         self._evaluated = False
         self._last_step = 0
-        self._row_step = 0  # of the last row
+        self._row_step = 0  # the step of the last row
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        refuse_callbacks(trainer.callbacks)  # type: ignore[attr-defined] # with those of the module
-        # One progress bar at a time: the user's own, where there is one
+        refuse_callbacks(trainer.callbacks)  # type: ignore[attr-defined] # now the module's are among them
+        # There is one progress bar: the user's own, where there is one
         self.shows_bar = self.plan.progress_bar and trainer.progress_bar_callback is None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -90,7 +90,7 @@ class StepLog(Callback):
             self._count_graphs(trainer)
 
     def _count_graphs(self, trainer: Trainer) -> None:
-        """Graphs that are compiled once training is under way: the first step, and what evaluation needs, are not."""
+        """Count the graphs compiled while training, without those of the first step and of evaluation."""
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         self.graphs, before = graphs, self.graphs
         if self.steps > 1 and graphs > before and not self._evaluated:
@@ -104,8 +104,10 @@ class StepLog(Callback):
                 )
         self._evaluated = False
 
-    def take(self, trainer: Trainer, step: StepRecord, loss: float, norm: float, weight: float, flops: float) -> None:
-        """The next step's numbers; loss weight and FLOPs are those of all ranks. Collective."""
+    def add_step(
+        self, trainer: Trainer, step: StepRecord, loss: float, norm: float, weight: float, flops: float
+    ) -> None:
+        """Add the next step's numbers; loss weight and FLOPs are those of all ranks. Collective."""
         self.meter.add(step, weight, flops)
         while self._rows and self._rows[0][0] <= step.number - LAG:
             self._write_row(trainer)
@@ -114,7 +116,7 @@ class StepLog(Callback):
         strategy = strategy_of(trainer)
         assert strategy.lightning_module is not None
         row = {"train/samples": float(step.start + self.plan.global_batch_size)}
-        if step.losses:  # a module that optimizes by hand need not return one
+        if step.losses:  # a module that optimizes by hand need not return a loss
             row["train/loss"] = loss
         if strategy.lightning_module.automatic_optimization:
             row["train/gradient_norm"] = norm
@@ -124,7 +126,7 @@ class StepLog(Callback):
         sums = self.meter.take_interval()
         row |= self._speeds(strategy.lightning_module, sums)
         row |= {SPENT: self.meter.training_seconds, "train/goodput": self.meter.goodput}
-        # Of the rank that is worst off
+        # The row has the largest values of any rank
         worst = torch.tensor([sums.waiting_seconds / max(sums.seconds, 1e-9), *memory_gib(self.plan)])
         world = strategy.mesh.group("world")
         if world.size() > 1:
@@ -137,7 +139,7 @@ class StepLog(Callback):
             self.flush(trainer)
 
     def collect(self, trainer: Trainer, step: int) -> None:
-        """What the module has logged in the step that has just ended; it is on its way from the device from here on."""
+        """Start to copy from the device what the module has logged in the step that has just ended."""
         if step_logging(trainer).logs(step):
             results = step_results(trainer)
             self._claim(trainer, results.names())
@@ -147,7 +149,7 @@ class StepLog(Callback):
                 self._shown[step] = list(shown), Readback(torch.stack([v.double().reshape(()) for v in shown.values()]))
 
     def flush(self, trainer: Trainer) -> None:
-        """Write every row, also those whose numbers have yet to come."""
+        """Write every row, and wait for numbers that are still being copied."""
         while self._rows:
             self._write_row(trainer)
 
@@ -174,7 +176,7 @@ class StepLog(Callback):
         whole = {_untaken(key, self._taken): value for key, value in row.items()}
         logged = self._of_module.pop(step, None)
         values = {} if logged is None else logged.read()
-        if "step" in values:  # Lightning's rule: these belong to a step that the module counts
+        if "step" in values:  # by Lightning's rule, a module may log its values under a step that it counts itself
             self._log(trainer, values, int(values.pop("step")))
         else:
             whole |= values
@@ -186,7 +188,7 @@ class StepLog(Callback):
         return self._row_step < step <= logging.number and logging.logs(step)
 
     def _claim(self, trainer: Trainer, names: Collection[str]) -> None:
-        """Names that the module logs under are its own, from the run's first row on."""
+        """Leave the module the names that it logs under: rename the run's columns of the same names, in all rows."""
         new = self._written.intersection(names) - self._taken
         self._taken.update(names)
         for logger in trainer.loggers:
@@ -201,25 +203,25 @@ class StepLog(Callback):
         if not trainer.is_global_zero:
             return
         shown = {"loss": "train/loss", "gradient norm": "train/gradient_norm", "learning rate": "train/learning_rate"}
-        words = {word: f"{metrics[key]:.4g}" for word, key in shown.items() if key in metrics}
+        texts = {label: f"{metrics[key]:.4g}" for label, key in shown.items() if key in metrics}
         if step in self._shown:
             names, values = self._shown.pop(step)
-            words |= {name: f"{value:.4g}" for name, value in zip(names, values.read(), strict=True)}
+            texts |= {name: f"{value:.4g}" for name, value in zip(names, values.read(), strict=True)}
         speeds = {key.removeprefix("train/"): value for key, value in metrics.items() if key.endswith("_per_second")}
         name, speed = list(speeds.items())[-1]
-        words[name.replace("_per_second", "/s")] = f"{speed:,.0f}"
+        texts[name.replace("_per_second", "/s")] = f"{speed:,.0f}"
         if "train/mfu" in metrics:
-            words["MFU"] = f"{metrics['train/mfu']:.1%}"
+            texts["MFU"] = f"{metrics['train/mfu']:.1%}"
         if metrics["train/data_wait"] >= 0.01:
-            words["waiting for data"] = f"{metrics['train/data_wait']:.0%}"
+            texts["waiting for data"] = f"{metrics['train/data_wait']:.0%}"
         if self.bar is not None:
-            self.bar.set_postfix(words)
+            self.bar.set_postfix(texts)
         else:
             of = "" if trainer.max_steps < 0 else f"/{trainer.max_steps}"
-            print(f"step {step}{of}  " + "  ".join(f"{k} {v}" for k, v in words.items()), flush=True)
+            print(f"step {step}{of}  " + "  ".join(f"{k} {v}" for k, v in texts.items()), flush=True)
 
     def write(self, text: str) -> None:
-        """A line, past the progress bar."""
+        """Print a line without breaking the progress bar."""
         tqdm.write(text) if self.bar is not None else print(text, flush=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -240,36 +242,39 @@ class StepLog(Callback):
 
 
 class Logged:
-    """What the module logged in a step, on its way from the device."""
+    """What the module logged in a step, while it is copied from the device."""
 
     def __init__(self, values: dict[str, Tensor], epoch: int) -> None:
         self.epoch = epoch
         self.on_host = {name: float(value) for name, value in values.items() if value.device.type == "cpu"}
         self.names = [name for name in values if name not in self.on_host]
-        there = [values[name].reshape(()).double() for name in self.names]
-        self.readback = Readback(torch.stack(there)) if there else None
+        on_device = [values[name].reshape(()).double() for name in self.names]
+        self.readback = Readback(torch.stack(on_device)) if on_device else None
 
     def read(self) -> dict[str, float]:
-        """With Lightning's `epoch`, where the module logged anything."""
+        """The logged values, with Lightning's `epoch` if there are any."""
         values = self.on_host | dict(zip(self.names, self.readback.read() if self.readback else [], strict=True))
         return values | {"epoch": float(self.epoch)} if values else {}
 
 
 def _untaken(key: str, taken: set[str]) -> str:
-    """The name that a value of ours goes by where the module logs under the same one, which keeps it."""
+    """The name of one of the run's values: another than `key` if the module logs under that."""
     if key not in taken:
         return key
     return OTHER_LOSS if key == LOSS else key.replace("train/", "shardwise/", 1)
 
 
 def validation_metrics(trainer: Trainer) -> dict[str, float]:
-    """Scalars of the last evaluation."""
+    """The scalars that the last evaluation has logged."""
     return {key: value for key, value in _scalars(trainer.callback_metrics).items() if not key.startswith("train/")}
 
 
 def final_metrics(trainer: Trainer, rows: list[dict[str, str]]) -> dict[str, float]:
-    """Scalars of the last evaluation and of the last epoch. What training logged in its steps has the value of the
-    last row of metrics.csv that has one: `trainer.callback_metrics` has that of the last micro-batch."""
+    """The scalars of the last evaluation and of the last epoch.
+
+    A value that training logged in its steps is taken from the last row of metrics.csv that has one, since
+    `trainer.callback_metrics` has that of the last micro-batch.
+    """
     of_steps = step_results(trainer).step_names()
     found: dict[str, float | None] = {
         key: last_of(rows, key) if key in of_steps else value for key, value in validation_metrics(trainer).items()
@@ -284,7 +289,7 @@ def last_of(rows: list[dict[str, str]], key: str) -> float | None:
 
 
 def digits(value: float) -> str:
-    """Four decimals, or four significant digits of what is small."""
+    """A number with four decimals, or with four significant digits if it is small."""
     return f"{value:.4f}" if value == 0 or abs(value) >= 0.01 else f"{value:.4g}"
 
 

@@ -1,4 +1,4 @@
-"""What a run came to: a table, `summary.json` and the loss curve as a picture."""
+"""Sums up a run when it ends: a table, `summary.json` and the loss curve as a picture."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from shardwise.run_dir.checkpoints import stopped_before
 
 
 class Summary(Callback):
+    """Writes `summary.json` and the loss curve when training ends, and prints the table."""
+
     def __init__(self, plan: Plan, steps: StepLog, saving: Saving) -> None:
         self.plan, self.steps, self.saving = plan, steps, saving
 
@@ -44,19 +46,19 @@ class Summary(Callback):
             f"{unit}_this_process": round(meter.first.weight + meter.rest.weight) or None,
             "training_seconds": round(meter.first.seconds + meter.rest.seconds, 2),
             "first_step_seconds": round(meter.first.seconds, 3),
-            # of the other steps, where there are any
+            # these leave out the first step, where there are others
             "step_seconds": steady.seconds / max(steady.steps, 1),
             "samples_per_second": steady.steps * self.plan.global_batch_size / seconds,
             f"{unit}_per_second": steady.weight / seconds or None,
             "mfu": meter.mfu(steady),
             "data_wait": steady.waiting_seconds / seconds,
             "goodput": meter.goodput if self.steps.steps else None,
-            # under DeepSpeed the one inside, which is not always the one that was asked for
+            # under DeepSpeed the inner optimizer, which may be another class than the config names
             "optimizers": [type(getattr(o, "optimizer", o)).__name__ for o in trainer.optimizers],
             "graphs_compiled": self.steps.graphs or None,
             "graphs_compiled_after_the_first_step": self.steps.recompiled or None,
             "skipped_steps_this_process": trainer.strategy.skipped_steps,  # type: ignore[attr-defined]
-            "memory_allocated_gib": round(allocated, 2) or None,  # rank 0's peaks
+            "memory_allocated_gib": round(allocated, 2) or None,  # this and the next are the peaks of rank 0
             "peak_memory_gib": round(reserved, 2) or None,
             "train/loss": last_of(rows, loss_key(rows)),
             **measured,
@@ -68,7 +70,7 @@ class Summary(Callback):
         print_table(self._lines(summary, measured, unit, picture))
 
     def _stop(self, trainer: Trainer) -> dict[str, Any] | None:
-        """With the callbacks of the run: `resume=auto` goes on only with others."""
+        """What stopped the run early, with the run's callbacks: `resume=auto` trains on only if these have changed."""
         stop = early_stop(trainer)
         if stop is None:
             return stopped_before(self.plan.run_dir, trainer.global_step)
@@ -77,7 +79,7 @@ class Summary(Callback):
     def _lines(
         self, summary: dict[str, Any], measured: dict[str, float], unit: str, picture: Path | None
     ) -> dict[str, str]:
-        """The summary for a reader: names as words, numbers with their units."""
+        """The lines of the table: names in words, numbers with their units."""
         speeds = [(unit, summary[f"{unit}_per_second"]), ("samples", summary["samples_per_second"])]
         seconds, first = summary["training_seconds"], summary["first_step_seconds"]
         lines = {
@@ -115,14 +117,15 @@ class Summary(Callback):
                 f"{digits(self.saving.best_score or 0.0)})"
             )
         if self.plan.profiler != "none":
-            name = "fit-profile-0.txt" if self.plan.topology.world_size > 1 else "fit-profile.txt"  # as Lightning says
+            # Lightning's profilers name their files so
+            name = "fit-profile-0.txt" if self.plan.topology.world_size > 1 else "fit-profile.txt"
             lines["profile"] = _short(Path(self.plan.run_dir) / name)
         lines["loss curve"] = _short(picture) if picture else "no losses were logged"
         return lines | {"run folder": _short(self.plan.run_dir)}
 
 
 def words(key: str) -> str:
-    """A metric's name as a reader would say it: `validation/bits_per_token` → validation bits per token."""
+    """A metric's name in words: `validation/bits_per_token` → validation bits per token."""
     return key.replace("/", " ").replace("_", " ")
 
 
@@ -133,9 +136,9 @@ def print_table(lines: dict[str, str]) -> None:
 
 
 def plot_losses(rows: list[dict[str, str]], baselines: dict[str, float], path: Path) -> Path | None:
-    """Training and validation loss over steps, baselines as lines."""
+    """Plot training and validation loss over steps, with the baselines as lines; None: no losses were logged."""
     keys = {"training": loss_key(rows), "validation": "validation/loss"}
-    if not any(row.get(keys["training"]) for row in rows):  # then whatever the module calls a loss
+    if not any(row.get(keys["training"]) for row in rows):  # then plot every column that the module calls a loss
         logged = dict.fromkeys(key for row in rows for key in row if "loss" in key and row[key])
         keys |= {key: key for key in logged if key not in ("validation/loss", "train/loss_scale")}
     curves = {name: [(int(row["step"]), float(row[key])) for row in rows if row.get(key)] for name, key in keys.items()}

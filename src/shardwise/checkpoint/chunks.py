@@ -1,4 +1,4 @@
-"""Parts of tensors. Pure arithmetic."""
+"""Which part of a tensor a rank holds, as chunks: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 @dataclass(frozen=True)
 class Chunk:
-    """`values` stand at `offsets` of the whole; their shape is the chunk's."""
+    """A block of a tensor: `values` begin at `offsets` of the whole tensor."""
 
     offsets: tuple[int, ...]
     values: Tensor
@@ -36,27 +36,27 @@ class ChunkedTensor:
 
 
 def whole(values: Tensor) -> ChunkedTensor:
-    """What every rank holds all of."""
+    """The chunked form of a tensor that every rank holds whole."""
     return ChunkedTensor(tuple(values.shape), [Chunk((0,) * values.ndim, values)])
 
 
 def slice_of(tensor: Tensor, local: Tensor) -> list[Chunk]:
-    """`local`, of the form of this rank's part of `tensor`, which may be a DTensor."""
+    """`local` as a chunk of `tensor`, which may be a DTensor. `local` has the shape of this rank's part of it."""
     if not isinstance(tensor, DTensor):
         return [Chunk((0,) * local.ndim, local)]
     offsets = _offsets(tensor.shape, tensor.device_mesh, tensor.placements)
     return [Chunk(offsets, local)] if local.numel() else []
 
 
-@cache  # of a parameter's moments, and at the next save, the same; and 80 µs each
+@cache  # a parameter's moments have the same offsets, as have later saves, and each computation takes 80 µs
 def _offsets(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
     return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[1])
 
 
 def range_of(shape: tuple[int, ...], start: int, values: Tensor) -> list[Chunk]:
-    """The elements from `start` on, in row-major order, of a tensor of `shape`: at most 2 * ndim - 1 chunks.
+    """Cut a range of a tensor's elements, in row-major order, into at most 2 * ndim - 1 chunks.
 
-    `values` is flat; the chunks share its storage.
+    `values` is flat: the elements from `start` on of a tensor of `shape`. The chunks share its storage.
     """
     if not shape:
         return [Chunk((), values.view(()))] if values.numel() else []
@@ -66,7 +66,10 @@ def range_of(shape: tuple[int, ...], start: int, values: Tensor) -> list[Chunk]:
 def _cut(
     shape: tuple[int, ...], start: int, values: Tensor, before: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Rows that are there in part, whole rows between them; `before`: where in the dimensions outside."""
+    """Yield a first row that is there in part, the whole rows, and a last row in part.
+
+    `before`: the offsets in the dimensions outside of `shape`.
+    """
     if not values.numel():
         return
     outer, row = (1,) * len(before), prod(shape[1:])

@@ -1,4 +1,4 @@
-"""Classes of the user's whose instances are plain data: enums, named tuples, dataclasses."""
+"""The user's classes whose instances are plain data: enums, named tuples, dataclasses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Of an object: those in its dict, and those in slots."""
+    """An object's attributes, those in its `__dict__` and those in slots."""
     slots = [slot for k in type(value).__mro__ for slot in _slots(k) if slot not in ("__dict__", "__weakref__")]
     return {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)} | dict(getattr(value, "__dict__", {}))
 
@@ -19,7 +19,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def is_bare(kind: type) -> bool:
-    """Its attributes are all there is to it: it is no dict or list with fields, and has no way of its own to pickle."""
+    """Whether an instance is nothing but its attributes: no dict or list with fields, and no pickling of its own."""
     own = {name for k in kind.__mro__[:-1] for name in vars(k)}
     # The dataclass decorator writes both of these for frozen classes with slots
     generated = {"__getstate__", "__setstate__"} if "__slots__" in vars(kind) else set()
@@ -39,9 +39,12 @@ def can_be_found(kind: type) -> bool:
         return False
 
 
-def find_class(place: str, fits: Callable[[type], bool]) -> Any:
-    """A class by name, among what is imported already: nothing is imported for a checkpoint."""
-    module, _, name = place.partition(":")
+def find_class(path: str, fits: Callable[[type], bool]) -> Any:
+    """Find a class by its name, as `dotted_name` gives it, in modules that are imported already.
+
+    Nothing is imported for a checkpoint.
+    """
+    module, _, name = path.partition(":")
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
@@ -51,10 +54,10 @@ def find_class(place: str, fits: Callable[[type], bool]) -> Any:
 
 
 class NotPlainError(Exception):
-    """A value that is not plain data, or data of a class that is not there."""
+    """A value is not plain data, or its class cannot be found."""
 
-    def __init__(self, value: Any, said: str = "") -> None:
-        super().__init__(said or name_of(type(value)))
+    def __init__(self, value: Any, message: str = "") -> None:
+        super().__init__(message or name_of(type(value)))
 
 
 def name_of(kind: type) -> str:

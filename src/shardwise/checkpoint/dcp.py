@@ -1,8 +1,8 @@
-"""Tensors of which this rank holds chunks, in and out of `torch.distributed.checkpoint`, whatever the strategy.
+"""Writes and reads chunks of tensors through `torch.distributed.checkpoint` (DCP), the same way under every strategy.
 
-A checkpoint knows a tensor by its name and its whole shape. Who holds which part of it is the strategy's: all of it
-(ddp), a slice of its first dimension (FSDP2), a range of its elements in row-major order (DeepSpeed). Each of these is
-a handful of chunks, and chunks are what DCP writes and reads: nothing is ever gathered.
+A checkpoint knows a tensor by its name and its whole shape. The strategy decides which rank holds which part: all of
+it (ddp), a slice of its first dimension (FSDP2), a range of its elements in row-major order (DeepSpeed). Each of these
+is a handful of chunks, and chunks are what DCP writes and reads: nothing is ever gathered.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _T = TypeVar("_T")
 
 
 class RankError(Exception):
-    """What went wrong on a rank, wherever it is raised."""
+    """An error of one rank, with the rank's number. It may be raised on other ranks too."""
 
     def __init__(self, rank: int, error: BaseException) -> None:
         super().__init__(f"rank {rank}: " + " ".join(f"{type(error).__name__}: {error}".split())[:500])
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What the system has said, where torch.save hides it, a full disk say, behind a complaint about its own file."""
+    """The system's error, such as a full disk, where torch.save hides it behind an error about its own file."""
     found: BaseException | None = error if isinstance(error, RuntimeError) else None
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__
@@ -61,7 +61,7 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 class _Reader(FileSystemReader):
-    """DCP's metadata is a pickle: of the few classes that it is made of, and nothing else."""
+    """Reads DCP's metadata, which is a pickle, without running code from it: see checkpoint/metadata.py."""
 
     def __init__(self, path: Path, metadata: Metadata | None = None) -> None:
         super().__init__(path)
@@ -71,7 +71,7 @@ class _Reader(FileSystemReader):
         return self._known or read_metadata(Path(self.path))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Several files at a time."""
+        """Read several files at a time."""
         files: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             files.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
@@ -81,7 +81,10 @@ class _Reader(FileSystemReader):
 
 
 class _Files(FileSystem):
-    """Sums up what it writes on the way: what is to be there, and no second look at it. On disk once it is closed."""
+    """Computes the checksum of each file while it is written, and syncs the file to disk when it is closed.
+
+    The checksum is of what should be in the file: nothing is read back for it.
+    """
 
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
@@ -96,16 +99,16 @@ class _Files(FileSystem):
 
 
 class _Writer(FileSystemWriter):
-    """DCP's, in several threads. An error of one is an error here: those that DCP would start lose theirs."""
+    """DCP's writer in several threads of ours: threads that DCP starts lose their errors."""
 
     def __init__(self, path: Path, pace: Pace) -> None:
-        # Nothing copied ahead: DCP would wait for the training's stream. Nor synced: it would sync .metadata while that
-        # is still in a buffer; _Files does when it has left it.
+        # Without copies ahead, DCP does not wait for the training's stream. `_Files` syncs instead of DCP, which would
+        # sync .metadata while its content is still in a buffer.
         super().__init__(path, sync_files=False, overwrite=True, per_thread_copy_ahead=0)
         self.fs = self._files = _Files(pace)
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta()  # not where it was first written: .metadata is the same in every checkpoint
+        return StorageMeta()  # without the path of the first checkpoint: .metadata is the same in every one
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self.plan = plan
@@ -125,7 +128,7 @@ class _Writer(FileSystemWriter):
 
 
 def _shares(items: list[WriteItem], most: int) -> list[list[WriteItem]]:
-    """Of about as many bytes each."""
+    """Divide `items` into at most `most` lists of about as many bytes each."""
     shares: list[list[WriteItem]] = [[] for _ in range(max(1, min(most, len(items))))]
     full = [0] * len(shares)
     for item in sorted(items, key=_bytes_of, reverse=True):
@@ -147,35 +150,35 @@ def _done(result: _T) -> Future[_T]:
 
 
 class TensorWriter:
-    """Writes chunks, time after time.
+    """Writes the chunks of one checkpoint after another.
 
-    What DCP works out, who writes what and where it stands, is kept for as long as every rank's names and shapes are
-    the same: rank 0 would hear and answer all ranks at every save, half a second of Python for four ranks of nine
-    hundred tensors, and the training beside it would wait for the interpreter.
+    It keeps DCP's plan, which says who writes what and where, for as long as every rank's names and shapes stay the
+    same. Otherwise rank 0 would gather and answer all ranks' plans at every save: half a second of Python for four
+    ranks of nine hundred tensors, in which the training beside it would wait for the interpreter.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.pace = Pace()
-        self._known: tuple[list[Any], int] | None = None  # what was written last, in how many threads
-        self._metadata = b""  # rank 0's
+        self._known: tuple[list[Any], int] | None = None  # the chunks of the last save, and the number of threads
+        self._metadata = b""  # the content of .metadata; on rank 0 only
 
     def set_pace(self, pace: Pace) -> None:
         self.pace = pace
 
     def take_group(self) -> dist.ProcessGroup | None:
-        """To be destroyed: nothing is written any more."""
+        """Hand over the process group, which the caller destroys: nothing is written any more."""
         group, self.group = self.group, None
         return group
 
     def write(self, folder: Path, tensors: dict[str, ChunkedTensor]) -> dict[str, dict[str, Any]]:
-        """Every rank its chunks; what several hold is written by one of them. Collective.
+        """Write every rank's chunks; a chunk that several ranks hold is written by one of them. Collective.
 
         Returns:
-            Of this rank's files, by name: `bytes` and `sha256`.
+            `bytes` and `sha256` of each of this rank's files, by name.
 
         Raises:
-            RankError: what went wrong on a rank, on that one or on every rank.
+            RankError: a rank could not write. It is raised on that rank alone, or on every rank.
         """
         chunks = [
             (name, tensor.shape, chunk.offsets, chunk.values.shape, chunk.values.dtype)
@@ -194,7 +197,7 @@ class TensorWriter:
     def _write_anew(self, folder: Path, tensors: dict[str, ChunkedTensor]) -> _Writer:
         writer, planner = _Writer(folder, self.pace), ChunkSavePlanner(tensors)
         try:
-            # Nothing in it: the planner has them, and DCP would wrap and log each
+            # The state_dict is empty: the planner has the tensors, and DCP would wrap and log each of them
             save({}, storage_writer=writer, planner=planner, process_group=self.group, no_dist=self.group is None)
         except CheckpointException as error:
             rank, (failure, _) = next(iter(error.failures.items()))
@@ -232,9 +235,9 @@ def _rank(group: dist.ProcessGroup | None) -> int:
 def read_tensors(
     folder: Path, tensors: dict[str, ChunkedTensor], group: dist.ProcessGroup | None, metadata: Metadata | None = None
 ) -> None:
-    """Into the chunks' storage, from whatever chunks were written. Collective.
+    """Read tensors into the storage of their chunks, whatever chunks were written. Collective.
 
-    `metadata`: the folder's, where it has been read already: that of many ranks is large.
+    `metadata`: the folder's metadata, where it has been read already: that of many ranks is large.
     """
     planner = ChunkLoadPlanner(flatten_state_dict=False)
     load(tensors, storage_reader=_Reader(folder, metadata), planner=planner, process_group=group, no_dist=group is None)

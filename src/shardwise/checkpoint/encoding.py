@@ -1,4 +1,4 @@
-"""Plain data → values that `torch.load(weights_only=True)` reads, and back as the same types."""
+"""Encodes plain data as values that `torch.load(weights_only=True)` reads, and decodes them as the same types."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLAIN = (
     "plain data: numbers, text, dates, paths, enums, tensors, NumPy arrays, and lists, dicts, sets and dataclasses of "
     "them"
 )
-SHARD = "a shard of a torch.Tensor"  # which is not plain data, and is pickled by nobody
+SHARD = "a shard of a torch.Tensor"  # it is neither plain data nor pickled
 _AS_IS = (types.NoneType, bool, float, complex, str, torch.Size, torch.dtype, torch.device)
 _FACTORIES = {f.__name__: f for f in (bool, int, float, complex, str, bytes, list, tuple, dict, set)}
 _PATHS = {p.__name__: p for p in (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath,
@@ -43,10 +43,10 @@ _LARGE = 2**1000  # larger integers are not read by torch.load
 
 
 def encode(value: Any) -> Any:
-    """A copy of `value` as torch.load(weights_only=True) reads it.
+    """A copy of `value` that torch.load(weights_only=True) can read.
 
     Raises:
-        NotPlainError: it is not plain data; names the class that is not.
+        NotPlainError: it is not plain data; the message names the class.
     """
     kind = type(value)
     if kind in _AS_IS:
@@ -65,10 +65,10 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given.
+    """The value that `encode` was given.
 
     Raises:
-        NotPlainError: of a class that no imported module has.
+        NotPlainError: no imported module has its class.
     """
     if type(value) is dict:
         if KIND in value:
@@ -111,7 +111,7 @@ def _encode_default(value: collections.defaultdict[Any, Any]) -> dict[str, Any]:
 
 
 def _encode_tensor(value: Tensor) -> Tensor:
-    """On the host, where a checkpoint is loaded."""
+    """A copy on the host, where a checkpoint is loaded."""
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
         raise NotPlainError(value, f"torch.Tensor ({value.layout}{', quantized' * value.is_quantized})")
     copied = value.detach().resolve_conj().resolve_neg().cpu().clone()
@@ -129,17 +129,17 @@ def _encode_array(value: np.ndarray[Any, Any]) -> dict[str, Any]:
     described = np.lib.format.dtype_to_descr(dtype) if not dtype.hasobject else None
     if described is None or np.lib.format.descr_to_dtype(described) != dtype:
         raise NotPlainError(value, f"numpy.ndarray of {dtype}")
-    held = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.nbytes else torch.empty(0)
-    return {KIND: "array", "dtype": encode(described), "shape": shape, "fortran": fortran, "bytes": held}
+    content = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.nbytes else torch.empty(0)
+    return {KIND: "array", "dtype": encode(described), "shape": shape, "fortran": fortran, "bytes": content}
 
 
 def _decode_array(value: dict[str, Any]) -> np.ndarray[Any, Any]:
     dtype = np.lib.format.descr_to_dtype(decode(value["dtype"]))
-    held = value["bytes"].numpy().tobytes() if value["bytes"].numel() else b""
-    if not held:
+    content = value["bytes"].numpy().tobytes() if value["bytes"].numel() else b""
+    if not content:
         return np.empty(value["shape"], dtype)
-    # A copy: what is made from bytes cannot be written to
-    return np.frombuffer(held, dtype).reshape(value["shape"]).copy("F" if value["fortran"] else "C")
+    # It is copied, since an array that is made from bytes cannot be written to
+    return np.frombuffer(content, dtype).reshape(value["shape"]).copy("F" if value["fortran"] else "C")
 
 
 def _decode_objects(value: dict[str, Any]) -> np.ndarray[Any, Any]:
@@ -216,7 +216,7 @@ def _decode_tuple(value: dict[str, Any]) -> Any:
 
 
 def _decode_dataclass(value: dict[str, Any]) -> Any:
-    """Made without running any code of the class."""
+    """Make the instance without running any code of its class."""
     kind = find_class(value["class"], lambda found: dataclasses.is_dataclass(found) and is_bare(found))
     made = object.__new__(kind)
     for name, item in decode(value["attributes"]).items():
@@ -229,7 +229,7 @@ def _decode_dataclass(value: dict[str, Any]) -> Any:
 
 _ENCODERS: dict[type, Callable[[Any], Any]] = {
     int: _encode_int,
-    bytes: lambda value: value or {KIND: "no bytes"},  # torch.load knows no empty ones
+    bytes: lambda value: value or {KIND: "no bytes"},  # torch.load cannot read empty bytes
     bytearray: lambda value: {KIND: "bytearray", "bytes": encode(bytes(value))},
     list: _encode_list,
     tuple: _encode_tuple,

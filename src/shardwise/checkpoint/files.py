@@ -1,4 +1,4 @@
-"""A checkpoint's files: written at a pace, with a checksum, and synced to the disk."""
+"""Writes and checks a checkpoint's files: at a pace that leaves the training room, with a checksum, synced to disk."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from shardwise.devices import count_cpus
 
-_PIECE = 2**24  # bytes. Large: a thread that asks for the interpreter's lock often gets nowhere beside a busy one
+# Bytes that are written at a time. It is large, since beside a busy thread another waits long for the interpreter's
+# lock, each time that it asks for it.
+_PIECE = 2**24
 
 
 class Pace:
-    """How many of a rank's threads write at a time: one beside the training, all where it waits for them.
+    """Limits how many of a rank's threads write at a time: one beside the training, all when the training waits.
 
-    Several of a rank slow down a step that its host is busy to issue, and as much from another process: what they share
-    is the machine, not the interpreter.
+    Several threads slow down a step whose host is the bottleneck. Threads of another process do so just as much: they
+    compete for the machine, not for the interpreter.
     """
 
     def __init__(self, beside_training: bool = False) -> None:
@@ -36,18 +38,21 @@ class Pace:
         self._turns.release()
 
     def hurry(self) -> None:
+        """Let all threads write: the training waits from here on."""
         if self._beside:
             self._beside = False
             self._turns.release(io_threads())
 
 
 class SummedFile(io.FileIO):
+    """A file that computes its size and SHA-256 while it is written."""
+
     def __init__(self, path: str | os.PathLike[str], pace: Pace) -> None:
         super().__init__(path, "wb")
         self.pace, self.bytes, self.digest = pace, 0, hashlib.sha256()
 
     def write(self, content: Any) -> int:
-        piece = memoryview(content)[:_PIECE]  # whoever writes through a buffer comes again with the rest
+        piece = memoryview(content)[:_PIECE]  # a buffered writer writes the rest in further calls
         with self.pace:
             many = super().write(piece)
             self.digest.update(piece[:many])
@@ -63,9 +68,10 @@ class SummedFile(io.FileIO):
 
 
 def io_threads() -> int:
-    """Of a rank, to write, read and check files with, at most eight: a quarter of its share of the machine's CPUs.
+    """The number of threads with which a rank writes, reads and checks files: from one to eight.
 
-    Two of these are often one core, and the training needs the rest.
+    It is a quarter of the rank's share of the machine's CPUs: two CPUs are often one core, and the training needs the
+    rest.
     """
     share = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return max(1, min(8, share // 4, count_cpus() // 4))
@@ -80,6 +86,7 @@ def sha256_of(file: Path) -> str:
 
 
 def write_through(path: Path, content: bytes) -> None:
+    """Write a file and sync it to disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -88,7 +95,7 @@ def write_through(path: Path, content: bytes) -> None:
 
 @contextmanager
 def without_crc() -> Iterator[None]:
-    """torch.save would compute a CRC-32 of everything, slower than to write it; the manifest has SHA-256."""
+    """Keep torch.save from computing a CRC-32, which takes longer than writing; the manifest has a SHA-256."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:

@@ -1,4 +1,4 @@
-"""What is not plain data, as a pickle."""
+"""Pickles what is not plain data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from torch.distributed.tensor import DTensor
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors on the host, where it is read there may be no GPU; and nothing of what a strategy has put on objects."""
+    """Pickles tensors as tensors of the host, and modules without what a strategy has put on them.
+
+    The machine that reads the pickle may have no GPU.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, DTensor) or hasattr(value, "ds_tensor"):
@@ -42,15 +45,15 @@ def _without_strategy(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_of_a_strategy(value: Any) -> bool:
-    where = str(getattr(value, "__module__", "")).partition(".")[0]
-    return where in ("deepspeed", "shardwise") and not isinstance(value, nn.Module)
+    package = str(getattr(value, "__module__", "")).partition(".")[0]
+    return package in ("deepspeed", "shardwise") and not isinstance(value, nn.Module)
 
 
 def to_pickle(value: Any) -> bytes | None:
-    """None: it cannot be pickled, for whatever reason its classes have."""
-    held = io.BytesIO()
+    """The pickle of `value`, or None where it cannot be pickled."""
+    buffer = io.BytesIO()
     try:
-        _Pickler(held, 5).dump(value)
-    except Exception:
+        _Pickler(buffer, 5).dump(value)
+    except Exception:  # a class may raise anything while it is pickled
         return None
-    return held.getvalue()
+    return buffer.getvalue()

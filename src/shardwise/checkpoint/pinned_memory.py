@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 from torch.cuda import CudaError, check_error, cudart
 
-SPARE_SHARE = 0.05  # of a device's memory: stays free where a save takes some of it
-_SLAB = 2**26  # bytes
+SPARE_SHARE = 0.05  # the share of a device's memory that a save leaves free
+_SLAB = 2**26  # bytes that are allocated at a time for small tensors
 
 
 class PinnedMemory:
-    """Pinned memory of the host.
+    """Allocates pinned memory of the host without holding up the training.
 
-    Not torch's, for which the driver makes the pages while it holds its lock: the training could launch nothing in the
-    meantime, 15 s for 24 GB. Here they are made first. (torch would, too, if asked to for the whole process,
-    `pinned_use_cuda_host_register`; and makes 2 GB of 1.1.)
+    For torch's pinned memory the driver makes the pages while it holds its lock, and the training can launch nothing
+    in the meantime: 15 s for 24 GB. Here the pages are made first. (torch's `pinned_use_cuda_host_register` would do
+    so too, but for the whole process, and it rounds 1.1 GB up to 2.)
     """
 
     def __init__(self) -> None:
-        self._slabs: list[tuple[mmap.mmap, int]] = []  # and where
-        self._shared, self._used = mmap.mmap(-1, 1), 1  # by small tensors, and how much of it
+        self._slabs: list[tuple[mmap.mmap, int]] = []  # each with its address
+        self._shared, self._used = mmap.mmap(-1, 1), 1  # the slab that small tensors share, and its bytes in use
 
     def like(self, values: Tensor) -> Tensor:
-        """Uninitialized. Its storage is its own, as DCP wants it."""
+        """An uninitialized pinned tensor of the form of `values`. It has a storage of its own, as DCP needs it."""
         bytes_ = values.nbytes
         if not bytes_:
             return torch.empty(values.shape, dtype=values.dtype)
@@ -42,8 +42,8 @@ class PinnedMemory:
     def _slab(self, bytes_: int) -> mmap.mmap:
         try:
             slab = mmap.mmap(-1, bytes_, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            slab.madvise(mmap.MADV_DONTFORK)  # the parent's pages could become the child's, and copies go there
-            with suppress(OSError):  # a kernel without
+            slab.madvise(mmap.MADV_DONTFORK)  # after a fork the child could keep the pages that the device copies to
+            with suppress(OSError):  # some kernels have no huge pages
                 slab.madvise(mmap.MADV_HUGEPAGE)
             address = torch.frombuffer(slab, dtype=torch.uint8).zero_().data_ptr()
             check_error(int(cudart().cudaHostRegister(address, bytes_, 0)))  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""What a module, its data and callbacks put into a checkpoint, as values that `torch.load(weights_only=True)` reads.
+"""Packs what module, data and callbacks put into a checkpoint so that `torch.load(weights_only=True)` reads it.
 
-Plain data travels as it is, or as a dict that says under `KIND` what it was, and comes back as the same type. What is
-not plain data is pickled, each key by itself, for a file of its own that is read only where the user trusts it.
+Plain data is stored as it is, or as a dict that says under `KIND` what it was, and comes back as the same type. What
+is not plain data is pickled, each key by itself, into a separate file that is read only where the user trusts it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwise.checkpoint.classes import NotPlainError, name_of
 from shardwise.checkpoint.encoding import KIND, PLAIN, decode, encode
 from shardwise.checkpoint.pickles import to_pickle
 
-Key = tuple[str, ...]  # where in the checkpoint: ("callbacks", "Mine", "history")
+Key = tuple[str, ...]  # a path in the checkpoint: ("callbacks", "Mine", "history")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class LeftOut:
 
     key: Key
     kind: str  # the class that is not plain data
-    pickled: bool  # it is kept in the file beside
+    pickled: bool  # whether the separate file of pickles has it
 
     @property
     def name(self) -> str:
@@ -36,7 +36,7 @@ class LeftOut:
 
 @dataclass
 class Packed:
-    """Content of a checkpoint, copied: later changes do not reach it."""
+    """A copy of a checkpoint's content: later changes of the originals do not reach it."""
 
     plain: dict[str, Any] = field(default_factory=dict)
     pickles: dict[Key, bytes] = field(default_factory=dict)
@@ -48,11 +48,11 @@ class Packed:
 
 
 def pack(content: Mapping[str, Any], depths: Mapping[str, int], quiet: tuple[str, ...] = ()) -> Packed:
-    """Copy `content`, and take apart what is plain data and what is not.
+    """Copy `content`, and separate what is plain data from what is not.
 
-    `depths`: how many levels of dicts below a top-level key are keys of their own; elsewhere what is not plain data
-    takes its whole top-level key with it, so that nobody gets half of a dict. `quiet`: keys under which it is dropped
-    without a pickle or a word.
+    `depths`: for a top-level key, how many levels of dicts below it are treated as keys of their own. Elsewhere a value
+    that is not plain data takes its whole top-level key with it, so that nobody gets half of a dict. `quiet`: top-level
+    keys under which such a value is dropped without a pickle or a message.
     """
     packed = Packed()
     for name, value in content.items():
@@ -86,13 +86,16 @@ def _pack(value: Any, key: Key, depth: int, into: Packed, quiet: bool) -> Any:
 
 
 def write_down(packed: Packed) -> dict[str, Any]:
-    """What goes into the plain file."""
+    """The content of the file that holds plain data alone."""
     left_out = [(list(left.key), left.kind, left.pickled) for left in packed.left_out]
     return {**packed.plain, KIND: {"left_out": left_out}} if left_out else packed.plain
 
 
 def unpack(written: dict[str, Any], pickles: Mapping[Key, bytes] | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """What was packed, and by key why a value is missing. `pickles`: None where they are not to be read."""
+    """The content that was packed, and by key why a value is missing.
+
+    `pickles`: None where the user does not trust the file of pickles.
+    """
     about = written.pop(KIND, {"left_out": []})
     missing: dict[str, str] = {}
     content = _unpack(written, (), missing)
@@ -105,13 +108,13 @@ def unpack(written: dict[str, Any], pickles: Mapping[Key, bytes] | None) -> tupl
         else:
             try:
                 _put(content, key, pickle.loads(pickles[key]))
-            except Exception as error:  # of the user's own classes
+            except Exception as error:  # the user's own classes may raise anything
                 missing[".".join(key)] = f"{kind}: {type(error).__name__}: {error}"
     return content, missing
 
 
 def _unpack(value: Any, key: Key, missing: dict[str, str]) -> Any:
-    """A key that cannot be decoded is left out of the dict that it is in."""
+    """Decode dicts key by key. A key that cannot be decoded is left out of its dict and listed in `missing`."""
     if type(value) is not dict or KIND in value:
         return decode(value)
     found = {}
@@ -124,24 +127,22 @@ def _unpack(value: Any, key: Key, missing: dict[str, str]) -> Any:
 
 
 def _put(content: dict[str, Any], key: Key, value: Any) -> None:
-    place: Any = content
+    container: Any = content
     for name in key[:-1]:
-        place = place[int(name)] if isinstance(place, list) else place[name]
-    place[key[-1]] = value
-
-
-# One value
+        container = container[int(name)] if isinstance(container, list) else container[name]
+    container[key[-1]] = value
 
 
 def describe_left_out(left_out: list[LeftOut]) -> str:
+    """The message that tells the user which keys are not plain data."""
     pickled = [str(left) for left in left_out if left.pickled]
     lost = [str(left) for left in left_out if not left.pickled]
-    said = []
+    parts = []
     if pickled:
-        said.append(
+        parts.append(
             f"{', '.join(pickled)}: not plain data, so it is kept in trainer.unsafe.pkl, a pickle, which is read only "
             f"where trust=true is given; a run that goes on without it does not get it"
         )
     if lost:
-        said.append(f"{', '.join(lost)}: not plain data, and it cannot be pickled: it is left out")
-    return f"{'; '.join(said)} ({PLAIN})"
+        parts.append(f"{', '.join(lost)}: not plain data, and it cannot be pickled: it is left out")
+    return f"{'; '.join(parts)} ({PLAIN})"

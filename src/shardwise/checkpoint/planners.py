@@ -1,4 +1,4 @@
-"""Which chunks this rank writes and reads, as plans of `torch.distributed.checkpoint`."""
+"""Plans for `torch.distributed.checkpoint`: which chunks this rank writes and reads."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from shardwise.checkpoint.chunks import Chunk, ChunkedTensor
 
 
 class ChunkSavePlanner(DefaultSavePlanner):
+    """Plans to write every chunk that this rank holds."""
+
     def __init__(self, tensors: dict[str, ChunkedTensor]) -> None:
         super().__init__(flatten_state_dict=False)
         self._tensors = tensors
@@ -46,6 +48,8 @@ def _index(name: str, chunk: Chunk) -> MetadataIndex:
 
 
 class ChunkLoadPlanner(DefaultLoadPlanner):
+    """Plans to read, for every chunk that this rank holds, the parts of written chunks that overlap with it."""
+
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
@@ -60,10 +64,10 @@ class ChunkLoadPlanner(DefaultLoadPlanner):
             assert isinstance(known, TensorStorageMetadata)
             if known.size != torch.Size(tensor.shape):
                 raise ValueError(f"{name} is of shape {tuple(known.size)} there and {tensor.shape} here")
-            of_it = create_read_items_for_chunk_list(name, known, [chunk.bounds for chunk in tensor.chunks])
-            if sum(prod(item.lengths) for item in of_it) != sum(chunk.values.numel() for chunk in tensor.chunks):
+            reads = create_read_items_for_chunk_list(name, known, [chunk.bounds for chunk in tensor.chunks])
+            if sum(prod(item.lengths) for item in reads) != sum(chunk.values.numel() for chunk in tensor.chunks):
                 raise ValueError(f"{name} is not all there")
-            items += of_it
+            items += reads
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:

@@ -1,4 +1,4 @@
-"""A checkpoint's folder is there whole, or not at all."""
+"""Publishes a checkpoint: its folder gets its name when everything in it is written, or not at all."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _T = TypeVar("_T")
 
 
 class SaveError(Exception):
-    """A checkpoint that could not be written; said by every rank."""
+    """A checkpoint could not be written. Every rank raises it."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A moment of a run."""
+    """The state of a run at one moment."""
 
     tensors: dict[str, ChunkedTensor]
-    rest: Packed  # rank 0's, which writes it for all
-    own: Packed  # this rank's
-    about: dict[str, Any]  # what the manifest says, for people and for tools that have no torch
-    volatile: frozenset[str]  # tensors that change before the next step of an optimizer: buffers
+    rest: Packed  # what is the same on all ranks: rank 0 packs and writes it, and it is empty elsewhere
+    own: Packed  # what is this rank's alone
+    about: dict[str, Any]  # facts in the manifest, for people and for tools that have no torch
+    volatile: frozenset[str]  # names of tensors, such as buffers, that may change before an optimizer steps again
 
 
 def publish_again(path: Path, name: Path) -> None:
-    """The checkpoint at `path` under another name as well, without writing it again. For one rank.
+    """Give the checkpoint at `path` a second name by links to its files. One rank calls this.
 
     Raises:
-        OSError
+        OSError: the links could not be made.
     """
     partial = name.with_name(name.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -55,7 +55,7 @@ def publish_again(path: Path, name: Path) -> None:
 def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError:  # a file system without links
+    except OSError:  # some file systems have no links
         shutil.copy2(source, target)
 
 
@@ -70,10 +70,13 @@ def _rename(partial: Path, path: Path) -> None:
 
 
 def publish(path: Path, snapshot: Snapshot, writer: TensorWriter) -> int:
-    """Write `snapshot` to `path`, which is there when this returns, whole. Its size in bytes. Collective.
+    """Write `snapshot` to `path`, which is complete when this returns. Collective.
+
+    Returns:
+        The size in bytes, of all ranks.
 
     Raises:
-        SaveError: on every rank, what went wrong on any; what was there before is there still.
+        SaveError: a rank could not write. Every rank raises it, and a checkpoint that was at `path` before stays.
     """
     group = writer.group
     rank, partial = dist.get_rank(), path.with_name(path.name + ".partial")
@@ -110,14 +113,18 @@ def publish(path: Path, snapshot: Snapshot, writer: TensorWriter) -> int:
 
 
 def run_on_every_rank(work: Callable[[], _T], group: dist.ProcessGroup | None) -> list[_T]:
-    """Every rank's result, or on every rank the error of the first that has one."""
+    """Run `work` on every rank and return all ranks' results. Collective.
+
+    Raises:
+        SaveError: `work` has failed on a rank. Every rank raises the error of the first such rank.
+    """
     result: Any = None
     error = None
     try:
         result = work()
     except RankError as raised:
         error = str(raised)
-    except Exception as raised:  # whatever a file system may say
+    except Exception as raised:  # file systems, and torch around them, raise many kinds of errors
         error = str(RankError(dist.get_rank(), cause_of(raised)))
     results: list[Any] = [(result, error)]
     if group is not None:
@@ -129,12 +136,13 @@ def run_on_every_rank(work: Callable[[], _T], group: dist.ProcessGroup | None) -
 
 
 def _save(path: Path, packed: Packed) -> list[Path]:
-    """The files that are written: one that anybody may read, and one for those who trust it, where it is needed."""
+    """Write `packed` and return the files: one of plain data and, where there are pickles, one for these."""
     with path.open("wb") as file:
         torch.save(write_down(packed), file)
         file.flush()
         os.fsync(file.fileno())
-    torch.load(path, map_location="cpu", weights_only=True)  # as it will be: what cannot be read is found now
+    # Load the file as a resumed run will: a value that cannot be read is found now
+    torch.load(path, map_location="cpu", weights_only=True)
     if not packed.pickles:
         return [path]
     write_through(unsafe_file(path), pickle.dumps(packed.pickles))
@@ -142,7 +150,7 @@ def _save(path: Path, packed: Packed) -> list[Path]:
 
 
 def _sync(folder: Path) -> None:
-    """The names in it, too, are on disk. Some file systems cannot be asked."""
+    """Sync a folder, so that the names in it are on disk as well. Some file systems cannot do this."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -152,4 +160,5 @@ def _sync(folder: Path) -> None:
 
 
 def describe(file: Path) -> dict[str, Any]:
+    """What the manifest says of a file."""
     return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay: the last K, every so many for good, and the best."""
+"""Decides which checkpoints of a run stay: the last K, one every N steps for good, and the best."""
 
 from __future__ import annotations
 
@@ -11,31 +11,34 @@ from shardwise.run_dir.checkpoints import damage, list_checkpoints, step_of
 
 
 def remove_superseded(plan: Plan, step: int) -> None:
-    """Behind the save of `step`. Later ones go too, of a run that has been taken back: `resume=auto` would go on from
-    them."""
-    kept = plan.checkpoint.keep_every_n_steps
+    """Remove the checkpoints that are not needed any more after the save of `step`.
+
+    Checkpoints of later steps go too. A run that was rolled back has them, and `resume=auto` would go on from them.
+    """
+    every = plan.checkpoint.keep_every_n_steps
     for path in list_checkpoints(plan.run_dir):
         if step_of(path) > step:
             remove(path)
     whole = [path for path in list_checkpoints(plan.run_dir) if damage(path) is None]
     for old in whole[: -plan.checkpoint.keep_last]:
-        if kept is None or step_of(old) % kept:
+        if every is None or step_of(old) % every:
             remove(old)
 
 
 def remove(path: Path) -> None:
+    """Remove a folder or a file."""
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def write_best(path: Path, monitor: str, score: float) -> None:
-    """The best score stands in `best.json`, beside its checkpoint."""
-    beside = path.parent / "best.json.partial"
-    beside.write_text(json.dumps({"checkpoint": path.name, "monitor": monitor, "score": score}) + "\n")
-    beside.replace(path.parent / "best.json")
+    """Write the best score and the name of its checkpoint to `best.json` in the same folder."""
+    partial = path.parent / "best.json.partial"
+    partial.write_text(json.dumps({"checkpoint": path.name, "monitor": monitor, "score": score}) + "\n")
+    partial.replace(path.parent / "best.json")
 
 
 def read_best(folder: Path, monitor: str | None) -> tuple[float | None, str | None]:
-    """Score and path of the best checkpoint in a run's `checkpoints/`; (None, None): none by this metric is there."""
+    """Score and path of the best checkpoint in `folder`, or (None, None) where there is none by this metric."""
     try:
         best = json.loads((folder / "best.json").read_text())
     except (OSError, ValueError):

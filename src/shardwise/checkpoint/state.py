@@ -1,7 +1,7 @@
-"""A training run's tensors by name, the same under every strategy: what a checkpoint holds.
+"""Names the tensors of a training run, the same way under every strategy: a checkpoint holds them by these names.
 
 `model.<name>`: parameters (the masters, where there are low-precision copies) and persistent buffers.
-`optimizer.<i>.<name>.<key>`: what optimizer i keeps of a parameter. `average.<name>`: the averaged weights.
+`optimizer.<i>.<name>.<key>`: what optimizer i keeps for a parameter. `average.<name>`: the averaged weights.
 """
 
 from __future__ import annotations
@@ -26,45 +26,48 @@ from shardwise.errors import ConfigError
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """A parameter, or what this rank holds of it."""
+    """The part of a parameter that this rank holds; all of it where nothing is sharded."""
 
     name: str
-    shape: tuple[int, ...]  # of the whole
-    values: Tensor  # this rank's part: storage that is read, and written when a checkpoint is loaded
-    chunks: Callable[[Tensor], list[Chunk]]  # of `values`, or of anything of its form
+    shape: tuple[int, ...]  # the whole parameter's
+    values: Tensor  # this rank's part: a save reads its storage, and loading a checkpoint writes into it
+    chunks: Callable[[Tensor], list[Chunk]]  # cuts `values`, or another tensor of the same shape
     trained: bool
 
 
 class ShardedState(Protocol):
-    """What a strategy tells about where parameters and the optimizers' state are."""
+    """What a strategy says about where the parameters and the optimizers' state are."""
 
-    average: dict[str, Tensor] | None  # of the shards that `master_shards` gives, where `ema_decay` asks for it
+    average: dict[str, Tensor] | None  # the averages of the shards that `master_shards` gives; None without ema_decay
 
     def parameter_shards(self) -> Iterator[ParameterShard]:
         """This rank's parts of all parameters. A parameter of which it holds nothing may be left out."""
 
     def optimizer_state(self, shard: ParameterShard) -> tuple[int, dict[str, Tensor]]:
-        """Which optimizer trains it, and what that keeps of it: of the form of `shard.values`, or scalars."""
+        """The number of the optimizer that trains the shard, and what that keeps for it.
+
+        These tensors have the shape of `shard.values`, or are scalars.
+        """
 
     def allocate_optimizer_state(
         self, shard: ParameterShard, known: dict[str, TensorStorageMetadata]
     ) -> dict[str, Tensor]:
-        """As `optimizer_state`, with everything that is `known` of it made: to be loaded into."""
+        """Allocate every tensor in `known` (key → metadata), and return what `optimizer_state` then would."""
 
     def module_optimizers(self) -> list[Optimizer]:
-        """As the module made them."""
+        """The optimizers as the module made them."""
 
     def group_names(self) -> list[list[list[str]]]:
-        """Per optimizer and group: its parameters."""
+        """The names of the parameters, for each optimizer and each of its groups."""
 
     def load_tensors(
         self, folder: Path, metadata: Metadata, group: dist.ProcessGroup | None, *, optimizers: bool, average: bool
     ) -> None:
-        """From a checkpoint into their places. Collective."""
+        """Read a checkpoint's tensors into the parameters, buffers and optimizers. Collective."""
 
 
 def gather(state: ShardedState, module: LightningModule, training: bool) -> dict[str, ChunkedTensor]:
-    """Everything that this rank holds. Nothing is copied."""
+    """Every tensor that this rank holds, by name. Nothing is copied."""
     tensors = {f"model.{name}": whole(buffer) for name, buffer in persistent_buffers(module)}
     for shard in state.parameter_shards():
         tensors[f"model.{shard.name}"] = _chunked(shard, shard.values)
@@ -87,22 +90,23 @@ def restore(
     optimizers: bool,
     weights: str = "model",
 ) -> None:
-    """Read what `gather` gave, in whatever parts it was written, into the parts that this rank holds. Collective.
+    """Read the tensors that `gather` named into the parts that this rank holds. Collective.
 
-    `metadata`: the folder's. `weights`: "average" puts the averaged weights into the parameters.
+    The parts in which they were written need not be this run's. `metadata`: the folder's. `weights`: "average" puts
+    the averaged weights into the parameters.
 
     Raises:
-        ConfigError: other parameters than this model's; lists them.
+        ConfigError: the checkpoint has other parameters than this model; the message lists them.
     """
     known: dict[str, Any] = metadata.state_dict_metadata
     _check_names(module, known, folder)
     tensors = {f"model.{name}": whole(buffer) for name, buffer in persistent_buffers(module)}
-    saved: dict[str, dict[str, TensorStorageMetadata]] = {}  # per optimizer's number and parameter: by key
+    saved: dict[str, dict[str, TensorStorageMetadata]] = {}  # `<optimizer's number>.<parameter>` → key → metadata
     for full, tensor in known.items():
         kind, _, rest = full.partition(".")
         if kind == "optimizer":
-            of, _, key = rest.rpartition(".")
-            saved.setdefault(of, {})[key] = tensor
+            parameter, _, key = rest.rpartition(".")
+            saved.setdefault(parameter, {})[key] = tensor
     for shard in state.parameter_shards():
         source = weights if f"{weights}.{shard.name}" in known else "model"
         tensors[f"{source}.{shard.name}"] = _chunked(shard, shard.values)
@@ -129,31 +133,34 @@ def _chunked(shard: ParameterShard, values: Tensor) -> ChunkedTensor:
 
 
 def _check_names(module: nn.Module, known: dict[str, Any], folder: Path) -> None:
-    there = {name.removeprefix("model."): tuple(m.size) for name, m in known.items() if name.startswith("model.")}
-    if told := unlike(shapes_of(module), there, "this model", "the checkpoint"):
-        raise ConfigError(f"resume={folder}: is of another model: {told}")
+    saved = {name.removeprefix("model."): tuple(m.size) for name, m in known.items() if name.startswith("model.")}
+    if difference := unlike(shapes_of(module), saved, "this model", "the checkpoint"):
+        raise ConfigError(f"resume={folder}: is of another model: {difference}")
 
 
 def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of parameters, whole, and persistent buffers: what a checkpoint has to have."""
+    """The whole shapes of parameters and persistent buffers: a checkpoint of this module has all of them."""
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
     return shapes | {name: tuple(buffer.shape) for name, buffer in persistent_buffers(module)}
 
 
-def unlike(here: Mapping[str, Any], there: Mapping[str, Any], this: str, that: str) -> str:
-    """Which names, or sizes of one name, differ between `this` and `that`: in words, or nothing."""
-    told = [
-        *(f"{name}: not in {that}" for name in here.keys() - there.keys()),
-        *(f"{name}: not in {this}" for name in there.keys() - here.keys()),
-        *(f"{name}: size mismatch, {there[name]} there and {size} here"
-          for name, size in here.items() if there.get(name, size) != size),
+def unlike(own: Mapping[str, Any], other: Mapping[str, Any], this: str, that: str) -> str:
+    """Describe which names, or sizes of one name, differ between `own` and `other`; "" where none do.
+
+    `this` and `that` name the two in the message.
+    """
+    lines = [
+        *(f"{name}: not in {that}" for name in own.keys() - other.keys()),
+        *(f"{name}: not in {this}" for name in other.keys() - own.keys()),
+        *(f"{name}: size mismatch, {other[name]} there and {size} here"
+          for name, size in own.items() if other.get(name, size) != size),
     ]  # fmt: skip
-    told.sort()
-    return "; ".join(told[:8]) + (f"; and {len(told) - 8} more" if len(told) > 8 else "")
+    lines.sort()
+    return "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those that `state_dict` would have."""
+    """The buffers that `state_dict` would have, each once, with their names."""
     seen: set[int] = set()
     for prefix, layer in module.named_modules():
         for name, buffer in layer._buffers.items():
@@ -165,8 +172,11 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def make_like(
     shard: ParameterShard, values: Tensor, key: str, metadata: TensorStorageMetadata, scalars_on: torch.device
 ) -> Tensor:
-    """What an optimizer keeps under `key`: of a parameter's form, a scalar, or, where the parameter is whole, of any
-    form. A count of steps is a scalar, also where the parameter is one."""
+    """Allocate what an optimizer keeps under `key` for a parameter.
+
+    It has the parameter's shape, or is a scalar, or has any shape where the parameter is whole. A count of steps is a
+    scalar, also where the parameter is one.
+    """
     dtype = metadata.properties.dtype
     if tuple(metadata.size) == shard.shape and (shard.shape or key != "step"):
         return torch.zeros_like(values, dtype=values.dtype if dtype.is_floating_point else dtype)
@@ -175,25 +185,25 @@ def make_like(
     return torch.zeros(metadata.size, dtype=dtype, device=values.device)
 
 
-# Optimizers' own words: small, and not tensors
+# What optimizers keep besides tensors: their kinds and options
 
 
 def describe_optimizers(optimizers: list[Optimizer], names: list[list[list[str]]]) -> list[dict[str, Any]]:
-    """Kinds and options, by the names of each group's parameters."""
+    """The kind of each optimizer, and for each of its groups the parameters' names and the options."""
     return [
         {
             "kind": kind_of(optimizer),
             "groups": [
-                {"names": of_group, "options": {k: v for k, v in group.items() if k != "params"}}
-                for group, of_group in zip(optimizer.param_groups, of_optimizer, strict=True)
+                {"names": group_names, "options": {k: v for k, v in group.items() if k != "params"}}
+                for group, group_names in zip(optimizer.param_groups, optimizer_names, strict=True)
             ],
         }
-        for optimizer, of_optimizer in zip(optimizers, names, strict=True)
+        for optimizer, optimizer_names in zip(optimizers, names, strict=True)
     ]
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """DeepSpeed's Adam for the host keeps what torch's does."""
+    """The class whose state this optimizer keeps: DeepSpeed's Adam for the host keeps the same as torch's."""
     name = type(optimizer).__name__
     if name == "DeepSpeedCPUAdam":
         return "AdamW" if getattr(optimizer, "adam_w_mode", True) else "Adam"
@@ -203,7 +213,10 @@ def kind_of(optimizer: Optimizer) -> str:
 def optimizer_difference(
     saved: list[dict[str, Any]], optimizers: list[Optimizer], names: list[list[list[str]]]
 ) -> str | None:
-    """Why state of the optimizers that were `saved` is of no use to these; None: it is."""
+    """Say why these optimizers cannot use the state that was saved; None: they can.
+
+    `saved`: from `describe_optimizers`.
+    """
     kinds_before, kinds = [one["kind"] for one in saved], [kind_of(optimizer) for optimizer in optimizers]
     if kinds_before != kinds:
         had, has = ", ".join(kinds_before) or "none", ", ".join(kinds)
@@ -217,19 +230,20 @@ def optimizer_difference(
 
 
 def apply_options(optimizers: list[Optimizer], names: list[list[list[str]]], saved: list[dict[str, Any]]) -> None:
-    """Learning rates, decay and the like, to the groups of the same parameters."""
-    for optimizer, of_optimizer, there in zip(optimizers, names, saved, strict=True):
-        options = {name: group["options"] for group in there["groups"] for name in group["names"]}
-        for group, of_group in zip(optimizer.param_groups, of_optimizer, strict=True):
-            found: dict[str, Any] = next((options[name] for name in of_group if name in options), {})
-            group.update({key: value for key, value in found.items() if key in group and key not in _OWN})
+    """Give each group the saved options, such as the learning rate, of a group with the same parameters."""
+    for optimizer, optimizer_names, saved_optimizer in zip(optimizers, names, saved, strict=True):
+        options = {name: group["options"] for group in saved_optimizer["groups"] for name in group["names"]}
+        for group, group_names in zip(optimizer.param_groups, optimizer_names, strict=True):
+            found: dict[str, Any] = next((options[name] for name in group_names if name in options), {})
+            group.update({key: value for key, value in found.items() if key in group and key not in _NOT_RESTORED})
 
 
-_OWN = ("fused", "foreach", "capturable", "differentiable", "bias_correction")  # how, not what
+# These options say how a step is computed, not what it computes: this run's own hold
+_NOT_RESTORED = ("fused", "foreach", "capturable", "differentiable", "bias_correction")
 
 
 def layers_with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Layers that keep something besides parameters and buffers."""
+    """The layers, with their names, that keep something besides parameters and buffers."""
     for name, layer in module.named_modules():
         if type(layer).get_extra_state is not nn.Module.get_extra_state:
             yield name, layer

@@ -1,4 +1,4 @@
-"""A run's state: taken for a checkpoint, and taken up again."""
+"""Takes a run's state for a checkpoint, and restores it."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from shardwise.lightning_internals.patches import dump_checkpoint
 from shardwise.lightning_internals.results import logged_so_far, restore_callback_metrics, restore_logged
 from shardwise.plan import Plan
 
-# What torch raises for a checkpoint that is cut short, holds code, or has other weights
+# torch raises these for a checkpoint that is cut short, holds code, or has other weights
 _UNLOADABLE = (EOFError, OSError, RuntimeError, ValueError, LookupError, AssertionError, UnpicklingError,
                CheckpointException)  # fmt: skip
 
-# Of Lightning's checkpoint: tensors have files of their own, and a class is no data
+# Keys of Lightning's checkpoint that are not saved: tensors have files of their own, and a class is no data
 _NOT_SAVED = ("state_dict", "optimizer_states", "hparams_type", "datamodule_hparams_type")
-# The config's own words, which nothing needs in order to go on: what is not plain data there goes without a word
+# These repeat the config, and no run needs them in order to go on: values that are not plain data are dropped silently
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-# Down to which level a key that is not plain data is left out by itself
+# Down to this level of dicts, a key that is not plain data is left out by itself
 _DEPTHS = {"loops": 9, "optimizers": 9, "callbacks": 2, "lr_schedulers": 2, "layers": 1,
            **dict.fromkeys(_HYPERPARAMETERS, 1)}  # fmt: skip
 
@@ -52,27 +52,27 @@ _DEPTHS = {"loops": 9, "optimizers": 9, "callbacks": 2, "lr_schedulers": 2, "lay
 class Loader(Protocol):
     """What a checkpoint needs of the training data's loader."""
 
-    consumed: int  # samples of all ranks
+    consumed: int  # the samples that all ranks together have consumed
 
     def position(self) -> dict[str, Any] | None:
-        """Where a stream stands; None: the count of samples says all."""
+        """Where a stream stands; None: the count of samples is enough to go on."""
 
 
 class LossScale(Protocol):
     """What a checkpoint needs of the precision plugin."""
 
     def loss_scale_state(self) -> dict[str, float]:
-        """Empty where there is no scaling."""
+        """What loss scaling needs in order to go on; empty where there is no scaling."""
 
     def load_loss_scale(self, saved: dict[str, float]) -> None: ...
 
 
 class TrainState:
-    """Takes everything that a run needs in order to go on, and takes it up.
+    """Takes everything that a run needs in order to go on, and restores it.
 
-    `loader`: of the training data, once it is made. `file_group`: for the coordination of files. `synchronize_buffers`:
-    makes buffers the same on every rank. `gradient_order`: in which gradients come, where that decides what is summed
-    with what.
+    `loader` returns the training data's loader, once it is made. `file_group` returns the process group that
+    coordinates files. `synchronize_buffers` makes the buffers the same on every rank. `gradient_order` returns the
+    order in which gradients become ready, where that decides which gradients are summed together.
     """
 
     def __init__(
@@ -92,32 +92,29 @@ class TrainState:
         self.sharded, self.precision = sharded, precision
         self.loader, self.file_group = loader, file_group
         self.synchronize_buffers, self.gradient_order = synchronize_buffers, gradient_order
-        self.rehearsed = True  # nothing that is put into a checkpoint raises
-        self.missing: dict[str, str] = {}  # of the checkpoint that is resumed, and why
-        self.of_rank: dict[str, Any] | None = None  # this rank's `own_state` in it, to go on with
-        self._metrics: dict[str, Any] = {}  # of the last step before it
-        self._reported: set[str] = set()  # keys that are not plain data
+        self.rehearsed = True  # whether every hook that adds to a checkpoint has run without an error
+        self.missing: dict[str, str] = {}  # the keys that the resumed checkpoint came without, and why
+        self.of_rank: dict[str, Any] | None = None  # this rank's `own_state` from the resumed checkpoint
+        self._metrics: dict[str, Any] = {}  # the metrics of the last step before the resumed checkpoint
+        self._reported: set[str] = set()  # keys that are not plain data and that the user was told of
 
     @property
     def is_training(self) -> bool:
         return bool(self.module.trainer.state.fn == TrainerFn.FITTING)
 
-    # Taken
-
     def dump(self) -> Packed:
-        """What Lightning and the hooks of module, data and callbacks put into a checkpoint, as it is now. Collective
-        where a hook is."""
+        """Copy what Lightning and the hooks put into a checkpoint now. It is collective if one of the hooks is."""
         trainer = self.module.trainer
         return self.pack({**dump_checkpoint(trainer), "metrics": dict(trainer.callback_metrics)})
 
     def own_state(self) -> dict[str, Any]:
-        """What is this rank's alone: where its random streams stand, and what it has logged."""
+        """The state that this rank does not share: where its random streams stand, and what it has logged."""
         trainer = self.module.trainer
         own = {"metrics": dict(trainer.callback_metrics), "logged": logged_so_far(trainer)} if self.is_training else {}
         return random_state(self.device) | own
 
     def pack(self, checkpoint: dict[str, Any]) -> Packed:
-        """Copied, on rank 0, which writes it. Says which keys are not plain data, once."""
+        """Copy `checkpoint` on rank 0, which writes it. Print once which keys are not plain data."""
         if dist.get_rank() != 0:
             return Packed()
         data = getattr(self.module.trainer, "datamodule", None)
@@ -132,11 +129,12 @@ class TrainState:
         return packed
 
     def rehearse(self, *, last: bool) -> None:
-        """What the hooks give is looked at before anything depends on it. Not the `last` time, a hook may raise: what
-        it needs may be made by the first step.
+        """Try the hooks that add to a checkpoint before a save depends on them.
+
+        A hook may need something that the first step makes, so its error counts only the `last` time.
 
         Raises:
-            ConfigError: a hook gives a part of a tensor.
+            ConfigError: a hook returns a shard of a tensor.
         """
         self.rehearsed = True
         try:
@@ -160,9 +158,9 @@ class TrainState:
             )
 
     def snapshot(self, checkpoint: Packed, own: dict[str, Any] | None = None) -> Snapshot:
-        """Everything that a checkpoint holds, as it is: what changes later must be copied first. Collective.
+        """Everything that a checkpoint holds. Its tensors are not copied: copy them before they change. Collective.
 
-        `checkpoint`: from `dump`. `own`: from `own_state`, if not as it is now.
+        `checkpoint`: from `dump`. `own`: from an earlier `own_state`; None takes the state as it is now.
         """
         module, loader, names = self.module, self.loader(), self.sharded.group_names()
         self.synchronize_buffers()
@@ -180,8 +178,8 @@ class TrainState:
             "strategy": self.plan.strategy.name,
             "precision": self.plan.precision.name,
         }
-        # What no optimizer steps on may be written to at any time: a buffer, a momentum encoder
-        stepped = {name for of_optimizer in names for of_group in of_optimizer for name in of_group}
+        # A tensor that no optimizer trains, such as a buffer or a momentum encoder, may be written to at any time
+        stepped = {name for optimizer_names in names for group_names in optimizer_names for name in group_names}
         volatile = frozenset(
             f"model.{name}" for name in shapes_of(module) if name not in stepped or not module.automatic_optimization
         )
@@ -191,20 +189,18 @@ class TrainState:
         tensors = gather(self.sharded, module, self.is_training)
         return Snapshot(tensors, checkpoint | self.pack(rest), pack(own, {}), about, volatile)
 
-    # Taken up again
-
     def load(self, folder: Path) -> dict[str, Any]:
-        """Tensors into their places; Lightning's own words are returned for it to take up. Collective.
+        """Read the tensors into the module and its optimizers, and return the rest for Lightning. Collective.
 
         Raises:
-            ConfigError: it is damaged, or of another model or optimizer.
+            ConfigError: the checkpoint is damaged, or of another model or optimizer.
         """
         with self.loading():
             rest, missing = load_rest(folder, self.plan.trust)
             self._note_missing(missing)
             mine = self.sharded.module_optimizers() if self.is_training else []
             optimizers = self.is_training and self._takes_optimizers(rest["optimizers"], mine)
-            metadata = read_metadata(folder)  # once: that of many ranks is large
+            metadata = read_metadata(folder)  # it is read once and handed on: that of many ranks is large
             averages = any(name.startswith("average.") for name in metadata.state_dict_metadata)
             if self.plan.ema_decay is not None and not averages:
                 raise ConfigError(
@@ -228,7 +224,7 @@ class TrainState:
         return {**rest, "state_dict": {}, "optimizer_states": []}
 
     def take_up_logged(self) -> None:
-        """Of the run that is resumed: what ReduceLROnPlateau looks at, and means over the epoch that is under way."""
+        """Restore what the resumed run had logged: for ReduceLROnPlateau, and for means over the epoch under way."""
         trainer = self.module.trainer
         restore_callback_metrics(trainer, self._metrics)
         if trainer.fit_loop.restarted_mid_epoch and self.of_rank is not None:
@@ -236,10 +232,10 @@ class TrainState:
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """Around the hooks that take up a checkpoint: one that misses a key says why the key is not there.
+        """Wrap the hooks that restore a checkpoint: if one fails, the message says which keys are missing and why.
 
         Raises:
-            ConfigError
+            ConfigError: a hook has failed, and the checkpoint's content came without some keys.
         """
         try:
             yield
@@ -256,7 +252,7 @@ class TrainState:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """What torch raises for a damaged file becomes a ConfigError."""
+        """Turn what torch raises for a damaged file into a ConfigError."""
         try:
             yield
         except CheckpointException as error:
@@ -265,9 +261,9 @@ class TrainState:
             raise self._unloadable(error) from None
 
     def _unloadable(self, error: BaseException) -> ConfigError:
-        said = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         return ConfigError(
-            f"resume={self.plan.resume} cannot be loaded: {said}; it is damaged, or of another model or strategy"
+            f"resume={self.plan.resume} cannot be loaded: {reason}; it is damaged, or of another model or strategy"
         )
 
     def _note_missing(self, missing: dict[str, str]) -> None:
@@ -286,10 +282,10 @@ class TrainState:
                 print(f"resume: left out of the checkpoint's content: {listed}: {why}", flush=True)
 
     def _takes_optimizers(self, saved: list[dict[str, Any]], mine: list[Optimizer]) -> bool:
-        """Whether the optimizers' state is of use here.
+        """Whether this run's optimizers can use the saved state.
 
         Raises:
-            ConfigError: it is another optimizer's, and nobody has said that it may be left behind.
+            ConfigError: they cannot, and `resume_allow` does not name the optimizer.
         """
         difference = optimizer_difference(saved, mine, self.sharded.group_names())
         if difference is not None and "optimizer" not in self.plan.resume_allow:

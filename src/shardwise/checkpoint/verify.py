@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was written."""
+"""Verifies that a checkpoint is what was written, and reads its parts that are not tensors by name."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ _T = TypeVar("_T")
 
 
 def verify_resume(plan: Plan) -> Plan:
-    """The checkpoint to resume from, every byte of it looked at. Under resume=auto, else the newest whole one before.
+    """Check every byte of the checkpoint to resume from, and return the Plan to go on with.
 
-    Collective: each rank reads its share of the files.
+    If it is damaged, resume=auto takes the newest undamaged one before it. Collective: each rank reads its share of
+    the files.
 
     Raises:
-        ConfigError: the one that was named is damaged, or all are; says which file.
+        ConfigError: the named checkpoint is damaged, or all are; the message says which file.
     """
-    told = []
-    plan = plan.going_on_from(_of_rank_zero(plan.resume))  # on a shared file system each sees its own
+    notices = []
+    # Rank 0 decides: on a shared file system another rank may still see an older listing
+    plan = plan.going_on_from(_of_rank_zero(plan.resume))
     while plan.resume is not None and (found := _damage(Path(plan.resume))):
-        said = f"{plan.resume} is damaged: {found}"
+        reason = f"{plan.resume} is damaged: {found}"
         if not plan.may_fall_back:
-            raise ConfigError(f"resume={said}; resume=auto takes the newest that is whole")
+            raise ConfigError(f"resume={reason}; resume=auto takes the newest that is whole")
         before = _of_rank_zero([p for p in list_checkpoints(plan.run_dir) if p.name < Path(plan.resume).name])
         if not before:
-            raise ConfigError(f"resume=auto: {said}, and there is none before it; another name= starts anew")
-        told.append(f"{said}; going on from {before[-1].name}")
+            raise ConfigError(f"resume=auto: {reason}, and there is none before it; another name= starts anew")
+        notices.append(f"{reason}; going on from {before[-1].name}")
         plan = plan.going_on_from(str(before[-1]))
     if dist.get_rank() == 0:
-        for line in told:
-            print(line, flush=True)
+        for notice in notices:
+            print(notice, flush=True)
     return plan
 
 
@@ -64,10 +66,10 @@ def _damage(folder: Path) -> str | None:
 
 
 def changed(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
-    """What the checksums of a rank's share of the files find wrong."""
+    """Check the checksums of a rank's share of the files, and say what is wrong; None: nothing is."""
     files = json.loads((folder / MANIFEST).read_text())["files"]
 
-    def look(name: str) -> str | None:
+    def check(name: str) -> str | None:
         try:
             digest = sha256_of(folder / name)
         except OSError as error:
@@ -75,24 +77,27 @@ def changed(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
         return None if digest == files[name]["sha256"] else f"{name} is not what was written (another checksum)"
 
     with ThreadPoolExecutor(io_threads()) as pool:
-        return next(filter(None, pool.map(look, sorted(files)[rank::ranks])), None)
+        return next(filter(None, pool.map(check, sorted(files)[rank::ranks])), None)
 
 
 def load_rest(folder: Path, trust: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
-    """Everything but tensors by name; and which keys are missing, and of which class they are."""
+    """Read what is the same on all ranks, except the tensors; also which keys are missing, with their classes."""
     return _load(folder / "trainer.pt", trust)
 
 
 def load_own(folder: Path, trust: bool = False) -> tuple[dict[str, Any] | None, dict[str, str]]:
-    """What this rank has written, if as many did; and which keys of it are missing."""
-    about = json.loads((folder / MANIFEST).read_text())
-    if about["ranks"] != dist.get_world_size():
+    """Read what this rank has written, and which keys of it are missing.
+
+    None: another number of ranks wrote the checkpoint.
+    """
+    manifest = json.loads((folder / MANIFEST).read_text())
+    if manifest["ranks"] != dist.get_world_size():
         return None, {}
     return _load(folder / f"rank-{dist.get_rank():05d}.pt", trust)
 
 
 def _load(path: Path, trust: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """`trust`: the pickle beside it may be read, and with it any code may run."""
+    """Read one file of a checkpoint. `trust`: its pickles may be read too, and any code in them runs."""
     written = torch.load(path, map_location="cpu", weights_only=True)
     unsafe = unsafe_file(path)
     return unpack(written, pickle.loads(unsafe.read_bytes()) if trust and unsafe.exists() else None)

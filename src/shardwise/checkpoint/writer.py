@@ -1,7 +1,8 @@
-"""Writing a checkpoint so that it is there whole or not at all, beside the training or in its way.
+"""Writes checkpoints, in a thread beside the training or while it waits. A checkpoint is complete or does not exist.
 
-Every rank writes into `<name>.partial`, its chunks through DCP and a file of its own; sizes and checksums of all files
-go into manifest.json, the last to be written; then the folder gets its name. What has no manifest is no checkpoint.
+Every rank writes its chunks, through DCP, and a file of its own into `<name>.partial`. Sizes and checksums of all files
+go into manifest.json, which is written last. Then the folder gets its name. A folder without a manifest is no
+checkpoint.
 """
 
 from __future__ import annotations
@@ -24,29 +25,36 @@ from shardwise.checkpoint.files import Pace
 from shardwise.checkpoint.pinned_memory import SPARE_SHARE, PinnedMemory
 from shardwise.checkpoint.publish import SaveError, Snapshot, publish, run_on_every_rank
 
-_PIECE = 2**25  # bytes
+_PIECE = 2**25  # bytes that are copied to the host at a time
 
 
 @dataclass
 class Outcome:
+    """How a save has ended."""
+
     path: Path
-    seconds: float = 0.0  # of writing
-    bytes: int = 0  # of all ranks
+    seconds: float = 0.0  # the time that writing took
+    bytes: int = 0  # the size of all ranks' files
     error: str | None = None
 
 
 @dataclass
 class Writer:
-    """Saves, one at a time. Its group is its own: a save in a thread does not meet the training's collectives."""
+    """Saves checkpoints, one at a time.
+
+    It has a process group of its own, so that a save in a thread does not meet the training's collectives.
+    """
 
     asynchronous: bool
     device: torch.device
-    timeout: timedelta  # for a rank to write its part
-    outcome: Outcome | None = None  # of the last save that has ended
+    timeout: timedelta  # the time in which a rank must have written its part
+    outcome: Outcome | None = None  # how the last finished save has ended
     _pending: Future[Outcome] | None = None
-    _staged: dict[tuple[str, tuple[int, ...]], Tensor] = field(default_factory=dict)  # memory of the host, reused
+    _staged: dict[tuple[str, tuple[int, ...]], Tensor] = field(default_factory=dict)  # host memory that saves reuse
     _pinned: PinnedMemory = field(default_factory=PinnedMemory)
-    _kept: tuple[int, int, int] | None = None  # when the copying stream got its memory; see _copy_on_device
+    # The allocator's retries, the bytes needed and the bytes reserved when the copying stream got its memory: see
+    # `_copy_on_device`
+    _kept: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         group = dist.new_group(backend="gloo", timeout=self.timeout) if dist.get_world_size() > 1 else None
@@ -54,7 +62,8 @@ class Writer:
         self._thread = ThreadPoolExecutor(1, "checkpoint") if self.asynchronous else None
         self._copies: torch.cuda.Stream | None = None
         if self._thread is not None and self.device.type == "cuda":
-            self._thread.submit(torch.cuda.set_device, self.device)  # else it would open a context on the first GPU
+            # Without this the thread would open a CUDA context on the first GPU
+            self._thread.submit(torch.cuda.set_device, self.device)
             self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     @property
@@ -63,27 +72,29 @@ class Writer:
 
     @property
     def ended(self) -> Outcome | None:
-        """What `wait` would return, if it need not wait for it."""
+        """The outcome of the save under way, where that has ended; None: `wait` would have to wait."""
         pending = self._pending
         return pending.result() if pending is not None and pending.done() and not pending.exception() else None
 
     def save(self, path: Path, snapshot: Snapshot, then: Callable[[], None]) -> torch.cuda.Event | None:
-        """Write `snapshot`; on rank 0, `then` when it is published. Collective; waits for the save before.
+        """Write `snapshot`, and call `then` on rank 0 when it is published. Collective; waits for the save before.
 
         Returns:
-            What the next change of weights or optimizer state has to wait for. Everything else is copied already.
+            The event that the next change of weights or optimizer state has to wait for; None: nothing has to wait.
+            Everything else is copied already.
         """
         self.wait()
         self._writer.set_pace(Pace(beside_training=self.asynchronous))
         if self._thread is None:
             self.outcome = _write(path, snapshot, self._writer, then, None)
             return None
-        bring, copied = self._stage(snapshot)
-        self._pending = self._thread.submit(_write, path, replace(snapshot, tensors={}), self._writer, then, bring)
+        staged_tensors, copied = self._stage(snapshot)
+        snapshot = replace(snapshot, tensors={})
+        self._pending = self._thread.submit(_write, path, snapshot, self._writer, then, staged_tensors)
         return copied
 
     def also(self, path: Path, work: Callable[[], None]) -> None:
-        """On rank 0, when the save that is under way, or was the last, is published. Nothing if it failed."""
+        """Call `work` on rank 0 when the save under way, or else the last one, is published; never if it failed."""
         if self._thread is not None and self._pending is not None:
             self._pending = self._thread.submit(_afterwards, self._pending.result, path, work, self._writer.group)
         elif self.outcome is not None:
@@ -91,7 +102,7 @@ class Writer:
             self.outcome = _afterwards(lambda: last, path, work, self._writer.group)
 
     def wait(self) -> Outcome | None:
-        """Until nothing is being written. The last outcome, the same on all ranks."""
+        """Wait until nothing is being written, and return the last outcome, which is the same on all ranks."""
         if self._pending is not None:
             self._writer.pace.hurry()
             pending, self._pending = self._pending, None
@@ -99,7 +110,7 @@ class Writer:
         return self.outcome
 
     def close(self) -> None:
-        """Ends the thread and the group, once nothing is being written."""
+        """End the thread and the group, once nothing is being written."""
         try:
             self.wait()
         finally:
@@ -111,17 +122,22 @@ class Writer:
             self._pinned.close()
 
     def _stage(self, snapshot: Snapshot) -> tuple[Callable[[], dict[str, ChunkedTensor]], torch.cuda.Event | None]:
-        """What gives the copies in the host's memory, for the thread to call, and what `save` returns."""
+        """Start to copy the tensors.
+
+        Returns:
+            A function, which the thread calls, that returns the copies in the host's memory; and the event that `save`
+            returns.
+        """
         if self._copies is None:
             staged = _each(snapshot.tensors, self._stage_one)
             return lambda: staged, None
         computing = torch.cuda.current_stream(self.device)
         self._copies.wait_stream(computing)
         with torch.cuda.stream(self._copies):
-            aside = self._copy_on_device(snapshot.tensors)
-            if aside is not None:
+            copies = self._copy_on_device(snapshot.tensors)
+            if copies is not None:
                 computing.wait_stream(self._copies)
-                return partial(self._copy_to_host, aside, self._copies), None
+                return partial(self._copy_to_host, copies, self._copies), None
             volatile = {name: tensor for name, tensor in snapshot.tensors.items() if name in snapshot.volatile}
             staged = _each(volatile, self._stage_one)
             computing.wait_stream(self._copies)
@@ -136,9 +152,9 @@ class Writer:
         return arrived, copied
 
     def _copy_on_device(self, tensors: dict[str, ChunkedTensor]) -> dict[str, ChunkedTensor] | None:
-        """Copies on the device, if there is room: made in milliseconds, and the training waits for these alone.
+        """Copy the tensors on the device, if there is room. The training waits only for these copies, milliseconds.
 
-        Their memory is the copying stream's from then on, until the allocator runs out and takes it back.
+        Their memory stays with the copying stream, until the allocator runs out of memory and takes it back.
         """
         stats = torch.cuda.memory_stats(self.device)
         ran_out, reserved = stats["num_alloc_retries"], stats["reserved_bytes.all.current"]
@@ -153,7 +169,7 @@ class Writer:
         if free - (0 if kept else needed) < SPARE_SHARE * total:
             return None
         try:
-            aside = _each(
+            copies = _each(
                 tensors, lambda n, chunk: chunk.values.clone() if chunk.values.is_cuda else self._stage_one(n, chunk)
             )
         except torch.OutOfMemoryError:
@@ -161,50 +177,54 @@ class Writer:
             return None
         if not kept:
             self._kept = ran_out, needed, torch.cuda.memory_reserved(self.device)
-        return aside
+        return copies
 
-    def _copy_to_host(self, aside: dict[str, ChunkedTensor], copies: torch.cuda.Stream) -> dict[str, ChunkedTensor]:
-        """To the host, and none is left aside. In the thread, a piece at a time: whatever else the training brings to
-        the host, one number even, waits behind all that is queued (94 ms behind 5 GB on an H200)."""
-        passed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    def _copy_to_host(self, copies: dict[str, ChunkedTensor], stream: torch.cuda.Stream) -> dict[str, ChunkedTensor]:
+        """Move the device's copies to the host: `copies` is empty afterwards. The thread calls this.
+
+        It queues one piece at a time, since whatever the training reads back, even one number, waits behind all copies
+        that are queued (94 ms behind 5 GB on an H200).
+        """
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         staged: dict[str, ChunkedTensor] = {}
         queued = 0
 
-        def pass_by() -> None:
-            passed.record(copies)
-            passed.synchronize()
+        def wait_for_queue() -> None:
+            event.record(stream)
+            event.synchronize()
 
-        def bring(name: str, chunk: Chunk) -> Tensor:
+        def copy(name: str, chunk: Chunk) -> Tensor:
             nonlocal queued
-            held = self._held(name, chunk)
-            if held is not chunk.values:
-                for target, source in _pieces(held, chunk.values):
+            memory = self._host_memory(name, chunk)
+            if memory is not chunk.values:
+                for target, source in _pieces(memory, chunk.values):
                     target.copy_(source, non_blocking=True)
                     queued += source.nbytes
                     if queued >= _PIECE:
-                        pass_by()
+                        wait_for_queue()
                         queued = 0
-            return held
+            return memory
 
-        with torch.cuda.stream(copies):
-            for name in list(aside):
-                staged |= _each({name: aside.pop(name)}, bring)
-            pass_by()
+        with torch.cuda.stream(stream):
+            for name in list(copies):
+                staged |= _each({name: copies.pop(name)}, copy)
+            wait_for_queue()
         return staged
 
     def _stage_one(self, name: str, chunk: Chunk) -> Tensor:
-        return self._held(name, chunk).copy_(chunk.values, non_blocking=True)
+        return self._host_memory(name, chunk).copy_(chunk.values, non_blocking=True)
 
-    def _held(self, name: str, chunk: Chunk) -> Tensor:
+    def _host_memory(self, name: str, chunk: Chunk) -> Tensor:
+        """Memory of the host for a chunk: that of the save before, where its form is the same."""
         key = (name, chunk.offsets)
-        held = self._staged.get(key)
-        if held is None or held.shape != chunk.values.shape or held.dtype != chunk.values.dtype:
+        memory = self._staged.get(key)
+        if memory is None or memory.shape != chunk.values.shape or memory.dtype != chunk.values.dtype:
             if self._copies is not None:
-                held = self._pinned.like(chunk.values)
+                memory = self._pinned.like(chunk.values)
             else:
-                held = torch.empty(chunk.values.shape, dtype=chunk.values.dtype)
-            self._staged[key] = held
-        return held
+                memory = torch.empty(chunk.values.shape, dtype=chunk.values.dtype)
+            self._staged[key] = memory
+        return memory
 
 
 def _pieces(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -214,9 +234,10 @@ def _pieces(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(torch.split(target.view(-1), many), torch.split(source.view(-1), many), strict=True)
 
 
-def _each(tensors: dict[str, ChunkedTensor], of: Callable[[str, Chunk], Tensor]) -> dict[str, ChunkedTensor]:
+def _each(tensors: dict[str, ChunkedTensor], copy: Callable[[str, Chunk], Tensor]) -> dict[str, ChunkedTensor]:
+    """The same chunks with `copy(name, chunk)` as their values."""
     return {
-        name: ChunkedTensor(tensor.shape, [Chunk(chunk.offsets, of(name, chunk)) for chunk in tensor.chunks])
+        name: ChunkedTensor(tensor.shape, [Chunk(chunk.offsets, copy(name, chunk)) for chunk in tensor.chunks])
         for name, tensor in tensors.items()
     }
 
@@ -226,18 +247,18 @@ def _write(
     snapshot: Snapshot,
     writer: TensorWriter,
     then: Callable[[], None],
-    bring: Callable[[], dict[str, ChunkedTensor]] | None,
+    staged_tensors: Callable[[], dict[str, ChunkedTensor]] | None,
 ) -> Outcome:
     began = time.monotonic()
     outcome = Outcome(path)
     try:
-        if bring is not None:
-            run_on_every_rank(lambda: snapshot.tensors.update(bring()), writer.group)
+        if staged_tensors is not None:
+            run_on_every_rank(lambda: snapshot.tensors.update(staged_tensors()), writer.group)
         outcome.bytes = publish(path, snapshot, writer)
         if dist.get_rank() == 0:
             try:
                 then()
-            except OSError as error:  # what was to be removed is held open, say: the checkpoint is there
+            except OSError as error:  # for instance, an old file cannot be removed; the new checkpoint is complete
                 print(f"checkpoint {path} is written, and tidying up failed: {error}", flush=True)
     except SaveError as error:
         outcome.error = str(error)
