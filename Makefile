@@ -25,7 +25,7 @@ test-slurm: $(VENV)/.dev
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy -n 2
 
 fix: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .

@@ -23,13 +23,16 @@ CELLS = {4: (MORE, ["adamw"]), 1: (FEWER, OPTIMIZERS), 2: (SAME, OPTIMIZERS)}  #
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, float]]:
-    folder, wanted = tmp_path_factory.mktemp("across"), needed(request, "pair") or set()
-    saved = [side for side in [*sides(NAMES, 2), Side(OFFLOADED[1], 2)] if side in {side for side, _ in wanted}]
-    spawn(2, save_all, folder, saved, OPTIMIZERS)
+    folder, wanted = tmp_path_factory.mktemp("across"), needed(request, "pair", "optimizer") or set()
+    saved = {pair[0] for pair, _ in wanted}
+    spawn(2, save_all, folder, [side for side in [*sides(NAMES, 2), Side(OFFLOADED[1], 2)] if side in saved],
+          [optimizer for optimizer in OPTIMIZERS if optimizer in {one for _, one in wanted}])  # fmt: skip
     results: dict[Any, dict[str, float]] = {}
     for ranks, (pairs, optimizers) in CELLS.items():
-        if mine := [pair for pair in pairs if pair in wanted]:
-            results |= spawn(ranks, resume_all, folder, mine, optimizers)[0]
+        mine = [pair for pair in pairs if any(pair == other for other, _ in wanted)]
+        theirs = [one for one in optimizers if any(pair in mine and one == other for pair, other in wanted)]
+        if mine:
+            results |= spawn(ranks, resume_all, folder, mine, theirs)[0]
     return results
 
 

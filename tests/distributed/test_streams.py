@@ -23,6 +23,7 @@ from shardwise.rank import _run
 from tests.harness.cells import fit
 from tests.harness.modules import Layer
 from tests.harness.processes import spawn
+from tests.harness.selected import needed
 
 RANKS, STOP, STEPS = 2, 3, 7
 LENGTHS = (37, 26)  # of the ranks' streams: 13 micro-batches of two samples, so three steps of four an epoch
@@ -110,10 +111,10 @@ def plan_for(folder: Path, kind: str, *words: str) -> Plan:
     return make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0))
 
 
-def run_all(folder: Path) -> dict[str, Any]:
+def run_all(folder: Path, kinds: set[str] | None) -> dict[str, Any]:
     """In each rank: every kind of data, without a stop and with one at an epoch's end and in its middle."""
     found: dict[str, Any] = {}
-    for kind in RESUMED:
+    for kind in [kind for kind in RESUMED if kinds is None or kind in kinds]:
         straight = fit(plan_for(folder / f"{kind}-straight", kind))
         found[kind] = [straight]
         for stop in (STOP, STOP + 1):
@@ -122,6 +123,8 @@ def run_all(folder: Path) -> dict[str, Any]:
             checkpoint = run_dir / "checkpoints" / f"step-{stop:08d}.ckpt"
             found[kind].append(fit(plan_for(run_dir, kind, f"resume={checkpoint}")))
             dist.barrier()
+    if kinds is not None:
+        return found
     with pytest.raises(ConfigError) as caught:
         fit(plan_for(folder / "same", "same"))
     for kind in ("reads", "weighted"):
@@ -132,8 +135,8 @@ def run_all(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return spawn(RANKS, run_all, tmp_path_factory.mktemp("streams"))
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return spawn(RANKS, run_all, tmp_path_factory.mktemp("streams"), needed(request, "kind"))
 
 
 @pytest.mark.parametrize("kind", RESUMED)

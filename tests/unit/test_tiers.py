@@ -48,7 +48,7 @@ def selected(tier: str | None, argument: str, tests: list[str]) -> list[str]:
 
 
 def test_a_folders_tests_are_those_of_a_tier_and_a_file_is_run_whole() -> None:
-    in_it, other = f"{quick.FOLDER}/test_streams.py::test_a[one]", f"{quick.FOLDER}/test_chaos.py::test_b"
+    in_it, other = f"{quick.FOLDER}/test_rows.py::test_a[one]", f"{quick.FOLDER}/test_chaos.py::test_b"
     tests = [in_it, other, "tests/unit/test_plan.py::test_c"]
     assert selected(None, "tests", tests) == selected("quick", "tests", tests) == [in_it, tests[2]]
     assert selected("rest", "tests", tests) == [other]
