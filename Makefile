@@ -3,13 +3,16 @@ PYTHON ?= $(shell command -v python3.12 >/dev/null 2>&1 && python3.12 -c '' 2>/d
 VENV ?= .venv
 ARGS ?=
 
-.PHONY: train test test-all test-rest test-slurm check fix parity parity-gpu checkpoint-matrix chaos gpu-test overhead clean
+.PHONY: train test test-quick test-all test-rest test-slurm check fix parity parity-gpu checkpoint-matrix chaos gpu-test overhead clean
 
 train: $(VENV)/.run
 	$(VENV)/bin/python train.py $(ARGS)
 
-# Linters, types, units, and one honest run of every strategy and feature (tests/quick.py).
-test: check
+# Linters, types, units, and one honest run of every strategy and feature (tests/quick.py). Types take one core.
+test: $(VENV)/.dev
+	@$(MAKE) --no-print-directory -j2 check test-quick
+
+test-quick: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 # Everything: `make test`, then the rest of the matrix, with chaos and a real Slurm.
@@ -25,7 +28,7 @@ test-slurm: $(VENV)/.dev
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy -n 2
+	$(VENV)/bin/mypy
 
 fix: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .
