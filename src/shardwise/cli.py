@@ -21,7 +21,18 @@ from shardwise.process.report import report
 from shardwise.process.signals import ignore_save_signal
 from shardwise.protocols import check_of
 from shardwise.run_dir.checkpoints import list_checkpoints, was_trained
-from shardwise.run_dir.files import hold, keep_earlier, stage_file
+from shardwise.run_dir.files import (
+    CONFIG,
+    ENVIRONMENT,
+    LOGS,
+    PLAN,
+    hold,
+    keep_earlier,
+    put_back,
+    rank_logs,
+    stage_file,
+    write_whole,
+)
 from shardwise.run_dir.job_folder import has_begun, job_folder, note_begun, write_job_file
 from shardwise.run_dir.resume import find_checkpoint, resumption
 from shardwise.run_dir.sweep import report_sweep
@@ -156,22 +167,22 @@ def start(job: Job, plan: Plan, single: bool) -> int:
     earlier: dict[Path, Path] = {}  # where the records of this run went that were there before
     if os.environ.get("RANK", "0") == "0":
         told = resumption(plan)
-        records = {"config.yaml": job.yaml, "plan.json": plan.to_json()}
+        records = {CONFIG: job.yaml, PLAN: plan.to_json()}
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            alone = hold(run_dir, plan.stage)
             begun = has_begun(plan.run_dir)
+            alone = hold(run_dir, plan.stage, is_requeued=begun)
             note_begun(plan.run_dir)
             if plan.stage == "fit" and job.config.resume is None and not begun:
                 # Of two runs that want one name, the first has it. A start that trained nothing keeps no name, where
                 # it is certain that it is over.
                 may_be_there = alone and not was_trained(run_dir)
-                (run_dir / "plan.json").touch(exist_ok=may_be_there)
+                (run_dir / PLAN).touch(exist_ok=may_be_there)
             for name, text in records.items():
                 path = run_dir / stage_file(name, plan.stage)
                 if (kept := keep_earlier(path, text)) is not None:
                     earlier[path] = kept
-                path.write_text(text)
+                write_whole(path, text)
         except OSError as error:
             if isinstance(error, FileExistsError) and run_dir.is_dir():
                 note_begun(plan.run_dir, is_ours=False)
@@ -184,7 +195,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
     code = launch(plan, in_process=single)
     if code == 2 and list_checkpoints(run_dir) == saved:  # it never went on like this
         for path, kept in earlier.items():
-            kept.replace(path)
+            put_back(path, kept)
     first = fresh and os.environ.get("RANK", "0") == "0"
     if first and not _has_traceback(run_dir) and (plan.quick_check or (code == 2 and _is_refused(run_dir, plan.stage))):
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -195,11 +206,10 @@ def start(job: Job, plan: Plan, single: bool) -> int:
 
 def _is_refused(run_dir: Path, stage: str) -> bool:
     """Whether a folder holds nothing but the records of a start that was refused."""
-    written = {stage_file(name, stage) for name in ("config.yaml", "plan.json", "environment.json")} | {"logs"}
+    written = {stage_file(name, stage) for name in (CONFIG, PLAN, ENVIRONMENT)} | {LOGS}
     return {path.name for path in run_dir.glob("*")} <= written
 
 
 def _has_traceback(run_dir: Path) -> bool:
     """Whether the user was sent to one of its logs."""
-    logs = run_dir.glob("logs/rank-*.log")
-    return any("Traceback (most recent call last)" in log.read_text(errors="replace") for log in logs)
+    return any("Traceback (most recent call last)" in log.read_text(errors="replace") for log in rank_logs(run_dir))

@@ -6,7 +6,6 @@ import gc
 import json
 import logging
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from shardwise.parallel.precision import set_matmul_mode
 from shardwise.plan import Plan
 from shardwise.process.watchdog import progress
 from shardwise.run_dir.checkpoints import list_checkpoints, step_of
+from shardwise.run_dir.files import stage_results, write_whole
 from shardwise.trainer import build_data, build_module, build_trainer
 
 
@@ -88,7 +88,7 @@ def _run(plan: Plan, *more: Callback) -> None:
         lines["predictions"] = f"{count(predictions.rows, 'row')}, in {predictions.path}"
     elif trainer.is_global_zero:
         measured = validation_metrics(trainer)
-        (Path(plan.run_dir) / f"{plan.stage}.json").write_text(json.dumps({**lines, **measured}, indent=2) + "\n")
+        write_whole(stage_results(plan.run_dir, plan.stage), json.dumps({**lines, **measured}, indent=2) + "\n")
         lines |= {words(key): digits(value) for key, value in measured.items()}
     if trainer.is_global_zero:
         print_table(lines)

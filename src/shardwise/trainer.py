@@ -32,7 +32,7 @@ from shardwise.parallel.precision import default_dtype, set_parameter_dtype
 from shardwise.plan import Plan
 from shardwise.protocols import initializes_itself
 from shardwise.run_dir.environment import describe_environment
-from shardwise.run_dir.files import keep_earlier, stage_file
+from shardwise.run_dir.files import ENVIRONMENT, keep_earlier, stage_file, write_whole
 from shardwise.strategies import build_strategy
 from shardwise.strategies.base import strategy_of
 from shardwise.weights.initialize import parameters_on_meta
@@ -132,10 +132,10 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
     record = {"plan": dataclasses.asdict(plan)}
     if os.environ["RANK"] == "0":
         record["environment"] = describe_environment()
-        path = Path(plan.run_dir) / stage_file("environment.json", plan.stage)
+        path = Path(plan.run_dir) / stage_file(ENVIRONMENT, plan.stage)
         text = json.dumps(record["environment"], indent=2) + "\n"
         keep_earlier(path, text)
-        path.write_text(text)
+        write_whole(path, text)
     callbacks = build_run_callbacks(plan, *more)
     leave_out_model_checkpoints(module)
     accumulate = plan.accumulate_grad_batches

@@ -21,6 +21,7 @@ from shardwise.distributed.collectives import gather_objects
 from shardwise.errors import NonFiniteError, count
 from shardwise.plan import Plan
 from shardwise.process.signals import signal_requests, to_leave, to_save
+from shardwise.run_dir.files import GUARD
 from shardwise.step.record import LAG, StepRecord
 from shardwise.step.spikes import SPIKE_MINIMUM, SPIKE_WINDOW, robust_z_of
 from shardwise.strategies.base import PlannedStrategy, strategy_of
@@ -180,7 +181,7 @@ class Guard(Callback):
         if guard.on_nonfinite == "skip" or kind == "spike":  # the config asks for skipping already
             more = f"at most guard.max_in_a_row={guard.max_in_a_row} are passed over"
         raise NonFiniteError(
-            f"{message}{row}. {saved} Every sample is named in {Path(self.plan.run_dir) / 'guard.jsonl'}. "
+            f"{message}{row}. {saved} Every sample is named in {Path(self.plan.run_dir) / GUARD}. "
             f"{more}; a smaller optimizer.lr, gradient_clip_val= or precision=bf16 may avoid them"
         )
 
@@ -238,7 +239,7 @@ class Guard(Callback):
 
     def _write_row(self, trainer: Trainer, step: StepRecord, kind: str, action: str, found: dict[str, Any]) -> None:
         if trainer.is_global_zero:
-            with (Path(self.plan.run_dir) / "guard.jsonl").open("a") as file:
+            with (Path(self.plan.run_dir) / GUARD).open("a") as file:
                 row = {"time": time.time(), "step": step.number, "what": kind, "action": action,
                        "samples_consumed_before": step.start, **found}  # fmt: skip
                 file.write(json.dumps(_strict(row), allow_nan=False) + "\n")

@@ -19,6 +19,7 @@ from torch import Tensor
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 from shardwise.plan.plan import FINDER_STEPS
+from shardwise.run_dir.files import LEARNING_RATES, LEARNING_RATES_PICTURE
 
 LOWEST, HIGHEST = 1e-8, 1.0
 _SMOOTHING = 0.98
@@ -85,10 +86,10 @@ class LearningRateFinder(Callback):
             return
         rates = [rate_of(step) for step in range(1, len(self.losses) + 1)]
         folder = Path(self.plan.run_dir)
-        with (folder / "learning_rate.csv").open("w", newline="") as file:
+        with (folder / LEARNING_RATES).open("w", newline="") as file:
             csv.writer(file).writerows([("learning_rate", "loss"), *zip(rates, self.losses, strict=True)])
         found = suggest(rates, self.losses)
-        picture = folder / "learning_rate.png"
+        picture = folder / LEARNING_RATES_PICTURE
         plot(rates, self.losses, found, picture)
         if found is None:
             print(f"learning rate: the loss does not fall, so none is suggested: {picture}", flush=True)

@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from shardwise.errors import OutOfMemoryError, RunStopped
 from shardwise.forecast.remedies import GpuMemory, host_remedies, remedies
 from shardwise.plan import Plan
+from shardwise.run_dir.files import memory_snapshot
 
 _GPU_TEXTS = ("CUDA out of memory", "CUDA error: out of memory")
 _HOST_TEXT = "DefaultCPUAllocator: can't allocate memory"
@@ -127,7 +128,7 @@ def write_snapshot(plan: Plan, rank: int) -> Path | None:
 
     With `memory_history` it also shows what allocated each block.
     """
-    path = Path(plan.run_dir) / f"memory-rank{rank}.pickle"
+    path = memory_snapshot(plan.run_dir, rank)
     with suppress(OSError, RuntimeError):
         torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
         return path

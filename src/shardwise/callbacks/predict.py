@@ -19,6 +19,7 @@ from tqdm import tqdm
 from shardwise.data.evaluation import EvaluationLoader
 from shardwise.lightning_internals.results import prediction_loaders
 from shardwise.plan import Plan
+from shardwise.run_dir.files import PREDICTIONS, partial_path, put_in_place
 from shardwise.strategies.base import strategy_of
 
 _SECONDS_BETWEEN_LINES = 10
@@ -29,14 +30,14 @@ class Predictions(Callback):
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.path = Path(plan.run_dir) / "predictions.jsonl"
+        self.path = Path(plan.run_dir) / PREDICTIONS
         self.rows = 0
         self._file: TextIO | None = None
         self._progress: _Progress | None = None
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            self._file = self._partial.open("w")
+            self._file = partial_path(self.path).open("w")
             self._progress = _Progress(self.plan, prediction_loaders(trainer))
 
     def on_predict_batch_end(
@@ -66,11 +67,7 @@ class Predictions(Callback):
         if self._file is not None and self._progress is not None:
             self._progress.close()
             self._file.close()
-            self._partial.replace(self.path)
-
-    @property
-    def _partial(self) -> Path:
-        return self.path.with_suffix(".jsonl.partial")
+            put_in_place(self.path)
 
 
 class _Progress:

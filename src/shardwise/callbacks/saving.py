@@ -20,7 +20,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.lightning_internals.resume_validation import validate_now
 from shardwise.plan import Plan
 from shardwise.process.watchdog import progress
-from shardwise.run_dir.files import checkpoint_path
+from shardwise.run_dir.files import CHECKPOINTS, PARTIAL, best_checkpoint_path, checkpoint_path
 from shardwise.run_dir.job_folder import write_job_file
 from shardwise.strategies.base import strategy_of
 
@@ -36,7 +36,7 @@ class Saving(Callback):
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.folder = Path(plan.run_dir) / "checkpoints"
+        self.folder = Path(plan.run_dir) / CHECKPOINTS
         self.best_score: float | None = None
         self.best_path: str | None = None
         self.saved_step = -1
@@ -63,7 +63,7 @@ class Saving(Callback):
             read_best(self.folder, self.plan.checkpoint.monitor)
         )
         if trainer.is_global_zero:
-            for left in self.folder.glob("*.partial"):
+            for left in self.folder.glob(f"*{PARTIAL}"):
                 remove(left)
         if self.plan.resume is not None:
             strategy_of(trainer).state.take_up_logged()
@@ -133,7 +133,7 @@ class Saving(Callback):
         sign = -1 if self.plan.checkpoint.mode == "max" else 1
         if math.isnan(score) or (self.best_score is not None and sign * score >= sign * self.best_score):
             return
-        path = self.folder / f"best-{trainer.global_step:08d}.ckpt"
+        path = best_checkpoint_path(self.plan.run_dir, trainer.global_step)
         # The writer that has this step's checkpoint, or is writing it
         with_step = self.writer if self.saved_step == trainer.global_step else None
         if with_step is None:

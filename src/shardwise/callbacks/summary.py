@@ -17,6 +17,7 @@ from shardwise.metrics.meter import memory_gib
 from shardwise.plan import Plan
 from shardwise.protocols import baselines_of, loss_weight_unit_of
 from shardwise.run_dir.checkpoints import stopped_before
+from shardwise.run_dir.files import LOSSES, METRICS, SUMMARY, write_whole
 
 
 class Summary(Callback):
@@ -29,7 +30,7 @@ class Summary(Callback):
         if not trainer.is_global_zero:
             return
         run_dir = Path(self.plan.run_dir)
-        rows = read_metrics(run_dir / "metrics.csv")
+        rows = read_metrics(run_dir / METRICS)
         monitor = self.plan.checkpoint.monitor
         baselines = baselines_of(trainer.datamodule)  # type: ignore[attr-defined]
         unit = loss_weight_unit_of(pl_module)
@@ -65,8 +66,8 @@ class Summary(Callback):
             "baselines": baselines,
             "best": {"checkpoint": self.saving.best_path, monitor: self.saving.best_score} if monitor else None,
         }
-        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        picture = plot_losses(rows, baselines, run_dir / "loss.png")
+        write_whole(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
+        picture = plot_losses(rows, baselines, run_dir / LOSSES)
         print_table(self._lines(summary, measured, unit, picture))
 
     def _stop(self, trainer: Trainer) -> dict[str, Any] | None:

@@ -41,6 +41,7 @@ from shardwise.checkpoint.chunks import ChunkedTensor
 from shardwise.checkpoint.files import Pace, SummedFile, io_threads, without_crc, write_through
 from shardwise.checkpoint.metadata import read_metadata
 from shardwise.checkpoint.planners import ChunkLoadPlanner, ChunkSavePlanner
+from shardwise.run_dir.files import TENSORS
 
 _T = TypeVar("_T")
 
@@ -204,7 +205,7 @@ class TensorWriter:
             raise RankError(rank, failure) from None
         self._plan, self._results = writer.plan, writer.results
         if _rank(self.group) == 0:
-            self._metadata = (folder / ".metadata").read_bytes()
+            self._metadata = (folder / TENSORS).read_bytes()
         return writer
 
     def _write_again(self, folder: Path, tensors: dict[str, ChunkedTensor]) -> _Writer:
@@ -215,7 +216,7 @@ class TensorWriter:
             if results != self._results:
                 raise RuntimeError("what is written does not stand where it stood in the checkpoint before")
             if _rank(self.group) == 0:
-                write_through(folder / ".metadata", self._metadata)
+                write_through(folder / TENSORS, self._metadata)
         except Exception as error:
             raise RankError(_rank(self.group), error) from None
         return writer

@@ -11,6 +11,8 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
 )
 
+from shardwise.run_dir.files import TENSORS
+
 _PATHS = {"Path", "PosixPath", "PurePosixPath"}
 _DTYPES = {name for name, value in vars(torch).items() if isinstance(value, (torch.dtype, torch.layout))}
 _KNOWN = {
@@ -34,7 +36,7 @@ class _Metadata(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    with (folder / ".metadata").open("rb") as file:
+    with (folder / TENSORS).open("rb") as file:
         metadata = _Metadata(file).load()
     assert isinstance(metadata, Metadata)
     return metadata

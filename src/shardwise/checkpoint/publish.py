@@ -20,7 +20,7 @@ from shardwise.checkpoint.dcp import RankError, TensorWriter, cause_of
 from shardwise.checkpoint.files import sha256_of, write_through
 from shardwise.checkpoint.plain import Packed, write_down
 from shardwise.run_dir.checkpoints import FORMAT
-from shardwise.run_dir.files import MANIFEST, unsafe_file
+from shardwise.run_dir.files import MANIFEST, TENSORS, TRAINER_STATE, partial_path, rank_state, unsafe_file
 
 _T = TypeVar("_T")
 
@@ -46,7 +46,7 @@ def publish_again(path: Path, name: Path) -> None:
     Raises:
         OSError: the links could not be made.
     """
-    partial = name.with_name(name.name + ".partial")
+    partial = partial_path(name)
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(path, partial, copy_function=_link)
     _rename(partial, name)
@@ -61,7 +61,7 @@ def _link(source: str, target: str) -> None:
 
 def _rename(partial: Path, path: Path) -> None:
     _sync(partial)
-    aside = path.with_name(path.name + ".old.partial")
+    aside = partial_path(path.with_name(path.name + ".old"))
     if path.exists():
         os.rename(path, aside)
     os.rename(partial, path)
@@ -79,7 +79,7 @@ def publish(path: Path, snapshot: Snapshot, writer: TensorWriter) -> int:
         SaveError: a rank could not write. Every rank raises it, and a checkpoint that was at `path` before stays.
     """
     group = writer.group
-    rank, partial = dist.get_rank(), path.with_name(path.name + ".partial")
+    rank, partial = dist.get_rank(), partial_path(path)
     files: dict[str, Any] = {}
 
     def prepare() -> None:
@@ -89,9 +89,9 @@ def publish(path: Path, snapshot: Snapshot, writer: TensorWriter) -> int:
 
     def write_own() -> dict[str, Any]:
         written = writer.write(partial, snapshot.tensors)
-        own = _save(partial / f"rank-{rank:05d}.pt", snapshot.own)
+        own = _save(rank_state(partial, rank), snapshot.own)
         if rank == 0:
-            own += [*_save(partial / "trainer.pt", snapshot.rest), partial / ".metadata"]
+            own += [*_save(partial / TRAINER_STATE, snapshot.rest), partial / TENSORS]
         return written | {file.name: describe(file) for file in own}
 
     def seal() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardwise.plan import Plan
 from shardwise.run_dir.checkpoints import damage, list_checkpoints, step_of
+from shardwise.run_dir.files import BEST, write_whole
 
 
 def remove_superseded(plan: Plan, step: int) -> None:
@@ -32,15 +33,14 @@ def remove(path: Path) -> None:
 
 def write_best(path: Path, monitor: str, score: float) -> None:
     """Write the best score and the name of its checkpoint to `best.json` in the same folder."""
-    partial = path.parent / "best.json.partial"
-    partial.write_text(json.dumps({"checkpoint": path.name, "monitor": monitor, "score": score}) + "\n")
-    partial.replace(path.parent / "best.json")
+    best = {"checkpoint": path.name, "monitor": monitor, "score": score}
+    write_whole(path.parent / BEST, json.dumps(best) + "\n")
 
 
 def read_best(folder: Path, monitor: str | None) -> tuple[float | None, str | None]:
     """Score and path of the best checkpoint in `folder`, or (None, None) where there is none by this metric."""
     try:
-        best = json.loads((folder / "best.json").read_text())
+        best = json.loads((folder / BEST).read_text())
     except (OSError, ValueError):
         return None, None
     path = folder / best["checkpoint"]

@@ -16,7 +16,7 @@ from shardwise.checkpoint.plain import unpack
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 from shardwise.run_dir.checkpoints import damage, list_checkpoints
-from shardwise.run_dir.files import MANIFEST, unsafe_file
+from shardwise.run_dir.files import MANIFEST, TRAINER_STATE, rank_state, unsafe_file
 
 _T = TypeVar("_T")
 
@@ -82,7 +82,7 @@ def changed(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
 
 def load_rest(folder: Path, trust: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
     """Read what is the same on all ranks, except the tensors; also which keys are missing, with their classes."""
-    return _load(folder / "trainer.pt", trust)
+    return _load(folder / TRAINER_STATE, trust)
 
 
 def load_own(folder: Path, trust: bool = False) -> tuple[dict[str, Any] | None, dict[str, str]]:
@@ -93,7 +93,7 @@ def load_own(folder: Path, trust: bool = False) -> tuple[dict[str, Any] | None, 
     manifest = json.loads((folder / MANIFEST).read_text())
     if manifest["ranks"] != dist.get_world_size():
         return None, {}
-    return _load(folder / f"rank-{dist.get_rank():05d}.pt", trust)
+    return _load(rank_state(folder, dist.get_rank()), trust)
 
 
 def _load(path: Path, trust: bool) -> tuple[dict[str, Any], dict[str, str]]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from shardwise.plan import Plan
+from shardwise.run_dir.files import nccl_trace
 
 
 def group_timeout(plan: Plan) -> timedelta:
@@ -23,7 +24,7 @@ def keep_nccl_record(run_dir: str) -> None:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the number of collectives
     for name, value in (
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
-        ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{run_dir}/logs/nccl-trace-rank-"),
+        ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(nccl_trace(run_dir))),
     ):
         os.environ.setdefault(name, value)
 

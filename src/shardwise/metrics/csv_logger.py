@@ -13,11 +13,11 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from shardwise.run_dir.files import stage_file
+from shardwise.run_dir.files import METRICS, partial_path, put_in_place, stage_file
 
 
 def metrics_path(run_dir: str | Path) -> Path:
-    return Path(run_dir) / "metrics.csv"
+    return Path(run_dir) / METRICS
 
 
 class CsvLogger(Logger):
@@ -30,7 +30,7 @@ class CsvLogger(Logger):
 
     def __init__(self, run_dir: str | Path, stage: str = "fit") -> None:
         super().__init__()
-        self.path = Path(run_dir) / stage_file("metrics.csv", stage)
+        self.path = Path(run_dir) / stage_file(METRICS, stage)
         self._fields: list[str] = []
         self._known: tuple[int, set[str]] = -1, set()  # the step that the run goes on from, and what is logged of it
         self._is_awaited: Callable[[int], bool] = lambda step: False
@@ -128,15 +128,14 @@ class CsvLogger(Logger):
 
     def _write(self, fields: list[str], rows: list[dict[str, str]]) -> None:
         self._fields = fields
-        temporary = self.path.with_suffix(".tmp")
-        with temporary.open("w", newline="") as file:
+        with partial_path(self.path).open("w", newline="") as file:
             writer = csv.DictWriter(file, fields)
             writer.writeheader()
             writer.writerows(rows[:-1])
             self._at = file.tell()
             writer.writerows(rows[-1:])
         self._last = {key: value for key, value in rows[-1].items() if value} if rows else {}
-        os.replace(temporary, self.path)
+        put_in_place(self.path)
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from shardwise.metrics.csv_logger import read_metrics
 from shardwise.plan import Plan
+from shardwise.run_dir.files import METRICS, STARTS, write_whole
 from shardwise.step.record import StepRecord
 
 SPENT = "train/training_seconds"
@@ -47,13 +48,11 @@ class Meter:
     def on_start(self) -> None:
         """Find what this run has been through; on rank 0, note that it starts."""
         folder = Path(self.plan.run_dir)
-        rows = [row for row in read_metrics(folder / "metrics.csv") if row.get(SPENT)]
+        rows = [row for row in read_metrics(folder / METRICS) if row.get(SPENT)]
         self.spent_before = float(rows[-1][SPENT]) if rows else 0.0
-        starts = folder / "starts.json"
+        starts = folder / STARTS
         times = json.loads(starts.read_text()) if starts.exists() else []
-        beside = starts.with_suffix(".partial")
-        beside.write_text(json.dumps([*times, self.started]) + "\n")
-        beside.replace(starts)
+        write_whole(starts, json.dumps([*times, self.started]) + "\n")
         self.started = min([*times, self.started])
 
     def add(self, step: StepRecord, weight: float, flops: float) -> None:

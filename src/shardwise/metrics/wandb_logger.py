@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from shardwise.metrics.csv_logger import metrics_path, read_metrics
 from shardwise.plan import Plan
+from shardwise.run_dir.files import WANDB_GONE, write_whole
 
 
 def build_wandb_logger(plan: Plan, record: dict[str, Any]) -> Logger:
@@ -28,7 +29,7 @@ def build_wandb_logger(plan: Plan, record: dict[str, Any]) -> Logger:
         logged.setdefault(int(row["step"]), set()).update(key for key, value in row.items() if value)
 
     # What it has missed, if its own process was gone before the run: the signal to a whole job ends it at once.
-    gone = Path(plan.run_dir) / "wandb-gone"
+    gone = Path(plan.run_dir) / WANDB_GONE
     since = int(gone.read_text()) if plan.stage == "fit" and gone.exists() else None
     missed = (
         [] if since is None else [row for row in read_metrics(metrics_path(plan.run_dir)) if int(row["step"]) >= since]
@@ -65,7 +66,7 @@ def build_wandb_logger(plan: Plan, record: dict[str, Any]) -> Logger:
                 told = f"W&B is gone ({type(error).__name__}: {error}): what comes now it gets when the run goes on"
                 print(told, flush=True)
                 if len(words) > 1 and not gone.exists():
-                    gone.write_text(str(words[1]))
+                    write_whole(gone, str(words[1]))
 
     run_id = plan.run_id if plan.stage == "fit" else f"{plan.run_id}-{plan.stage}"
     offline = plan.logger.mode == "offline" or (plan.logger.mode == "auto" and not _wandb_reachable())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ExitCode
-from shardwise.run_dir.files import rank_log
+from shardwise.run_dir.files import LOGS, hang_report, nccl_trace, rank_log, write_whole
 
 _TICK_SECONDS = 1.0
 _PATIENCE = 5.0  # seconds in which the other ranks' watchdogs must have spoken
@@ -61,13 +61,11 @@ class Watchdog:
     """A thread of a rank. Time in which the whole process stood still (SIGSTOP, a laptop's lid) does not count."""
 
     def __init__(self, run_dir: str, rank: int, ranks: int, minutes: float, report: Callable[[int, str], None]) -> None:
-        self.folder, self.rank, self.ranks = Path(run_dir) / "logs", rank, ranks
+        self.run_dir = run_dir
+        self.folder, self.rank, self.ranks = Path(run_dir) / LOGS, rank, ranks
         self.seconds, self.report = minutes * 60, report
-        self._file(rank).unlink(missing_ok=True)
+        hang_report(run_dir, rank).unlink(missing_ok=True)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-
-    def _file(self, rank: int) -> Path:
-        return self.folder / f"hang-{rank:05d}.json"
 
     def _watch(self) -> None:
         beats, silent, tick = progress.beats, 0.0, min(_TICK_SECONDS, self.seconds / 10)
@@ -90,7 +88,7 @@ class Watchdog:
     def _end(self) -> None:
         """Stacks and what NCCL recorded into files; the first rank that can speaks for all."""
         own = {"place": progress.place, "words": progress.words, **_where()}
-        with suppress(OSError), rank_log(self.folder.parent, self.rank).open("a") as log:
+        with suppress(OSError), rank_log(self.run_dir, self.rank).open("a") as log:
             log.write(f"no progress for {self._limit():.0f} s, at {progress.words}; stacks:\n")
             log.flush()
             faulthandler.dump_traceback(log)
@@ -98,9 +96,7 @@ class Watchdog:
         dump.start()
         dump.join(_PATIENCE)
         with suppress(OSError):
-            beside = self._file(self.rank).with_suffix(".partial")
-            beside.write_text(json.dumps(own))
-            beside.replace(self._file(self.rank))
+            write_whole(hang_report(self.run_dir, self.rank), json.dumps(own))
         # A device that works behind its host lets some hosts go on for some steps: their silence began later.
         patience = max(_PATIENCE, self.seconds / 10)
         deadline = time.monotonic() + patience
@@ -119,13 +115,13 @@ class Watchdog:
             status = json.loads(c10d._dump_nccl_trace_json(includeCollectives=False))["pg_status"]  # type: ignore[attr-defined]
             own["enqueued"] = sum(int(group["last_enqueued_collective"]) for group in status.values())
             trace = c10d._dump_nccl_trace()  # type: ignore[attr-defined]
-            (self.folder / f"nccl-trace-rank-{self.rank}").write_bytes(trace)
+            write_whole(nccl_trace(self.run_dir, self.rank), trace)
 
     def _others(self) -> dict[int, dict[str, Any]]:
         found = {}
         for rank in range(self.ranks):
             with suppress(OSError, ValueError):
-                found[rank] = json.loads(self._file(rank).read_text())
+                found[rank] = json.loads(hang_report(self.run_dir, rank).read_text())
         return found
 
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from shardwise.run_dir.files import MANIFEST, trained_mark
+from shardwise.run_dir.files import BEST, CHECKPOINTS, MANIFEST, METRICS, SUMMARY, trained_mark
 
 FORMAT = 2
 _READS = (1, 2)  # in 1, everything but tensors by name was what torch.load reads by itself: see plain.py
@@ -17,7 +17,7 @@ _STEP = re.compile(r"step-\d{8}\.ckpt")
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
-    folder = Path(run_dir) / "checkpoints"
+    folder = Path(run_dir) / CHECKPOINTS
     found = [p for p in folder.iterdir() if _STEP.fullmatch(p.name)] if folder.is_dir() else []
     return sorted(p for p in found if (p / MANIFEST).is_file())
 
@@ -47,9 +47,9 @@ def newest_whole(run_dir: str | Path) -> Path | None:
 
 def best_whole(run_dir: str | Path) -> Path | None:
     """The checkpoint with the best score, as far as names and sizes tell; None: no score was kept, or it is damaged."""
-    folder = Path(run_dir) / "checkpoints"
+    folder = Path(run_dir) / CHECKPOINTS
     try:
-        path = folder / Path(json.loads((folder / "best.json").read_text())["checkpoint"]).name
+        path = folder / Path(json.loads((folder / BEST).read_text())["checkpoint"]).name
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return path if damage(path) is None else None
@@ -59,15 +59,15 @@ def was_trained(run_dir: str | Path) -> bool:
     """Whether a run has left anything that a new start of its name would spoil: a step that was made, a checkpoint, a
     row of measurements, a summary. A start that was refused or crashed before its first step has not."""
     folder = Path(run_dir)
-    checkpoints = folder / "checkpoints"
+    checkpoints = folder / CHECKPOINTS
     if (
         trained_mark(folder).exists()
-        or (folder / "summary.json").exists()
+        or (folder / SUMMARY).exists()
         or (checkpoints.is_dir() and any(checkpoints.iterdir()))
     ):
         return True
     try:
-        with (folder / "metrics.csv").open() as file:
+        with (folder / METRICS).open() as file:
             return sum(1 for _ in zip(range(2), file, strict=False)) == 2  # the names of its columns, and a row
     except FileNotFoundError:
         return False
@@ -82,7 +82,7 @@ def step_of(path: str | Path) -> int:
 def stopped_before(run_dir: str | Path, step: int) -> dict[str, Any] | None:
     """What stopped this run early at `step`, as its summary has it; None where nothing did."""
     try:
-        stop = json.loads((Path(run_dir) / "summary.json").read_text()).get("stopped_early")
+        stop = json.loads((Path(run_dir) / SUMMARY).read_text()).get("stopped_early")
     except (OSError, ValueError):
         return None
     return stop if stop and stop["step"] == step else None

@@ -1,20 +1,83 @@
-"""The names of a run's files, and how they are written."""
+"""The names of a run's files, and how they are written: whole, or not at all."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.run_dir.job_folder import has_begun
 
+# Written when a run starts
+CONFIG = "config.yaml"  # what was asked for, all defaults included
+PLAN = "plan.json"  # what was decided
+ENVIRONMENT = "environment.json"  # versions, hardware and the state of the code
+STARTS = "starts.json"  # when each process of the run was started
+# Written while it runs
+METRICS = "metrics.csv"  # a row a step
+GUARD = "guard.jsonl"  # a row for every step that the guard objected to, with its samples
+WANDB_GONE = "wandb-gone"  # the first step that W&B has not got
+# Written at its end
+SUMMARY = "summary.json"  # what the run came to
+LOSSES = "loss.png"  # its loss curves
+PREDICTIONS = "predictions.jsonl"  # a row a sample, of stage=predict
+LEARNING_RATES = "learning_rate.csv"  # the loss at every rate, of find_learning_rate=true
+LEARNING_RATES_PICTURE = "learning_rate.png"
+# Folders
+LOGS = "logs"  # a file a rank
+CHECKPOINTS = "checkpoints"
+# In the folder of checkpoints
+BEST = "best.json"  # which checkpoint has the best score
+# In a checkpoint
 MANIFEST = "manifest.json"  # the last file to be written: a folder without it is no checkpoint
+TRAINER_STATE = "trainer.pt"  # everything but tensors by name, the same for all ranks
+TENSORS = ".metadata"  # where the chunks of every tensor are; torch.distributed.checkpoint's name
+
+PARTIAL = ".partial"  # ends the name of what is still being written
+
+
+def partial_path(path: Path) -> Path:
+    """Where a file or folder is written before it gets its name: `metrics.csv` → `metrics.csv.partial`."""
+    return path.with_name(path.name + PARTIAL)
+
+
+def put_in_place(path: Path) -> None:
+    """Give what is `partial_path(path)` its name. Raises OSError."""
+    partial_path(path).replace(path)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """The file has all of `content`, or what it had before.
+
+    Raises:
+        OSError: it could not be written; nothing is left beside it.
+    """
+    try:
+        if isinstance(content, bytes):
+            partial_path(path).write_bytes(content)
+        else:
+            partial_path(path).write_text(content)
+        put_in_place(path)
+    except OSError:
+        with suppress(OSError):
+            partial_path(path).unlink(missing_ok=True)
+        raise
 
 
 def checkpoint_path(run_dir: str | Path, step: int) -> Path:
-    return Path(run_dir) / "checkpoints" / f"step-{step:08d}.ckpt"
+    return Path(run_dir) / CHECKPOINTS / f"step-{step:08d}.ckpt"
+
+
+def best_checkpoint_path(run_dir: str | Path, step: int) -> Path:
+    """The checkpoint with the best score, under a name of its own."""
+    return Path(run_dir) / CHECKPOINTS / f"best-{step:08d}.ckpt"
+
+
+def rank_state(checkpoint: Path, rank: int) -> Path:
+    """What one rank alone has to keep: random states, where its data are."""
+    return checkpoint / f"rank-{rank:05d}.pt"
 
 
 def unsafe_file(path: Path) -> Path:
@@ -42,22 +105,32 @@ def keep_earlier(path: Path, text: str) -> Path | None:
     return kept
 
 
+def put_back(path: Path, kept: Path) -> None:
+    """Undo `keep_earlier`: the run never went on."""
+    kept.replace(path)
+
+
+def stage_results(run_dir: str | Path, stage: str) -> Path:
+    """What `stage=validate` or `stage=test` has measured."""
+    return Path(run_dir) / f"{stage}.json"
+
+
 def trained_mark(run_dir: str | Path) -> Path:
     """A file that is there as soon as the first step has been made."""
-    return Path(run_dir) / "logs" / "trained"
+    return Path(run_dir) / LOGS / "trained"
 
 
 _held: list[int] = []
 _LOCK_SECONDS = 120
 
 
-def hold(run_dir: Path, stage: str) -> bool:
+def hold(run_dir: Path, stage: str, *, is_requeued: bool) -> bool:
     """A run's folder has one writer, for as long as this process lives. False: a file system that cannot tell."""
     if stage != "fit":
         return False
     held = os.open(run_dir, os.O_RDONLY)
     # A requeued job may begin while its last process dies on another node, or a server still keeps that one's lock
-    deadline = time.monotonic() + (_LOCK_SECONDS if has_begun(str(run_dir)) else 0)
+    deadline = time.monotonic() + (_LOCK_SECONDS if is_requeued else 0)
     while True:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -77,4 +150,25 @@ def hold(run_dir: Path, stage: str) -> bool:
 
 
 def rank_log(run_dir: str | Path, rank: int) -> Path:
-    return Path(run_dir) / "logs" / f"rank-{rank:05d}.log"
+    """What a rank prints, beyond what the user sees of rank 0."""
+    return Path(run_dir) / LOGS / f"rank-{rank:05d}.log"
+
+
+def rank_logs(run_dir: str | Path) -> list[Path]:
+    """Those that are there."""
+    return list((Path(run_dir) / LOGS).glob("rank-*.log"))
+
+
+def hang_report(run_dir: str | Path, rank: int) -> Path:
+    """Where a rank is that makes no progress, for the other ranks to read."""
+    return Path(run_dir) / LOGS / f"hang-{rank:05d}.json"
+
+
+def nccl_trace(run_dir: str | Path, rank: int | None = None) -> Path:
+    """What NCCL's flight recorder has of a rank. None: the beginning of the name, to which NCCL adds the rank."""
+    return Path(run_dir) / LOGS / f"nccl-trace-rank-{'' if rank is None else rank}"
+
+
+def memory_snapshot(run_dir: str | Path, rank: int) -> Path:
+    """What the allocator held on a rank that ran out of memory."""
+    return Path(run_dir) / f"memory-rank{rank}.pickle"

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from shardwise.run_dir.files import write_whole
+
 
 def job_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Of the job that this process is a part of; None: no batch script of ours waits for it."""
@@ -18,9 +20,7 @@ def write_job_file(name: str, text: str) -> None:
     """For the batch script. For rank 0; a file system that fails here fails louder elsewhere."""
     if (folder := job_folder()) is not None:
         with suppress(OSError):
-            beside = folder / f"{name}.partial"
-            beside.write_text(text + "\n")
-            beside.replace(folder / name)
+            write_whole(folder / name, text + "\n")
 
 
 def has_begun(run_dir: str) -> bool:

@@ -20,7 +20,7 @@ from shardwise.run_dir.checkpoints import (
     stopped_before,
     was_trained,
 )
-from shardwise.run_dir.files import MANIFEST
+from shardwise.run_dir.files import MANIFEST, PLAN
 from shardwise.run_dir.job_folder import has_begun
 
 
@@ -31,7 +31,7 @@ def resolve_resume(resume: str | None, run_dir: str | Path, stage: str, may_be_t
         ConfigError: no such checkpoint, or a run directory that would be overwritten.
     """
     try:
-        taken = may_be_taken and stage == "fit" and (Path(run_dir) / "plan.json").exists() and was_trained(run_dir)
+        taken = may_be_taken and stage == "fit" and (Path(run_dir) / PLAN).exists() and was_trained(run_dir)
         if resume == "best" and stage == "fit":
             raise ConfigError(
                 f"resume=best: a run goes on from its newest checkpoint, with resume=auto; to train on from its best "
@@ -112,7 +112,7 @@ def resumption(plan: Plan) -> list[str]:
         passed = [p for p in list_checkpoints(plan.run_dir) if step_of(p) > step_of(plan.resume)]
         told += [f"{path} is damaged: {damage(path)}; going on from {Path(plan.resume).name}" for path in passed]
     try:
-        before = json.loads((Path(plan.resume).parents[1] / "plan.json").read_text())
+        before = json.loads((Path(plan.resume).parents[1] / PLAN).read_text())
     except (OSError, ValueError):
         before = {}
     now = json.loads(plan.to_json())

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.plan import Plan
+from shardwise.run_dir.files import METRICS, SUMMARY
 
 
 def swept(jobs: Sequence[Sequence[str]]) -> list[dict[str, str]]:
@@ -40,7 +41,7 @@ def report_sweep(jobs: Sequence[Sequence[str]], plans: Sequence[Plan], codes: Se
 
 def _summary(plan: Plan) -> dict[str, object]:
     try:
-        found: dict[str, object] = json.loads((Path(plan.run_dir) / "summary.json").read_text())
+        found: dict[str, object] = json.loads((Path(plan.run_dir) / SUMMARY).read_text())
     except (OSError, ValueError):
         return {}
     return found
@@ -59,7 +60,7 @@ def _score(plan: Plan) -> tuple[str, float | None]:
 
 def _curve(plan: Plan) -> tuple[str, list[tuple[int, float]]]:
     """Of what the run is judged by; of the training loss where that has fewer than two points."""
-    path = Path(plan.run_dir) / "metrics.csv"
+    path = Path(plan.run_dir) / METRICS
     if not path.exists():
         return "", []
     with path.open(newline="") as file:

@@ -22,7 +22,7 @@ from shardwise.config.schema import MISSING
 from shardwise.config.targets import locate
 from shardwise.errors import ConfigError, count
 from shardwise.run_dir.checkpoints import damage, list_checkpoints, newest_whole
-from shardwise.run_dir.files import MANIFEST
+from shardwise.run_dir.files import CHECKPOINTS, MANIFEST, PLAN, partial_path
 from shardwise.tools import read_words
 from shardwise.weights.safetensors import DTYPES, Entry, write_weights
 
@@ -75,7 +75,7 @@ def run(words: list[str]) -> None:
     if not config.shard_gb > 0:
         raise ConfigError(f"shard_gb={config.shard_gb}: must be above 0")
     checkpoint = find_checkpoint(alone[0])
-    run_dir = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
+    run_dir = checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint.parent
     # Not in the checkpoint, which is removed when there are newer ones.
     out = run_dir / f"export-{config.format.value}" if config.out is None else Path(config.out).expanduser().absolute()
     _check_free(out)
@@ -127,7 +127,7 @@ def _check_bytes(checkpoint: Path) -> None:
 
 def _publish(out: Path, write: Callable[[Path], None]) -> None:
     """`out` is there when all of it has been written, or not at all."""
-    partial = out.with_name(out.name + ".partial")
+    partial = partial_path(out)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -187,11 +187,11 @@ class Export:
         from shardwise.checkpoint.state import unlike
 
         try:
-            node = json.loads((run_dir / "plan.json").read_text())["module"]
+            node = json.loads((run_dir / PLAN).read_text())["module"]
             target = locate(node["_target_"], "module")
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(
-                f"format=hf: {run_dir / 'plan.json'} has to say which module it was ({type(error).__name__}); "
+                f"format=hf: {run_dir / PLAN} has to say which module it was ({type(error).__name__}); "
                 f"use format=safetensors"
             ) from None
         missing = [name for name in ("hugging_face_names", "hugging_face_config") if not hasattr(target, name)]

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
-from shardwise.run_dir.files import MANIFEST
+from shardwise.run_dir.files import CHECKPOINTS, MANIFEST
 
 INDEX = "model.safetensors.index.json"
 
@@ -79,7 +79,7 @@ def _files(path: Path, option: str) -> list[Path]:
         if path.suffix != ".safetensors":
             raise ConfigError(f"{option} is no .safetensors file" + _remedy([path]))
         return [path]
-    if (path / MANIFEST).is_file() or (path / "checkpoints").is_dir():
+    if (path / MANIFEST).is_file() or (path / CHECKPOINTS).is_dir():
         raise ConfigError(
             f"{option} is {'a checkpoint' if (path / MANIFEST).is_file() else 'a run'}: start from what `shardwise "
             f"export {path} format=safetensors` makes of it, or go on with it by resume="

@@ -1,0 +1,95 @@
+"""The files of a run have their names from run_dir/files.py, which writes them whole or not at all."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardwise.run_dir import files
+from tests.harness.rooms import MODULES
+
+RUN = Path("run")
+MADE = [
+    files.checkpoint_path(RUN, 1), files.best_checkpoint_path(RUN, 1), files.rank_state(RUN, 1),
+    files.rank_log(RUN, 1), files.hang_report(RUN, 1), files.nccl_trace(RUN, 1), files.nccl_trace(RUN),
+    files.memory_snapshot(RUN, 1),
+]  # fmt: skip
+NAMES = {value for name, value in vars(files).items() if name.isupper() and isinstance(value, str)}
+NAMES |= {re.sub(r"\d+", "*", path.name) for path in MADE} | {"*.json"}  # what `stage_results` makes
+# These give a whole folder its name, which is theirs.
+PUBLISHES_FOLDERS = {"shardwise.checkpoint.publish", "shardwise.tools.export", "shardwise.data.tokens"}
+
+
+def text_of(node: ast.AST) -> str | None:
+    """A string of the code, with `*` for what is filled in; None: no string."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values)
+    return None
+
+
+def names_in(tree: ast.AST) -> Iterator[str]:
+    """Names of a run's files that stand in a string; what has a space is a sentence, for a reader."""
+    for node in ast.walk(tree):
+        if (text := text_of(node)) is not None and not re.search(r"\s", text):
+            parts = text.split("/")
+            yield from (part for part in parts if part in NAMES or part.endswith((files.PARTIAL, ".tmp")))
+
+
+def renames_in(tree: ast.AST) -> Iterator[int]:
+    """Lines in which a file is renamed."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("replace", "rename")
+        ):
+            is_of_os = ast.unparse(node.func.value) == "os"
+            takes_a_path = len(node.args) == 1 and not node.keywords and not isinstance(node.args[0], ast.DictComp)
+            if is_of_os or takes_a_path:
+                yield node.lineno
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"shardwise.run_dir.files"}))
+def test_a_runs_files_are_named_and_renamed_in_one_file(module: str) -> None:
+    tree = ast.parse(MODULES[module].read_text())
+    found = sorted(names_in(tree))
+    assert not found, f"{module} names {', '.join(found)}: the names of a run's files are in run_dir/files.py"
+    lines = list(renames_in(tree))
+    assert not lines or module in PUBLISHES_FOLDERS, (
+        f"{module}, lines {lines}: renames a file; write_whole and put_in_place of run_dir/files.py do"
+    )
+
+
+def test_the_reader_sees_names_and_renames() -> None:
+    code = """
+path = folder / "metrics.csv"
+trace = f"{run_dir}/logs/nccl-trace-rank-{rank}"
+beside = path.with_suffix(".partial")
+beside.replace(path)
+os.replace(beside, path)
+said = f"look at {folder}/metrics.csv, or at plan.json".replace("a", "b")
+"""
+    assert {"metrics.csv", "logs", "nccl-trace-rank-*", ".partial"} <= set(names_in(ast.parse(code)))
+    assert "plan.json" not in names_in(ast.parse(code))
+    assert list(renames_in(ast.parse(code))) == [5, 6]
+
+
+@pytest.mark.parametrize("content", ["a line\r\n", b"\0bytes"])
+def test_a_file_is_written_whole(tmp_path: Path, content: str | bytes) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("before, and longer than what comes")
+    files.write_whole(path, content)
+    assert path.read_bytes() == (content if isinstance(content, bytes) else content.encode())
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+    taken = tmp_path / "plan.json"
+    taken.mkdir()
+    with pytest.raises(OSError):
+        files.write_whole(taken, "a plan")
+    assert taken.is_dir() and [file.name for file in tmp_path.iterdir()] == ["plan.json"]
