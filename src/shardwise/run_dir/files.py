@@ -150,12 +150,12 @@ def hold(run_dir: Path, stage: str, *, is_requeued: bool) -> bool:
 
 
 def rank_log(run_dir: str | Path, rank: int) -> Path:
-    """What a rank prints, beyond what the user sees of rank 0."""
+    """What one rank prints; of rank 0, which prints for the user, only what C libraries print."""
     return Path(run_dir) / LOGS / f"rank-{rank:05d}.log"
 
 
 def rank_logs(run_dir: str | Path) -> list[Path]:
-    """Those that are there."""
+    """The logs of all ranks that have one."""
     return list((Path(run_dir) / LOGS).glob("rank-*.log"))
 
 
