@@ -1,4 +1,4 @@
-"""The data: token shards as they are, or Python's own standard library as bytes."""
+"""The data: token shards, or Python's standard library as bytes."""
 
 import hashlib
 import os
@@ -28,7 +28,7 @@ NOT_CORPUS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib
 class TextData(LightningDataModule):
     """Sequences of `sequence_length` tokens from the shards in `directory`.
 
-    `corpus` "python_stdlib" builds the shards where they are missing; None demands that they are there.
+    `corpus`: "python_stdlib" builds the shards if they are missing; with None they must be there.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class TextData(LightningDataModule):
             )
 
     def prepare_data(self) -> None:
-        """Builds the corpus where its shards are missing; harmless when several nodes do so at once."""
+        """Builds the shards of the corpus if they are missing. Several nodes may do so at once."""
         if self.corpus == "python_stdlib" and not (self.directory / INDEX).exists():
             write_python_stdlib(self.directory)
 
@@ -100,7 +100,7 @@ class TextData(LightningDataModule):
         return self._loader(self.validation, shuffle=False)
 
     def baselines(self) -> dict[str, float]:
-        """Nats per token that counting reaches on the validation split: what the model has to beat."""
+        """The losses, in nats per token, that counting reaches on the validation split. The model must be better."""
         train, validation = TokenShards(self.directory, "train"), TokenShards(self.directory, "validation")
         losses = unigram_bigram_baselines(train, validation, train.vocab_size)
         word = "byte" if train.vocab_size == 256 else "token"
@@ -135,7 +135,7 @@ def encode(text: str) -> list[int]:
 
 
 def decode(tokens: Sequence[int]) -> str:
-    """UTF-8 bytes as text; what is no byte or no text becomes U+FFFD."""
+    """UTF-8 bytes as text. A token that is no byte, and bytes that are no text, become U+FFFD."""
     return bytes(token if token < 256 else 0xFF for token in tokens).decode(errors="replace")
 
 
@@ -164,12 +164,12 @@ def _file_bytes(root: Path, names: list[str]) -> Iterator[Tokens]:
         try:
             content = (root / name).read_bytes()
         except OSError:
-            continue  # a distribution may leave dangling links
+            continue  # some distributions have dangling links
         yield np.frombuffer(content + b"\0", dtype=np.uint8)
 
 
 def _dataset(sequences: TokenSequences, limit: int | None = None) -> Dataset[Any]:
-    # TokenSequences cannot derive from torch's Dataset: the shards are also read where torch is not installed.
-    # A limit takes sequences from all over the split, not the first file.
+    # TokenSequences does not derive from torch's Dataset, because shards are also read where torch is not installed.
+    # With a limit, the sequences come from all parts of the split and not from its first file only.
     stride = 1 if limit is None else max(1, len(sequences) // limit)
     return Subset(sequences, range(0, len(sequences), stride)[:limit])  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Our weights in Hugging Face's words: `LlamaForCausalLM` is the same model by other names.
+"""Maps our names of weights to Hugging Face's: `LlamaForCausalLM` is the same model with other names.
 
-Its rotary layout is ours, two halves, so that no row is permuted.
+Both have the same rotary layout, two halves, so that no row is permuted.
 """
 
 import inspect
@@ -28,7 +28,7 @@ _INSIDE = {
 
 
 def names(node: Mapping[str, Any]) -> dict[str, str]:
-    """The module's parameters → theirs. A tied head is neither theirs nor ours: the embedding is."""
+    """Map the names of the module's parameters to theirs. A tied head is left out, since it is the embedding."""
     sizes = _arguments(node)
     outside = {ours: theirs for ours, theirs in _OUTSIDE.items() if not (ours == "head" and sizes["tie_embeddings"])}
     inside = {
@@ -40,7 +40,7 @@ def names(node: Mapping[str, Any]) -> dict[str, str]:
 
 
 def config(node: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json, in the words that every version of transformers reads. The tokens have no first and no last."""
+    """Make config.json with keys that every version of transformers reads. There are no begin and end tokens."""
     sizes = _arguments(node)
     scaling = sizes["rope_scaling"]
     if scaling is not None:
@@ -70,7 +70,7 @@ def config(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the Transformer that `node`, the module's part of the Plan, describes; with its defaults."""
+    """The arguments of the Transformer in `node`, the module's part of the Plan, with its defaults."""
     model = dict(node["model"])
     if (target := model.pop("_target_", None)) != _TRANSFORMER:
         raise ConfigError(f"module.model._target_={target}: Hugging Face's names are known of {_TRANSFORMER} alone")

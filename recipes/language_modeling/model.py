@@ -13,13 +13,13 @@ from shardwise.nn.autocast import no_autocast_in_16_bits
 
 
 class ResidualLinear(nn.Linear):
-    """A projection that adds to the residual stream, and so starts smaller by 1/sqrt(2 * n_layers)."""
+    """A projection whose output is added to the residual stream. It starts smaller by 1/sqrt(2 * n_layers)."""
 
 
 class RotaryEmbedding(nn.Module):
     """Rotates the two halves of each head (the Hugging Face layout) by position; tables are fp32, [T, head_dim / 2].
 
-    Every attention owns its tables: handed to a block as arguments, strategies would cast them to the compute dtype.
+    Every attention owns its tables. As arguments of a block, strategies would cast them to the compute dtype.
     """
 
     cos: Tensor
@@ -33,10 +33,10 @@ class RotaryEmbedding(nn.Module):
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
-        """Fills the tables on the device they are on; the same bits on every device."""
+        """Fills the tables on their device, with the same bits on every device."""
         if self.cos.is_meta:
             return
-        # On the CPU in fp64, then rounded once: fp32 angles at position 8191 are already off by 5e-4.
+        # The angles are computed on the CPU in fp64: in fp32 those at position 8191 would be wrong by 5e-4.
         positions = torch.arange(len(self.cos), dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, rotary_frequencies(self.head_dim, self.theta, self.scaling))
         self.cos = angles.cos().to(self.cos.device, torch.float32)
@@ -50,7 +50,7 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, H, head_dim] rotated in fp32 or better, in x's dtype."""
+        """[B, T, H, head_dim] -> the same shape and dtype, rotated in fp32 or better."""
         cos, sin = self.cos[: x.shape[1], None], self.sin[: x.shape[1], None]
         first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -70,7 +70,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        # The number of heads is read off the weights: under tensor parallelism a rank holds only some of them.
+        # The number of heads comes from the weights: under tensor parallelism a rank holds only some heads.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k, v = self.rotary(q).transpose(1, 2), self.rotary(k).transpose(1, 2), v.transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
@@ -94,7 +94,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """The repeated layer: what is sharded, compiled and checkpointed as one."""
+    """The layer that repeats. It is sharded, compiled and checkpointed as one unit."""
 
     def __init__(self, attention: Attention, feed_forward: FeedForward, dim: int, norm_eps: float) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens to hidden states. `head` is held, not applied: the loss takes its weight (see loss.py)."""
+    """Computes hidden states from tokens. It owns `head` and does not call it: the loss uses its weight (loss.py)."""
 
     _no_split_modules: ClassVar[list[str]] = ["TransformerBlock"]
 
@@ -176,9 +176,9 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_module_weights(self, module: nn.Module) -> None:
-        """Fills what `module` itself owns, not its children, in place: normal(0.02), less on the residual stream."""
+        """Fills the weights of `module`, without its children, in place: normal(0.02), less on the residual stream."""
         if module is self.head and self.tie_embeddings:
-            # Leaving the meta device gives each owner a parameter of its own; here the two become one again.
+            # Each of the two got its own parameter when it left the meta device. This ties them again.
             self.head.weight = self.embedding.weight
         elif isinstance(module, nn.Linear | nn.Embedding):
             shrink = math.sqrt(2 * self.n_layers) if isinstance(module, ResidualLinear) else 1.0
@@ -189,14 +189,15 @@ class Transformer(nn.Module):
             module.reset_buffers()
 
     def count_parameters(self) -> int:
-        """Parameters before sharding; a tied head counts once."""
+        """The number of parameters before sharding. A tied head counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def training_flops(self, sequences: int, length: int) -> int:
         """Floating-point operations that a forward and its backward need: docs/metrics.md has the formula.
 
-        A backward counts as two forwards, recomputing as nothing. Weights' products: the head's among them, at every
-        position, and the embedding's lookup not. Attention's two: position t looks at t + 1 positions.
+        A backward counts as two forwards, and recomputing does not count. The products with weights include those with
+        the head at every position, and not the embedding's lookup. Attention has two products, in which position t
+        looks at t + 1 positions.
         """
         weights = 2 * self._matmul_parameters * length
         attention = 2 * 2 * self.n_layers * self.dim * (length * (length + 1) // 2)
@@ -204,12 +205,12 @@ class Transformer(nn.Module):
 
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: Mapping[str, float] | None) -> Tensor:
-    """Radians per position, fp64 [head_dim / 2] on the CPU; `scaling` stretches long wavelengths as Llama 3.1 does."""
+    """Radians per position, fp64 [head_dim / 2] on the CPU. `scaling` stretches long wavelengths, as in Llama 3.1."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     frequencies = theta**-exponents
     if scaling is None:
         return frequencies
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: as it was; 0: slower by `factor`
+    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: not changed; 0: slower by `factor`
     return frequencies * (keep + (1 - keep) / scaling["factor"])

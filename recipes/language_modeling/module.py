@@ -36,31 +36,31 @@ class LanguageModel(LightningModule):
         self.sample = ""
 
     def setup(self, stage: str) -> None:
-        """Refuses data that the model's embedding or positions do not reach."""
+        """Refuses data with tokens or sequences that are too large for the model."""
         data = getattr(self.trainer, "datamodule", None)
         if isinstance(data, TextData):
             data.check_fits(vocab_size=self.model.vocab_size, max_seq_len=self.model.max_seq_len)
 
     @staticmethod
     def hugging_face_names(node: Mapping[str, Any]) -> dict[str, str]:
-        """Parameters of the module that `node` describes → LlamaForCausalLM's."""
+        """Map the parameters of the module in `node` to those of LlamaForCausalLM."""
         return hugging_face.names(node)
 
     @staticmethod
     def hugging_face_config(node: Mapping[str, Any]) -> dict[str, Any]:
-        """Its config.json."""
+        """Make its config.json."""
         return hugging_face.config(node)
 
     def init_module_weights(self, module: nn.Module) -> None:
-        """Fills what `module` itself owns; other modules than the model's are left alone."""
+        """Fills the weights of `module`, without its children, if it is a part of the model."""
         self.model.init_module_weights(module)
 
     def loss_weight(self, batch: Batch) -> int:
-        """Valid targets: what the batch weighs in its accumulation window."""
+        """The number of valid targets, which is the weight of the batch in its accumulation window."""
         return int((batch["targets"] != IGNORE).sum())
 
     def flops(self, batch: Batch) -> int:
-        """Of the batch's forward and backward, from its shape alone; targets that do not count are computed too."""
+        """The FLOPs of the batch's forward and backward, from its shape. Targets that do not count are included."""
         return self.model.training_flops(*batch["tokens"].shape)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -72,7 +72,7 @@ class LanguageModel(LightningModule):
         """Adds to the epoch's loss; the first batch also draws a sample."""
         self.evaluation.update(*self._loss(batch))
         if batch_idx == 0 and self.sample_tokens and not self.trainer.sanity_checking:
-            # Every rank draws the same sample: sharded weights are gathered at each token, by all or by none.
+            # All ranks draw the same sample, since they must gather sharded weights together at each token.
             prompt = torch.tensor([encode(self.sample_prompt)], device=self.device)
             generator = torch.Generator(self.device).manual_seed(0)
             self.sample = decode(self.generate(prompt, self.sample_tokens, generator=generator)[0].tolist())
@@ -82,13 +82,13 @@ class LanguageModel(LightningModule):
         self.evaluation.update(*self._loss(batch))
 
     def predict_step(self, batch: Batch, batch_idx: int) -> list[str]:
-        """Each sequence's first 32 tokens and what the model makes of them, as text."""
+        """The first 32 tokens of each sequence and what the model adds to them, as text."""
         prompt = batch["tokens"][:, :32]
         generator = torch.Generator(self.device).manual_seed(batch_idx)
         return [decode(row) for row in self.generate(prompt, self.sample_tokens or 32, generator=generator).tolist()]
 
     def on_validation_epoch_start(self) -> None:
-        # Not in the constructor, which may run on the meta device and would leave the sums uninitialised.
+        # The constructor may run on the meta device, which would leave the sums uninitialised.
         self.evaluation, self.sample = ExactMean(self.device), ""
 
     def on_test_epoch_start(self) -> None:
@@ -96,7 +96,7 @@ class LanguageModel(LightningModule):
 
     def on_train_start(self) -> None:
         path = Path(self.trainer.default_root_dir) / "samples.txt"
-        if self.trainer.is_global_zero and path.exists():  # of what came after the checkpoint, nothing happened
+        if self.trainer.is_global_zero and path.exists():  # drop samples from after the checkpoint
             first, *samples = re.split(r"^(?==== step \d+$)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
             kept = [text for text in samples if int(text.split(maxsplit=3)[2]) <= self.global_step]
             path.write_text("".join([first, *kept]), encoding="utf-8")
@@ -121,7 +121,7 @@ class LanguageModel(LightningModule):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """int64 [B, T] -> [B, T + max_new_tokens]; recomputes everything for each token, so for samples only."""
+        """int64 [B, T] -> [B, T + max_new_tokens]; computes everything again for each token: for samples only."""
         for _ in range(max_new_tokens):
             hidden = self.model(tokens[:, -self.model.max_seq_len :])
             logits = self.model.head(hidden[:, -1]).float() / temperature
@@ -133,13 +133,13 @@ class LanguageModel(LightningModule):
         return tokens
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Summed loss in nats, and the number of valid targets."""
+        """The summed loss in nats, and the number of valid targets."""
         targets = batch["targets"]
         total = cross_entropy(self.model(batch["tokens"]), self.model.head.weight, targets)
         return total, (targets != IGNORE).sum()
 
     def _log_evaluation(self, stage: str) -> None:
         loss = self.evaluation.compute()
-        # The metric has been synchronised: every rank logs the same, and says so to Lightning.
+        # All ranks have the same value already. sync_dist=True keeps Lightning from warning.
         self.log(f"{stage}/loss", loss, sync_dist=True)
         self.log(f"{stage}/bits_per_token", loss / math.log(2), sync_dist=True)

@@ -310,10 +310,10 @@ def test_a_stream_goes_on_where_it_was(name: str) -> None:
     for steps in (1, 2, 3, 4, 5):
         resumed = TrainLoader(STREAMS[name](), replace(plan(), resume="x"), 0, CPU, None)
         resumed.load_state_dict({"samples_consumed": 6 * steps})
-        resumed.take_up(positions[6 * steps])
+        resumed.go_on_from(positions[6 * steps])
         assert [b.tolist() for _ in range(1 + (steps < 3)) for b in resumed] == seen[3 * steps :], steps
     with pytest.raises(ConfigError, match="does not say where it was on 1 ranks.*resume_allow"):
-        resumed.take_up(None)
+        resumed.go_on_from(None)
 
 
 def test_a_stream_is_read_on_one_rank() -> None:

@@ -76,6 +76,6 @@ def test_a_loader_that_is_its_own_iterator_is_read_on() -> None:
 def test_a_loader_that_went_on_from_a_position_begins_its_next_epoch_anew() -> None:
     position = epoch(Stream(StartsAnewBehindItsEnd(), plan(), lambda: None))[0][1]
     stream = Stream(StartsAnewBehindItsEnd(), plan(), lambda: None)
-    stream.take_up(position)
+    stream.go_on_from(position)
     assert [window for window, _ in epoch(stream)] == [[3, 4], [5, 6]]
     assert [window for window, _ in epoch(stream)] == [[1, 2], [3, 4], [5, 6]]

@@ -1,4 +1,4 @@
-"""What the ranks must agree on: who reads what."""
+"""Checks that the ranks read different samples, in one order."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from shardwise.data.order import DrawnOrder
 from shardwise.data.user_loader import name_of
 from shardwise.errors import ConfigError
 
-Group = Callable[[], "dist.ProcessGroup | None"]  # of all ranks, on the hosts; made when it is first needed
+# Gives the group of all hosts, which is made when it is first needed.
+Group = Callable[[], "dist.ProcessGroup | None"]
 
 
 def smallest(number: int, group: Group) -> int:
-    """Over all ranks. Collective, on the hosts."""
+    """The smallest `number` of all ranks. Collective, on the hosts."""
     if count_ranks() == 1:
         return number
     lowest = torch.tensor(number)
@@ -31,22 +32,22 @@ def count_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def check_distinct(first: list[Any], second: list[Any] | None, loader: Any, word: str, group: Group) -> None:
-    """Collective.
+def check_distinct(first: list[Any], second: list[Any] | None, loader: Any, purpose: str, group: Group) -> None:
+    """Check that all ranks have different first samples, unless these equal the `second` ones. Collective.
 
     Raises:
-        ConfigError: two ranks have the same first samples. Data in which all are alike is not judged.
+        ConfigError: two ranks have the same first samples.
     """
     if count_ranks() == 1:
         return
     digest = _digest(first)
-    own = None if not first or (second and _digest(second) == digest) else digest
+    distinct = None if not first or (second and _digest(second) == digest) else digest
     digests: list[Any] = [None] * count_ranks()
-    dist.all_gather_object(digests, own, group=group())
+    dist.all_gather_object(digests, distinct, group=group())
     for rank, found in enumerate(digests):
         if found is not None and found in digests[:rank]:
             raise ConfigError(
-                f"the {word} data {name_of(loader)} keeps an order of its own, and ranks {digests.index(found)} and "
+                f"the {purpose} data {name_of(loader)} keeps an order of its own, and ranks {digests.index(found)} and "
                 f"{rank} of {count_ranks()} read the same samples: split it by rank where it is read. RANK and "
                 f"WORLD_SIZE are in the environment; use datasets.distributed.split_dataset_by_node(dataset, rank, "
                 f"world_size), webdataset.split_by_node, or itertools.islice(samples, rank, None, world_size) in its "
@@ -55,7 +56,7 @@ def check_distinct(first: list[Any], second: list[Any] | None, loader: Any, word
 
 
 def _digest(value: Any) -> str | None:
-    """Equal for equal samples, whatever they are made of; None: that cannot be told."""
+    """A digest that is equal for equal samples; None if the samples cannot be pickled."""
     sums = hashlib.sha256()
 
     def add(value: Any) -> None:
@@ -81,7 +82,11 @@ def _digest(value: Any) -> str | None:
 
 
 def check_same_order(order: DrawnOrder, group: Group) -> None:
-    """Collective."""
+    """Check that the sampler gives all ranks the same order. Collective.
+
+    Raises:
+        ConfigError: two ranks have different orders.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     digests: list[Any] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Validation, test and prediction: each sample once, on one rank, and equally many batches on every rank."""
+"""Deals out the data of validation, test and prediction: each sample once, and equally many batches to each rank."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from shardwise.plan import Plan
 
 
 class EvaluationLoader:
-    """A rank's share of a data set, each sample on one rank; every rank gets equally many batches.
+    """Gives a rank's share of a data set. Each sample is on one rank, and every rank gets equally many batches.
 
     Strategies that gather parameters need all ranks in every forward. A rank without samples left runs a padding batch,
-    as large as a full one; `mark` is told of every batch, when it is handed over, whether it is one. `limit`: batches
-    of all ranks.
+    as large as a full one. `mark` is called for every batch, with whether it is padding. `limit`: the most batches of
+    all ranks together.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class EvaluationLoader:
         limit: int | None = None,
         group: Group = lambda: None,
     ) -> None:
-        self.given, self.plan, self.rank, self.mark, self.limit, self.group = loader, plan, rank, mark, limit, group
-        self.batches: list[Any] | None = None  # of all ranks, in turn; None: it is a stream
+        self.original, self.plan, self.rank, self.mark, self.limit, self.group = loader, plan, rank, mark, limit, group
+        self.batches: list[Any] | None = None  # of all ranks; None if the data is a stream
         if is_stream(loader):
             self.loader = with_watched_workers(loader)
             return
@@ -56,7 +56,7 @@ class EvaluationLoader:
 
     def __len__(self) -> int:
         if self.batches is None:
-            raise TypeError(f"{name_of(self.given)} has no length that is known before it is read")
+            raise TypeError(f"{name_of(self.original)} has no length that is known before it is read")
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -70,20 +70,22 @@ class EvaluationLoader:
             yield batch
 
     def number_of(self, turn: int) -> int:
-        """This rank's batch in a turn → its number among those of all ranks."""
+        """The number of this rank's batch of `turn` among the batches of all ranks."""
         return turn * self.plan.topology.data_parallel_size + self.rank
 
     def samples_of(self, turn: int) -> list[Any] | None:
-        """The places in the data set of this rank's batch; none: it is padding. None: they are not known."""
-        if self.batches is None or (self.given.batch_size is None and self.given.batch_sampler is None):
+        """The data-set indices of this rank's batch: empty for padding, None if they are not known."""
+        if self.batches is None or (self.original.batch_size is None and self.original.batch_sampler is None):
             return None
         number = self.number_of(turn)
         return list(self.batches[number]) if number < len(self.batches) else []
 
 
 def _evaluation_keys(loader: DataLoader[Any], plan: Plan) -> list[Any]:
-    """Per batch of all ranks: its samples' places, or its one key where the data set gives batches. The data set's
-    order, unless the loader has a sampler of its own."""
+    """For each batch of all ranks the keys of its samples, or one key if the data set gives whole batches.
+
+    They are in the order of the data set, unless the loader has a sampler of its own.
+    """
     if shuffles(loader) is None:
         keys = list(draw_order(loader, plan.seed, 0))
         if sampler_of(loader) is loader.batch_sampler:

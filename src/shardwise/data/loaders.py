@@ -1,4 +1,4 @@
-"""The user's loaders under our order: windows that know their weight, and validation that counts every sample once."""
+"""Reads the user's training loader window by window, in the order of the run, and weighs each window."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 
-_STEPS_AT_A_TIME = 64  # whose order is worked out: a call costs as much for one sample as for a thousand
+# The order is computed for this many steps at once: a call takes as long for one sample as for a thousand.
+_STEPS_AT_A_TIME = 64
 
 
 class TrainLoader:
-    """A rank's micro-batches, window by window (a window: the micro-batches of one step).
+    """Gives a rank's micro-batches, window by window (a window: the micro-batches of one step).
 
-    A loader over a data set with places has our order, or its sampler's, dealt out over the ranks; any other keeps an
-    order of its own (see streams.py). The module's `loss_weight(batch)` is asked for the whole window before its first
-    micro-batch is handed over, and summed over the data-parallel ranks: `next_scale` then gives, per micro-batch handed
-    over and not yet taken, the factor that makes the accumulated, rank-averaged gradient that of the mean over the
-    global batch.
+    If the data set has indices, the global order (or that of the user's sampler) is dealt out over the ranks. Any other
+    loader keeps an order of its own (see streams.py). Before the first micro-batch of a window is handed over, the
+    module's `loss_weight(batch)` is summed over the window and the data-parallel ranks. `next_scale` then gives a
+    factor for each micro-batch. With it the gradient that is accumulated and averaged over ranks is the gradient of
+    the mean over the global batch.
     """
 
     def __init__(
@@ -56,18 +57,18 @@ class TrainLoader:
         flops: Callable[[Any], int] | None = None,
         group: Group = lambda: None,
     ) -> None:
-        self.given = loader
+        self.original = loader
         self.plan, self.rank, self.device, self.loss_weight, self.flops = plan, rank, device, loss_weight, flops
-        self.consumed = 0  # samples of all ranks whose micro-batches were handed over: the training clock
+        self.consumed = 0  # the training clock: how many samples of all ranks were handed over
         self._scales: deque[Tensor | None] = deque()
-        self.window_start = 0  # the clock at the window that is being handed over
-        self._window_begins = False  # until its first micro-batch was taken note of
-        self.window_weight = 0  # of this rank's micro-batches: summed loss weights (tokens, samples)
-        self.window_flops = 0  # and FLOPs
-        self.fetching_seconds = 0.0  # that the host waited for them
-        self.has_ended = False  # the micro-batch that was handed over is the epoch's last; known of streams only
+        self.window_start = 0  # the clock at the begin of the current window
+        self._window_begins = False  # until `window_has_begun` has said so
+        self.window_weight = 0  # the sum of its loss weights (tokens, samples) on this rank
+        self.window_flops = 0  # the sum of its FLOPs on this rank
+        self.fetching_seconds = 0.0  # how long the host waited for the window
+        self.has_ended = False  # whether the last micro-batch was the epoch's last; known for streams only
         self.stream: Stream | None = None
-        self._positions: dict[int, dict[str, Any]] = {}  # of the stream, behind the last windows, by the clock
+        self._positions: dict[int, dict[str, Any]] = {}  # clock → position of the stream, after the last few windows
         check_batch_size(loader, plan)
         if is_stream(loader):
             if plan.guard.on_spike == "rollback":
@@ -83,38 +84,38 @@ class TrainLoader:
             self.loader = with_batches(loader, Batches(self._rest_of_epoch, len(self)), plan.seed)
 
     def __getattr__(self, name: str) -> Any:
-        """What a module reads of its own loader: `self.trainer.train_dataloader.dataset`, say."""
+        """An attribute of the user's loader, which a module may read: `self.trainer.train_dataloader.dataset`."""
         return attribute_of(self, name)
 
     def next_scale(self) -> Tensor | None:
-        """What the loss of the next micro-batch that was handed over is multiplied by; None: nothing."""
+        """The factor of the loss of the next micro-batch; None: the loss is used as it is."""
         return self._scales.popleft()
 
     def window_has_begun(self) -> bool:
-        """Whether a micro-batch that was handed over is the first of its window; asked once for each."""
+        """Whether the micro-batch just handed over is the first of its window. Called once for each."""
         begins, self._window_begins = self._window_begins, False
         return begins
 
-    def take_back(self, steps: int) -> None:
-        """The last `steps` have changed nothing: the training clock stands where it stood before them."""
+    def rewind(self, steps: int) -> None:
+        """Set the training clock back by `steps` that have changed nothing."""
         self.consumed -= steps * self.plan.global_batch_size
 
     def __len__(self) -> int:
         if self.stream is None:
             return self.order.steps_per_epoch * self.plan.accumulate_grad_batches
         if self.stream.length is None:
-            raise TypeError(f"{name_of(self.given)} has no length that is known before it is read")
+            raise TypeError(f"{name_of(self.original)} has no length that is known before it is read")
         return self.stream.length
 
     def __iter__(self) -> Iterator[Any]:
         self._scales.clear()
         size, windows = self.plan.accumulate_grad_batches, self._windows()
         while True:
-            asked = time.perf_counter()
+            begin = time.perf_counter()
             if (found := next(windows, None)) is None:
                 return
             window, position, is_last = found
-            self.fetching_seconds = time.perf_counter() - asked
+            self.fetching_seconds = time.perf_counter() - begin
             self.window_start, self._window_begins, self.has_ended = self.consumed, True, False
             self.window_flops = sum(map(self.flops, window)) if self.flops else 0
             for number, (batch, scale) in enumerate(zip(window, self._window_scales(window), strict=True), start=1):
@@ -160,40 +161,41 @@ class TrainLoader:
                 f"epoch, and of set_epoch(epoch); resume_allow=[data] goes on in the new order"
             )
 
-    def take_up(self, position: dict[str, Any] | None) -> None:
-        """Before training: where this rank's stream was when the checkpoint was written; None: that is not known.
+    def go_on_from(self, position: dict[str, Any] | None) -> None:
+        """Let this rank's stream go on from its `position` in a checkpoint; None: the position is not known.
 
         Raises:
-            ConfigError: the checkpoint does not say where, and nobody has said that the data may start anew.
+            ConfigError: the position is not known, and `resume_allow` does not let the data start anew.
         """
         if self.stream is None or self.consumed == 0:
             return
         if position is not None:
-            self.stream.take_up(position)
+            self.stream.go_on_from(position)
             self._keep_position(position)
         elif "data" not in self.plan.resume_allow:
             raise ConfigError(
-                f"resume={self.plan.resume}: {name_of(self.given)} keeps an order of its own, and the checkpoint does "
-                f"not say where it was on {self.plan.topology.data_parallel_size} ranks: go on with as many ranks as "
-                f"wrote it, or resume_allow=[data], and the data starts anew"
+                f"resume={self.plan.resume}: {name_of(self.original)} keeps an order of its own, and the checkpoint "
+                f"does not say where it was on {self.plan.topology.data_parallel_size} ranks: go on with as many ranks "
+                f"as wrote it, or resume_allow=[data], and the data starts anew"
             )
 
     def position(self) -> dict[str, Any] | None:
-        """Of the stream, at the begin of the window to which the clock points."""
+        """The position of the stream at the begin of the window to which the clock points."""
         return self._positions.get(self.consumed // self.plan.global_batch_size * self.plan.global_batch_size)
 
     def _keep_position(self, position: dict[str, Any]) -> None:
         self._positions[self.consumed] = position
-        kept = self.plan.guard.max_in_a_row + 8  # steps that the guard may take back, with those not yet judged
-        self._positions.pop(self.consumed - kept * self.plan.global_batch_size, None)
+        # The guard may take back this many steps, with those that it has not judged yet.
+        steps = self.plan.guard.max_in_a_row + 8
+        self._positions.pop(self.consumed - steps * self.plan.global_batch_size, None)
 
     def samples_of(self, start: int) -> list[Any] | None:
-        """Per micro-batch of this rank's window at clock `start`: its places in the data set. None: it is a stream."""
+        """The data-set indices of each micro-batch of this rank's window at clock `start`; None for a stream."""
         if self.stream is not None:
             return None
-        return self._own_micro_batches(start // self.plan.global_batch_size, 1)
+        return self._micro_batches_of_rank(start // self.plan.global_batch_size, 1)
 
-    def _own_micro_batches(self, step: int, steps: int) -> list[Any]:
+    def _micro_batches_of_rank(self, step: int, steps: int) -> list[Any]:
         ranks, keys = self.plan.topology.data_parallel_size, self.keys_per_step
         dealt = self.order.micro_batches(step * keys, steps * keys, self.rank, ranks, self.keys_per_batch).tolist()
         return [batch for (batch,) in dealt] if self.by_batch else dealt
@@ -202,7 +204,7 @@ class TrainLoader:
         step = self.consumed // self.plan.global_batch_size
         end = (step // self.order.steps_per_epoch + 1) * self.order.steps_per_epoch
         for first in range(step, end, _STEPS_AT_A_TIME):
-            yield from self._own_micro_batches(first, min(_STEPS_AT_A_TIME, end - first))
+            yield from self._micro_batches_of_rank(first, min(_STEPS_AT_A_TIME, end - first))
 
     def _window_scales(self, window: list[Any]) -> list[Tensor | None]:
         if self.loss_weight is None:
@@ -211,22 +213,22 @@ class TrainLoader:
         self.window_weight = sum(weights)
         if len(window) == self.plan.topology.data_parallel_size == 1 and weights[0] > 0:
             return [None]  # the micro-batch is the whole global batch
-        # torch.tensor would wait for the copy
+        # torch.tensor would wait for the copy.
         total = torch.full((), sum(weights), dtype=torch.float64, device=self.device)
         if dist.is_initialized():
             sum_over(Mesh(self.plan).group("data"), total)
-        # The strategy averages over ranks and Lightning over micro-batches: both divisors are put back.
+        # The strategy divides by the number of ranks, and Lightning by that of micro-batches. This undoes both.
         per_weight = len(window) * self.plan.topology.data_parallel_size / total.clamp(min=1)
         return [weight * per_weight for weight in weights]
 
 
 def _order_of(loader: DataLoader[Any], plan: Plan, group: Group) -> tuple[bool, GlobalOrder | DrawnOrder]:
-    """Whether a key is a whole batch of the user's, not the place of a sample; and the order of keys.
+    """Whether each key stands for a whole batch of the user's and not for a sample, and the order of the keys.
 
     Raises:
         ConfigError: batches of another size, or a sampler that gives every rank another order.
     """
-    by_batch = loader.batch_sampler is None  # the data set gives batches
+    by_batch = loader.batch_sampler is None  # the data set gives whole batches
     sampler, per_step = sampler_of(loader), plan.global_batch_size
     if sampler is loader.batch_sampler:
         sizes = [len(batch) for batch in draw_order(loader, plan.seed, 0)]

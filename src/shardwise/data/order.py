@@ -1,4 +1,4 @@
-"""The training clock: which samples make up which step. Pure arithmetic on (seed, epoch, samples consumed)."""
+"""Computes which samples each step takes, from the seed, the epoch and the training clock (samples consumed)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ROUNDS = 6
 
 
 def permute(index: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArray[np.int64]:
-    """The images of `index` under a permutation of range(size) chosen by `key`, without a table.
+    """Map `index` by a permutation of range(size) that `key` chooses, without a table.
 
-    A Feistel network over the next even power of two, walked until it lands below `size` (cycle walking, Black and
-    Rogaway 2002): a billion samples cost no memory, and the order is the same on every platform and version.
+    This is a Feistel network over the next even power of two, applied until the value is below `size` (cycle walking,
+    Black and Rogaway 2002). A billion samples need no memory, and the order is the same on every platform and version.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
@@ -36,7 +36,7 @@ def permute(index: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArray[np
 
 
 def splitmix64(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """splitmix64's finalizer (Steele et al. 2014)."""
+    """Apply the finalizer of splitmix64 (Steele et al. 2014)."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
@@ -46,11 +46,11 @@ def splitmix64(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 class GlobalOrder:
     """The global order of samples, cut into global batches. The incomplete last batch of an epoch is dropped."""
 
-    samples: int  # in the data set
+    samples: int  # the size of the data set
     global_batch_size: int
     shuffle: bool
     seed: int
-    max_steps_per_epoch: int | None = None  # an epoch ends there; each draws its samples from the whole data set
+    max_steps_per_epoch: int | None = None  # an epoch ends there, with samples from the whole data set
 
     def __post_init__(self) -> None:
         if self.samples < self.global_batch_size:
@@ -69,15 +69,15 @@ class GlobalOrder:
         return self.steps_per_epoch * self.global_batch_size
 
     def indices(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Data-set indices of the `count` samples after `start` consumed ones, all within one epoch."""
+        """The data-set indices of the `count` samples after `start` consumed ones, all within one epoch."""
         epoch, position = divmod(start, self.samples_per_epoch)
-        places = np.arange(position, position + count, dtype=np.int64)
+        positions = np.arange(position, position + count, dtype=np.int64)
         if not self.shuffle:
-            return places
+            return positions
         key = int(
             splitmix64(np.array([self.seed, epoch], dtype=np.uint64) + np.uint64(1)) @ np.array([1, 3], np.uint64)
         )
-        return permute(places, self.samples, key)
+        return permute(positions, self.samples, key)
 
     def micro_batches(self, start: int, count: int, rank: int, ranks: int, size: int) -> npt.NDArray[np.int64]:
         """int64 [count / (ranks * size), size]: rank `rank`'s micro-batches of the `count` samples from `start` on."""
@@ -85,19 +85,19 @@ class GlobalOrder:
 
 
 class DrawnOrder:
-    """The order that a sampler gives, drawn a whole epoch at a time and dealt out like `GlobalOrder`'s.
+    """The order that a sampler gives. It is drawn one epoch at a time, and dealt out like `GlobalOrder`.
 
-    `draw(epoch)`: the keys of an epoch, the same on every rank. Epochs are drawn one after the other, each once, also
-    in a run that is resumed in a later one: a sampler may count its epochs. `samples` and `global_batch_size` count
-    keys.
+    `draw(epoch)`: gives the keys of an epoch, the same on every rank. Each epoch is drawn once, one after the other,
+    also if the run is resumed in a later one, since a sampler may count its epochs. `samples` and `global_batch_size`
+    are numbers of keys.
     """
 
     def __init__(
         self, draw: Callable[[int], Sequence[Any]], global_batch_size: int, name: str, most: int | None = None
     ) -> None:
         self.draw, self.global_batch_size, self.name = draw, global_batch_size, name
-        self.most = most  # steps of an epoch
-        self._epochs: dict[int, npt.NDArray[Any]] = {}  # the last few: others may still be asked for
+        self.most = most  # the most steps of an epoch
+        self._epochs: dict[int, npt.NDArray[Any]] = {}  # the last few, which may be needed again
         first = self._keys(0)
         self.samples = len(first)
         if self.samples < global_batch_size:
@@ -105,8 +105,8 @@ class DrawnOrder:
                 f"the training loader's {name} gives {self.samples} samples or batches an epoch, and one step takes "
                 f"{global_batch_size}: use a smaller global_batch_size"
             )
-        written = first.tobytes() if first.dtype == np.int64 else repr(first.tolist()).encode()
-        self.digest = hashlib.sha256(written).hexdigest()  # of the first epoch
+        content = first.tobytes() if first.dtype == np.int64 else repr(first.tolist()).encode()
+        self.digest = hashlib.sha256(content).hexdigest()  # of the first epoch
 
     @property
     def steps_per_epoch(self) -> int:
@@ -135,7 +135,7 @@ class DrawnOrder:
 
 
 def _as_array(keys: Sequence[Any]) -> npt.NDArray[Any]:
-    """[number of keys]; of int64 where they are indices."""
+    """An array [number of keys]: int64 if they are indices, else objects."""
     try:
         return np.fromiter((key.__index__() for key in keys), np.int64, len(keys))
     except (AttributeError, TypeError):

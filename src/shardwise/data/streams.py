@@ -1,8 +1,8 @@
-"""Loaders that keep an order of their own: iterable data sets, and whatever can be iterated and is no DataLoader.
+"""Reads loaders that keep an order of their own: iterable data sets, and iterables that are no DataLoader.
 
-Every data-parallel rank reads its own loader, so the data must be split by rank where it is read (RANK and WORLD_SIZE
-are in the environment). Here the ranks are kept together: they start on different samples, or the run ends; they end an
-epoch in the same window; and each rank's position is part of a checkpoint.
+Every data-parallel rank reads its own loader, so the user's code must split the data by rank (RANK and WORLD_SIZE are
+in the environment). This file makes the ranks agree: they must start on different samples, they end an epoch in the
+same window, and each rank's position is part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.checkpoint.classes import NotPlainError
 from shardwise.checkpoint.encoding import PLAIN, encode
 from shardwise.data.agreement import Group, check_distinct, count_ranks, smallest
 from shardwise.data.user_loader import name_of
-from shardwise.data.user_random import OwnRandom, set_epoch
+from shardwise.data.user_random import RandomStreams, set_epoch
 from shardwise.distributed.rng import derived_seed, set_random_state
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
@@ -31,40 +31,42 @@ _END = object()
 
 
 class Stream:
-    """One rank's micro-batches, read a window ahead, so that all ranks know together which window is the last."""
+    """Reads one rank's micro-batches a window ahead, so that all ranks know which window is the last."""
 
     def __init__(self, loader: Any, plan: Plan, group: Group) -> None:
         self.loader, self.plan, self.group = loader, plan, group
         self.size = plan.accumulate_grad_batches
-        self.length = self._shortest_length()  # micro-batches of an epoch on every rank; None: not known
+        self.length = self._shortest_length()  # of an epoch on every rank, in micro-batches; None: not known
         self.epoch = 0
-        self.batches = 0  # of this epoch that were handed over, in whole windows
+        self.batches = 0  # how many of this epoch were handed over, in whole windows
         self.stateful = _stateful(loader)
-        self._fresh: Any = None  # the data set's state before a position was taken up
-        self._leaves_position = False  # the data set may still start each epoch where it was told to go on
-        self._random = OwnRandom(0)
+        self._fresh: Any = None  # the state of the data set before a position was restored
+        self._leaves_position = False  # whether the data set may start each epoch at the restored position
+        self._random = RandomStreams(0)
         self._resumed: dict[str, Any] | None = None
         self._iterator: Iterator[Any] = iter(())
-        self._has_ended = False  # this rank's iterator, in this epoch
+        self._has_ended = False  # whether this rank's iterator ended in this epoch
         self._in_epoch = self._looked = self._is_known_plain = self._restored = False
         if plan.topology.data_parallel_size > 1 or plan.checkpoint.saves:
-            _say(f"data: {name_of(loader)} keeps an order of its own; a run that is resumed, on as many ranks as "
-                 f"before, {self._how_it_goes_on()}")  # fmt: skip
+            _print_once(
+                f"data: {name_of(loader)} keeps an order of its own; a run that is resumed, on as many ranks as before, "
+                f"{self._how_it_goes_on()}"
+            )
 
     def windows(self) -> Iterator[tuple[list[Any], dict[str, Any], bool]]:
-        """An epoch: each window, the position behind it for `take_up`, and whether it is the last. Collective.
+        """Read an epoch: each window, the position after it, and whether it is the last one. Collective.
 
         Raises:
-            ConfigError: two ranks read the same samples, or the epoch has not one whole window.
+            ConfigError: two ranks read the same samples, or the epoch has not even one whole window.
         """
-        if self._in_epoch:  # the epoch before was left early
+        if self._in_epoch:  # the last epoch was left early
             self.epoch, self.batches = self.epoch + 1, 0
         self._in_epoch = True
         try:
             self._begin()
             yield from self._windows()
         finally:
-            self._iterator = iter(())  # its worker processes end with it
+            self._iterator = iter(())  # ends its worker processes
         self.epoch, self.batches, self._in_epoch = self.epoch + 1, 0, False
 
     def _windows(self) -> Iterator[tuple[list[Any], dict[str, Any], bool]]:
@@ -79,27 +81,27 @@ class Stream:
             if following is None:
                 position = self._position_at_end()
                 if self._restored and self.plan.max_train_batches is None:
-                    with self._random():  # some loaders that took up a position start anew only behind their end
+                    with self._random():  # some loaders start anew only after their end
                         deque(self._iterator, maxlen=0)
             yield window, position, following is None
             window = following
 
-    def take_up(self, position: dict[str, Any]) -> None:
+    def go_on_from(self, position: dict[str, Any]) -> None:
         """Go on from a position of this rank."""
         self.epoch, self.batches, self._resumed = position["epoch"], position["batches"], position
 
     def _begin(self) -> None:
-        """A new iterator, at the position that was taken up, or at the start of the epoch."""
+        """Make an iterator at the position of `go_on_from`, or at the start of the epoch."""
         position, self._resumed = self._resumed, None
         set_epoch(self.loader, self.epoch)
-        self._random = OwnRandom(derived_seed(self.plan.seed, "stream", self.epoch))
+        self._random = RandomStreams(derived_seed(self.plan.seed, "stream", self.epoch))
         restored = position is not None and position["state"] is not None and self.stateful is not None
         with self._random():
             if restored:
                 assert position is not None
                 self._fresh = copy.deepcopy(self.stateful.state_dict())
                 self.stateful.load_state_dict(position["state"])
-            elif self._leaves_position and not self._has_ended:  # nor did it start anew by itself, at its end
+            elif self._leaves_position and not self._has_ended:  # at its end it starts anew by itself
                 self.stateful.load_state_dict(self._fresh)
             self._restored = restored
             self._leaves_position = restored and self.stateful is not self.loader
@@ -113,7 +115,7 @@ class Stream:
         self._has_ended = False
 
     def _end_epoch_before(self, is_over: bool) -> None:
-        """What was left of it when every rank had its last window; some loaders have to be told that it is over."""
+        """Read the rest of the epoch after its last window, which some loaders need in order to start the next one."""
         first = _END
         if is_over:
             first = next(self._iterator, _END)
@@ -122,8 +124,10 @@ class Stream:
         self._iterator = _once(iter(self.loader)) if first is _END else chain([first], self._iterator)
 
     def _read_again(self) -> None:
-        _say(f"data: the first {self.batches} micro-batches of {name_of(self.loader)} are read again on every rank and "
-             f"passed over, up to where the checkpoint was written")  # fmt: skip
+        _print_once(
+            f"data: the first {self.batches} micro-batches of {name_of(self.loader)} are read again on every rank and "
+            f"passed over, up to where the checkpoint was written"
+        )
         passed = sum(1 for _ in islice(self._iterator, self.batches))
         if passed < self.batches:
             raise ConfigError(
@@ -132,7 +136,7 @@ class Stream:
             )
 
     def _read(self) -> list[Any] | None:
-        """The next window, unless it is incomplete on some rank, or beyond the length of an epoch. Collective."""
+        """Read the next window; None if it is incomplete on a rank, or if the epoch is over. Collective."""
         is_over = self.batches == self.length
         with self._random():
             window = list(islice(self._iterator, 1 if is_over else self.size))
@@ -146,7 +150,7 @@ class Stream:
             state = copy.deepcopy(self.stateful.state_dict())
             if not self._is_known_plain and not _is_plain(state):
                 self.stateful = state = None
-                _say(
+                _print_once(
                     f"data: the state of {name_of(self.loader)} is not plain data ({PLAIN}), and nothing else travels "
                     f"with a position: a run that is resumed {self._how_it_goes_on()}"
                 )
@@ -161,7 +165,7 @@ class Stream:
 
     def _position_at_end(self) -> dict[str, Any]:
         position = self._position() | {"epoch": self.epoch + 1, "batches": 0, "over": self._has_ended}
-        if self.stateful is not self.loader and not self._has_ended:  # another rank's was shorter: all start anew
+        if self.stateful is not self.loader and not self._has_ended:  # a shorter rank ended the epoch: all start anew
             position["state"] = None
         return position
 
@@ -202,20 +206,20 @@ class Stream:
 def evaluation_batches(
     loader: Any, plan: Plan, rank: int, limit: int | None, group: Group
 ) -> Iterator[tuple[Any, bool]]:
-    """A rank's batches and whether each is padding: its last one again, while another rank still has some. Collective.
+    """Give a rank's batches, and whether each is padding: its last batch again, while other ranks have more.
 
-    `limit`: batches of all ranks.
+    Collective. `limit`: the most batches of all ranks together.
     """
     ranks = plan.topology.data_parallel_size
-    own_random = OwnRandom(derived_seed(plan.seed, "evaluation stream"))
-    with own_random():
+    random_streams = RandomStreams(derived_seed(plan.seed, "evaluation stream"))
+    with random_streams():
         batches = _once(iter(loader))
         head = list(islice(batches, 2))
     check_distinct(head[:1], head[1:], loader, "evaluation", group)
     batches, turn, last = chain(head, batches), 0, _END
     while True:
         has_one = limit is None or turn * ranks + rank < limit
-        with own_random():
+        with random_streams():
             batch = next(batches, _END) if has_one else _END
         if smallest(int(batch is _END), group) == 1:
             return
@@ -230,13 +234,13 @@ def evaluation_batches(
 
 
 def _once(iterator: Iterator[Any]) -> Iterator[Any]:
-    """The same items. A loader that is its own iterator would start anew wherever `iter` is called on it."""
+    """Give the same items. Another `iter` of a loader that is its own iterator would start it anew."""
     while (item := next(iterator, _END)) is not _END:
         yield item
 
 
 def _stateful(loader: Any) -> Any:
-    """What has the position in a state of its own: the loader, or its data set if no worker process reads ahead."""
+    """The object whose state has the position: the loader, or its data set if no worker process reads ahead."""
     if _has_state(loader):
         return loader
     dataset = getattr(loader, "dataset", None)
@@ -260,6 +264,6 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _say(text: str) -> None:
+def _print_once(text: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(text, flush=True)

@@ -1,4 +1,4 @@
-"""Memory-mapped token shards: a directory of raw little-endian tokens and the index that describes them."""
+"""Reads and writes token shards: a directory of raw little-endian tokens, and the index that describes them."""
 
 import hashlib
 import json
@@ -23,7 +23,11 @@ Tokens = npt.NDArray[Any]
 
 
 class TokenShards:
-    """One split of a shard directory as one long sequence of tokens; opens every shard or raises `DataError`."""
+    """One split of a shard directory, as one long sequence of tokens in mapped files.
+
+    Raises:
+        DataError: a shard cannot be opened, or has another size than the index says.
+    """
 
     def __init__(self, directory: str | os.PathLike[str], split: str) -> None:
         self.directory = Path(directory)
@@ -43,15 +47,15 @@ class TokenShards:
         self._ends = np.cumsum([len(array) for array in self._arrays])
 
     def __len__(self) -> int:
-        """Tokens in the split."""
+        """The number of tokens in the split."""
         return int(self._ends[-1])
 
     def __reduce__(self) -> tuple[type["TokenShards"], tuple[Path, str]]:
-        # A pickled memmap is a copy of the data: a spawned loader worker maps the files itself instead.
+        # A pickled memmap would copy the data, so a spawned loader worker maps the files itself.
         return TokenShards, (self.directory, self.split)
 
     def tokens(self, start: int, count: int) -> Tokens:
-        """Tokens [start, start + count) in the shards' dtype, across shard borders."""
+        """The tokens [start, start + count) in the shards' dtype, also across shards."""
         if start < 0 or count < 0 or start + count > len(self):
             raise IndexError(
                 f"tokens [{start}, {start + count}) are outside split {self.split!r} of {len(self)} tokens"
@@ -107,7 +111,7 @@ class TokenSequences:
         self.sequence_length = sequence_length
 
     def __len__(self) -> int:
-        """Whole sequences; the tokens after the last one are never seen."""
+        """The number of whole sequences. The tokens after the last one are not used."""
         return (len(self.shards) - 1) // self.sequence_length
 
     def __getitem__(self, i: int) -> dict[str, npt.NDArray[np.int64]]:
@@ -128,8 +132,8 @@ def write_token_shards(
 ) -> Path:
     """Writes each split's arrays, end to end, as shards of at most `shard_tokens` tokens.
 
-    The directory appears whole or not at all. Where several processes write it, the first one wins and the rest
-    discard their work.
+    The directory appears whole or not at all. If several processes write it, the first one wins, and the others discard
+    their work.
     """
     directory = Path(directory)
     dtype = next((name for name, kind in DTYPES.items() if vocab_size <= 1 << 8 * kind.itemsize), None)
@@ -160,7 +164,7 @@ def write_token_shards(
 
 
 def unigram_bigram_baselines(train: TokenShards, validation: TokenShards, vocab_size: int) -> dict[str, float]:
-    """Nats per token that counting alone reaches on `validation`: the losses a model has to beat.
+    """The losses, in nats per token, that counting alone reaches on `validation`. A model must be better.
 
     Fitted on at most the first 20M tokens of `train`, measured on at most the first 2M of `validation`. `unigram`:
     p(b) = (n(b) + 1) / (n + V). `bigram`, for V <= 1024 only (its table has V² entries), interpolates by Witten-Bell:
@@ -169,7 +173,7 @@ def unigram_bigram_baselines(train: TokenShards, validation: TokenShards, vocab_
     counts = _count(train, 20_000_000, vocab_size, order=1)
     unigram = (counts + 1) / (counts.sum() + vocab_size)
     measured = _count(validation, 2_000_000, vocab_size, order=1)
-    measured[int(validation.tokens(0, 1)[0])] -= 1  # the first token has no context: neither model predicts it
+    measured[int(validation.tokens(0, 1)[0])] -= 1  # no model predicts the first token
     baselines = {"unigram": _cross_entropy(measured, unigram)}
     if vocab_size <= 1024:
         pairs = _count(train, 20_000_000, vocab_size, order=2).reshape(vocab_size, vocab_size)
@@ -185,7 +189,7 @@ def _cross_entropy(counts: npt.NDArray[np.int64], probabilities: npt.NDArray[np.
 
 
 def _count(shards: TokenShards, limit: int, vocab_size: int, order: int) -> npt.NDArray[np.int64]:
-    """Occurrences of each token (order 1, [V]) or pair of neighbours (order 2, [V * V])."""
+    """Count each token (order 1, [V]) or each pair of neighbours (order 2, [V * V])."""
     counts = np.zeros(vocab_size**order, np.int64)
     limit, step = min(limit, len(shards)), 1 << 20
     for start in range(0, limit - order + 1, step):
@@ -243,7 +247,7 @@ def _write_split(
 
 
 def _pieces(split: str, arrays: Iterable[Tokens], vocab_size: int, shard_tokens: int) -> Iterator[Tokens]:
-    """The arrays cut at shard borders, none of them empty."""
+    """Cut the arrays at shard borders, and leave out empty ones."""
     filled = 0
     for array in arrays:
         if len(array) and not 0 <= int(array.min()) <= int(array.max()) < vocab_size:

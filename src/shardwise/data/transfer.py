@@ -1,4 +1,4 @@
-"""A batch, on its way from the host to the device."""
+"""Copies batches from the host to the device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batc
 
 
 class BatchTransfer:
-    """Copies batches to the device; a large one while that still works on the step before.
+    """Copies batches to the device. A large batch is copied while the device still works on the last step.
 
-    `hosts`: the module and its data, whose own hooks for this are called.
+    `hosts`: the module and its data, which may override Lightning's hooks for this.
     """
 
     def __init__(self, device: torch.device, *hosts: Any) -> None:
@@ -25,7 +25,7 @@ class BatchTransfer:
         self._copies: torch.cuda.Stream | None = None
 
     def copy(self, batch: Any) -> Any:
-        """The tensors of a batch on the device, unless the module or its data copies them itself."""
+        """Copy the tensors of a batch to the device, unless the module or its data copies them itself."""
         if self.device.type != "cuda" or "transfer_batch_to_device" in self._hooks:
             return batch
         tensors: list[Tensor] = []
@@ -47,20 +47,24 @@ class BatchTransfer:
         return batch
 
     def leaves_work(self, batch: Any) -> bool:
-        """Whether Lightning has something left to do: a hook of the user's, or objects of other kinds in the batch.
-        Tensors that are on the device already stay as they are."""
+        """Whether Lightning must still call a hook of the user's, or move objects that are no tensors.
+
+        It leaves tensors alone that are on the device already.
+        """
         return bool(self._hooks) or not _is_plain(batch)
 
 
 def _is_small_and_pinned(batch: Any) -> bool:
-    """Its copy would keep the device for less time than another stream takes the host; pageable memory would make the
-    host wait for the stream."""
+    """Whether a copy on the device's main stream is best: it takes less time than the host needs for a second stream.
+
+    From memory that is not pinned, the host would wait for the copy.
+    """
     tensors = [batch] if isinstance(batch, Tensor) else list(batch.values() if isinstance(batch, dict) else batch)
     return sum(t.nbytes for t in tensors) < 2**20 and all(t.is_cuda or t.is_pinned() for t in tensors)
 
 
 def _is_plain(batch: Any) -> bool:
-    """A tensor, or a list, tuple or mapping of them: nothing that Lightning would have to move in a way of its own."""
+    """Whether the batch is a tensor, or a list, tuple or dict of tensors, so that no other objects must be moved."""
     if isinstance(batch, (list, tuple)):
         return all(isinstance(item, Tensor) for item in batch)
     return isinstance(batch, Tensor) or (type(batch) is dict and all(isinstance(v, Tensor) for v in batch.values()))

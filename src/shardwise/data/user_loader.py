@@ -1,4 +1,4 @@
-"""The user's DataLoader: what it was made with, and a copy of it that reads the batches we say."""
+"""Reads the settings of the user's DataLoader, and copies it with another order of batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.process.signals import leave_to_parent
 
 
 class Batches:
-    """A batch sampler whose next pass starts where the clock stands."""
+    """A batch sampler that calls `make` for each pass, which can start at the training clock."""
 
     def __init__(self, make: Callable[[], Iterator[Any]], length: int) -> None:
         self.make, self.length = make, length
@@ -32,7 +32,7 @@ class Batches:
 
 
 def is_stream(loader: Any) -> bool:
-    """Whether a loader keeps an order of its own: it cannot be asked for the sample at a place."""
+    """Whether a loader keeps an order of its own, because its samples cannot be read by an index."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return True
     try:
@@ -43,21 +43,22 @@ def is_stream(loader: Any) -> bool:
 
 
 def attribute_of(loader: Any, name: str) -> Any:
-    if name.startswith("__") or "given" not in vars(loader):
+    """The attribute `name` of the user's loader that `loader` replaces."""
+    if name.startswith("__") or "original" not in vars(loader):
         raise AttributeError(name)
-    return getattr(loader.given, name)
+    return getattr(loader.original, name)
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
-    """What gives the order: a batch sampler of the user's own, or the sampler."""
+    """The object that gives the order: the user's batch sampler, or else the sampler."""
     return loader.batch_sampler if loader.batch_size is None and loader.batch_sampler is not None else loader.sampler
 
 
 def shuffles(loader: DataLoader[Any]) -> bool | None:
-    """None: a sampler says more than that."""
+    """Whether the loader shuffles; None if its sampler gives an order of its own."""
     sampler: Any = sampler_of(loader)
     samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
-    if type(sampler) is DistributedSampler:  # what it does is done here
+    if type(sampler) is DistributedSampler:  # shardwise deals samples out by itself
         return bool(sampler.shuffle)
     if len(sampler) == samples and type(sampler) in (RandomSampler, SequentialSampler):
         replaces = getattr(sampler, "replacement", False)
@@ -66,14 +67,14 @@ def shuffles(loader: DataLoader[Any]) -> bool | None:
 
 
 def with_batches(loader: DataLoader[Any], batches: Any, seed: int) -> DataLoader[Any]:
-    """The same loader with another order; `batches`: lists of places, or single ones where it does not collate."""
+    """Copy the loader with another order. `batches`: lists of indices, or single ones if it does not collate."""
     order: dict[str, Any] = {"batch_sampler": batches}
     if loader.batch_sampler is None:
         order = {"sampler": batches, "batch_size": None}
-    # Of its own: else each pass would draw from the stream that dropout draws from, and so would a resumed one.
+    # Without a generator each pass would draw from the random stream of dropout, and a resumed run from another place.
     generator = loader.generator or torch.Generator().manual_seed(seed)
     start_worker = partial(_start_worker, loader.worker_init_fn)
-    if _iterates_its_own_way(loader):
+    if _overrides_iteration(loader):
         return _copy_with(loader, {**order, "generator": generator, "worker_init_fn": start_worker})
     return DataLoader(
         loader.dataset,
@@ -90,19 +91,19 @@ def with_batches(loader: DataLoader[Any], batches: Any, seed: int) -> DataLoader
     )
 
 
-def _iterates_its_own_way(loader: DataLoader[Any]) -> bool:
+def _overrides_iteration(loader: DataLoader[Any]) -> bool:
     kind = type(loader)
-    if kind.__module__.startswith("torchdata."):  # whose state is not needed where the order is ours
+    if kind.__module__.startswith("torchdata."):  # its state is not needed if the order is given
         return False
     return kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator
 
 
 def _copy_with(loader: DataLoader[Any], changed: dict[str, Any]) -> DataLoader[Any]:
-    """Of the same class, which iterates in its own way over another order."""
+    """Copy a loader whose class overrides iteration, with another order."""
     copied = copy.copy(loader)
     if (batches := changed.get("batch_sampler")) is not None:
         changed |= {"sampler": SequentialSampler(batches), "batch_size": None, "drop_last": False}
-    vars(copied).update(changed | {"_iterator": None})  # DataLoader refuses to be assigned to
+    vars(copied).update(changed | {"_iterator": None})  # DataLoader refuses to set these attributes
     return copied
 
 
@@ -113,7 +114,7 @@ def with_watched_workers(loader: Any) -> Any:
 
 
 def _start_worker(then: Callable[[int], None] | None, worker: int) -> None:
-    kill_with_parent()  # torch's own watch takes seconds, and prints tracebacks meanwhile
+    kill_with_parent()  # torch's own check takes seconds, and prints tracebacks
     leave_to_parent()
     if then is not None:
         then(worker)
@@ -123,16 +124,16 @@ def check_batch_size(loader: Any, plan: Plan) -> None:
     size = getattr(loader, "batch_size", None)
     if not isinstance(loader, DataLoader) or size in (None, plan.micro_batch_size):
         return
-    words = _words_for_batch_size(plan)
-    named = f"'{words[0]}=${{micro_batch_size}}' (in quotes, as the shell would read ${{…}}), or " if words else ""
+    options = _options_for_batch_size(plan)
+    named = f"'{options[0]}=${{micro_batch_size}}' (in quotes, as the shell would read ${{…}}), or " if options else ""
     raise ConfigError(
         f"the training loader's batch_size is {size}, and micro_batch_size={plan.micro_batch_size}: make them equal: "
         f"{named}micro_batch_size={size}"
     )
 
 
-def _words_for_batch_size(plan: Plan) -> list[str]:
-    """The arguments of the data, else of the module, whose name says that they are it."""
+def _options_for_batch_size(plan: Plan) -> list[str]:
+    """The arguments of the data and of the module that are named like a batch size."""
     found = []
     for word, node in (("data", plan.data), ("module", plan.module)):
         if not node or "_target_" not in node:
@@ -146,7 +147,7 @@ def _words_for_batch_size(plan: Plan) -> list[str]:
 
 
 def name_of(loader: Any) -> str:
-    """For messages."""
+    """The name of the data in messages."""
     if isinstance(loader, DataLoader) and type(loader) is DataLoader:
         return type(loader.dataset).__name__
     return type(loader).__name__

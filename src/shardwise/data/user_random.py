@@ -1,4 +1,4 @@
-"""Random streams that the user's data draws from: its own, so that a run's others are left alone."""
+"""Gives the user's data random streams of its own, apart from those of training."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shardwise.distributed.rng import derived_seed, random_state, set_random_sta
 _CPU = torch.device("cpu")
 
 
-class OwnRandom:
-    """Random streams of the host that are the data's: what it draws changes nothing in training, and the other way."""
+class RandomStreams:
+    """Random streams on the host for the data alone: inside the context it draws from these, not from training's."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -42,17 +42,17 @@ class OwnRandom:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the number of the epoch to whatever in a loader asks for it."""
+    """Call `set_epoch` of the loader and its parts, if they have it."""
     sampler, of_batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     for part in (loader, getattr(loader, "dataset", None), sampler, of_batches, getattr(of_batches, "sampler", None)):
-        if callable(tell := getattr(part, "set_epoch", None)):
-            tell(epoch)
+        if callable(method := getattr(part, "set_epoch", None)):
+            method(epoch)
 
 
 def draw_order(loader: DataLoader[Any], seed: int, epoch: int) -> Sequence[Any]:
-    """An epoch of the user's own sampler: places, or batches of them. A function of seed and epoch."""
+    """Draw an epoch from the user's sampler: indices, or batches of them. It depends on seed and epoch alone."""
     sampler = sampler_of(loader)
-    with OwnRandom(derived_seed(seed, "order", epoch))():
+    with RandomStreams(derived_seed(seed, "order", epoch))():
         for part in (sampler, getattr(sampler, "sampler", None)):
             if isinstance(generator := getattr(part, "generator", None), torch.Generator):
                 generator.manual_seed(derived_seed(seed, "order", epoch))

@@ -228,7 +228,7 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         if saved is not None:
             set_random_state(saved, self.root_device)
         if self.train_loader is not None:
-            self.train_loader.take_up((saved or {}).get("stream"))
+            self.train_loader.go_on_from((saved or {}).get("stream"))
         if self.plan.checkpoint.saves:
             check_one_owner(self.optimizers, self.module_name)
         if not self.module.automatic_optimization:
@@ -317,7 +317,7 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         assert self.train_loader is not None
         if not counters.rewind(self.module.trainer, steps, steps * self.plan.accumulate_grad_batches):
             return False
-        self.train_loader.take_back(steps)
+        self.train_loader.rewind(steps)
         return True
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
