@@ -49,8 +49,8 @@ class Stream:
         self._in_epoch = self._looked = self._is_known_plain = self._restored = False
         if plan.topology.data_parallel_size > 1 or plan.checkpoint.saves:
             _print_once(
-                f"data: {name_of(loader)} keeps an order of its own; a run that is resumed, on as many ranks as before, "
-                f"{self._how_it_goes_on()}"
+                f"data: {name_of(loader)} keeps an order of its own; a run that is resumed, on as many ranks as "
+                f"before, {self._how_it_goes_on()}"
             )
 
     def windows(self) -> Iterator[tuple[list[Any], dict[str, Any], bool]]:
