@@ -1,4 +1,4 @@
-"""The order of things for train.py: say everything that is wrong, then start."""
+"""What train.py does, in order: compose the config, make and check the Plans, start the ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from shardwise.run_dir.files import (
     ENVIRONMENT,
     LOGS,
     PLAN,
-    hold,
     keep_earlier,
+    lock_run_dir,
     put_back,
     rank_logs,
     stage_file,
@@ -40,7 +40,7 @@ from shardwise.weights.safetensors import check_weights
 
 
 def train(argv: list[str]) -> int:
-    """`python train.py …`. Exit code: 0 done, 2 a user's mistake (one message on stderr), else the run's own."""
+    """Run `python train.py …`. Returns 0, 2 for a user's mistake (one message on stderr), or the run's exit code."""
     code = _train(argv)
     if code == 0 and os.environ.get("RANK", "0") == "0":
         write_job_file("done", "")
@@ -63,11 +63,11 @@ def _train(argv: list[str]) -> int:
         jobs, plans = make_run_plans(command.jobs, host)
         if any(job.config.dry_run for job in jobs):
             for job, plan in zip(jobs, plans, strict=True):
-                told = "".join(f"# {line}\n" for line in job.told)
-                print(f"{told}# config\n{job.yaml}\n# plan\n{plan.to_json()}")
+                notices = "".join(f"# {line}\n" for line in job.told)
+                print(f"{notices}# config\n{job.yaml}\n# plan\n{plan.to_json()}")
             return 0
         check_targets(plans)
-        # In a batch script's job it has been looked already
+        # In a job of our batch script the preflight has run already
         if host.launcher == "local" and job_folder() is None and any(job.config.preflight for job in jobs):
             from shardwise.preflight.run import run_alone
 
@@ -77,16 +77,17 @@ def _train(argv: list[str]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("shardwise: stopped by Ctrl-C\n")
         return 130
-    except Exception as error:  # the user's own code has been imported, and his data made
+    except Exception as error:  # the user's own code was imported and its data built, so anything may be raised
         return report(error)
 
 
 def make_run_plans(jobs: tuple[Job, ...], host: Host) -> tuple[tuple[Job, ...], list[Plan]]:
-    """The jobs that are this process's, and their Plans with their checkpoints found. Each job of a sweep has a folder
-    of its own. In a Slurm job array each member has one of them.
+    """The jobs that this process runs, and their Plans with the checkpoints that they go on from.
+
+    Each job of a sweep has a folder of its own. In a Slurm job array each member runs one job.
 
     Raises:
-        ConfigError: of any of them, or a sweep that something else has started the ranks for.
+        ConfigError: a job cannot work, or torchrun or srun has started ranks for a sweep.
     """
     member = read_array_member(len(jobs)) if len(jobs) > 1 else None
     if len(jobs) > 1 and member is None and host.launcher != "local":
@@ -98,7 +99,7 @@ def make_run_plans(jobs: tuple[Job, ...], host: Host) -> tuple[tuple[Job, ...], 
     plans = []
     for number, job in enumerate(jobs):
         plan = make_plan(job.config, host, job.clusters)
-        if len(jobs) > 1 and (member is None or job.config.name is not None):  # an array's own id has the number
+        if len(jobs) > 1 and (member is None or job.config.name is not None):  # an array's run id has its number
             plan = number_run(plan, number)
         if member in (None, number):
             plans.append(find_checkpoint(plan, host))
@@ -106,7 +107,7 @@ def make_run_plans(jobs: tuple[Job, ...], host: Host) -> tuple[tuple[Job, ...], 
 
 
 def check_targets(plans: list[Plan]) -> None:
-    """What only the user's classes and data can tell, before any worker starts."""
+    """Check what depends on the user's classes and data, before any rank starts."""
     from importlib.util import find_spec
 
     from lightning.pytorch import LightningDataModule, LightningModule
@@ -131,19 +132,19 @@ def check_targets(plans: list[Plan]) -> None:
         check_callbacks(plan)
         check_loggers(plan)
         if plan.optimizer is not None:
-            check(plan.optimizer, "optimizer", Optimizer, positional=1)  # the parameters
+            check(plan.optimizer, "optimizer", Optimizer, positional=1)  # the argument is the parameters
         if plan.schedule is not None:
-            check(plan.schedule, "schedule", positional=1, supplied=("total_steps",))  # the step
+            check(plan.schedule, "schedule", positional=1, supplied=("total_steps",))  # the argument is the step
         if isinstance(target := locate(plan.module["_target_"], "module"), type):
             check_ownership(plan, target)
         try_optimizer(plan)
         data = build(plan.data, "data")
-        if os.environ.get("LOCAL_RANK", "0") == "0" and (look := check_of(data)) is not None:
-            look()
+        if os.environ.get("LOCAL_RANK", "0") == "0" and (check_data := check_of(data)) is not None:
+            check_data()
 
 
 def start_all(jobs: tuple[Job, ...], plans: list[Plan]) -> int:
-    """One run after the other; one that fails does not keep the others of its sweep from running."""
+    """Start one run after the other. A run that fails does not keep the others of its sweep from running."""
     codes = []
     for number, (job, plan) in enumerate(zip(jobs, plans, strict=True)):
         if len(jobs) > 1:
@@ -161,22 +162,22 @@ def start_all(jobs: tuple[Job, ...], plans: list[Plan]) -> int:
 
 
 def start(job: Job, plan: Plan, single: bool) -> int:
-    """Write down what will run, then run it."""
+    """Write the run's records, then run it. Returns the exit code."""
     run_dir = Path(plan.run_dir)
     fresh = not run_dir.exists()
-    earlier: dict[Path, Path] = {}  # where the records of this run went that were there before
+    earlier: dict[Path, Path] = {}  # record's path → new path of the earlier record that was there
     if os.environ.get("RANK", "0") == "0":
-        told = resumption(plan)
+        notices = resumption(plan)
         records = {CONFIG: job.yaml, PLAN: plan.to_json()}
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             begun = has_begun(plan.run_dir)
-            alone = hold(run_dir, plan.stage, is_requeued=begun)
+            locked = lock_run_dir(run_dir, plan.stage, is_requeued=begun)
             note_begun(plan.run_dir)
             if plan.stage == "fit" and job.config.resume is None and not begun:
-                # Of two runs that want one name, the first has it. A start that trained nothing keeps no name, where
-                # it is certain that it is over.
-                may_be_there = alone and not was_trained(run_dir)
+                # Of two runs with one name the first gets it. An earlier start that trained nothing gives the name
+                # up, if the lock shows that it is over.
+                may_be_there = locked and not was_trained(run_dir)
                 (run_dir / PLAN).touch(exist_ok=may_be_there)
             for name, text in records.items():
                 path = run_dir / stage_file(name, plan.stage)
@@ -190,10 +191,10 @@ def start(job: Job, plan: Plan, single: bool) -> int:
             raise ConfigError(
                 f"cannot write the run's folder {run_dir}: {error.strerror}; give another runs_dir="
             ) from None
-        print("\n".join([*job.told, headline(plan), *told]), flush=True)
+        print("\n".join([*job.told, headline(plan), *notices]), flush=True)
     saved = list_checkpoints(run_dir)
     code = launch(plan, in_process=single)
-    if code == 2 and list_checkpoints(run_dir) == saved:  # it never went on like this
+    if code == 2 and list_checkpoints(run_dir) == saved:  # the run was refused: put the earlier records back
         for path, kept in earlier.items():
             put_back(path, kept)
     first = fresh and os.environ.get("RANK", "0") == "0"
@@ -205,11 +206,11 @@ def start(job: Job, plan: Plan, single: bool) -> int:
 
 
 def _is_refused(run_dir: Path, stage: str) -> bool:
-    """Whether a folder holds nothing but the records of a start that was refused."""
+    """Whether a run's folder holds only the records of a start that was refused."""
     written = {stage_file(name, stage) for name in (CONFIG, PLAN, ENVIRONMENT)} | {LOGS}
     return {path.name for path in run_dir.glob("*")} <= written
 
 
 def _has_traceback(run_dir: Path) -> bool:
-    """Whether the user was sent to one of its logs."""
+    """Whether one of the run's logs has a traceback that the user was told to read."""
     return any("Traceback (most recent call last)" in log.read_text(errors="replace") for log in rank_logs(run_dir))

@@ -1,4 +1,4 @@
-"""What a user did wrong, said once: rule, numbers, remedy. Everything else is a bug and keeps its traceback."""
+"""Errors that end a run with one message (rule, numbers, remedy). Any other error is a bug and keeps its traceback."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from pathlib import Path
 
 
 class ExitCode(IntEnum):
-    """How a run ended. After `crash`, `saved` and `hang` a job script may start it again, after `bad_node` without
-    the nodes that a preflight has named; after the others it would only end the same way. 128 + n: ended by signal n,
-    before there was anything to save or by a second Ctrl-C."""
+    """How a run ended.
+
+    After `crash`, `saved` and `hang` a job script may start it again; after `bad_node` too, without the nodes that the
+    preflight named. After the others it would end the same way again. 128 + n means that signal n ended it, before
+    there was anything to save or by a second Ctrl-C.
+    """
 
     done = 0
     crash = 1
@@ -25,13 +28,13 @@ class ExitCode(IntEnum):
 
 
 class RunStopped(Exception):
-    """The run cannot go on, and no line of code is to blame. Shown as one message without a traceback."""
+    """The run cannot go on, and no line of code is to blame: the user sees one message without a traceback."""
 
     exit_code: int = ExitCode.crash
 
 
 class ConfigError(RunStopped):
-    """A configuration that cannot work."""
+    """The configuration cannot work."""
 
     exit_code = ExitCode.user_error
 
@@ -49,44 +52,44 @@ class OutOfMemoryError(RunStopped):
 
 
 class CheckpointError(RunStopped):
-    """Checkpoints cannot be written any more: a full disk, a folder that cannot be written to."""
+    """Checkpoints cannot be written any more, for instance because the disk is full."""
 
 
 class Left(RunStopped):
-    """A signal has asked the run to save and leave, and it has."""
+    """The run has saved and ends, as a signal asked it to."""
 
     exit_code: int = ExitCode.saved
 
     def __init__(self, message: str, unsaved_by: int | None = None) -> None:
-        """`unsaved_by`: the signal, where nothing was to be saved."""
+        """`unsaved_by`: the signal's number, where the run saves no checkpoints."""
         super().__init__(message if unsaved_by else f"{message}; resume=auto goes on")
         self.exit_code = 128 + unsaved_by if unsaved_by else ExitCode.saved
 
 
 class DataError(ConfigError):
-    """Data on disk that is missing, unreadable or not what its index says."""
+    """Data on disk are missing, unreadable, or not what their index says."""
 
 
-def where(error: BaseException) -> str:
-    """An error in one line: what was raised, and the line of the user's own code that it came through last."""
+def describe_error(error: BaseException) -> str:
+    """Describe an error in one line: what was raised, and the last line of the user's own code that it came through."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = Path(__file__).parent
     own = [f for f in frames if "site-packages" not in f.filename and ours not in Path(f.filename).parents]
-    place = f" ({own[-1].filename}:{own[-1].lineno}, in {own[-1].name})" if own else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+    line = f" ({own[-1].filename}:{own[-1].lineno}, in {own[-1].name})" if own else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{line}"
 
 
 def count(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`, `1,000 steps`. The plurals are those that an s or es makes."""
+    """A number with its noun: `1 rank`, `2 ranks`, `1,000 steps`. Plurals are formed with s or es."""
     return f"{number:,} {noun if number == 1 else noun + ('es' if noun.endswith(('s', 'x', 'tch')) else 's')}"
 
 
 def a_or_an(noun: str) -> str:
-    """`an int`, `a list`."""
+    """A noun with its article: `an int`, `a list`."""
     return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint to append to a message: the known word that is nearest, or nothing."""
+    """A hint to append to a message: the most similar known word, or nothing."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {near[0]}?)" if near else ""

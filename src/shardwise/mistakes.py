@@ -1,7 +1,7 @@
-"""An exception in a module author's code → his frame and his line, in two lines. No torch.
+"""Reports an exception in a module author's code in two lines: the error, and the author's line. No torch.
 
-His are the files that are neither ours nor a library's; where the module comes from an installed package, also the
-files of that package.
+The author's files are those that are neither ours nor a library's. If the module comes from an installed package, the
+files of that package are the author's too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _OURS = (str(ROOT / "train.py"), str(Path(__file__).resolve().parent) + os.sep)
 _STANDARD = tuple(str(Path(sysconfig.get_paths()[word])) + os.sep for word in ("stdlib", "platstdlib"))
 _INSTALLED = ("site-packages", "dist-packages")
 _LIBRARIES = ("torch", "lightning", "deepspeed", "torchmetrics", "numpy")
-_WORKER = "Original Traceback (most recent call last):"  # a data worker's, which torch hands on as text
+_WORKER = "Original Traceback (most recent call last):"  # torch hands on a data worker's traceback as text
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
-# A network, a device or a process that failed beneath the author's line
+# Texts of errors of a network, a device or a process, which no line of the author's has caused
 _MACHINE = re.compile(r"gloo|nccl|Connection (closed|reset|refused)|CUDA (error|driver)|[Tt]imed out|DataLoader worker")
 _CALL = re.compile(r"([\w.<>]+)\(\) (?:takes|missing|got) ")
 _OF_A_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -39,12 +39,15 @@ class Frame:
     def __str__(self) -> str:
         """`training_step, my.py line 12: loss = …`; without a name at the top level of a file."""
         file = os.path.relpath(self.file) if self.file.startswith(os.getcwd() + os.sep) else self.file
-        where = f"{file} line {self.line}: {linecache.getline(self.file, self.line).strip()}"
-        return where if self.function == "<module>" else f"{self.function}, {where}"
+        line = f"{file} line {self.line}: {linecache.getline(self.file, self.line).strip()}"
+        return line if self.function == "<module>" else f"{self.function}, {line}"
 
 
-def tell(error: Exception, package: str | None) -> str | None:
-    """`error: ValueError: …` and where, or None: it did not come up in the author's code. `package`: the module's."""
+def describe_mistake(error: Exception, package: str | None) -> str | None:
+    """The error and the author's line that it came from; None: it did not come from the author's code.
+
+    `package`: the top-level package of the module.
+    """
     frames = [*_frames(error), *_of_the_call(error)]
     found = [] if _is_of_the_machine(error) else [f for f in frames if is_authors(f.file, package)]
     if not found:
@@ -56,11 +59,12 @@ def tell(error: Exception, package: str | None) -> str | None:
 
 
 def would_fail_again(error: Exception) -> bool:
-    """Not a file system or a server that may be there the next time."""
+    """Whether a restart would end in the same error: not after one of a file system or server that may come back."""
     return not isinstance(error, OSError) or isinstance(error, _OF_A_PATH)
 
 
 def is_authors(file: str, package: str | None = None) -> bool:
+    """Whether a file belongs to the module's author. `package`: the top-level package of the module."""
     if file.startswith("<"):
         return False
     path = os.path.abspath(file)
@@ -79,7 +83,7 @@ def _is_of_the_machine(error: Exception) -> bool:
 
 
 def _frames(error: Exception) -> list[Frame]:
-    """Outermost first."""
+    """The frames that the error came through, the outermost first, also those in a data worker."""
     frames = [Frame(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append(Frame(error.filename, error.lineno or 0, "<module>"))
@@ -90,7 +94,7 @@ def _frames(error: Exception) -> list[Frame]:
 
 
 def _of_the_call(error: Exception) -> list[Frame]:
-    """Where a function begins that was called with other arguments than it takes: it has no frame of its own."""
+    """The first line of a function that was called with wrong arguments: such a call has no frame of its own."""
     called = _CALL.match(str(error)) if isinstance(error, TypeError) else None
     if called is None:
         return []
@@ -103,7 +107,7 @@ def _of_the_call(error: Exception) -> list[Frame]:
 
 def _message(error: Exception) -> str:
     text = str(error)
-    if _WORKER in text:  # its last lines
+    if _WORKER in text:  # the message is at the end of the worker's traceback
         text = text.rpartition(f"\n{type(error).__name__}: ")[2]
     text = " ".join(text.split())
     return text if len(text) <= 1000 else text[:1000] + " …"

@@ -1,4 +1,4 @@
-"""One rank's life: build, run, roll back, say what came out."""
+"""Runs one rank: builds module, data and Trainer, runs the stage, rolls back, prints the results."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def run(plan: Plan) -> None:
     """Run one rank of `plan`. RANK, LOCAL_RANK and WORLD_SIZE are in the environment; one process needs none.
 
     Raises:
-        ConfigError: what only the user's own code or data could tell.
-        OutOfMemoryError: what was held, what was asked for and what to change.
+        ConfigError: the user's own code or data cannot work.
+        OutOfMemoryError: the rank has run out of memory; the message says what to change.
     """
     quiet_lightning()
-    if plan.topology.world_size == 1:  # there is a process group all the same, and so Lightning's advice
+    if plan.topology.world_size == 1:  # one rank has a process group too, so Lightning would give this advice
         warnings.filterwarnings("ignore", ".*sync_dist=True.*")
     set_matmul_mode(plan.precision)
     with OutOfMemoryWatch(plan) as watch:
@@ -47,23 +47,24 @@ def run(plan: Plan) -> None:
         while goes_on is not None:
             goes_on = _run_until_rolled_back(goes_on, watch)
         progress.end()
-    # Not after a failure: the peers would fail in turn, and NCCL might wait for them.
-    dist.barrier()  # nobody is gone before the last has written its part: srun gives those that are left a minute
+    # The ranks end together, after the last has written its part: srun kills those that are left after a minute. After
+    # a failure there is no barrier: the peers would fail in turn, and NCCL might wait for them.
+    dist.barrier()
     dist.destroy_process_group()
 
 
 def _run_until_rolled_back(plan: Plan, *more: Callback) -> Plan | None:
-    """Run `plan`. If the guard rolls it back, the Plan to go on with: from the last checkpoint, in these processes."""
+    """Run `plan`. If the guard rolls it back, return the Plan to go on with in the same processes."""
     try:
         _run(plan, *more)
         return None
     except RollBack as back:
         start = back.start
     progress.begin_setup()
-    gc.collect()  # the module and its optimizer
+    gc.collect()  # frees the module and its optimizer
     if plan.accelerator == "cuda":
         torch.cuda.empty_cache()
-    # What a damaged checkpoint was passed over for may still be there, of a later step.
+    # A damaged checkpoint of a later step, which was passed over, may still be there.
     before = [path for path in list_checkpoints(plan.run_dir) if step_of(path) <= start // plan.global_batch_size]
     resume = str(before[-1]) if before else plan.resume
     return verify_resume(plan.going_on_from(resume, may_fall_back=True, pass_over=start))
@@ -71,11 +72,11 @@ def _run_until_rolled_back(plan: Plan, *more: Callback) -> Plan | None:
 
 def _run(plan: Plan, *more: Callback) -> None:
     module, data = build_module(plan), build_data(plan)
-    for told in newly_used() if dist.get_rank() == 0 else ():
-        print(told, flush=True)
+    for notice in newly_used() if dist.get_rank() == 0 else ():
+        print(notice, flush=True)
     predictions = Predictions(plan)
     trainer = build_trainer(plan, module, *more, *([predictions] if plan.stage == "predict" else []))
-    # The table below says what validation found, and `predictions` has written what was predicted.
+    # Lightning prints no results: the table below has those of validation, and `predictions` writes its own.
     quiet = {"fit": {}, "predict": {"return_predictions": False}}.get(plan.stage, {"verbose": False})
     trainer_function = getattr(trainer, plan.stage)
     trainer_function(module, datamodule=data, ckpt_path=plan.resume, weights_only=True, **quiet)
@@ -95,7 +96,7 @@ def _run(plan: Plan, *more: Callback) -> None:
 
 
 def check_other_stages(trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
-    """A few batches of test and of predict, where module and data define them."""
+    """Run a few batches of test and of predict, where module and data define them."""
     for stage, step in (("test", "test_step"), ("predict", "predict_step")):
         loader = f"{stage}_dataloader"
         defined = is_overridden(step, module) and (is_overridden(loader, data) or is_overridden(loader, module))
@@ -107,7 +108,7 @@ def check_other_stages(trainer: Trainer, module: LightningModule, data: Lightnin
 
 
 def quiet_lightning() -> None:
-    """Keep what the Plan has said already, and advice that does not apply here, out of the log."""
+    """Keep out of the log what the headline has said already, and advice that does not apply here."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     for message in (
@@ -115,13 +116,13 @@ def quiet_lightning() -> None:
         ".*isinstance.treespec, LeafSpec.*",
         ".*Checkpoint directory .* exists and is not empty.*",
         ".*GPU available but not used.*",
-        ".*number of training batches .* is smaller than the logging interval.*",  # StepLog keeps its own
-        ".*predict returned None.*",  # a padding batch
-        ".*`IterableDataset` has `__len__` defined.*",  # an end that comes earlier is one of all ranks
+        ".*number of training batches .* is smaller than the logging interval.*",  # StepLog has its own interval
+        ".*predict returned None.*",  # a padding batch has no predictions
+        ".*`IterableDataset` has `__len__` defined.*",  # if the data end earlier, they do so on all ranks
         ".*RNN module weights are not part of single contiguous chunk.*",  # under fsdp they cannot be
-        ".*wandb run already in progress.*",  # a run that was rolled back goes on in the same one
+        ".*wandb run already in progress.*",  # a run that was rolled back goes on in the same wandb run
         ".*barrier.*: using the device under current context.*",
-        ".*torch.distributed.* is deprecated. Please use.*",  # DeepSpeed, on torch 2.13
-        ".*torch.distributed is disabled, unavailable.*",  # DCP, of one rank
+        ".*torch.distributed.* is deprecated. Please use.*",  # DeepSpeed causes this on torch 2.13
+        ".*torch.distributed is disabled, unavailable.*",  # DCP says this when there is one rank
     ):
         warnings.filterwarnings("ignore", message)

@@ -1,4 +1,4 @@
-"""Plan → module, data and lightning.Trainer."""
+"""Builds the module, the data and Lightning's Trainer from a Plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ from shardwise.weights.initialize import parameters_on_meta
 
 
 def build_module(plan: Plan) -> LightningModule:
-    """The LightningModule, from the Plan's seed; without memory for its parameters where it initialises itself."""
+    """Build the LightningModule from the Plan's seed.
+
+    If the module initialises itself, its parameters get no memory yet.
+    """
     target = locate(plan.module["_target_"], "module")
     seed_streams(derived_seed(plan.seed, "build"))
     with default_dtype(plan.precision), parameters_on_meta() if initializes_itself(target) else nullcontext():
@@ -62,8 +65,12 @@ def build_module(plan: Plan) -> LightningModule:
 
 
 def _check_by_hand(plan: Plan, name: str) -> None:
-    """What such a module does itself, and where it cannot be."""
-    if plan.strategy.zero_stage:  # before Lightning says that it cannot clip
+    """Refuse options that a module which optimizes by hand has to take care of itself, and ZeRO.
+
+    Raises:
+        ConfigError: such an option is set.
+    """
+    if plan.strategy.zero_stage:  # this comes before Lightning's own message, that it cannot clip
         raise ConfigError(
             f"{name} optimizes by hand, which {plan.strategy.name} cannot do: DeepSpeed's engine owns one optimizer "
             f"and its step; use strategy=ddp or fsdp"
@@ -83,7 +90,7 @@ def _check_by_hand(plan: Plan, name: str) -> None:
 
 
 def one_optimizer(module: LightningModule) -> Callable[[], Any]:
-    """The module's `configure_optimizers`; several optimizers are a mistake where Lightning does the stepping."""
+    """The module's `configure_optimizers`, which then refuses several optimizers: Lightning steps only one."""
     own = module.configure_optimizers
 
     def configure() -> Any:
@@ -106,7 +113,7 @@ def one_optimizer(module: LightningModule) -> Callable[[], Any]:
 
 
 def build_data(plan: Plan) -> LightningDataModule | None:
-    """None: the module has loaders of its own."""
+    """Build the LightningDataModule; None: the module has loaders of its own."""
     if plan.data is None:
         return None
     data = build(plan.data, "data")
@@ -128,7 +135,7 @@ def _check_constructed(made: LightningModule | LightningDataModule, kind: str) -
 
 
 def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Trainer:
-    """Lightning's Trainer with every decision made: nothing is left for it to infer. `more` callbacks come first."""
+    """Build Lightning's Trainer with every option set, so that it infers nothing. `more` callbacks come first."""
     record = {"plan": dataclasses.asdict(plan)}
     if os.environ["RANK"] == "0":
         record["environment"] = describe_environment()
@@ -140,7 +147,7 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
     leave_out_model_checkpoints(module)
     accumulate = plan.accumulate_grad_batches
     validate_every = plan.validate_every_n_steps
-    # Who started the ranks is known. Lightning would look for srun, warn where it is there, and refuse SLURM_NTASKS.
+    # We know who started the ranks. Lightning would look for srun, warn if it is there, and refuse SLURM_NTASKS.
     SLURMEnvironment.detect = staticmethod(lambda: False)  # type: ignore[method-assign]
     trainer = StoppableTrainer(
         accelerator=plan.accelerator,
@@ -156,14 +163,14 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
         max_epochs=plan.max_epochs,  # None beside max_steps becomes -1 when training starts
         accumulate_grad_batches=accumulate,
         gradient_clip_val=plan.gradient_clip_val,
-        # A module that clips by itself may choose its own
+        # A module that clips by itself may choose another algorithm
         gradient_clip_algorithm=plan.gradient_clip_algorithm if plan.gradient_clip_val else None,
         # Lightning counts micro-batches here
         val_check_interval=1.0 if validate_every is None else validate_every * accumulate,
         check_val_every_n_epoch=1 if validate_every is None else None,
         log_every_n_steps=plan.log_every_n_steps,
         deterministic=plan.deterministic or None,  # False would undo what a module has chosen
-        benchmark=plan.benchmark or None,  # likewise
+        benchmark=plan.benchmark or None,  # False would do so here as well
         detect_anomaly=plan.detect_anomaly,
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
@@ -187,7 +194,7 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
 
 
 def build_profiler(plan: Plan) -> Profiler:
-    """Lightning's of this name, whose report rank 0 writes into the run's folder."""
+    """Lightning's profiler of this name. Rank 0 writes its report into the run's folder."""
     kinds: dict[str, Callable[..., Profiler]] = {
         "simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler,
     }  # fmt: skip

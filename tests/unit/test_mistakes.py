@@ -11,7 +11,7 @@ import pytest
 from shardwise.config.compose import compose
 from shardwise.config.targets import build
 from shardwise.errors import ConfigError
-from shardwise.mistakes import tell
+from shardwise.mistakes import describe_mistake
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.process.report import report
 from shardwise.run_dir.files import rank_log
@@ -33,7 +33,7 @@ class Mistyped:
 def test_a_hook_that_takes_other_arguments_is_told_by_the_line_where_it_begins() -> None:
     with ThreadPoolExecutor() as pool:  # as Lightning's, its frames are no author's
         error: Any = pool.submit(Mistyped().on_train_batch_end, 1, 2, 3).exception()  # type: ignore[call-arg]
-    said = tell(error, None)
+    said = describe_mistake(error, None)
     assert said is not None
     assert said.startswith(
         "error: TypeError: Mistyped.on_train_batch_end() takes 2 positional arguments but 4 were given\n"
@@ -79,7 +79,7 @@ def test_an_import_that_fails_in_the_authors_constructor_keeps_his_line(monkeypa
     monkeypatch.setattr("shardwise.config.targets.locate", lambda path, where: imports)
     with pytest.raises(ModuleNotFoundError) as error:
         build({"_target_": "a.Bar"}, "callbacks.bar")
-    assert "in imports, " in (tell(error.value, None) or "")
+    assert "in imports, " in (describe_mistake(error.value, None) or "")
 
 
 def test_a_traceback_that_is_shown_is_in_the_log_as_well(

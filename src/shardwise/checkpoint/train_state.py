@@ -30,7 +30,7 @@ from shardwise.checkpoint.state import (
 )
 from shardwise.checkpoint.verify import load_own, load_rest
 from shardwise.distributed.rng import random_state
-from shardwise.errors import ConfigError, RunStopped, where
+from shardwise.errors import ConfigError, RunStopped, describe_error
 from shardwise.lightning_internals.counters import count_in_other_micro_batches
 from shardwise.lightning_internals.patches import dump_checkpoint
 from shardwise.lightning_internals.results import logged_so_far, restore_callback_metrics, restore_logged
@@ -145,8 +145,8 @@ class TrainState:
             self.rehearsed = False
             if dist.get_rank() == 0:
                 print(
-                    f"checkpoints: before the first step nothing can be saved: {where(error)}; if the hook raises this "
-                    f"after the first step, too, the run ends there",
+                    f"checkpoints: before the first step nothing can be saved: {describe_error(error)}; if the hook "
+                    f"raises this after the first step, too, the run ends there",
                     flush=True,
                 )
             return
@@ -246,7 +246,7 @@ class TrainState:
                 raise
             remedy = "" if self.plan.trust else "; trust=true reads them: do so where you trust whoever wrote them"
             raise ConfigError(
-                f"resume={self.plan.resume}: {where(error)}. The checkpoint's content came without "
+                f"resume={self.plan.resume}: {describe_error(error)}. The checkpoint's content came without "
                 f"{', '.join(self.missing)}, which are not plain data{remedy}"
             ) from error
 

@@ -14,7 +14,7 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 from shardwise.config.bind import as_yaml
 from shardwise.config.one_lightning import read_as_one, second_copy
 from shardwise.errors import ConfigError, a_or_an, did_you_mean
-from shardwise.mistakes import tell
+from shardwise.mistakes import describe_mistake
 
 # Modules of the standard library whose classes hold values and do nothing when they are made
 _PLAIN = ("collections", "datetime", "decimal", "fractions", "functools", "pathlib", "uuid", "zoneinfo")
@@ -174,7 +174,7 @@ def build(node: Any, where: str = "") -> Any:
             f"{where}._target_={node['_target_']} needs a package that is not there: pip install {package}"
         ) from error
     except Exception as error:
-        if not where.startswith(("callbacks.", "loggers.")) or tell(error, None) is not None:
+        if not where.startswith(("callbacks.", "loggers.")) or describe_mistake(error, None) is not None:
             raise
         said = " ".join(str(error).split())[:1000]
         raise ConfigError(f"{where}._target_={node['_target_']}: {type(error).__name__}: {said}") from error
@@ -183,7 +183,7 @@ def build(node: Any, where: str = "") -> Any:
 def _missing_package(error: ImportError) -> str | None:
     """The package that a constructor asks for, where its message names one. An import that fails in the author's own
     code is told by his line."""
-    if tell(error, None) is not None:
+    if describe_mistake(error, None) is not None:
         return None
     named = _PIP.search(str(error))
     return named[1] if named else error.name if isinstance(error, ModuleNotFoundError) else None

@@ -1,4 +1,4 @@
-"""What to change in a config so that a run needs less memory."""
+"""Lists changes to a config by which a run needs less memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from shardwise.plan import Plan
 
 
-def remedies(plan: Plan, memory: GpuMemory | None, asked: float | None) -> list[str]:
-    """What to change, as words for the command line; only what this Plan has not done yet."""
+def remedies(plan: Plan, memory: GpuMemory | None, requested: float | None) -> list[str]:
+    """Changes to make on the command line, without those that this Plan has made already.
+
+    `requested`: GiB that the allocation which failed had asked for.
+    """
     strategy, ranks, trains = plan.strategy, plan.topology.world_size, plan.stage == "fit"
     words = []
     if (smaller := smaller_micro_batch_size(plan)) is not None:
@@ -30,7 +33,7 @@ def remedies(plan: Plan, memory: GpuMemory | None, asked: float | None) -> list[
             words.append("strategy.offload_optimizer=true (its state and step on the CPU)")
     if strategy.zero_stage == 3 and plan.accelerator == "cuda" and not strategy.offload_parameters:
         words.append("strategy.offload_parameters=true")
-    if memory is not None and _is_fragmented(memory, asked):
+    if memory is not None and _is_fragmented(memory, requested):
         words.append(
             f"PYTORCH_ALLOC_CONF=expandable_segments:True in the environment ({memory.reserved - memory.allocated:.2f} "
             f"GiB are reserved and in no tensor)"
@@ -41,7 +44,7 @@ def remedies(plan: Plan, memory: GpuMemory | None, asked: float | None) -> list[
 
 
 def host_remedies(plan: Plan) -> list[str]:
-    """Of a rank on a GPU whose host has no memory left."""
+    """Changes for a rank on a GPU whose host has no memory left."""
     offloads = {
         "offload_optimizer": plan.strategy.offload_optimizer,
         "offload_parameters": plan.strategy.offload_parameters,
@@ -55,7 +58,7 @@ def host_remedies(plan: Plan) -> list[str]:
 
 
 def smaller_micro_batch_size(plan: Plan) -> int | None:
-    """The largest that is at most half and leaves the global batch a whole number of micro-batches."""
+    """The largest size that is at most half of now and divides the global batch; None: there is none."""
     each = plan.global_batch_size // plan.topology.data_parallel_size
     return next((size for size in range(plan.micro_batch_size // 2, 0, -1) if each % size == 0), None)
 
@@ -64,14 +67,14 @@ def smaller_micro_batch_size(plan: Plan) -> int | None:
 class GpuMemory:
     """What the allocator of this rank's GPU holds, in GiB."""
 
-    allocated: float  # in tensors
-    reserved: float  # from the GPU, these included
+    allocated: float  # memory in tensors
+    reserved: float  # memory taken from the GPU, that in tensors included
     free: float
     total: float
 
 
-def _is_fragmented(memory: GpuMemory, asked: float | None) -> bool:
-    """What was asked for, or a tenth of the GPU, lies in pieces in the allocator's hands."""
-    told = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+def _is_fragmented(memory: GpuMemory, requested: float | None) -> bool:
+    """Whether the allocator has enough free memory in pieces: as much as was requested, or a tenth of the GPU's."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     unused = memory.reserved - memory.allocated
-    return "expandable_segments:True" not in told and unused >= min(asked or memory.total, memory.total / 10)
+    return "expandable_segments:True" not in settings and unused >= min(requested or memory.total, memory.total / 10)

@@ -1,4 +1,4 @@
-"""What a process finds around itself: devices, launcher, run id. No torch."""
+"""Finds out what a process runs under: devices, launcher, run id. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.plan.plan import Launcher
 
 
 def inspect_host(environ: Mapping[str, str] = os.environ) -> Host:
-    """Read the environment once. Under torchrun and srun nodes and devices are what they started."""
+    """Read the environment once. Under torchrun and srun, the nodes and devices are those that they have started."""
     under_torchrun = "TORCHELASTIC_RUN_ID" in environ and "RANK" in environ
     launcher: Launcher = "local"
     nodes = devices = None
@@ -45,18 +45,18 @@ def inspect_host(environ: Mapping[str, str] = os.environ) -> Host:
 
 
 def _is_terminal() -> bool:
-    """One that a progress bar can be drawn on: `docker run -t` and the like may give one without columns."""
+    """Whether a progress bar can be drawn. The terminal of `docker run -t` and the like may have no columns."""
     return sys.stdout.isatty() and sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
 
 
 def _run_id(environ: Mapping[str, str], nodes: int | None) -> str | None:
-    """Torchrun's run id, else made here. None: several nodes, nothing shared."""
+    """Torchrun's run id, or a new one; None: several nodes share nothing that an id could be made from."""
     if nodes is not None:
         if (elastic_id := environ["TORCHELASTIC_RUN_ID"]) not in ("", "none"):
             return re.sub(r"[^A-Za-z0-9._-]", "-", elastic_id)
         if nodes > 1:
             return None
-        # All ranks of one node have the same parent: its id and start time are theirs alone.
+        # All ranks of one node have the same parent, and no other run has its id and start time.
         started = Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[19]
         return f"torchrun-{os.getppid()}-{started}"
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"

@@ -1,4 +1,4 @@
-"""Start a Plan's ranks on this node, pass signals on, end them together, and start them again after a crash."""
+"""Starts a Plan's ranks on this node, passes signals on, ends them together, and restarts them after a crash."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from shardwise.process.signals import LEAVE, SAVE, in_words
 from shardwise.run_dir.checkpoints import newest_whole, step_of
 from shardwise.run_dir.job_folder import claim_exit_code
 
-GRACE_SECONDS = 60  # for a rank that has said how it ends: its tracker's last upload
-_DEATH_SECONDS = 10  # a process that waits for a lost disk or GPU does not even die
-_SILENCE_SECONDS = 3  # for one that has not, once another has failed: it may be about to say why
-_FRUITLESS = 2  # restarts in a row after which nothing new was saved
+GRACE_SECONDS = 60  # a rank that has reported how it ends gets this time, for instance for its tracker's last upload
+_DEATH_SECONDS = 10  # the launcher waits this long for killed ranks: one that waits for a lost disk or GPU cannot die
+_SILENCE_SECONDS = 3  # once a rank has failed, the others get this time to report why they end
+_FRUITLESS = 2  # after this many restarts in a row that saved nothing new, there is no further one
 
 
 def launch(plan: Plan, in_process: bool) -> int:
-    """Run `plan` and return its exit code. `in_process`: a single rank needs no process of its own.
+    """Run `plan` and return its exit code. `in_process`: a single rank runs in this process.
 
     Raises:
-        SystemExit: told to stop by a signal; every rank is gone by then.
+        SystemExit: a signal has stopped the run; every rank is gone by then.
     """
     if plan.launcher != "local" or (plan.topology.world_size == 1 and in_process and not plan.max_restarts):
         return run_rank(plan)
     restarts = fruitless = 0
     while True:
         code = _Start(plan).run()
-        # Not what a signal to one rank ended before it could save: it was told to leave
+        # A rank that LEAVE or SAVE has ended before it could save has not crashed: it was asked to leave
         crashed = code in (ExitCode.crash, ExitCode.hang) or (code > 128 and code - 128 not in (*LEAVE, SAVE))
         if not crashed or plan.stage != "fit" or restarts == plan.max_restarts:
             return code
@@ -59,7 +59,7 @@ def launch(plan: Plan, in_process: bool) -> int:
 
 
 class _Rank:
-    """A process, and the pipe on which it says what went wrong."""
+    """A rank's process, and the pipe on which it reports what went wrong."""
 
     def __init__(self, number: int, plan: Plan, environment: dict[str, str]) -> None:
         self.reports, writes = os.pipe()
@@ -67,12 +67,12 @@ class _Rank:
         environment = environment | {"RANK": str(number), "LOCAL_RANK": str(number), REPORT: str(writes)}
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-m", "shardwise.launch.worker"], env=environment, stdin=subprocess.PIPE,
-            pass_fds=[writes], start_new_session=True,  # Ctrl-C in a terminal reaches its launcher alone
+            pass_fds=[writes], start_new_session=True,  # so Ctrl-C in a terminal reaches the launcher alone
         )  # fmt: skip
         os.close(writes)
-        self.number, self.killed, self._said = number, False, b""
+        self.number, self.killed, self._received = number, False, b""
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError), self.process.stdin as stdin:  # it may be gone already
+        with suppress(BrokenPipeError), self.process.stdin as stdin:  # the process may be gone already
             stdin.write(plan.to_json().encode())
 
     @property
@@ -80,11 +80,11 @@ class _Rank:
         return self.process.poll()
 
     def report(self) -> dict[str, Any] | None:
-        """What it has said first, if anything."""
+        """The first report that the rank has sent; None: it has sent none."""
         with suppress(BlockingIOError):
-            while said := os.read(self.reports, 2**16):
-                self._said += said
-        first, end, _ = self._said.partition(b"\n")
+            while received := os.read(self.reports, 2**16):
+                self._received += received
+        first, end, _ = self._received.partition(b"\n")
         return dict(json.loads(first)) if end else None
 
     def send(self, number: int) -> None:
@@ -92,7 +92,7 @@ class _Rank:
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """With what it has started."""
+        """Kill the process and those that it has started."""
         if self.code is None:
             self.killed = True
             with suppress(ProcessLookupError):
@@ -104,13 +104,13 @@ class _Start:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.told: int | None = None  # the signal that this process was told to stop by
+        self.stopped_by: int | None = None  # the signal that asked this process to stop
         self.ranks: list[_Rank] = []
 
     def run(self) -> int:
         from torch._C._distributed_c10d import TCPStore
 
-        # Here, where it outlives every rank; on a port that the system chooses
+        # The store is in this process, which outlives every rank, on a port that the system chooses
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         try:
             with self._signals():
@@ -118,8 +118,8 @@ class _Start:
                     self.ranks.append(
                         _Rank(number, self.plan, rank_environment(self.plan.topology.world_size, store.port))
                     )
-                    if self.told is not None:  # before this one was there
-                        self.ranks[-1].send(self.told)
+                    if self.stopped_by is not None:  # the signal came before this rank was started
+                        self.ranks[-1].send(self.stopped_by)
                 self._wait()
         finally:
             for rank in self.ranks:
@@ -129,18 +129,19 @@ class _Start:
                 time.sleep(0.05)
             remove_abandoned(patience=1.0)
             del store
-        code, text = outcome(self.ranks, self.told)
+        code, text = outcome(self.ranks, self.stopped_by)
         if code:
             claim_exit_code(code, text)
         sys.stderr.write(text)
         sys.stderr.flush()
         for rank in self.ranks:
             os.close(rank.reports)
-        if self.told is not None:
-            raise SystemExit(code)  # nor does what would come next start
+        if self.stopped_by is not None:
+            raise SystemExit(code)  # further runs of a sweep do not start either
         return code
 
     def _wait(self) -> None:
+        """Wait for all ranks. Once one has failed, give the others some time and kill those that are left."""
         while all(rank.code in (None, 0) and rank.report() is None for rank in self.ranks):
             if all(rank.code == 0 for rank in self.ranks):
                 return
@@ -148,8 +149,10 @@ class _Start:
         failed = time.monotonic()
         while alive := [rank for rank in self.ranks if rank.code is None and not rank.killed]:
             reports = [rank.report() for rank in self.ranks]
+            # Whether the ranks end for a reason that they all have in common
             together = any(
-                said and said["code"] not in (ExitCode.crash, ExitCode.hang) and not said["alone"] for said in reports
+                report and report["code"] not in (ExitCode.crash, ExitCode.hang) and not report["alone"]
+                for report in reports
             )
             for rank in alive:
                 patience = GRACE_SECONDS if together or reports[rank.number] else _SILENCE_SECONDS
@@ -159,14 +162,14 @@ class _Start:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """What this process is told, its ranks are told: they save and leave. A second Ctrl-C does not wait for it."""
+        """Pass this process's signals on to its ranks, which save and leave. A second Ctrl-C kills them."""
 
         def relay(number: int, frame: FrameType | None) -> None:
             if number in LEAVE:
-                if number == signal.SIGINT == self.told:
+                if number == signal.SIGINT == self.stopped_by:
                     for rank in self.ranks:
                         rank.kill()
-                self.told = number
+                self.stopped_by = number
             for rank in self.ranks:
                 rank.send(number)
 
@@ -181,43 +184,47 @@ class _Start:
                 signal.signal(number, handler)
 
 
-def outcome(ranks: Sequence[_Rank], told: int | None) -> tuple[int, str]:
-    """The exit code of all, and what to say: who died without a word, else what the first to fail said. The others'
-    errors are its consequences, but a known reason is nobody's. `told`: the signal that the launcher was told to stop
-    by."""
+def outcome(ranks: Sequence[_Rank], stopped_by: int | None) -> tuple[int, str]:
+    """The exit code of the run, and its message.
+
+    A report with a known reason (an exit code other than `crash`) comes first, then a rank that died without a report,
+    then the first report: the other ranks' errors are its consequences. `stopped_by`: the signal that asked the
+    launcher to stop.
+    """
     failed = [rank for rank in ranks if rank.code and not rank.killed]
-    reports = sorted((said for rank in ranks if (said := rank.report())), key=lambda said: said["time"])
+    reports = sorted((report for rank in ranks if (report := rank.report())), key=lambda report: report["time"])
     silent = [rank for rank in failed if rank.report() is None]
-    known = [said for said in reports if said["code"] != ExitCode.crash]
-    if told is not None and not known and (any(rank.code == -told for rank in silent) or not (failed or reports)):
-        ended = any(rank.code for rank in ranks)  # before there was anything to save, or by force
-        return (128 + told, f"shardwise: stopped by {in_words(told)}\n") if ended else (0, "")
-    if reports and not known:  # no rank is through before all are: somebody's own sys.exit()
+    known = [report for report in reports if report["code"] != ExitCode.crash]
+    by_signal = stopped_by is not None and any(rank.code == -stopped_by for rank in silent)
+    if stopped_by is not None and not known and (by_signal or not (failed or reports)):
+        ended = any(rank.code for rank in ranks)  # ranks ended before there was anything to save, or were killed
+        return (128 + stopped_by, f"shardwise: stopped by {in_words(stopped_by)}\n") if ended else (0, "")
+    if reports and not known:  # a rank ends with code 0 only when all do, so this one has called sys.exit() itself
         silent += [rank for rank in ranks if rank.code == 0 and rank.report() is None]
     if not known and silent:
         code = int(silent[0].code or 0)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended by itself with exit code {code}"
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
         text = f"shardwise: rank {silent[0].number} {how}{hint}; the other ranks are stopped\n"
-        if 0 <= code <= 128:  # not one of ours
+        if 0 <= code <= 128:  # such a code of the user's own could be mistaken for one of ours
             code = int(ExitCode.crash)
         return (code if code > 0 else 128 - code), text
-    said = next(iter(known or reports), None)
-    return (0, "") if said is None else (int(said["code"]), str(said["text"]))
+    report = next(iter(known or reports), None)
+    return (0, "") if report is None else (int(report["code"]), str(report["text"]))
 
 
 def rank_environment(ranks: int, port: int) -> dict[str, str]:
-    """Of `ranks` processes on this node, whose store is this process's; RANK and LOCAL_RANK are each one's own."""
-    here = [str(ROOT / "src"), str(ROOT), os.getcwd()]
-    before = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in here]
+    """The environment of `ranks` processes on this node, without RANK and LOCAL_RANK. `port`: the store's."""
+    ours = [str(ROOT / "src"), str(ROOT), os.getcwd()]
+    before = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in ours]
     return os.environ | {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, count_cpus() // ranks))),
-        "PYTHONPATH": os.pathsep.join([*here, *before]),
+        "PYTHONPATH": os.pathsep.join([*ours, *before]),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "GROUP_RANK": "0",
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's word for: the store is there, be its client
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # by this torch knows that the store exists: rank 0 makes none
         PARENT: str(os.getpid()),
     }

@@ -1,8 +1,9 @@
-"""What Slurm has told this process, and what a job's batch script is told back. No torch.
+"""Reads what Slurm says about this process: rank, nodes, job, array member. No torch.
 
 A job that slurm/job.sh runs has a folder (`SHARDWISE_JOB_DIR`, on the file system that its nodes share) that outlives
-its requeues: `done`, `saved` (a step), `begun` (the run's folder), `start-N/code-C` (why start N ended, one file a
-code). A batch script decides by these: srun's own exit code is that of whichever rank had the highest.
+its requeues. It holds `done`, `saved` (a step), `begun` (the run's folder), and `start-N/code-C` (why start N ended,
+one file for each exit code). The batch script decides by these files, since srun's exit code is only the highest of
+all ranks'.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from pathlib import Path
 
 from shardwise.errors import ConfigError, count
 
-_SPECIAL = 0xFFFFFFF0  # steps from here on are no srun's: the batch script, salloc's shell
-# Below what Linux hands out by itself (32768 on)
+_SPECIAL = 0xFFFFFFF0  # step numbers from here on are not srun's, but those of the batch script or of salloc's shell
+# These ports are below those that Linux hands out by itself (from 32768 on)
 _PORTS = range(25_000, 32_768)
 
 
 @dataclass(frozen=True)
 class Task:
-    """One of the tasks that srun has started: a rank."""
+    """One of the tasks that srun has started; each is a rank."""
 
     rank: int
     local_rank: int
@@ -34,7 +35,7 @@ class Task:
     port: int
 
     def environment(self) -> dict[str, str]:
-        """In torch's words."""
+        """The environment variables that torch reads."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
@@ -47,8 +48,10 @@ class Task:
 
 
 def read_task(environ: Mapping[str, str] = os.environ) -> Task | None:
-    """None: no rank of srun's. A batch script, a shell that salloc or `srun --pty` has opened, and a step of a single
-    task have Slurm's variables too: what is started there starts its own ranks.
+    """The task that this process is; None: srun has not started it as a rank.
+
+    A batch script, a shell of salloc or `srun --pty`, and a step of a single task have Slurm's variables too: a run
+    that is started there starts its own ranks.
 
     Raises:
         ConfigError: nodes with different numbers of tasks, or ranks that are not numbered node by node.
@@ -68,7 +71,7 @@ def read_task(environ: Mapping[str, str] = os.environ) -> Task | None:
             f"srun has task {rank} as number {local_rank} of node {node}, with {devices} a node: ranks are numbered "
             f"node by node; leave --distribution out, or --distribution=block"
         )
-    # Two jobs on one node have different ports, and so does a job that is started again
+    # Two jobs on one node get different ports, as do two starts of one job
     restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
     number = int(environ["SLURM_JOB_ID"]) * 8 + int(environ["SLURM_STEP_ID"]) + restarts * 1024
     return Task(
@@ -79,20 +82,20 @@ def read_task(environ: Mapping[str, str] = os.environ) -> Task | None:
 
 
 def _is_shell(environ: Mapping[str, str]) -> bool:
-    """Not a program that srun itself has started."""
+    """Whether this process runs in a batch script or a shell, so that srun itself has not started it."""
     if int(environ.get("SLURM_STEP_ID") or _SPECIAL) >= _SPECIAL:
         return True
     if "SLURM_PTY_PORT" not in environ:
         return False
-    with suppress(OSError):  # srun --pty: its program, or what somebody types there
+    with suppress(OSError):  # under srun --pty this is its program, or a command that a user typed in its shell
         return Path(f"/proc/{os.getppid()}/comm").read_text().strip() != "slurmstepd"
     return True
 
 
 def read_run_id(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The same whenever the job is started again. None: outside of a job, or in a shell, which may start many runs."""
+    """A run id that stays the same when the job is requeued; None: no job, or a shell, which may start many runs."""
     if "SLURM_JOB_ID" not in environ or "SLURM_PROCID" not in environ:
-        return None  # salloc's shell has no PROCID
+        return None  # salloc's shell has no SLURM_PROCID
     if "SLURM_STEP_ID" in environ and _is_shell(environ):
         return None
     if "SLURM_ARRAY_JOB_ID" in environ:
@@ -101,10 +104,10 @@ def read_run_id(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def read_array_member(jobs: int, environ: Mapping[str, str] = os.environ) -> int | None:
-    """Which job of a sweep is this array member's. None: no array, or a shell.
+    """The number of the sweep's job that this array member runs; None: there is no array, or this is a shell.
 
     Raises:
-        ConfigError: an array of another size than the sweep.
+        ConfigError: the array has more members than the sweep has jobs.
     """
     if read_run_id(environ) is None or "SLURM_ARRAY_TASK_ID" not in environ:
         return None
@@ -122,13 +125,13 @@ def read_array_member(jobs: int, environ: Mapping[str, str] = os.environ) -> int
 
 
 def first_host(hosts: str) -> str:
-    """`dgx[03-05,09],login1` → `dgx03`: Slurm's own scontrol may be missing in a container."""
+    """The first host of a list: `dgx[03-05,09],login1` → `dgx03`. A container may lack Slurm's scontrol."""
     first = re.match(r"(?:[^,\[]|\[[^]]*\])+", hosts)
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0]) if first else hosts
 
 
 def all_hosts(hosts: str) -> list[str]:
-    """`dgx[03-05,09],login1` → dgx03, dgx04, dgx05, dgx09, login1: in the order of Slurm's node numbers."""
+    """All hosts, in the order of Slurm's node numbers: `dgx[03-05,09],login1` → dgx03, dgx04, dgx05, dgx09, login1."""
     found = []
     for word in re.findall(r"(?:[^,\[]|\[[^]]*\])+", hosts):
         parts = re.split(r"\[([^]]*)\]", word)  # text, numbers, text …
@@ -140,10 +143,10 @@ def all_hosts(hosts: str) -> list[str]:
     return found
 
 
-def _numbers(spread: str) -> list[str]:
-    """`03-05,09` → 03, 04, 05, 09."""
+def _numbers(ranges: str) -> list[str]:
+    """All numbers of some ranges: `03-05,09` → 03, 04, 05, 09."""
     found = []
-    for word in spread.split(","):
+    for word in ranges.split(","):
         first, _, last = word.partition("-")
         found += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)] if last else [word]
     return found

@@ -1,4 +1,4 @@
-"""One rank: reads the Plan that its parent resolved, and runs it. Never touches Hydra."""
+"""Runs one rank in its own process: reads the Plan that its parent made, and runs it, without Hydra."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from shardwise.process.report import report, send_report
 from shardwise.process.scratch import use_scratch
 from shardwise.process.signals import end_workers, ignore_save_signal, leave_at_once_on_ctrl_c
 
-read_as_one()  # also in a data worker that starts anew: it imports this file first, then the user's
+read_as_one()  # a data worker that is spawned imports this file first too, and the user's code after it
 
 
 def run_rank(plan: Plan) -> int:
-    """Run this process's rank and return its exit code. What went wrong is said once, whichever rank it was."""
+    """Run this process's rank and return its exit code. An error is reported once for all ranks."""
     ignore_save_signal()
     if PARENT not in os.environ:
         leave_at_once_on_ctrl_c()
     outlive_console()
-    for word, value in plan.environment.items():  # before torch, and with it NCCL, is there
+    for word, value in plan.environment.items():  # this has to come before torch, and NCCL with it, is imported
         os.environ.setdefault(word, value)
     try:
         use_scratch()
@@ -42,10 +42,12 @@ def run_rank(plan: Plan) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """As a process of multiprocessing ends: what was asked to be run at exit is, and then it is over. The interpreter
-    would take its modules apart, for seconds, and C++ threads that are still there abort it now and then."""
+    """End this process as multiprocessing ends its own: run the exit handlers, then exit without finalizing.
+
+    To finalize takes the interpreter seconds, and C++ threads that still run make it abort now and then.
+    """
     with suppress(SystemExit):
-        sys.exit(code)  # wandb takes note of it there
+        sys.exit(code)  # wandb replaces sys.exit to learn the exit code
     threading._shutdown()  # type: ignore[attr-defined] # waits for threads, as at any exit
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -56,5 +58,5 @@ def leave(code: int) -> NoReturn:
 if __name__ == "__main__":
     ignore_save_signal()
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training begins it ends the process, as the others do
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training begins it ends the process, as other signals do
     leave(run_rank(Plan.from_json(sys.stdin.read())))

@@ -1,4 +1,4 @@
-"""metrics.csv: a row a step, written and read."""
+"""Writes and reads metrics.csv, which has a row for each logged step."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ def metrics_path(run_dir: str | Path) -> Path:
 
 
 class CsvLogger(Logger):
-    """Rows in `<run>/metrics.csv`, each written when it is logged, so that a killed run loses none.
+    """Writes each row to `<run>/metrics.csv` when it is logged, so that a killed run loses none.
 
-    Lightning's own deletes the file of the run it continues. What its users read of it is here too.
+    Lightning's CSVLogger deletes the file of the run that it continues. The attributes that modules read from that one
+    are here too.
     """
 
-    rows_are_steps = True  # a number that belongs to no step of the run goes to other loggers alone
+    rows_are_steps = True  # a number that belongs to no step of the run goes to the other loggers only
 
     def __init__(self, run_dir: str | Path, stage: str = "fit") -> None:
         super().__init__()
         self.path = Path(run_dir) / stage_file(METRICS, stage)
         self._fields: list[str] = []
-        self._known: tuple[int, set[str]] = -1, set()  # the step that the run goes on from, and what is logged of it
+        # The step that the run goes on from, and the names that are logged for it already
+        self._known: tuple[int, set[str]] = -1, set()
         self._is_awaited: Callable[[int], bool] = lambda step: False
-        self._last: dict[str, str] = {}  # the last row, and where it begins
-        self._at = 0
-        self._held: dict[int, dict[str, Any]] = {}  # what callbacks log for such a step: it goes into that row
+        self._last: dict[str, str] = {}  # the last row
+        self._last_offset = 0  # where the last row begins in the file
+        self._waiting: dict[int, dict[str, Any]] = {}  # step → what callbacks have logged before the step's own row
 
     def wait_for_rows(self, is_awaited: Callable[[int], bool]) -> None:
-        """`is_awaited(step)`: whether the step's own row has yet to come."""
+        """Keep what is logged for a step until its own row comes. `is_awaited(step)`: whether it is to come."""
         self._is_awaited = is_awaited
 
     @property
@@ -64,20 +66,20 @@ class CsvLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         step = 0 if step is None else step
         if self._is_awaited(step):
-            self._held.setdefault(step, {}).update(metrics)
+            self._waiting.setdefault(step, {}).update(metrics)
         else:
             self._append(metrics, step)
 
     @rank_zero_only
     def log_row(self, metrics: Mapping[str, float], step: int) -> None:
-        """The step's own row, with what has been logged for the step before."""
-        self._append({**self._held.pop(step, {}), **metrics}, step)
+        """Write the step's own row, together with what callbacks have logged for the step before."""
+        self._append({**self._waiting.pop(step, {}), **metrics}, step)
 
     @rank_zero_only
     def release(self) -> None:
-        """Write what waits for rows that do not come: the run has ended."""
-        for step in sorted(self._held):
-            self._append(self._held.pop(step), step)
+        """Write what still waits for a row: the run has ended, and the row does not come."""
+        for step in sorted(self._waiting):
+            self._append(self._waiting.pop(step), step)
 
     def _append(self, metrics: Mapping[str, float], step: int) -> None:
         known = self._known[1] if step == self._known[0] else set()
@@ -89,25 +91,27 @@ class CsvLogger(Logger):
                 self._fields = list(csv.DictReader(file).fieldnames or ())
         fields = self._fields or ["step"]
         if new := [key for key in row if key not in self._fields]:
-            self._write(fields + [key for key in new if key != "step"], read_metrics(self.path))  # empty in older rows
+            self._write(fields + [key for key in new if key != "step"], read_metrics(self.path))
         joins = str(step) == self._last.get("step") and not (row.keys() & self._last.keys()) - {"step", "epoch"}
-        if joins:  # what follows upon a step, a validation say, goes into its row
+        if joins:  # what comes after a step, such as a validation, goes into the step's row
             row = {**row, **self._last}
         self._put(row, joins)
 
     def _put(self, row: dict[str, Any], over_the_last: bool) -> None:
-        """In one write, which a kill cannot cut in two; a row that takes another's place is longer than that."""
+        """Write a row in one call, which a kill cannot cut in two. A row that replaces the last one is longer."""
         text = io.StringIO(newline="")
         csv.DictWriter(text, self._fields).writerow(row)
         with self.path.open("r+", newline="") as file:
-            self._at = file.seek(self._at) if over_the_last else file.seek(0, os.SEEK_END)
+            self._last_offset = file.seek(self._last_offset) if over_the_last else file.seek(0, os.SEEK_END)
             file.write(text.getvalue())
         self._last = {key: str(value) for key, value in row.items() if value != ""}
 
     @rank_zero_only
     def rewind(self, step: int) -> None:
-        """Forget what came after `step`: a run that goes on from its checkpoint comes there again. What it logs of
-        `step` itself once more, a validation behind the checkpoint say, is there already."""
+        """Remove the rows after `step`: a run that goes on from its checkpoint writes them again.
+
+        What the run logs again for `step` itself, such as a validation after the checkpoint, is left out.
+        """
         kept = [row for row in read_metrics(self.path) if int(row["step"]) <= step]
         logged = {key for row in kept if int(row["step"]) == step for key, value in row.items() if value}
         self._known = step, logged - {"step", "epoch"}
@@ -118,7 +122,7 @@ class CsvLogger(Logger):
 
     @rank_zero_only
     def rename(self, names: dict[str, str]) -> None:
-        """Columns, of old name to new."""
+        """Rename columns. `names`: old name → new name."""
         rows = read_metrics(self.path)
         if rows:
             self._write(
@@ -132,20 +136,20 @@ class CsvLogger(Logger):
             writer = csv.DictWriter(file, fields)
             writer.writeheader()
             writer.writerows(rows[:-1])
-            self._at = file.tell()
+            self._last_offset = file.tell()
             writer.writerows(rows[-1:])
         self._last = {key: value for key, value in rows[-1].items() if value} if rows else {}
         put_in_place(self.path)
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """config.yaml and plan.json are written by the launcher."""
+        """Write nothing: the launcher writes config.yaml and plan.json."""
 
     log_hparams = log_hyperparams
 
 
 def read_metrics(path: Path) -> list[dict[str, str]]:
-    """Rows of a metrics.csv; an empty list when there is none. A last row that a kill cut short is left out."""
+    """The rows of a metrics.csv; none where there is no file. A last row that a kill cut short is left out."""
     if not path.exists():
         return []
     with path.open(newline="") as file:

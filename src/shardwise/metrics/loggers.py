@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.csv always, W&B or TensorBoard when asked. The one module that knows wandb."""
+"""Builds the loggers of a run: metrics.csv always, W&B, TensorBoard and the user's own on request."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from shardwise.run_dir.checkpoints import step_of
 
 
 def check_loggers(plan: Plan) -> None:
-    """Locate the user's own trackers and bind their arguments, building nothing.
+    """Locate the user's own trackers and check their arguments, without building them.
 
     Raises:
-        ConfigError: a target that is no Logger class, or an argument that it does not take.
+        ConfigError: a target is no Logger class, or does not take one of its arguments.
     """
     for name, node in plan.loggers.items():
-        where = f"loggers.{name}"
-        target = locate(node["_target_"], where)
+        key = f"loggers.{name}"
+        target = locate(node["_target_"], key)
         if not (isinstance(target, type) and issubclass(target, Logger)):
             raise ConfigError(
-                f"{where}._target_={node['_target_']} is no logger class: give a subclass of "
+                f"{key}._target_={node['_target_']} is no logger class: give a subclass of "
                 f"lightning.pytorch.loggers.Logger"
             )
-        check(node, where)
+        check(node, key)
 
 
 def build_loggers(plan: Plan, record: dict[str, Any]) -> list[Logger]:
-    """Trackers first, for a module's `self.logger`: that of `logger=`, then the user's own; metrics.csv is the last.
+    """Build the loggers: the tracker of `logger=`, then the user's own, then metrics.csv.
 
-    What is logged in another stage than fit goes into files and runs of its own, beside the run's curves.
-    `record`: Plan and environment, kept with the run.
+    A module's `self.logger` is the first one. Stages other than fit log to files and tracker runs of their own.
+    `record`: the Plan and the environment, which trackers keep with the run.
     """
-    if plan.quick_check:  # what the module asks of a tracker is answered with nothing
+    if plan.quick_check:  # a module may use a tracker, and the dummy logs nothing
         return [DummyLogger(), CsvLogger(plan.run_dir, plan.stage)]
     trackers: list[Logger] = []
     if plan.logger.name == "tensorboard":
         try:
             from lightning.pytorch.loggers import TensorBoardLogger
 
-            # What an earlier process logged after the checkpoint that this one goes on from is hidden
+            # Hide what an earlier process logged after the checkpoint that this one goes on from
             purge = None if plan.stage != "fit" or plan.resume is None else step_of(plan.resume) + 1
             version = "tensorboard" if plan.stage == "fit" else f"tensorboard-{plan.stage}"
             trackers.append(TensorBoardLogger(plan.run_dir, name="", version=version, purge_step=purge))
@@ -73,7 +73,7 @@ def _hide_secrets(tracker: Logger) -> None:
 
 
 def without_secrets(value: Any) -> Any:
-    """`value` with the keys and passwords of this process's environment taken out of its texts."""
+    """`value`, in whose texts the keys and passwords of this process's environment are replaced by ***."""
     if isinstance(value, str):
         for name, secret in os.environ.items():
             if _SECRET.search(name) and len(secret) >= 8:

@@ -1,4 +1,4 @@
-"""How fast a run is: speed, waiting for data, MFU, memory, goodput. docs/metrics.md has the formulas."""
+"""Measures how fast a run is: speed, waiting for data, MFU, memory, goodput. docs/metrics.md has the formulas."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SPENT = "train/training_seconds"
 
 @dataclass
 class Sums:
-    """Over some steps; loss weights and FLOPs are those of all ranks."""
+    """Sums over some steps; loss weights and FLOPs are those of all ranks."""
 
     steps: int = 0
     seconds: float = 0.0
-    waiting_seconds: float = 0.0  # of this rank's device, for data
+    waiting_seconds: float = 0.0  # the time in which this rank's device waited for data
     weight: float = 0.0
     flops: float = 0.0
 
@@ -37,16 +37,18 @@ class Sums:
 
 
 class Meter:
+    """Adds up the steps of this process, and knows what earlier processes of the run have spent."""
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.first = Sums()  # this process's first step, which compiles, allocates and connects
-        self.rest = Sums()
-        self.interval = Sums()  # since the last row
-        self.spent_before = 0.0  # in steps of earlier processes that count: those up to their checkpoint
-        self.started = process_start()  # of the run's first process
+        self.rest = Sums()  # this process's other steps
+        self.interval = Sums()  # the steps since the last row
+        self.spent_before = 0.0  # seconds of earlier processes' steps, up to the checkpoint that the run goes on from
+        self.started = process_start()  # when the run's first process was started
 
     def on_start(self) -> None:
-        """Find what this run has been through; on rank 0, note that it starts."""
+        """Read what earlier processes of the run have recorded, and record this start. Rank 0 calls this."""
         folder = Path(self.plan.run_dir)
         rows = [row for row in read_metrics(folder / METRICS) if row.get(SPENT)]
         self.spent_before = float(rows[-1][SPENT]) if rows else 0.0
@@ -56,22 +58,22 @@ class Meter:
         self.started = min([*times, self.started])
 
     def add(self, step: StepRecord, weight: float, flops: float) -> None:
-        """`weight` and `flops`: of all ranks."""
-        # The device waits from the end of the step before until its batch is there, but for data only as long as the
-        # host did: the rest is the host being behind.
+        """Add a step. `weight` and `flops` are those of all ranks."""
+        # The device waits from the end of the last step until its batch arrives. It waits for data only as long as the
+        # host did; for the rest of that time the host was behind.
         waiting = min(step.begin.until(step.arrived), step.fetching_seconds)
         sums = Sums(1, step.begin.until(step.end), waiting, weight, flops)
         (self.rest if self.first.steps else self.first).add(sums)
         self.interval.add(sums)
 
     def take_interval(self) -> Sums:
-        """What was added since this was last asked."""
+        """The steps that were added since the last call."""
         interval, self.interval = self.interval, Sums()
         return interval
 
     @property
     def steady(self) -> Sums:
-        """Of this process; without its first step, where there are others."""
+        """This process's steps, without the first one if there are others."""
         return self.rest if self.rest.steps else self.first
 
     def mfu(self, sums: Sums) -> float | None:
@@ -83,7 +85,7 @@ class Meter:
 
     @property
     def training_seconds(self) -> float:
-        """In steps whose work the run still has; a process's first counts as its others, at most."""
+        """Seconds of steps whose work the run still has; a process's first step counts at most as much as another."""
         steady = self.steady
         first = steady.seconds / steady.steps if steady.steps else 0.0
         return self.spent_before + self.rest.seconds + min(first, self.first.seconds)
@@ -95,15 +97,15 @@ class Meter:
 
 
 def memory_gib(plan: Plan) -> tuple[float, float]:
-    """This rank's peaks: allocated by tensors, reserved by the allocator. Zero on the CPU."""
+    """This rank's peaks in GiB: allocated by tensors, and reserved by the allocator. Zero on the CPU."""
     if plan.accelerator != "cuda":
         return 0.0, 0.0
-    peaks = torch.cuda.memory_stats_as_nested_dict()  # the functions for one of them each make all of them flat first
+    peaks = torch.cuda.memory_stats_as_nested_dict()  # torch's functions for a single peak flatten all of them first
     return peaks["allocated_bytes"]["all"]["peak"] / 2**30, peaks["reserved_bytes"]["all"]["peak"] / 2**30
 
 
 def process_start() -> float:
-    """When this process was started, in seconds since 1970: imports are a run's time too."""
+    """When this process was started, in seconds since 1970: a run's time includes its imports."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         uptime = float(Path("/proc/uptime").read_text().split()[0])

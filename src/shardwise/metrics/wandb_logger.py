@@ -1,4 +1,4 @@
-"""Weights & Biases. The only module that knows wandb."""
+"""Logs to Weights & Biases. This is the only module that knows wandb."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def build_wandb_logger(plan: Plan, record: dict[str, Any]) -> Logger:
     import wandb
     from lightning.pytorch.loggers import WandbLogger
 
-    # What the run's earlier processes have logged and this one comes to again: once is enough, and it is the same.
+    # Names that earlier processes of the run have logged, by step: when this process gets there, it leaves them out.
     logged: dict[int, set[str]] = {}
     for row in read_metrics(metrics_path(plan.run_dir)) if plan.stage == "fit" else []:
         logged.setdefault(int(row["step"]), set()).update(key for key, value in row.items() if value)
 
-    # What it has missed, if its own process was gone before the run: the signal to a whole job ends it at once.
+    # Rows that W&B has missed: a signal to a whole job ends wandb's own process before the run ends.
     gone = Path(plan.run_dir) / WANDB_GONE
     since = int(gone.read_text()) if plan.stage == "fit" and gone.exists() else None
     missed = (
@@ -43,30 +43,30 @@ def build_wandb_logger(plan: Plan, record: dict[str, Any]) -> Logger:
             if missed:
                 for row in missed:
                     values = {key: float(value) for key, value in row.items() if value and key != "step"}
-                    self._tell(super().log_metrics, values, int(row["step"]))
+                    self._call(super().log_metrics, values, int(row["step"]))
                 missed.clear()
                 if not self.is_gone:
                     gone.unlink(missing_ok=True)
             known = logged.get(-1 if step is None else step, set())
             if new := {key: value for key, value in metrics.items() if key not in known}:
-                self._tell(super().log_metrics, new, step)
+                self._call(super().log_metrics, new, step)
 
         @rank_zero_only
         def leaves(self) -> None:
-            self._tell(self.experiment.mark_preempting)  # W&B's word for: it will be run again
+            self._call(self.experiment.mark_preempting)  # this tells W&B that the run will be started again
 
-        def _tell(self, function: Callable[..., Any], *words: Any) -> None:
-            """A tracker that is gone does not take the run with it."""
+        def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
+            """Call a function of wandb's, and go on without W&B if its process is gone."""
             if self.is_gone:
                 return
             try:
-                function(*words)
+                function(*arguments)
             except (OSError, wandb.Error) as error:
                 self.is_gone = True
-                told = f"W&B is gone ({type(error).__name__}: {error}): what comes now it gets when the run goes on"
-                print(told, flush=True)
-                if len(words) > 1 and not gone.exists():
-                    write_whole(gone, str(words[1]))
+                message = f"W&B is gone ({type(error).__name__}: {error}): what comes now it gets when the run goes on"
+                print(message, flush=True)
+                if len(arguments) > 1 and not gone.exists():
+                    write_whole(gone, str(arguments[1]))
 
     run_id = plan.run_id if plan.stage == "fit" else f"{plan.run_id}-{plan.stage}"
     offline = plan.logger.mode == "offline" or (plan.logger.mode == "auto" and not _wandb_reachable())
@@ -74,7 +74,7 @@ def build_wandb_logger(plan: Plan, record: dict[str, Any]) -> Logger:
     if offline and os.environ.get("RANK", "0") == "0":
         folder = shlex.quote(str(Path(plan.run_dir) / "wandb"))
         print(f"W&B is offline, and writes to {folder}; to upload it: wandb sync {folder}/offline-run-*", flush=True)
-    Continued.__name__ = WandbLogger.__name__  # code that asks a logger for the name of its class
+    Continued.__name__ = WandbLogger.__name__  # some code compares the name of a logger's class
     logger = Continued(
         project=plan.logger.project,
         entity=plan.logger.entity,
@@ -91,7 +91,7 @@ def build_wandb_logger(plan: Plan, record: dict[str, Any]) -> Logger:
 
 
 def _wandb_reachable() -> bool:
-    """A key and a server that answers within two seconds; without them the run is logged to disk."""
+    """Whether there is a key, and a server that answers within two seconds; otherwise the run is logged to disk."""
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
     if not os.environ.get("WANDB_API_KEY") and not _netrc_knows(host.hostname or ""):
         return False

@@ -1,4 +1,4 @@
-"""Standard output that may go away while the run goes on."""
+"""Keeps a run alive when its standard output goes away, and keeps a log for each rank."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from shardwise.run_dir.files import rank_log
 
 
 def outlive_console() -> None:
-    """From here on this process may lose its standard output and error, and goes on."""
+    """Let this process go on when it loses its standard output or error."""
     if not isinstance(sys.stdout, Console):
         sys.stdout, sys.stderr = cast(Any, Console(sys.stdout)), cast(Any, Console(sys.stderr))
 
 
 class Console:
-    """Standard output that may go away: a closed pipe or terminal ends the lines that are shown, not the run."""
+    """A stream that may go away: after its pipe or terminal is closed nothing is shown, and the run goes on."""
 
     def __init__(self, stream: Any) -> None:
-        # None: it was closed from the start
+        # The stream is None if it was closed from the start
         self.stream = open(os.devnull, "w") if stream is None else stream  # noqa: SIM115
 
     def write(self, text: str) -> int:
@@ -48,18 +48,19 @@ class Console:
         return getattr(self.stream, name)
 
 
-_console: Any = None  # where the user looks, if this rank's own messages go into a file
+_console: Any = None  # the stream that the user sees, where this rank's own messages go into a file
 
 
 def console() -> Any:
-    """The stream that the user looks at."""
+    """The stream that the user sees."""
     return _console or sys.stderr
 
 
 def keep_log(plan: Plan, report_hang: Callable[[int, str], None]) -> None:
-    """`logs/rank-N.log`: what C libraries print (NCCL, the allocator, a crash) and, but for rank 0, everything else.
+    """Open `logs/rank-N.log` and start the watchdog.
 
-    SIGQUIT writes every thread's Python stack there, and the run goes on. A watchdog calls `report_hang(exit code,
+    The log gets what C libraries print (NCCL, the allocator, a crash), and except on rank 0 everything else. SIGQUIT
+    writes every thread's Python stack there, and the run goes on. A watchdog calls `report_hang(exit code,
     message)` when the run makes no progress.
     """
     global _console
@@ -68,7 +69,7 @@ def keep_log(plan: Plan, report_hang: Callable[[int, str], None]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         log = path.open("a", buffering=1)
-    except OSError:  # what cannot be written now is said when it is needed: at a save
+    except OSError:  # a folder that cannot be written to is reported at the next save
         return
     log.write(f"{time.strftime('%F %T')} rank {rank} on {os.uname().nodename}, process {os.getpid()}\n")
     if plan.topology.world_size > 1:

@@ -1,4 +1,4 @@
-"""A process that ends with its parent, even where that is killed by SIGKILL."""
+"""Ends a process together with its parent, even if the parent is killed by SIGKILL."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """A rank whose launcher is killed, even by SIGKILL, is killed too."""
+    """Kill this rank when its launcher ends; end at once if that is gone already."""
     kill_with_parent()
     if os.environ.get(PARENT) not in (None, str(os.getppid())):
         sys.exit("shardwise: the launcher is gone")
 
 
 def kill_with_parent() -> None:
-    """Linux: this process gets SIGKILL when its parent ends."""
+    """On Linux, have the kernel send this process SIGKILL when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Ends a run that hangs: says where every rank is, and which of them did not arrive. No torch until it must."""
+"""Ends a run that hangs, and reports where every rank is and which of them did not arrive. It does not import torch."""
 
 from __future__ import annotations
 
@@ -17,40 +17,44 @@ from shardwise.errors import ExitCode
 from shardwise.run_dir.files import LOGS, hang_report, nccl_trace, rank_log, write_whole
 
 _TICK_SECONDS = 1.0
-_PATIENCE = 5.0  # seconds in which the other ranks' watchdogs must have spoken
-_SETTING_UP = 3  # times as long until the first step is through
+_PATIENCE = 5.0  # seconds in which the other ranks' watchdogs must have written their files
+_SETTING_UP = 3  # until the first step is done, the time limit is this many times as long
 
 
 class Progress:
-    """Where this rank is. Written on the way, at the cost of an assignment; read by the watchdog's thread."""
+    """Where this rank is. The training writes it, at the cost of an assignment; the watchdog's thread reads it."""
 
     def __init__(self) -> None:
-        self.place: tuple[int, ...] = (-1,)  # larger is further: step, micro-batch; then validation batch
-        self.words = "setting up"
+        self.position: tuple[int, ...] = (-1,)  # (steps made, micro-batch, …): a larger tuple is further on
+        self.activity = "setting up"
         self.beats = 0
-        self.settled = False  # the first step is through: nothing is compiled, connected or loaded any more
+        self.settled = False  # the first step is done: nothing is compiled, connected or loaded any more
         self.trained = False  # an optimizer step was made in this process
-        self.over = False  # nothing is waited for any more
+        self.over = False  # the run has ended, and the watchdog does not watch any more
 
-    def at(self, words: str, *place: int) -> None:
-        self.words, self.place = words, place
+    def at(self, activity: str, *position: int) -> None:
+        """Report progress: what the rank does now, in words, and how far it is."""
+        self.activity, self.position = activity, position
         self.beats += 1
 
-    def doing(self, words: str) -> None:
-        self.at(words, *self.place)
+    def doing(self, activity: str) -> None:
+        """Report another activity at the same position."""
+        self.at(activity, *self.position)
 
     def begin_setup(self) -> None:
-        """What is built, compiled and connected may take its time."""
+        """Allow more time: the next step may build, compile and connect."""
         self.settled = False
 
     def end_setup(self) -> None:
+        """Return to the normal time limit: the first step is done."""
         self.settled = True
 
     def note_step(self) -> None:
+        """Record that this process has made an optimizer step."""
         self.trained = True
 
     def end(self) -> None:
-        """A tracker's last upload, say, may take its time."""
+        """Stop watching: what follows, such as a tracker's last upload, may take any time."""
         self.over = True
 
 
@@ -58,7 +62,10 @@ progress = Progress()
 
 
 class Watchdog:
-    """A thread of a rank. Time in which the whole process stood still (SIGSTOP, a laptop's lid) does not count."""
+    """Watches the progress of this rank in a thread.
+
+    Time in which the whole process stood still (SIGSTOP, a closed laptop) does not count.
+    """
 
     def __init__(self, run_dir: str, rank: int, ranks: int, minutes: float, report: Callable[[int, str], None]) -> None:
         self.run_dir = run_dir
@@ -86,18 +93,18 @@ class Watchdog:
         return self.seconds * (1 if progress.settled else _SETTING_UP)
 
     def _end(self) -> None:
-        """Stacks and what NCCL recorded into files; the first rank that can speaks for all."""
-        own = {"place": progress.place, "words": progress.words, **_where()}
+        """Write the stacks and NCCL's record to files. The lowest rank that has done so reports for all."""
+        own = {"place": progress.position, "words": progress.activity, **_main_thread()}
         with suppress(OSError), rank_log(self.run_dir, self.rank).open("a") as log:
-            log.write(f"no progress for {self._limit():.0f} s, at {progress.words}; stacks:\n")
+            log.write(f"no progress for {self._limit():.0f} s, at {progress.activity}; stacks:\n")
             log.flush()
             faulthandler.dump_traceback(log)
-        dump = threading.Thread(target=self._dump_nccl, args=(own,), daemon=True)  # takes locks
+        dump = threading.Thread(target=self._dump_nccl, args=(own,), daemon=True)  # it takes locks and may hang
         dump.start()
         dump.join(_PATIENCE)
         with suppress(OSError):
             write_whole(hang_report(self.run_dir, self.rank), json.dumps(own))
-        # A device that works behind its host lets some hosts go on for some steps: their silence began later.
+        # A device runs behind its host, so some hosts went on for a few steps: their limit is reached later.
         patience = max(_PATIENCE, self.seconds / 10)
         deadline = time.monotonic() + patience
         while len(found := self._others() | {self.rank: own}) < self.ranks and time.monotonic() < deadline:
@@ -105,10 +112,10 @@ class Watchdog:
         if min(found) == self.rank:
             self.report(ExitCode.hang, hang_message(found, self.ranks, self._limit(), self.folder))
         else:
-            time.sleep(patience)  # let it speak
+            time.sleep(patience)  # the lowest rank needs this time for its report
 
     def _dump_nccl(self, own: dict[str, Any]) -> None:
-        """The flight recorder's, as `torchfrtrace` reads it; and how many collectives this rank has called for."""
+        """Write the flight recorder's trace, for `torchfrtrace`, and count the collectives that this rank enqueued."""
         if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
             from torch._C import _distributed_c10d as c10d
 
@@ -125,8 +132,8 @@ class Watchdog:
         return found
 
 
-def _where() -> dict[str, Any]:
-    """Which line the main thread is in, and whether that waits for other ranks, or for a device that does."""
+def _main_thread() -> dict[str, Any]:
+    """The line that the main thread is in, and whether it waits there for other ranks or for the device."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return {"line": "", "waits": False}
@@ -136,7 +143,7 @@ def _where() -> dict[str, Any]:
 
 
 def hang_message(found: dict[int, dict[str, Any]], ranks: int, seconds: float, folder: Path) -> str:
-    """Who did not arrive where the others wait: the silent, those that are behind, and those that are busy."""
+    """The message that names the ranks that did not arrive: those that are silent, behind, or busy with other work."""
 
     def reached(one: dict[str, Any]) -> tuple[Any, ...]:
         return (tuple(one["place"]), one.get("enqueued", 0))
@@ -147,13 +154,13 @@ def hang_message(found: dict[int, dict[str, Any]], ranks: int, seconds: float, f
         rank: one for rank, one in sorted(found.items())
         if reached(one) < furthest or (waiting and not one["waits"])
     }  # fmt: skip
-    told = [f"rank {rank} did not answer: it is stopped, or gone" for rank in range(ranks) if rank not in found]
-    told += [f"rank {n} did not arrive: it is at {one['words']}, in {one['line']}" for n, one in absent.items()]
-    told = told[:8] + [f"{len(told) - 8} more did not"] * (len(told) > 8)
+    lines = [f"rank {rank} did not answer: it is stopped, or gone" for rank in range(ranks) if rank not in found]
+    lines += [f"rank {n} did not arrive: it is at {one['words']}, in {one['line']}" for n, one in absent.items()]
+    lines = lines[:8] + [f"{len(lines) - 8} more did not"] * (len(lines) > 8)
     rest = next((one for rank, one in found.items() if rank not in absent), None)
     if rest is not None:
-        told.append(f"{'the others are' if told else 'all ranks are'} at {rest['words']}, in {rest['line']}")
+        lines.append(f"{'the others are' if lines else 'all ranks are'} at {rest['words']}, in {rest['line']}")
     return (
-        f"error: no progress for {seconds:.0f} s (strategy.timeout_minutes): {'; '.join(told)}. "
+        f"error: no progress for {seconds:.0f} s (strategy.timeout_minutes): {'; '.join(lines)}. "
         f"Stacks of every rank are in {folder}/rank-*.log\n"
     )

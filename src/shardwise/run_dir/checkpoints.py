@@ -1,4 +1,4 @@
-"""Where a run's checkpoints are, and which one to go on from. No torch: the launcher asks before anything starts."""
+"""Lists a run's checkpoints and finds the newest undamaged one. No torch: the launcher asks before ranks start."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from typing import Any
 from shardwise.run_dir.files import BEST, CHECKPOINTS, MANIFEST, METRICS, SUMMARY, trained_mark
 
 FORMAT = 2
-_READS = (1, 2)  # in 1, everything but tensors by name was what torch.load reads by itself: see plain.py
+# Formats that this version reads. Format 1 holds only values that torch.load reads without checkpoint/encoding.py.
+_READS = (1, 2)
 
 _STEP = re.compile(r"step-\d{8}\.ckpt")
 
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
+    """The complete checkpoints of a run, oldest first."""
     folder = Path(run_dir) / CHECKPOINTS
     found = [p for p in folder.iterdir() if _STEP.fullmatch(p.name)] if folder.is_dir() else []
     return sorted(p for p in found if (p / MANIFEST).is_file())
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What a look at names and sizes finds wrong. Checksums take longer: see checkpoint/verify.py."""
+    """Say what is wrong with the names and sizes of a checkpoint's files; None: nothing is.
+
+    Checksums take longer: see checkpoint/verify.py.
+    """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         for name, file in manifest["files"].items():
@@ -41,7 +45,7 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def newest_whole(run_dir: str | Path) -> Path | None:
-    """As far as names and sizes tell."""
+    """The newest checkpoint that is whole, as far as names and sizes tell; None: there is none."""
     return next((path for path in reversed(list_checkpoints(run_dir)) if damage(path) is None), None)
 
 
@@ -56,8 +60,11 @@ def best_whole(run_dir: str | Path) -> Path | None:
 
 
 def was_trained(run_dir: str | Path) -> bool:
-    """Whether a run has left anything that a new start of its name would spoil: a step that was made, a checkpoint, a
-    row of measurements, a summary. A start that was refused or crashed before its first step has not."""
+    """Whether a run has left anything that a new run of its name would spoil.
+
+    That is a step that was made, a checkpoint, a row of metrics.csv or a summary. A start that was refused, or crashed
+    before its first step, has left none of them.
+    """
     folder = Path(run_dir)
     checkpoints = folder / CHECKPOINTS
     if (
@@ -68,19 +75,19 @@ def was_trained(run_dir: str | Path) -> bool:
         return True
     try:
         with (folder / METRICS).open() as file:
-            return sum(1 for _ in zip(range(2), file, strict=False)) == 2  # the names of its columns, and a row
+            return sum(1 for _ in zip(range(2), file, strict=False)) == 2  # the header, and a row
     except FileNotFoundError:
         return False
 
 
 def step_of(path: str | Path) -> int:
-    """Of `step-…` and `best-…`; -1 for a checkpoint of another name."""
+    """The step in the names `step-…` and `best-…`; -1 for a checkpoint of another name."""
     match = re.fullmatch(r"(?:step|best)-(\d{8})\.ckpt", Path(path).name)
     return int(match[1]) if match else -1
 
 
 def stopped_before(run_dir: str | Path, step: int) -> dict[str, Any] | None:
-    """What stopped this run early at `step`, as its summary has it; None where nothing did."""
+    """What stopped this run early at `step`, from its summary; None: nothing did."""
     try:
         stop = json.loads((Path(run_dir) / SUMMARY).read_text()).get("stopped_early")
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, commit, machine. Recorded beside its config."""
+"""Describes what a run runs on: versions, commit, machine. It is recorded beside the run's config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of a run's files, and how they are written: whole, or not at all."""
+"""Names a run's files, writes them whole or not at all, keeps earlier records, and locks the run's folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHECKPOINTS = "checkpoints"
 # In the folder of checkpoints
 BEST = "best.json"  # which checkpoint has the best score
 # In a checkpoint
-MANIFEST = "manifest.json"  # the last file to be written: a folder without it is no checkpoint
+MANIFEST = "manifest.json"  # it is written last: a folder without it is no checkpoint
 TRAINER_STATE = "trainer.pt"  # everything but tensors by name, the same for all ranks
 TENSORS = ".metadata"  # where the chunks of every tensor are; torch.distributed.checkpoint's name
 
@@ -81,20 +81,20 @@ def rank_state(checkpoint: Path, rank: int) -> Path:
 
 
 def unsafe_file(path: Path) -> Path:
-    """Beside a file of a checkpoint: what only a pickle can hold, for those who trust whoever wrote it."""
+    """The name of the pickle beside a checkpoint's file: it holds what is not plain data."""
     return path.with_suffix(".unsafe.pkl")
 
 
 def stage_file(name: str, stage: str) -> str:
-    """`plan.json` → `plan-validate.json`: looking at a run leaves the record of how it was trained."""
+    """`plan.json` → `plan-validate.json`: other stages than fit do not overwrite the records of training."""
     return name if stage == "fit" else f"-{stage}.".join(name.rsplit(".", 1))
 
 
 def keep_earlier(path: Path, text: str) -> Path | None:
-    """What a run was started with stays beside what it goes on with: `plan.json` → `plan-1.json`, the oldest first.
+    """Rename an earlier record whose text differs: `plan.json` → `plan-1.json`, `plan-2.json`, …, the oldest first.
 
     Returns:
-        Where it is now, if it had to go.
+        The new path; None: nothing had to be renamed.
     """
     if "-" in path.stem or not path.exists() or path.read_text() in ("", text):
         return None
@@ -106,46 +106,53 @@ def keep_earlier(path: Path, text: str) -> Path | None:
 
 
 def put_back(path: Path, kept: Path) -> None:
-    """Undo `keep_earlier`: the run never went on."""
+    """Undo `keep_earlier`: the run was refused."""
     kept.replace(path)
 
 
 def stage_results(run_dir: str | Path, stage: str) -> Path:
-    """What `stage=validate` or `stage=test` has measured."""
+    """The path of what `stage=validate` or `stage=test` has measured."""
     return Path(run_dir) / f"{stage}.json"
 
 
 def trained_mark(run_dir: str | Path) -> Path:
-    """A file that is there as soon as the first step has been made."""
+    """The path of a file that exists as soon as the first step has been made."""
     return Path(run_dir) / LOGS / "trained"
 
 
-_held: list[int] = []
+_locked: list[int] = []  # file descriptors that keep their locks for as long as this process lives
 _LOCK_SECONDS = 120
 
 
-def hold(run_dir: Path, stage: str, *, is_requeued: bool) -> bool:
-    """A run's folder has one writer, for as long as this process lives. False: a file system that cannot tell."""
+def lock_run_dir(run_dir: Path, stage: str, *, is_requeued: bool) -> bool:
+    """Lock a run's folder for as long as this process lives: one process trains it at a time.
+
+    Returns:
+        Whether it is locked. A file system without locks, and a stage other than fit, need none.
+
+    Raises:
+        ConfigError: another process holds the lock.
+    """
     if stage != "fit":
         return False
-    held = os.open(run_dir, os.O_RDONLY)
-    # A requeued job may begin while its last process dies on another node, or a server still keeps that one's lock
+    descriptor = os.open(run_dir, os.O_RDONLY)
+    # When a requeued job starts, its last process may still be dying on another node, or a server may keep its lock
     deadline = time.monotonic() + (_LOCK_SECONDS if is_requeued else 0)
     while True:
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
             if time.monotonic() > deadline:
-                os.close(held)
+                os.close(descriptor)
                 raise ConfigError(
                     f"{run_dir} is being written by a run that is still alive: stop it, or give another name="
                 ) from None
             time.sleep(0.5)
         except OSError:
-            os.close(held)
+            os.close(descriptor)
             return False
-    _held.append(held)
+    _locked.append(descriptor)
     return True
 
 

@@ -1,4 +1,4 @@
-"""The folder in which the processes of a Slurm job tell its batch script what happened. No torch."""
+"""Writes files that tell a Slurm job's batch script what happened. No torch."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from shardwise.run_dir.files import write_whole
 
 
 def job_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Of the job that this process is a part of; None: no batch script of ours waits for it."""
+    """The folder of the job that this process belongs to; None: no batch script of ours started it."""
     folder = environ.get("SHARDWISE_JOB_DIR")
     return Path(folder) if folder else None
 
 
 def write_job_file(name: str, text: str) -> None:
-    """For the batch script. For rank 0; a file system that fails here fails louder elsewhere."""
+    """Write a file for the batch script. Rank 0 calls this."""
     if (folder := job_folder()) is not None:
-        with suppress(OSError):
+        with suppress(OSError):  # a broken file system makes itself known elsewhere
             write_whole(folder / name, text + "\n")
 
 
 def has_begun(run_dir: str) -> bool:
-    """Whether this job has been at this run before: it was requeued, and goes on."""
+    """Whether this job has started this run before: it was requeued, and goes on."""
     return run_dir in _begun()
 
 
 def note_begun(run_dir: str, is_ours: bool = True) -> None:
-    """Of the runs that this job is at, one after the other, this is one; or it turns out to be somebody else's."""
+    """Record that this job has started this run; or that it has not, since the run turns out to be another job's."""
     write_job_file("begun", "\n".join([*(before for before in _begun() if before != run_dir), *[run_dir] * is_ours]))
 
 
@@ -42,19 +42,19 @@ def _begun() -> list[str]:
 
 
 def claim_exit_code(code: int, text: str) -> bool:
-    """Whether no other rank of the job has ended for the same reason; the batch script learns of it, in one line."""
+    """Record why a rank ends, in one line, for the batch script. Returns whether no other rank did so for this code."""
     folder = job_folder()
     if folder is None:
         return True
     lines = [line for line in text.splitlines() if line.strip()]
-    # Of a traceback the last line says what went wrong; everything else is one message, whose first line does
+    # The last line of a traceback says what went wrong; of any other message the first line does
     is_traceback = code == 1 and lines and not lines[0].startswith("error: ")
-    said = (lines[-1] if is_traceback else lines[0]).removeprefix("shardwise: ") if lines else ""
+    reason = (lines[-1] if is_traceback else lines[0]).removeprefix("shardwise: ") if lines else ""
     try:
         start = folder / f"start-{os.environ.get('SHARDWISE_START', '1')}"
         start.mkdir(parents=True, exist_ok=True)
         with (start / f"code-{code}").open("x") as file:
-            file.write(said + "\n")
+            file.write(reason + "\n")
     except FileExistsError:
         return False
     except OSError:

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and what differs from it."""
+"""Finds the checkpoint that a run goes on from, and what differs from the run that wrote it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ from shardwise.run_dir.job_folder import has_begun
 
 
 def resolve_resume(resume: str | None, run_dir: str | Path, stage: str, may_be_taken: bool = True) -> str | None:
-    """`resume=` as written → the checkpoint to load, or None. `may_be_taken`: look whether another run is there.
+    """Turn the value of `resume=` into the checkpoint to load, or None.
+
+    `may_be_taken`: check whether the folder already holds another run.
 
     Raises:
-        ConfigError: no such checkpoint, or a run directory that would be overwritten.
+        ConfigError: there is no such checkpoint, or a run's folder would be overwritten.
     """
     try:
         taken = may_be_taken and stage == "fit" and (Path(run_dir) / PLAN).exists() and was_trained(run_dir)
@@ -77,8 +79,8 @@ def _checkpoint(resume: str) -> Path:
 
 
 def find_checkpoint(plan: Plan, host: Host) -> Plan:
-    """The Plan with the checkpoint that it goes on from. A requeued job goes on with its own run, unasked."""
-    first = host.launcher == "local" or os.environ.get("RANK") == "0"  # which creates the directory
+    """The Plan with the checkpoint that it goes on from. A requeued job goes on with its own run by itself."""
+    first = host.launcher == "local" or os.environ.get("RANK") == "0"  # this process creates the run's folder
     resume, begun = plan.resume, has_begun(plan.run_dir)
     if begun and plan.stage == "fit" and (resume is None or newest_whole(plan.run_dir) is not None):
         plan = plan.going_on_from("auto", may_fall_back=True)
@@ -88,7 +90,7 @@ def find_checkpoint(plan: Plan, host: Host) -> Plan:
 
 
 def _early_stop(plan: Plan) -> dict[str, Any] | None:
-    """The early stop that `resume=auto` has come back to, unless the callbacks are others now."""
+    """The early stop that ended the run which `resume=auto` goes on with; None: there is none, or callbacks changed."""
     if plan.stage != "fit" or plan.resume is None or not plan.may_fall_back:
         return None
     stop = stopped_before(plan.run_dir, step_of(plan.resume))
@@ -96,57 +98,60 @@ def _early_stop(plan: Plan) -> dict[str, Any] | None:
 
 
 def resumption(plan: Plan) -> list[str]:
-    """What the user may not expect of a run that goes on: other values than its checkpoint's, or nothing to do.
+    """Lines for the user about a run that goes on: values that differ from its checkpoint's, or nothing left to do.
 
     Raises:
-        ConfigError: another run's samples would come, in another order, and nobody has said that they may.
+        ConfigError: the run would see other samples, or in another order, and `resume_allow` does not allow that.
     """
     if plan.resume is None:
         return []
-    told = []
+    notices = []
     if plan.init_from is not None:
-        told.append(f"the weights are those of {Path(plan.resume).name}: init_from={plan.init_from} is not read")
+        notices.append(f"the weights are those of {Path(plan.resume).name}: init_from={plan.init_from} is not read")
     if plan.stage != "fit":
-        return told
+        return notices
     if plan.may_fall_back:
         passed = [p for p in list_checkpoints(plan.run_dir) if step_of(p) > step_of(plan.resume)]
-        told += [f"{path} is damaged: {damage(path)}; going on from {Path(plan.resume).name}" for path in passed]
+        notices += [f"{path} is damaged: {damage(path)}; going on from {Path(plan.resume).name}" for path in passed]
     try:
         before = json.loads((Path(plan.resume).parents[1] / PLAN).read_text())
     except (OSError, ValueError):
         before = {}
     now = json.loads(plan.to_json())
-    for of_both in (before, now):
-        data = of_both.get("data") or {}
-        of_both["data"] = {key: value for key, value in data.items() if key not in _HOW_DATA_COMES}
-    changed = list(differences({k: before[k] for k in _OF_A_RUN if k in before}, {k: now[k] for k in _OF_A_RUN}))
+    for values in (before, now):
+        data = values.get("data") or {}
+        values["data"] = {key: value for key, value in data.items() if key not in _LOADER_KEYS}
+    changed = list(differences({k: before[k] for k in _RUN_KEYS if k in before}, {k: now[k] for k in _RUN_KEYS}))
     if before.get("module") and changed:
-        told.append("goes on with other values than its checkpoint was trained with: " + "; ".join(changed))
-        for word in ("data", "global_batch_size", "seed"):
-            lines = [line for line in changed if line.startswith((f"{word} ", f"{word}."))]
-            if lines and word not in plan.resume_allow:
+        notices.append("goes on with other values than its checkpoint was trained with: " + "; ".join(changed))
+        for name in ("data", "global_batch_size", "seed"):
+            lines = [line for line in changed if line.startswith((f"{name} ", f"{name}."))]
+            if lines and name not in plan.resume_allow:
                 raise ConfigError(
                     f"resume={plan.resume}: {'; '.join(lines)}: the run would not see the samples that it was to see; "
-                    f"give the same {word}, or resume_allow=[{word}]"
+                    f"give the same {name}, or resume_allow=[{name}]"
                 )
         if any(line.startswith(("optimizer", "schedule")) for line in changed):
-            told.append("the checkpoint's optimizer state, its learning rate included, is kept")
+            notices.append("the checkpoint's optimizer state, its learning rate included, is kept")
     if (stop := _early_stop(plan)) is not None:
-        told.append(
+        notices.append(
             f"nothing left to train: {stop['by']} stopped this run at step {stop['step']}; other values of callbacks.* "
             f"or resume={plan.resume} go on from there"
         )
     elif plan.max_steps is not None and step_of(plan.resume) >= plan.max_steps:
-        told.append(f"nothing left to train: max_steps={plan.max_steps}, and {Path(plan.resume).name} is there already")
-    return told
+        path = Path(plan.resume)
+        notices.append(f"nothing left to train: max_steps={plan.max_steps}, and {path.name} is there already")
+    return notices
 
 
-_OF_A_RUN = ("module", "data", "optimizer", "schedule", "seed", "global_batch_size", "gradient_clip_val", "ema_decay")
-_HOW_DATA_COMES = ("batch_size", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+# The keys of a Plan whose values a run should keep when it goes on
+_RUN_KEYS = ("module", "data", "optimizer", "schedule", "seed", "global_batch_size", "gradient_clip_val", "ema_decay")
+# The keys of `data` that change how batches are loaded, not which samples come
+_LOADER_KEYS = ("batch_size", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 
 
 def differences(before: Any, now: Any, key: str = "") -> Iterator[str]:
-    """`key before → now` of every value that is another."""
+    """Yield `key before → now` for every value that has changed."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in before | now:
             yield from differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)

@@ -1,4 +1,4 @@
-"""What a sweep came to: a table of its runs, and their curves in one picture."""
+"""Reports a sweep: a table of its runs, and their curves in one picture."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from shardwise.run_dir.files import METRICS, SUMMARY
 
 
 def swept(jobs: Sequence[Sequence[str]]) -> list[dict[str, str]]:
-    """Per job: the words in which the jobs differ, key → value. `jobs`: each job's overrides."""
-    pairs = [{key.lstrip("+"): value for key, _, value in (word.partition("=") for word in words)} for words in jobs]
-    keys = [key for key in pairs[0] if len({words.get(key) for words in pairs}) > 1]
-    return [{key: words.get(key, "") for key in keys} for words in pairs]
+    """For each job, the keys and values in which the jobs differ. `jobs`: each job's overrides."""
+    values = [{key.lstrip("+"): value for key, _, value in (word.partition("=") for word in job)} for job in jobs]
+    keys = [key for key in values[0] if len({job_values.get(key) for job_values in values}) > 1]
+    return [{key: job_values.get(key, "") for key in keys} for job_values in values]
 
 
 def report_sweep(jobs: Sequence[Sequence[str]], plans: Sequence[Plan], codes: Sequence[int]) -> str:
-    """A table of every run: its values, its score and where it is, the best one first of those that ended well.
+    """A table of all runs with their values, scores and folders: the best first, failed ones last.
 
-    The picture of their curves is written beside the runs. The score is `checkpoint.monitor`'s best, else the last
+    A picture of their curves is written beside the runs. The score is the best of `checkpoint.monitor`, else the last
     validation loss, else the last training loss.
     """
     rows = []
     for values, plan, code in zip(swept(jobs), plans, codes, strict=True):
         name, score = _score(plan) if code == 0 else ("", None)
-        told = f"failed, exit code {code}" if code else "no loss was logged" if score is None else f"{name} {score:.4g}"
-        said = " ".join(f"{key}={value}" for key, value in values.items())
-        rows.append((code != 0, score is None, 0.0 if score is None else score, said, told, plan.run_dir))
+        result = (
+            f"failed, exit code {code}" if code else "no loss was logged" if score is None else f"{name} {score:.4g}"
+        )
+        label = " ".join(f"{key}={value}" for key, value in values.items())
+        rows.append((code != 0, score is None, 0.0 if score is None else score, label, result, plan.run_dir))
     sign = -1 if plans[0].checkpoint.monitor and plans[0].checkpoint.mode == "max" else 1
     rows.sort(key=lambda row: (row[0], row[1], sign * row[2]))
-    width, told_width = max(len(row[3]) for row in rows), max(len(row[4]) for row in rows)
-    lines = [f"{said:<{width}}  {told:<{told_width}}  {where}" for *_, said, told, where in rows]
+    width, result_width = max(len(row[3]) for row in rows), max(len(row[4]) for row in rows)
+    lines = [f"{label:<{width}}  {result:<{result_width}}  {run_dir}" for *_, label, result, run_dir in rows]
     if picture := _plot(swept(jobs), plans, codes):
         lines.append(f"curves: {picture}")
     return "\n".join(["", "the sweep, best first:", *lines])
@@ -59,7 +61,7 @@ def _score(plan: Plan) -> tuple[str, float | None]:
 
 
 def _curve(plan: Plan) -> tuple[str, list[tuple[int, float]]]:
-    """Of what the run is judged by; of the training loss where that has fewer than two points."""
+    """The name and points of the curve of the run's score, or of the training loss if that has under two points."""
     path = Path(plan.run_dir) / METRICS
     if not path.exists():
         return "", []
@@ -73,7 +75,7 @@ def _curve(plan: Plan) -> tuple[str, list[tuple[int, float]]]:
 
 
 def _plot(values: list[dict[str, str]], plans: Sequence[Plan], codes: Sequence[int]) -> Path | None:
-    curves = [(said, *_curve(plan)) for said, plan, code in zip(values, plans, codes, strict=True) if code == 0]
+    curves = [(own, *_curve(plan)) for own, plan, code in zip(values, plans, codes, strict=True) if code == 0]
     if not any(points for _, _, points in curves):
         return None
     import matplotlib
@@ -82,9 +84,9 @@ def _plot(values: list[dict[str, str]], plans: Sequence[Plan], codes: Sequence[i
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5))
-    for said, _, points in curves:
+    for own, _, points in curves:
         if points:
-            axes.plot(*zip(*points, strict=True), label=" ".join(f"{key}={value}" for key, value in said.items()))
+            axes.plot(*zip(*points, strict=True), label=" ".join(f"{key}={value}" for key, value in own.items()))
     names = sorted({name for _, name, _ in curves if name})
     run_id = plans[0].run_id.rpartition("-")[0]
     axes.set(xlabel="step", ylabel=", ".join(names), title=run_id)
