@@ -63,7 +63,7 @@ def _train(argv: list[str]) -> int:
         jobs, plans = make_run_plans(command.jobs, host)
         if any(job.config.dry_run for job in jobs):
             for job, plan in zip(jobs, plans, strict=True):
-                notices = "".join(f"# {line}\n" for line in job.told)
+                notices = "".join(f"# {line}\n" for line in job.messages)
                 print(f"{notices}# config\n{job.yaml}\n# plan\n{plan.to_json()}")
             return 0
         check_targets(plans)
@@ -191,7 +191,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
             raise ConfigError(
                 f"cannot write the run's folder {run_dir}: {error.strerror}; give another runs_dir="
             ) from None
-        print("\n".join([*job.told, headline(plan), *notices]), flush=True)
+        print("\n".join([*job.messages, headline(plan), *notices]), flush=True)
     saved = list_checkpoints(run_dir)
     code = launch(plan, in_process=single)
     if code == 2 and list_checkpoints(run_dir) == saved:  # the run was refused: put the earlier records back

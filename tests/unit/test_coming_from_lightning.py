@@ -116,7 +116,12 @@ def test_every_argument_of_trainer_is_answered_on_the_command_line(row: Row) -> 
         with pytest.raises(ConfigError, match=rf"\b{row.name}=1: "):
             translate([said])
     else:
-        assert read.told and read.words and not read.words[0].startswith("trainer.") and row.answer != "refused"
+        assert (
+            read.messages
+            and read.overrides
+            and not read.overrides[0].startswith("trainer.")
+            and row.answer != "refused"
+        )
 
 
 def test_our_words_are_words_of_the_command_line() -> None:
@@ -133,7 +138,7 @@ def test_trainer_precision_is_lightnings_word(word: str) -> None:
     """The one that the command line reads as ours."""
     plan = make_plan(compose(["accelerator=cpu", "name=run"]).jobs[0].config, Host(cuda_devices=0))
     plan = dataclasses.replace(plan, precision=dataclasses.replace(plan.precision, name=word))
-    assert translate([f"precision={PlannedPrecision(plan).precision}"]).words == [f"precision={word}"]
+    assert translate([f"precision={PlannedPrecision(plan).precision}"]).overrides == [f"precision={word}"]
 
 
 def test_a_name_has_one_row_and_what_is_no_longer_the_same_says_what_it_is() -> None:

@@ -86,7 +86,7 @@ OURS = [
 def test_a_word_of_lightnings_is_read_as_ours_and_told(word: str, ours: list[str]) -> None:
     found = translate([word, "seed=1"])
     assert found.words == [*ours, "seed=1"]
-    assert len(found.told) == 1 and found.told[0].startswith(f"{word} is read as {' '.join(ours)}")
+    assert len(found.messages) == 1 and found.messages[0].startswith(f"{word} is read as {' '.join(ours)}")
 
 
 @pytest.mark.parametrize("word", ANYWAY)
@@ -108,7 +108,7 @@ def test_the_headline_counts_epochs() -> None:
 
 
 def test_our_own_words_stay_what_they_are() -> None:
-    assert translate(OURS).words == OURS and translate(OURS).told == ()
+    assert translate(OURS).overrides == OURS and translate(OURS).messages == ()
 
 
 def test_all_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_a_length_on_the_command_line_takes_the_place_of_the_recipes() -> None:
         config = compose([*words, "schedule=none"]).jobs[0].config
         assert (config.max_steps, config.max_epochs, config.max_samples) == lengths
     sweep = compose(["-m", "max_steps=1,2"]).jobs
-    assert [job.config.max_steps for job in sweep] == [1, 2] and {job.told for job in sweep} == {()}
+    assert [job.config.max_steps for job in sweep] == [1, 2] and {job.messages for job in sweep} == {()}
 
 
 def test_submit_reads_them_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

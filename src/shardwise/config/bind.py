@@ -1,4 +1,4 @@
-"""Values from YAML or from a command line → the dataclasses of schema.py, each value checked."""
+"""Checks values from YAML or a command line, and puts them into the dataclasses of schema.py."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _TAKES = {
 
 
 def bind(kind: Any, value: Any, key: str = "") -> Any:
-    """A plain value from YAML as the schema's type `kind`. Nothing is rounded, cut or dropped.
+    """Convert a plain value from YAML to the schema's type `kind`. Nothing is rounded, cut or dropped.
 
     Raises:
-        ConfigError: a value of another type, a word that is no choice, an unknown key, or one without a value.
+        ConfigError: a value of another type or that is no choice, an unknown key, or a key without a value.
     """
     if kind is Any:
         return value
@@ -34,9 +34,9 @@ def bind(kind: Any, value: Any, key: str = "") -> Any:
     if isinstance(kind, type) and issubclass(kind, Enum):
         if value in kind.__members__:
             return kind[value]
-        words = list(kind.__members__)
+        choices = list(kind.__members__)
         raise ConfigError(
-            f"{key}={as_yaml(value)}: must be one of {', '.join(words)}" + did_you_mean(str(value), words)
+            f"{key}={as_yaml(value)}: must be one of {', '.join(choices)}" + did_you_mean(str(value), choices)
         )
     if get_origin(kind) is list and isinstance(value, list):
         return [bind(get_args(kind)[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
@@ -79,5 +79,5 @@ def _bind_fields(kind: type[Any], value: Any, key: str) -> Any:
 
 
 def as_yaml(value: Any) -> str:
-    """A value as YAML spells it."""
+    """A value as YAML writes it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

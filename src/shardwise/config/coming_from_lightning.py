@@ -1,7 +1,7 @@
-"""Every name of Lightning's, and what answers to it here (longer than 300 lines: it is one table).
+"""A table of every name of Lightning's, and what it is here (longer than 300 lines: it is one table).
 
-That is the same name, our word for it, or the reason why it is refused. docs/lightning.md is made from it, and the
-command line answers from it. No torch and no Lightning is imported.
+Each has the same name here, or another option, or is refused for a reason. docs/lightning.md is made from this table,
+and messages on the command line use it. This file imports neither torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Row:
-    """`name` of Lightning's, and what it is here. `test`: the pytest node that holds it."""
+    """A `name` of Lightning's, and what it is here. `test`: the pytest node that checks it."""
 
     kind: Kind
     name: str
@@ -37,27 +37,27 @@ class Row:
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Entry:
     answer: Answer
     text: str
     test: str | None
 
 
-def _same(text: str = "", test: str | None = None) -> _Said:
-    return _Said("same", text, test)
+def _same(text: str = "", test: str | None = None) -> _Entry:
+    return _Entry("same", text, test)
 
 
-def _word(text: str, test: str | None = None) -> _Said:
-    return _Said("word", text, test)
+def _word(text: str, test: str | None = None) -> _Entry:
+    return _Entry("word", text, test)
 
 
-def _refused(text: str, test: str | None = None) -> _Said:
-    return _Said("refused", text, test)
+def _refused(text: str, test: str | None = None) -> _Entry:
+    return _Entry("refused", text, test)
 
 
-def _rows(kind: Kind, test: str, names: Mapping[str, _Said]) -> tuple[Row, ...]:
-    """Rows of one kind; `test` holds those that name none of their own."""
-    return tuple(Row(kind, name, said.answer, said.text, said.test or test) for name, said in names.items())
+def _rows(kind: Kind, test: str, names: Mapping[str, _Entry]) -> tuple[Row, ...]:
+    """Make the rows of one kind. `test` checks all that have no test of their own."""
+    return tuple(Row(kind, name, entry.answer, entry.text, entry.test or test) for name, entry in names.items())
 
 
 _LIKE = "tests/distributed/test_like_lightning.py"
@@ -425,5 +425,5 @@ ROWS: tuple[Row, ...] = (
 
 
 def find(kind: Kind, name: str) -> Row | None:
-    """What is said of Lightning's `name`; None where it has none of that name."""
+    """The row of Lightning's `name`; None if Lightning has no such name."""
     return next((row for row in ROWS if (row.kind, row.name) == (kind, name)), None)

@@ -1,6 +1,6 @@
-"""argv → RunConfig. The one module that drives Hydra, for train.py and every tool.
+"""Composes a RunConfig from argv, for train.py and every tool. Only this file runs Hydra.
 
-Hydra's compose API is used rather than `@hydra.main`, so that a sweep does not relaunch itself in every rank, no
+It uses Hydra's compose API instead of `@hydra.main`, so that a sweep does not relaunch itself in every rank, no
 `outputs/` folder appears, and a mistake gets one message instead of a traceback.
 """
 
@@ -36,26 +36,26 @@ from shardwise.config.schema import RunConfig
 from shardwise.config.translate import translate
 from shardwise.errors import ConfigError, did_you_mean
 
-_BUILT = ("data", "optimizer", "schedule")  # by their _target_, which may take an argument `name`
+_BUILT = ("data", "optimizer", "schedule")  # their _target_ may take an argument `name`
 _FIELDS: dict[str, Any] = get_type_hints(RunConfig)
-_NAMED = ("callbacks.", "loggers.")  # mappings whose names the user makes up
+_NAMED = ("callbacks.", "loggers.")  # mappings whose names the user chooses
 _TEXT = (str, str | None)
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run: its typed config, the same as YAML, and the words that made it; and the machines that conf/ knows."""
+    """One run: its typed config, the same as YAML, the overrides that made it, and the machines in conf/."""
 
     config: RunConfig
     yaml: str
     overrides: tuple[str, ...]
     clusters: tuple[ClusterConfig, ...] = ()
-    told: tuple[str, ...] = ()  # what the user's words were read as
+    messages: tuple[str, ...] = ()  # for the user: how overrides were translated
 
 
 @dataclass(frozen=True)
 class Command:
-    """What the command line asks for: `print` holds text for --help or --cfg; else the jobs are run."""
+    """The meaning of a command line: `print` is the text of --help or --cfg; without it the jobs are run."""
 
     jobs: tuple[Job, ...] = ()
     print: str | None = None
@@ -78,7 +78,7 @@ def compose(argv: list[str], config_name: str = "train") -> Command:
             return Command(print=help_text(directories))
         groups = config_groups(directories)
         ours = translate(arguments.overrides)
-        overrides = [_read_override(word, groups) for word in _with_plus(ours.words)]
+        overrides = [_read_override(word, groups) for word in _with_plus(ours.overrides)]
         searchpath = [f"hydra.searchpath=[{Path(d).resolve().as_uri()}]" for d in directories[1:]]
         combinations = _combinations(overrides, arguments.multirun)
         for word in sorted({word for words in combinations for word in words}):
@@ -86,10 +86,10 @@ def compose(argv: list[str], config_name: str = "train") -> Command:
         if arguments.cfg and len(combinations) > 1:
             raise ConfigError(f"--cfg prints one job, and this sweep has {len(combinations)}: give one value each")
         try:
-            jobs = tuple(_compose_job(config_name, words, searchpath, ours.told) for words in combinations)
-        except ConfigError as error:  # of a word that the user has not typed
-            told = [line for line in ours.told if f" is read as {str(error).partition(': ')[0]}" in line]
-            raise ConfigError("; ".join([*told, str(error)])) from None
+            jobs = tuple(_compose_job(config_name, words, searchpath, ours.messages) for words in combinations)
+        except ConfigError as error:  # perhaps about an override that the user has not typed
+            messages = [line for line in ours.messages if f" is read as {str(error).partition(': ')[0]}" in line]
+            raise ConfigError("; ".join([*messages, str(error)])) from None
         return Command(print=jobs[0].yaml) if arguments.cfg else Command(jobs=jobs)
 
 
@@ -111,13 +111,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _with_plus(words: list[str]) -> list[str]:
-    """`module.lr=3e-4` beside `module._target_=my.Module`: an argument of a class that conf/ knows nothing of, so that
-    it is no option there yet. What the class does not take is said when the class has been looked at."""
-    own = {w.partition("._target_=")[0] for w in words if "._target_=" in w and not w.startswith(("+", "~"))}
+    """Add `++` to arguments of classes that conf/ does not know: `module.lr=3e-4` after `module._target_=my.Module`.
+
+    Later the arguments are checked against the class.
+    """
+    classes = {w.partition("._target_=")[0] for w in words if "._target_=" in w and not w.startswith(("+", "~"))}
     roots = [w.partition(".")[0] for w in words]
     # An argument may have a target of its own: module.backbone._target_=my.Backbone
     return [
-        f"++{w}" if w.startswith(_NAMED) or (root in own and not w.startswith(f"{root}._target_=")) else w
+        f"++{w}" if w.startswith(_NAMED) or (root in classes and not w.startswith(f"{root}._target_=")) else w
         for root, w in zip(roots, words, strict=True)
     ]
 
@@ -136,39 +138,39 @@ def _read_override(word: str, groups: dict[str, list[str]]) -> Override:
 
 
 def _check_override(override: Override, groups: dict[str, list[str]]) -> None:
-    """Say of a key, a group and an option what would have been right, before Hydra says it in its own words."""
-    said, key = override.input_line, override.key_or_group
+    """Refuse a wrong key, group or option with our message, before Hydra does so with its own."""
+    line, key = override.input_line, override.key_or_group
     root, _, rest = key.partition(".")
     if not key:
-        raise ConfigError(f"{said}: no key before the =; overrides look like strategy=fsdp")
+        raise ConfigError(f"{line}: no key before the =; overrides look like strategy=fsdp")
     if root == "hydra":
-        raise ConfigError(f"{said}: Hydra's own node is set by this program; leave it out")
+        raise ConfigError(f"{line}: Hydra's own node is set by this program; leave it out")
     if override.package is not None:
-        raise ConfigError(f"{said}: a group has one place here; write {key}=…, without @{override.package}")
+        raise ConfigError(f"{line}: a group has one place here; write {key}=…, without @{override.package}")
     if root not in groups and root not in _FIELDS:
         near = did_you_mean(root, [*groups, *_FIELDS])
-        raise ConfigError(f"{said}: there is no {root}{near}; --help lists what there is")
+        raise ConfigError(f"{line}: there is no {root}{near}; --help lists what there is")
     if rest and root not in _FIELDS:
-        raise ConfigError(f"{said}: {root} names a file and has no values of its own; {root} is one of "
+        raise ConfigError(f"{line}: {root} names a file and has no values of its own; {root} is one of "
                           f"{', '.join(groups[root])}")  # fmt: skip
     value = override.value()
     if key in groups and not isinstance(value, dict):
         options = f"{key} is one of {', '.join(groups[key])}"
         if override.is_add() or override.is_delete():
-            raise ConfigError(f"{said}: a run always has one {key}; write {key}=…, without + or ~; {options}")
+            raise ConfigError(f"{line}: a run always has one {key}; write {key}=…, without + or ~; {options}")
         if value not in groups[key]:
-            raise ConfigError(f"{said}: no such option; {options}{did_you_mean(str(value), groups[key])}")
+            raise ConfigError(f"{line}: no such option; {options}{did_you_mean(str(value), groups[key])}")
     if override.is_add() and key in _FIELDS:
-        raise ConfigError(f"{said}: {key} is there already; leave out the +")
+        raise ConfigError(f"{line}: {key} is there already; leave out the +")
     if rest == "name" and root in groups and root in _FIELDS and root not in _BUILT:
-        raise ConfigError(f"{said}: a name alone changes nothing; {root}={as_yaml(value)} brings its values as well")
-    raw = cast(str, said).partition("=")[2]
+        raise ConfigError(f"{line}: a name alone changes nothing; {root}={as_yaml(value)} brings its values as well")
+    raw = cast(str, line).partition("=")[2]
     if _FIELDS.get(key) in _TEXT and type(value) in (int, float, bool) and str(value) != raw:
-        raise ConfigError(f"{said}: is read as {as_yaml(value)}, not as text; quote it: \"{key}='{raw}'\"")
+        raise ConfigError(f"{line}: is read as {as_yaml(value)}, not as text; quote it: \"{key}='{raw}'\"")
 
 
 def _combinations(overrides: list[Override], multirun: bool) -> list[tuple[str, ...]]:
-    """The cartesian product of the sweeps, as Hydra's basic sweeper makes it."""
+    """Multiply out the sweeps, as Hydra's basic sweeper does."""
     choices: list[list[str]] = []
     for override in overrides:
         if not override.is_sweep_override():
@@ -183,7 +185,7 @@ def _combinations(overrides: list[Override], multirun: bool) -> list[tuple[str, 
     return list(itertools.product(*choices))
 
 
-def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str], told: tuple[str, ...] = ()) -> Job:
+def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str], messages: tuple[str, ...]) -> Job:
     try:
         composed = hydra_compose(config_name, overrides=[*words, *searchpath])
         _check_belongs(composed, words)
@@ -192,7 +194,7 @@ def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str]
                 config_name, overrides=[*words, *(f"{w.partition('=')[0]}=null" for w in replaced), *searchpath]
             )
             given = next(w for w in words if w.partition("=")[0] in _LENGTHS and not w.endswith("=null"))
-            told += tuple(f"{given} is given, so the recipe's {old} does not count" for old in replaced)
+            messages += tuple(f"{given} is given, so the recipe's {old} does not count" for old in replaced)
         plain = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=False))
     except MarkedYAMLError as error:
         raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from None
@@ -200,32 +202,32 @@ def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str]
         raise ConfigError(explain(error, config_name, words, searchpath)) from None
     check_numbers(plain)
     yaml = OmegaConf.to_yaml(OmegaConf.create(plain))
-    return Job(config=_typed(plain), yaml=yaml, overrides=words, clusters=read_clusters(), told=told)
+    return Job(config=_typed(plain), yaml=yaml, overrides=words, clusters=read_clusters(), messages=messages)
 
 
 _LENGTHS = ("max_steps", "max_epochs", "max_samples")
 
 
 def _replaced_lengths(composed: DictConfig, words: tuple[str, ...]) -> list[str]:
-    """The command line's `max_epochs=3` takes the place of a recipe's max_steps. Two on the command line stay two."""
-    said = dict(word.split("=", 1) for word in words if word.partition("=")[0] in _LENGTHS)
-    if all(value == "null" for value in said.values()):
+    """The recipe's lengths (such as max_steps) that another length on the command line replaces."""
+    given = dict(word.split("=", 1) for word in words if word.partition("=")[0] in _LENGTHS)
+    if all(value == "null" for value in given.values()):
         return []
-    return [f"{word}={composed[word]}" for word in _LENGTHS if word not in said and composed.get(word) is not None]
+    return [f"{word}={composed[word]}" for word in _LENGTHS if word not in given and composed.get(word) is not None]
 
 
 def _check_belongs(composed: DictConfig, words: tuple[str, ...]) -> None:
-    """A recipe's model or data with another recipe's module: two classes that were not made for each other."""
+    """Refuse a recipe's model or data with another recipe's module, since they do not fit."""
     recipe = _recipe_of(composed, "module")
     for group in ("model", "data"):
         other = _recipe_of(composed, group)
         if other not in (None, recipe) and recipe is not None:
-            said = next((word for word in reversed(words) if word.startswith(f"{group}=")), group)
-            raise ConfigError(f"{said} belongs to the recipe {other}, and this run's is {recipe}: add recipe={other}")
+            option = next((word for word in reversed(words) if word.startswith(f"{group}=")), group)
+            raise ConfigError(f"{option} belongs to the recipe {other}, and this run's is {recipe}: add recipe={other}")
 
 
 def _recipe_of(composed: DictConfig, key: str) -> str | None:
-    """`recipes.NAME.…` → NAME; None for a class of the user's own."""
+    """NAME of a class in `recipes.NAME`; None for a class of the user's."""
     node = composed.get(key)
     if not isinstance(node, DictConfig) or OmegaConf.is_missing(node, "_target_"):
         return None
@@ -236,14 +238,14 @@ def _recipe_of(composed: DictConfig, key: str) -> str | None:
 
 @functools.cache
 def read_clusters() -> tuple[ClusterConfig, ...]:
-    """The machines of conf/cluster/ that have a GPU of a known name."""
+    """Read the machines of conf/cluster/ that name their GPU."""
     files = sorted((CONF / "cluster").glob("*.yaml"))
     clusters = [bind(ClusterConfig, OmegaConf.to_container(OmegaConf.load(file)), "cluster") for file in files]
     return tuple(cluster for cluster in clusters if cluster.gpu is not None)
 
 
 def _typed(plain: dict[str, Any]) -> RunConfig:
-    """Bind the composed mapping to the schema: types, enums, unknown keys, values that were left open."""
+    """Bind the composed mapping to the schema, and check that no value was left open."""
     for group in ("recipe", "experiment"):
         if group in plain:
             raise ConfigError(
@@ -258,7 +260,7 @@ def _typed(plain: dict[str, Any]) -> RunConfig:
 
 
 def to_plain(value: Any) -> Any:
-    """Enums to their words, recursively: what is written to a file."""
+    """Replace enums and dataclasses by plain values, recursively, to write them to a file."""
     if isinstance(value, Enum):
         return value.value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -270,5 +272,5 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-if GlobalHydra.instance().is_initialized():  # a caller's own Hydra would be cleared by ours
+if GlobalHydra.instance().is_initialized():  # ours would clear the caller's Hydra
     sys.stderr.write("shardwise: Hydra is already initialised in this process\n")

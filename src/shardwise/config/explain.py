@@ -1,4 +1,4 @@
-"""What is wrong with the words of a command line, in one line."""
+"""Explains in one line what is wrong with a command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError, did_you_mean
 
 
 def check_numbers(plain: dict[str, Any]) -> None:
-    """What is a number in conf/ is a finite number: optimizers and schedules check little, and only when they run."""
+    """Check that numbers of optimizers and schedules in conf/ stay finite numbers: they check little themselves."""
     for group in ("optimizer", "schedule"):
         node = plain.get(group)
         if not isinstance(node, dict):
@@ -36,7 +36,7 @@ def check_numbers(plain: dict[str, Any]) -> None:
 
 @functools.cache
 def _defaults_of(group: str, target: Any) -> dict[str, Any]:
-    """The values in conf/GROUP of this class or function; none for one that conf/ does not have."""
+    """The values in conf/GROUP for this class or function; empty if conf/ does not have it."""
     nodes = (OmegaConf.to_container(OmegaConf.load(file)) for file in sorted((CONF / group).glob("*.yaml")))
     found = next((node for node in nodes if isinstance(node, dict) and node.get("_target_") == target), {})
     return {str(key): value for key, value in found.items() if key != "_target_"} if target else {}
@@ -47,7 +47,7 @@ def _is_number(value: Any) -> bool:
 
 
 def check_open(plain: dict[str, Any]) -> None:
-    """A model that no module takes may stay open; one that the module takes is named where it is written."""
+    """Refuse values that were left open, except for those of a model that no module uses."""
     missing = _missing(plain)
     below_model = {key for key in missing if key.startswith("model.")}
     keys = [key.removeprefix("module.") if key.removeprefix("module.") in below_model else key
@@ -67,19 +67,19 @@ def _missing(node: Any, prefix: str = "") -> list[str]:
 
 
 def explain(error: Exception, config_name: str, words: tuple[str, ...], searchpath: list[str]) -> str:
-    """Hydra's and OmegaConf's errors as one line: what was wrong, and what would be right."""
+    """Turn an error of Hydra or OmegaConf into one line: what was wrong, and what would be right."""
     if isinstance(error, MissingConfigException):
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         return f"{group}={option}: no such config file; {group} is one of {', '.join(error.options or [])}"
     cause = error.__cause__ or error
     key = getattr(cause, "full_key", None) or ""
-    said = next((word for word in reversed(words) if word.split("=")[0].lstrip("+~") == key), key)
+    given = next((word for word in reversed(words) if word.split("=")[0].lstrip("+~") == key), key)
     first_line = str(error).strip().splitlines()[0].rstrip(".")
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
-        return f"{said}: " + _no_option(key, config_name, words, searchpath)
+        return f"{given}: " + _no_option(key, config_name, words, searchpath)
     if isinstance(error, OmegaConfBaseException) and "nterpolation" in type(error).__name__ + first_line:
-        return f"{said}: {first_line}; ${{…}} takes a key of this config, or oc.env:NAME"
-    return f"{said}: {first_line}" if said else first_line
+        return f"{given}: {first_line}; ${{…}} takes a key of this config, or oc.env:NAME"
+    return f"{given}: {first_line}" if given else first_line
 
 
 def _no_option(key: str, config_name: str, words: tuple[str, ...], searchpath: list[str]) -> str:
@@ -91,8 +91,9 @@ def _no_option(key: str, config_name: str, words: tuple[str, ...], searchpath: l
         return f"{parent} has no option {option}"
     if node is None:
         value = next((word.partition("=")[2] for word in words if word.partition("=")[0] == key), "…")
-        own = f", or give module.{option}={value} where it is an argument of the module's constructor"
-        return f"{parent} is none here, so it has no {option}; choose {parent}=… as well{own * (parent == 'optimizer')}"
+        hint = f", or give module.{option}={value} where it is an argument of the module's constructor"
+        also = hint if parent == "optimizer" else ""
+        return f"{parent} is none here, so it has no {option}; choose {parent}=… as well{also}"
     if not isinstance(node, DictConfig):
         return f"{parent} is a single value; write {parent}=…"
     known = [str(k) for k in node]

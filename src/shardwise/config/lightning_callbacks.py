@@ -1,4 +1,4 @@
-"""Lightning's own callbacks: which of them work here, and why the others are refused. Data alone, no imports."""
+"""A table of Lightning's own callbacks: which of them work here, and why the others are refused."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""One copy of Lightning's classes: `pytorch_lightning` is read as `lightning.pytorch`, `lightning_fabric` as
-`lightning.fabric`.
+"""Imports `pytorch_lightning` as `lightning.pytorch`, and `lightning_fabric` as `lightning.fabric`.
 
-The distribution `pytorch-lightning` holds the same classes a second time. A module of one copy is no LightningModule of
-the other, so that Lightning's own Trainer refuses it. Here both names lead to the same module objects, whether that
-distribution is installed or not. Nothing is imported before somebody asks for one of the names.
+The distribution `pytorch-lightning` has the same classes a second time. A module of one copy is no LightningModule of
+the other, and Lightning's Trainer refuses it. With this file both names give the same module objects, even if that
+distribution is not installed. Nothing is imported before somebody imports one of the names.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ SAME = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning
 
 
 def read_as_one() -> None:
-    """From here on, in this process, the names of `SAME` lead to the same modules."""
+    """Let both names in `SAME` give the same modules, in this process from now on."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
-_told: set[str] = set()
+_reported: set[str] = set()
 
 
 def newly_used() -> list[str]:
-    """What to tell the user once: which names were used for which, of those that were not told before."""
+    """Lines for the user about names that were replaced, each only once."""
     used = [n for n, real in SAME.items() if (m := sys.modules.get(n)) is not None and m is sys.modules.get(real)]
-    new = [name for name in used if name not in _told]
-    _told.update(new)
+    new = [name for name in used if name not in _reported]
+    _reported.update(new)
     version = getattr(sys.modules.get("lightning"), "__version__", "?")
     return [f"{n} is read as {SAME[n]} (version {version}): they are the same classes" for n in new]
 
 
 def second_copy() -> str:
-    """A sentence to append to a message about a class that is not Lightning's: why it may not be. Else nothing."""
+    """The end of a message about a class that is not Lightning's, if a second copy may be the cause; else empty."""
     for name, real in SAME.items():
         module = sys.modules.get(name)
         if module is not None and module is not sys.modules.get(real):
@@ -55,16 +54,16 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         root, dot, rest = name.partition(".")
         if root not in SAME or (dot and sys.modules.get(root) is not sys.modules.get(SAME[root])):
-            return None  # below a second copy everything is the copy's
+            return None  # a second copy keeps its own submodules
         real = SAME[root] + dot + rest
-        # The first part of `lightning.pytorch` is looked for without importing it: a look at what is installed is free.
+        # For the first part, `lightning` is found without an import, so that the check costs nothing.
         if importlib.util.find_spec(real if dot else "lightning") is None:
             return None
         return ModuleSpec(name, _Loader(real))
 
 
 class _Loader(Loader):
-    """Gives the module that is there under its real name, and leaves it as it is."""
+    """Gives the module of the real name, without a change to it."""
 
     def __init__(self, real: str) -> None:
         self.real = real
@@ -76,4 +75,4 @@ class _Loader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self.spec  # the import system has just put the other name's there
+        module.__spec__ = self.spec  # the import system has set that of the other name

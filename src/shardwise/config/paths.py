@@ -1,4 +1,4 @@
-"""Where this repository and its conf/ are."""
+"""The folders of this repository and its conf/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes with a `_target_` → objects. A few lines instead of Hydra's instantiate, since ranks never run Hydra."""
+"""Builds objects from nodes with a `_target_`, without Hydra's instantiate, since ranks never run Hydra."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shardwise.config.one_lightning import read_as_one, second_copy
 from shardwise.errors import ConfigError, a_or_an, did_you_mean
 from shardwise.mistakes import describe_mistake
 
-# Modules of the standard library whose classes hold values and do nothing when they are made
+# Modules of the standard library whose classes only have values, and do nothing when they are made.
 _PLAIN = ("collections", "datetime", "decimal", "fractions", "functools", "pathlib", "uuid", "zoneinfo")
 _PIP = re.compile(r"pip3? install (?:-\S+ )*['\"]?([\w-]+(?:\[[\w,-]+\])?)")
 _PLAIN_TYPES = (bool, bytes, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple)
 
 
 def locate(path: str, where: str) -> Callable[..., Any]:
-    """The class, function or class method named by a dotted path; the current directory is importable.
+    """Find the class, function or class method of a dotted path. The current directory is importable.
 
     Raises:
         ConfigError: no such module or attribute, or something of the standard library that may run commands. An error
@@ -62,7 +62,7 @@ def locate(path: str, where: str) -> Callable[..., Any]:
 
 
 def _home(target: Any) -> str:
-    """The first part of the name of the module that it was defined in, whatever name it is reached by."""
+    """The first part of the name of the module that defines `target`, even if it has other names."""
     if isinstance(target, ModuleType):
         return target.__name__.partition(".")[0]
     owner = getattr(target, "__self__", None)
@@ -71,7 +71,7 @@ def _home(target: Any) -> str:
 
 
 def _import(name: str, path: str, where: str) -> ModuleType | None:
-    """The module, or None where there is none of this name."""
+    """Import the module; None if there is none of this name."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -86,11 +86,11 @@ def _import(name: str, path: str, where: str) -> ModuleType | None:
 def check(
     node: Any, where: str, base: type | None = None, *, positional: int = 0, supplied: tuple[str, ...] = ()
 ) -> None:
-    """Locate every target below `node` and bind its arguments, building nothing.
+    """Locate every target below `node` and bind its arguments, but build nothing.
 
-    `base`: what the outermost target makes; it is a subclass of that, or a Python function, whose result is looked at
-    when it has been called. `positional` and `supplied`: how many arguments it will be given when it is called, and by
-    name.
+    `base`: the class of the object that the outermost target makes. The target is a subclass of it, or a Python
+    function, whose result is checked after the call. `positional`: the number of arguments that it will get by
+    position. `supplied`: the names of those that it will get by name.
 
     Raises:
         ConfigError: a target of another kind, an argument that the target does not take, one that it needs and does
@@ -119,7 +119,7 @@ def check(
     for name, value in arguments.items():
         expected = annotations.get(name, Any)
         if not _fits(value, expected) and not (value is None and signature.parameters[name].default is None):
-            raise ConfigError(f"{where}.{name}={as_yaml(value)}: {node['_target_']} takes {_words(expected)}")
+            raise ConfigError(f"{where}.{name}={as_yaml(value)}: {node['_target_']} takes {_spelled(expected)}")
 
 
 def _check_kind(target: Callable[..., Any], path: str, where: str, base: type) -> None:
@@ -140,7 +140,7 @@ def _annotations(target: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """False only where it is certain: a word for a number, a fraction for a count, null for what must be there."""
+    """Whether `value` may be right. It is not if it is text for a number, a fraction for a count, or a wrong null."""
     is_union = isinstance(annotation, UnionType) or get_origin(annotation) is Union
     options = get_args(annotation) if is_union else (annotation,)
     if value is None:
@@ -150,12 +150,12 @@ def _fits(value: Any, annotation: Any) -> bool:
     return type(value) in options or (type(value) is int and float in options)
 
 
-def _words(annotation: Any) -> str:
+def _spelled(annotation: Any) -> str:
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
 
 def build(node: Any, where: str = "") -> Any:
-    """Build `node`, innermost first. Mappings without a `_target_`, lists and plain values stay what they are."""
+    """Build `node`, innermost first. Mappings without a `_target_`, lists and plain values are not changed."""
     if isinstance(node, list):
         return [build(value, where) for value in node]
     if not isinstance(node, dict):
@@ -176,13 +176,12 @@ def build(node: Any, where: str = "") -> Any:
     except Exception as error:
         if not where.startswith(("callbacks.", "loggers.")) or describe_mistake(error, None) is not None:
             raise
-        said = " ".join(str(error).split())[:1000]
-        raise ConfigError(f"{where}._target_={node['_target_']}: {type(error).__name__}: {said}") from error
+        text = " ".join(str(error).split())[:1000]
+        raise ConfigError(f"{where}._target_={node['_target_']}: {type(error).__name__}: {text}") from error
 
 
 def _missing_package(error: ImportError) -> str | None:
-    """The package that a constructor asks for, where its message names one. An import that fails in the author's own
-    code is told by his line."""
+    """The package that a constructor needs, if its message names one; None if an import of the user's code fails."""
     if describe_mistake(error, None) is not None:
         return None
     named = _PIP.search(str(error))

@@ -1,6 +1,7 @@
-"""Words of Lightning's and of other trainers' on the command line: read as ours where there is one meaning.
+"""Translates options of Lightning and other trainers on the command line, if they have exactly one meaning here.
 
-Each translation is told to the user in one line. A word with no exact twin is refused by a message that names ours.
+The user gets one line about each translation. An option without an exact counterpart is refused, with a message about
+ours.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ _CALLBACKS = (
 
 @dataclass(frozen=True)
 class Translated:
-    """The command line in our words, and what to tell the user about it."""
+    """The command line with our options, and messages about it for the user."""
 
-    words: list[str]
-    told: tuple[str, ...]
+    overrides: list[str]
+    messages: tuple[str, ...]
 
 
 def translate(words: Sequence[str]) -> Translated:
-    """Overrides in our words. What is ours already, and what nobody knows, is left as it is.
+    """Translate overrides. Those that are ours already, and unknown ones, are not changed.
 
     Raises:
-        ConfigError: a word of Lightning's that has no exact twin here.
+        ConfigError: an option of Lightning that has no exact counterpart here.
     """
     ours: list[str] = []
-    told: list[str] = []
+    messages: list[str] = []
     for word in words:
         new = _translate(word)
         if new != [word]:
             because = _BECAUSE.get(word.lstrip("+").removeprefix("trainer.").lower(), "")
-            told.append(f"{word} is read as {' '.join(new)}{because}" if new else f"{word} {_ANYWAY}")
+            messages.append(f"{word} is read as {' '.join(new)}{because}" if new else f"{word} {_ANYWAY}")
         ours += new
-    return Translated(ours, tuple(told))
+    return Translated(ours, tuple(messages))
 
 
 def _translate(word: str) -> list[str]:
@@ -65,7 +66,7 @@ def _translate(word: str) -> list[str]:
 
 
 def _argument_of_trainer(word: str, name: str, value: str) -> list[str]:
-    """`trainer.max_steps=3`."""
+    """Translate `trainer.max_steps=3`."""
     if not name or "." in name:
         raise ConfigError(
             f"{word}: the Trainer is made by the run, and what it takes is said without `trainer.`, e.g. max_steps=100"
@@ -90,7 +91,7 @@ def _instead(name: str) -> str:
 
 
 def _by_value(word: str, key: str, value: str) -> list[str]:
-    """A group or option whose name is the same here, and some of whose values have another name."""
+    """Translate the value of an option that has the same name here, and some values with other names."""
     name, plain = key.lstrip("+"), value.strip("'\"")
     twins, refused = _VALUES[name], _NO_TWIN.get(name, {})
     if name == "logger" and plain.startswith("["):
@@ -136,8 +137,10 @@ def _renamed(ours: str) -> Callable[[str, str], list[str]]:
 
 
 def _twin(values: dict[str, str], counts_as: str | None = None) -> Callable[[str, str], list[str]]:
-    """Value → our word for it; an empty one: what is meant happens anyway. `counts_as`: the option that has the same
-    meaning where the value is a count of at least one. Another value is refused, as the name is."""
+    """A translation by a table from values to our overrides; an empty one means that nothing needs to be given.
+
+    `counts_as`: the option that has the same meaning if the value is a count of at least one. Other values are refused.
+    """
 
     def read(word: str, value: str) -> list[str]:
         if (plain := value.strip("'\"").lower()) in values:
@@ -249,7 +252,7 @@ _OTHERS: dict[str, Callable[[str, str], list[str]]] = {
     ),
     "enable_checkpointing": _truth("checkpoint=default", "checkpoint=none", "give checkpoint=default or none"),
 }
-# What the Trainer has under the same name and with the same meaning.
+# Arguments of the Trainer that have the same name and the same meaning here.
 _SAME = ("log_every_n_steps", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs", "min_steps",
          "min_epochs", "deterministic", "benchmark", "detect_anomaly", "profiler", "logger")  # fmt: skip
 _REFUSED = {

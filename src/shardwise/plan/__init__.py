@@ -1,4 +1,4 @@
-"""RunConfig + Host → Plan: every number that follows from others is decided here, without torch."""
+"""Makes the Plan from RunConfig and Host, with every number that follows from others. It does not need torch."""
 
 from shardwise.plan.plan import Host, Plan
 from shardwise.plan.resolve import make_plan

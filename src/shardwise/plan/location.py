@@ -1,4 +1,4 @@
-"""A run's name, where its files are, and the file that it starts from."""
+"""Finds a run's name, its folder, and the weights that it starts from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def runs_folder(config: RunConfig) -> Path:
     try:
         if not config.runs_dir or "\0" in config.runs_dir:
             raise ValueError
-        # Not resolve(), which follows links: nothing is looked at here.
+        # resolve() would follow links, and so read the file system.
         return Path(os.path.abspath(Path(config.runs_dir).expanduser()))
     except (RuntimeError, ValueError):
         raise ConfigError(f"runs_dir={config.runs_dir}: names no folder; give one, e.g. runs_dir=runs") from None
@@ -55,6 +55,6 @@ def run_name(config: RunConfig, host: Host) -> str:
 
 
 def number_run(plan: Plan, number: int) -> Plan:
-    """The Plan of one job of a sweep, with a folder of its own."""
+    """The Plan of job `number` of a sweep, which has its own folder."""
     run_id = f"{plan.run_id}-{number}"
     return dataclasses.replace(plan, run_id=run_id, run_dir=str(Path(plan.run_dir).parent / run_id))

@@ -1,4 +1,4 @@
-"""Words that change a whole config: `quick_check=true` and `find_learning_rate=true`."""
+"""Applies the options that change a whole config: `quick_check=true` and `find_learning_rate=true`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from shardwise.config.schema import OnNonfinite, OnSpike, RunConfig, Stage
 from shardwise.errors import ConfigError
 from shardwise.plan.plan import FINDER_STEPS
 
-QUICK_BATCHES = 3  # of every stage, on each rank
+QUICK_BATCHES = 3  # of every stage on each rank
 
 
 def for_quick_check(config: RunConfig) -> RunConfig:
-    """The same run for a few batches of every stage, which leaves nothing behind.
+    """Change the config to a run of a few batches of every stage, which saves no checkpoint.
 
     Raises:
-        ConfigError: a stage other than fit, or a run to go on with: there is nothing to check on.
+        ConfigError: a stage other than fit, or a run that is resumed.
     """
     if config.stage is not Stage.fit or config.resume is not None:
         word = f"stage={config.stage.value}" if config.stage is not Stage.fit else f"resume={config.resume}"
@@ -35,10 +35,10 @@ def _unsaved(checkpoint: CheckpointConfig) -> CheckpointConfig:
 
 
 def for_learning_rate_finder(config: RunConfig) -> RunConfig:
-    """The same run for the learning-rate finder: a hundred steps, no schedule, no validation, no checkpoint.
+    """Change the config to a hundred steps without schedule, validation and checkpoint, to find a learning rate.
 
     Raises:
-        ConfigError: a stage other than fit, a run to go on with, or a quick check.
+        ConfigError: a stage other than fit, a run that is resumed, or a quick check.
     """
     if config.stage is not Stage.fit or config.resume is not None or config.quick_check:
         word = "quick_check=true" if config.quick_check else f"resume={config.resume}"

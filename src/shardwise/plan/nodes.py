@@ -1,4 +1,4 @@
-"""Parts of a config with a `_target_`, as the Plan keeps them."""
+"""Checks the parts of a config that have a `_target_`, for the Plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.plan.rules import check_plain
 
 
 def data_node(node: Any) -> dict[str, Any] | None:
-    """None: no class is named, and the module's own loaders are used."""
+    """The node of the data; None if it names no class, and the module's own loaders are used."""
     if not isinstance(node, dict) or node.get("_target_", "") is not None:
         return target_node("data", node)
     if options := [f"data.{key}={as_yaml(value)}" for key, value in node.items() if key != "_target_"]:
@@ -22,10 +22,10 @@ def data_node(node: Any) -> dict[str, Any] | None:
     return None
 
 
-def target_node(word: str, node: Any) -> dict[str, Any]:
+def target_node(key: str, node: Any) -> dict[str, Any]:
     if not isinstance(node, dict) or "_target_" not in node:
-        raise ConfigError(f"{word} names no class: give {word}._target_=package.Class")
-    check_plain(word, node)
+        raise ConfigError(f"{key} names no class: give {key}._target_=package.Class")
+    check_plain(key, node)
     return node
 
 
@@ -40,6 +40,6 @@ def logger_nodes(config: RunConfig) -> dict[str, dict[str, Any]]:
     return loggers
 
 
-def named_nodes(word: str, nodes: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Name → node. A name that is null has been taken out again."""
-    return {name: target_node(f"{word}.{name}", node) for name, node in nodes.items() if node is not None}
+def named_nodes(key: str, nodes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The nodes by name, without those that the user has set to null."""
+    return {name: target_node(f"{key}.{name}", node) for name, node in nodes.items() if node is not None}

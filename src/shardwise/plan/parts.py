@@ -1,4 +1,4 @@
-"""Parts of the config → parts of the Plan, each checked by itself."""
+"""Makes parts of the Plan from parts of the config, and checks each of them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _YEAR_MINUTES = 365 * 24 * 60
 
 
 def make_checkpointing(config: CheckpointConfig, accelerator: str) -> Checkpointing:
-    every, kept = config.save_every_n_steps, config.keep_every_n_steps
+    every, keep = config.save_every_n_steps, config.keep_every_n_steps
     if every is not None and every < 1:
         raise ConfigError(f"checkpoint.save_every_n_steps={every}: must be at least 1, or null to save at the end only")
     if config.keep_last < 1:
         raise ConfigError(f"checkpoint.keep_last={config.keep_last}: must be at least 1")
     if config.mode not in ("min", "max"):
         raise ConfigError(f"checkpoint.mode={config.mode}: must be min or max")
-    if kept is not None and (kept < 1 or every is None or kept % every):
+    if keep is not None and (keep < 1 or every is None or keep % every):
         raise ConfigError(
-            f"checkpoint.keep_every_n_steps={kept}: must be a multiple of checkpoint.save_every_n_steps="
+            f"checkpoint.keep_every_n_steps={keep}: must be a multiple of checkpoint.save_every_n_steps="
             f"{as_yaml(every)}: what is kept was saved"
         )
     if config.max_failures < 0:
@@ -35,7 +35,7 @@ def make_checkpointing(config: CheckpointConfig, accelerator: str) -> Checkpoint
         monitor=config.monitor,
         mode=config.mode,
         save_at_end=config.save_at_end,
-        keep_every_n_steps=kept,
+        keep_every_n_steps=keep,
         asynchronous=accelerator == "cuda" if config.asynchronous is None else config.asynchronous,
         when_busy=config.when_busy.value,
         max_failures=config.max_failures,
@@ -54,10 +54,10 @@ def make_strategy(config: StrategyConfig) -> Strategy:
 
 
 def make_environment(cluster: ClusterConfig) -> dict[str, str]:
-    for word, value in cluster.environment.items():
-        if not _VARIABLE.fullmatch(word) or "\0" in value:
+    for name, value in cluster.environment.items():
+        if not _VARIABLE.fullmatch(name) or "\0" in value:
             raise ConfigError(
-                f"cluster.environment.{word}={value}: names no environment variable; e.g. NCCL_IB_TIMEOUT"
+                f"cluster.environment.{name}={value}: names no environment variable; e.g. NCCL_IB_TIMEOUT"
             )
     return dict(cluster.environment)
 

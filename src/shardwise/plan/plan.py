@@ -1,7 +1,7 @@
-"""RunConfig + Host → Plan: every rule that spans fields, and every number that follows from others.
+"""The Plan: every decision about a run, frozen.
 
-A Plan is resolved and frozen: no "auto", no None that means "guess". The launcher, the Trainer and every tool read
-the same one, so that they cannot disagree. Nothing here imports torch.
+No value of a Plan is "auto", or a None that means "guess". The launcher, the Trainer and every tool read the same Plan,
+so that they cannot disagree. This file does not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from shardwise.errors import count
 from shardwise.plan.topology import Topology
 
-FINDER_STEPS = 100  # of find_learning_rate=true
+FINDER_STEPS = 100  # the steps of find_learning_rate=true
 
 RESUME_ALLOW = ("data", "global_batch_size", "optimizer", "seed")
 
@@ -27,15 +27,15 @@ ActivationCheckpointingName = Literal["none", "full"]
 
 @dataclass(frozen=True)
 class Host:
-    """What the process found around itself, before any config is read."""
+    """The machine and the launcher, as the process finds them before it reads a config."""
 
-    cuda_devices: int  # visible to this process
+    cuda_devices: int  # the number that this process sees
     launcher: Launcher = "local"
-    nodes: int | None = None  # told by the launcher; None: nobody said
-    devices: int | None = None  # processes a node, told by the launcher
+    nodes: int | None = None  # from the launcher; None: it gives no number
+    devices: int | None = None  # processes on each node, from the launcher; None: as for `nodes`
     run_id: str | None = None  # from Slurm or torchrun, or made by the parent
     is_terminal: bool = False
-    gpu: str | None = None  # the visible GPUs' name; None: there is none, or it is not known
+    gpu: str | None = None  # the name of the visible GPUs; None: there are none, or it is not known
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Strategy:
 
     @property
     def zero_stage(self) -> int:
-        """1 to 3 under DeepSpeed, else 0."""
+        """The stage 1 to 3 under DeepSpeed, else 0."""
         return int(self.name[-1]) if self.name.startswith("zero") else 0
 
 
@@ -66,12 +66,12 @@ class Precision:
 
     @property
     def is_low(self) -> bool:
-        """Layers compute in 16 bits."""
+        """Whether layers compute in 16 bits."""
         return self.compute_dtype in ("bfloat16", "float16")
 
     @property
     def is_mixed(self) -> bool:
-        """Layers compute on copies of the parameters in another dtype."""
+        """Whether layers compute on copies of the parameters in another dtype."""
         return self.compute_dtype != self.parameter_dtype
 
 
@@ -82,7 +82,7 @@ class Checkpointing:
     monitor: str | None
     mode: str
     save_at_end: bool
-    keep_every_n_steps: int | None  # of those that are saved; None: none is kept for good
+    keep_every_n_steps: int | None  # these of the saved ones are kept for good; None: none is
     asynchronous: bool
     when_busy: Literal["wait", "skip"]
     max_failures: int
@@ -98,7 +98,7 @@ class Guarding:
     on_spike: Literal["ignore", "warn", "skip", "rollback"]
     max_in_a_row: int
     spike_z: float
-    pass_over: tuple[int, ...] = ()  # the training clock at windows whose gradients are thrown away
+    pass_over: tuple[int, ...] = ()  # the training clock at each window whose gradients are thrown away
 
 
 @dataclass(frozen=True)
@@ -115,66 +115,66 @@ class Plan:
     run_id: str
     run_dir: str
     stage: StageName
-    resume: str | None  # a checkpoint's path, or None: start from the seed
-    init_from: str | None  # safetensors to start from where nothing is resumed; None: the seed's weights
-    may_fall_back: bool  # from a checkpoint that turns out to be damaged, to the one before
+    resume: str | None  # the path of a checkpoint; None: the run starts anew
+    init_from: str | None  # safetensors to start from; None: the seed makes the weights
+    may_fall_back: bool  # to an older checkpoint, if this one is damaged
     resume_allow: tuple[str, ...]
     seed: int
     launcher: Launcher
     accelerator: Literal["cpu", "cuda"]
     topology: Topology
-    peak_tflops: float | None  # dense, of one GPU in the run's precision; None: not known, or a CPU
+    peak_tflops: float | None  # the dense peak of one GPU; None: not known, or a CPU
     strategy: Strategy
     precision: Precision
-    micro_batch_size: int  # samples per data-parallel rank per forward
-    accumulate_grad_batches: int  # micro-batches per rank per step
-    global_batch_size: int  # samples per step over all ranks
+    micro_batch_size: int  # samples of one data-parallel rank in one forward
+    accumulate_grad_batches: int  # micro-batches of one rank in one step
+    global_batch_size: int  # samples of all ranks in one step
     max_steps: int | None  # None: max_epochs decides
     max_epochs: int | None  # None: max_steps decides
-    gradient_clip_val: float | None  # global 2-norm; None: the norm is logged, not bounded
+    gradient_clip_val: float | None  # the largest 2-norm over all ranks; None: no clipping
     log_every_n_steps: int
     validate_every_n_steps: int | None  # None: at the end of every epoch
-    max_validation_batches: int | None  # of all ranks; None: all; 0: a fit does not validate
+    max_validation_batches: int | None  # of all ranks together; None: all; 0: no validation
     checkpoint: Checkpointing
     guard: Guarding
     logger: Logging
     progress_bar: bool
     optimizer: dict[str, Any] | None
     optimizer_override: bool
-    deterministic: bool  # the same bits in every run on the same hardware
+    deterministic: bool  # whether runs on the same hardware give the same bits
     compile: CompileName
     activation_checkpointing: ActivationCheckpointingName
-    ema_decay: float | None  # of the averaged weights that validation and checkpoints see as well; None: no average
-    max_restarts: int  # of a run that crashed or hung, by the local launcher
-    memory_history: bool  # every allocation's stack is kept, for the snapshot of a rank that runs out of memory
+    ema_decay: float | None  # of the average of the weights; None: no average
+    max_restarts: int  # how often the local launcher restarts a run that crashed or hung
+    memory_history: bool  # whether to record allocations, for when memory runs out
     schedule: dict[str, Any] | None
-    units: tuple[str, ...] | None  # class names; None: found
-    environment: dict[str, str]  # of every rank, where the user's own does not say otherwise
+    units: tuple[str, ...] | None  # classes of layers; None: they are found
+    environment: dict[str, str]  # of every rank; the user's own variables come first
     module: dict[str, Any]
-    data: dict[str, Any] | None  # null: the module's own loaders
-    callbacks: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # the user's own, in order
-    trust: bool = False  # what a checkpoint holds as a pickle, which may run any code, is read
-    loggers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # trackers of the user's own
-    max_train_batches: int | None = None  # micro-batches of one rank in an epoch: whole windows; None: all
+    data: dict[str, Any] | None  # None: the module's own loaders
+    callbacks: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # the user's, in order
+    trust: bool = False  # whether to read pickles in a checkpoint, which may run any code
+    loggers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # the user's trackers
+    max_train_batches: int | None = None  # micro-batches of one rank in an epoch; None: all
     quick_check: bool = False
     profiler: Literal["none", "simple", "advanced", "pytorch"] = "none"
     find_learning_rate: bool = False
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
-    min_steps: int | None = None  # an early stop waits for them
+    min_steps: int | None = None  # an early stop waits for this step
     min_epochs: int | None = None
     benchmark: bool = False
     detect_anomaly: bool = False
 
     def logs(self, step: int) -> bool:
-        """Whether the step's numbers are logged."""
+        """Whether the numbers of `step` are logged."""
         return step % self.log_every_n_steps == 0 or step in (1, self.max_steps)
 
     def going_on_from(
         self, resume: str | None, *, may_fall_back: bool | None = None, pass_over: int | None = None
     ) -> Plan:
-        """The same run, from another checkpoint. Nothing else of a Plan changes once it is made.
+        """The Plan of the same run from another checkpoint. Nothing else of a Plan changes after it is made.
 
-        `pass_over`: the training clock at one more window whose gradients are thrown away.
+        `pass_over`: the training clock at another window whose gradients are thrown away.
         """
         fall_back = self.may_fall_back if may_fall_back is None else may_fall_back
         guard = self.guard
@@ -199,7 +199,7 @@ class Plan:
 
 
 def headline(plan: Plan) -> str:
-    """What is about to run, in two lines."""
+    """Two lines for the user about the run that begins."""
     topology = plan.topology
     mesh = " × ".join(f"{axis} {size}" for axis, size in topology.mesh.items() if size > 1) or "one rank"
     length = count(plan.max_steps, "step") if plan.max_steps else count(plan.max_epochs or 0, "epoch")

@@ -1,4 +1,4 @@
-"""RunConfig + Host → Plan: every number that follows from others."""
+"""Makes the Plan from RunConfig and Host, and computes every number that follows from others."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from shardwise.plan.sizes import accumulation_steps, check_train_batches, durati
 
 
 def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] = ()) -> Plan:
-    """Resolve `config` on `host`. The file system is not looked at; `resume` is passed on as written.
+    """Resolve `config` on `host`. This does not read the file system; `resume` is passed on as written.
 
-    `clusters`: the machines whose GPUs are known, where `config.cluster` does not say which it has.
+    `clusters`: machines with known GPUs, for a `config.cluster` that does not name its GPU.
 
     Raises:
-        ConfigError: two values that cannot both be; the message says the rule, the numbers and the remedy.
+        ConfigError: a value that is not allowed, or two that exclude each other; the message says what to do.
     """
     if config.quick_check:
         config = for_quick_check(config)

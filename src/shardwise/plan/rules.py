@@ -13,7 +13,7 @@ from shardwise.plan.plan import RESUME_ALLOW, Checkpointing, Host
 
 
 def check_values(config: RunConfig, host: Host, accelerator: str, checkpointing: Checkpointing) -> None:
-    """What one field may not be, and what it may not be on this host.
+    """Check the value of each field, alone and on this host.
 
     Raises:
         ConfigError
@@ -61,7 +61,7 @@ def check_values(config: RunConfig, host: Host, accelerator: str, checkpointing:
 
 
 def check_pairs(config: RunConfig, accelerator: str) -> None:
-    """What cannot be had together; docs/numerics.md lists these with the upstream reason."""
+    """Refuse pairs of values that exclude each other. docs/numerics.md lists them with the upstream reasons."""
     strategy, precision = config.strategy.name.value, config.precision.name.value
     if config.precision.parameter_dtype.value == "float16":
         raise ConfigError(
@@ -97,7 +97,7 @@ def check_pairs(config: RunConfig, accelerator: str) -> None:
 
 
 def check_plain(where: str, node: Any) -> None:
-    """Ranks read the Plan as JSON: what JSON would change has no place in it."""
+    """Refuse values that JSON would change, since ranks read the Plan as JSON."""
     if isinstance(node, dict):
         for key, value in node.items():
             if not isinstance(key, str):
@@ -117,7 +117,7 @@ def check_plain(where: str, node: Any) -> None:
 def check_schedule(
     schedule: dict[str, Any] | None, optimizer: dict[str, Any] | None, config: RunConfig, max_steps: int | None
 ) -> None:
-    """A schedule needs an optimizer, and the number of steps.
+    """Check that a schedule has an optimizer, and that the number of steps is known.
 
     Raises:
         ConfigError

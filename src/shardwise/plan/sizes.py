@@ -1,4 +1,4 @@
-"""How many ranks, how many micro-batches a step, how many steps."""
+"""Computes the number of ranks, of micro-batches in a step, and of steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from shardwise.plan.topology import Topology, make_topology
 
 
 def resolve_topology(config: RunConfig, host: Host, accelerator: str) -> Topology:
-    for word, asked, told in (("nodes", config.nodes, host.nodes), ("devices", config.devices, host.devices)):
-        if asked is not None and told is not None and asked != told:
+    for word, given, started in (("nodes", config.nodes, host.nodes), ("devices", config.devices, host.devices)):
+        if given is not None and started is not None and given != started:
             raise ConfigError(
-                f"{word}={asked}, but {host.launcher} started {told}: leave {word} out, or make them equal"
+                f"{word}={given}, but {host.launcher} started {started}: leave {word} out, or make them equal"
             )
     nodes = config.nodes if config.nodes is not None else host.nodes or 1
     devices = config.devices if config.devices is not None else host.devices or 1
@@ -77,10 +77,10 @@ def duration(config: RunConfig) -> tuple[int | None, int | None]:
         w: getattr(config, w) for w in ("max_steps", "max_epochs", "max_samples") if getattr(config, w) is not None
     }
     if len(given) != 1:
-        said = ", ".join(f"{word}={value}" for word, value in given.items()) or "none of them"
+        lengths = ", ".join(f"{word}={value}" for word, value in given.items()) or "none of them"
         others = " ".join(f"{word}=null" for word in list(given)[:-1])
         raise ConfigError(
-            f"exactly one of max_steps, max_epochs, max_samples says how long to train; given: {said}; "
+            f"exactly one of max_steps, max_epochs, max_samples says how long to train; given: {lengths}; "
             + (f"add {others}" if given else "give max_steps=N")
         )
     word, value = next(iter(given.items()))

@@ -1,4 +1,4 @@
-"""How many ranks do what. Pure arithmetic: no torch, no environment, testable without a GPU."""
+"""Lays out the ranks as mesh axes. This is arithmetic alone, without torch and environment."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from shardwise.errors import ConfigError
 
 @dataclass(frozen=True)
 class Topology:
-    """Nodes × devices, laid out as mesh axes. Ranks are numbered node by node, the last axis varying fastest.
+    """Nodes × devices as mesh axes. Ranks are numbered node by node, and the last axis varies fastest.
 
-    `replicate`: copies of the parameters. `shard`: ranks that share one copy. Their product is the data-parallel
-    size; further axes (`context`, `tensor`, `pipeline`) will divide the ranks that are left.
+    `replicate`: the number of copies of the parameters. `shard`: the number of ranks that share one copy. Their product
+    is the data-parallel size. Further axes (`context`, `tensor`, `pipeline`) will divide the other ranks.
     """
 
     nodes: int
@@ -26,16 +26,16 @@ class Topology:
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that see different samples."""
+        """The number of ranks that see different samples."""
         return self.replicate * self.shard
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Axis name → size, outermost first."""
+        """The sizes of the axes by name, outermost first."""
         return {"replicate": self.replicate, "shard": self.shard}
 
     def data_parallel_rank(self, rank: int) -> int:
-        """Position of `rank` among the ranks that see different samples. Peers on other axes will share it."""
+        """The number of `rank` among those that see different samples. Peers on other axes will share it."""
         return rank // (self.world_size // self.data_parallel_size)
 
 

@@ -69,9 +69,9 @@ def run(words: list[str]) -> int:
     """
     dry_run = "--dry-run" in words
     ours = translate([word for word in words if word != "--dry-run"])
-    options, overrides = _split(ours.words)
+    options, overrides = _split(ours.overrides)
     command, plans = make_command(options, overrides)
-    for line in ours.told:
+    for line in ours.messages:
         print(line)
     for number, plan in enumerate(plans):
         member = f"[{number}] " if len(plans) > 1 else ""
