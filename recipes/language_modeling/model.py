@@ -105,8 +105,8 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D], in the dtype of x and the weights."""
-        # Where weights and input arrive in 16 bits, autocast would carry every norm through fp32 and back, and the
-        # residual stream with it; F.rms_norm takes its statistics in fp32 in any case.
+        # If weights and input are in 16 bits, autocast would cast every norm and the residual stream to fp32 and back.
+        # F.rms_norm computes its statistics in fp32 without it.
         with no_autocast_in_16_bits(self.ffn_norm.weight):
             x = x + self.attention(self.attention_norm(x))
             out: Tensor = x + self.feed_forward(self.ffn_norm(x))

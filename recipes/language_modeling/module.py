@@ -24,7 +24,7 @@ class LanguageModel(LightningModule):
     """Next-token prediction; `sample_tokens` > 0 writes a sample of that many bytes at every validation."""
 
     evaluation: ExactMean
-    loss_weight_unit = "tokens"  # what loss_weight counts, for the log
+    loss_weight_unit = "tokens"  # the log's name for what loss_weight counts
 
     def __init__(self, model: Transformer, sample_prompt: str = "def ", sample_tokens: int = 0) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class LanguageModel(LightningModule):
 
     @staticmethod
     def hugging_face_config(node: Mapping[str, Any]) -> dict[str, Any]:
-        """Make its config.json."""
+        """Make the config.json of the module in `node`."""
         return hugging_face.config(node)
 
     def init_module_weights(self, module: nn.Module) -> None:

@@ -42,7 +42,7 @@ def bind(kind: Any, value: Any, key: str = "") -> Any:
         return [bind(get_args(kind)[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
     if get_origin(kind) is dict and isinstance(value, dict):
         return {str(word): bind(get_args(kind)[1], item, f"{key}.{word}") for word, item in value.items()}
-    if kind in (int, float) and isinstance(value, str):  # from an environment variable
+    if kind in (int, float) and isinstance(value, str):  # environment variables are text
         try:
             return kind(value)
         except ValueError:

@@ -12,15 +12,15 @@ from typing import Literal
 
 Answer = Literal["same", "word", "refused"]
 Kind = Literal[
-    "argument",  # of Trainer
-    "method",  # of Trainer
-    "attribute",  # of Trainer
-    "module hook",  # what a LightningModule may override
-    "data hook",  # what a LightningDataModule may override
+    "argument",  # an argument of Trainer
+    "method",  # a method of Trainer
+    "attribute",  # an attribute of Trainer
+    "module hook",  # a method that a LightningModule may override
+    "data hook",  # a method that a LightningDataModule may override
     "callback hook",
-    "module",  # what a LightningModule calls and reads on itself
-    "data",  # the same, of a LightningDataModule
-    "log",  # arguments of self.log and self.log_dict
+    "module",  # a method or attribute of LightningModule that users call or read
+    "data",  # a method or attribute of LightningDataModule that users call or read
+    "log",  # an argument of self.log or self.log_dict
     "logger",
 ]
 

@@ -54,9 +54,9 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         root, dot, rest = name.partition(".")
         if root not in SAME or (dot and sys.modules.get(root) is not sys.modules.get(SAME[root])):
-            return None  # a second copy keeps its own submodules
+            return None  # the submodules of a second copy are its own
         real = SAME[root] + dot + rest
-        # For the first part, `lightning` is found without an import, so that the check costs nothing.
+        # find_spec("lightning") imports nothing, while find_spec("lightning.pytorch") would import `lightning`.
         if importlib.util.find_spec(real if dot else "lightning") is None:
             return None
         return ModuleSpec(name, _Loader(real))

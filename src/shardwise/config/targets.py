@@ -105,7 +105,7 @@ def check(
         _check_kind(target, node["_target_"], where, base)
     try:
         signature = inspect.signature(target)
-    except (TypeError, ValueError):  # a builtin without a signature
+    except (TypeError, ValueError):  # some builtins have no signature
         return
     arguments = {key: value for key, value in node.items() if key != "_target_"}
     takes = [name for name in signature.parameters if name != "self" and name not in supplied][positional:]
@@ -135,7 +135,7 @@ def _check_kind(target: Callable[..., Any], path: str, where: str, base: type) -
 def _annotations(target: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_type_hints(target.__init__ if isinstance(target, type) else target)
-    except Exception:  # annotations that only a type checker can read
+    except Exception:  # only a type checker can read some annotations
         return {}
 
 

@@ -93,15 +93,15 @@ def _instead(name: str) -> str:
 def _by_value(word: str, key: str, value: str) -> list[str]:
     """Translate the value of an option that has the same name here, and some values with other names."""
     name, plain = key.lstrip("+"), value.strip("'\"")
-    twins, refused = _VALUES[name], _NO_TWIN.get(name, {})
+    ours, refused = _VALUES[name], _REFUSED_VALUES.get(name, {})
     if name == "logger" and plain.startswith("["):
         raise ConfigError(f"{word}: {_LOGGERS}")
     if plain in refused:
         raise ConfigError(f"{word}: {refused[plain]}")
-    if plain in twins:
-        first, *more = twins[plain].split()
+    if plain in ours:
+        first, *more = ours[plain].split()
         return [f"{name}={first}", *more]
-    if "," in plain and not plain.startswith("["):  # a sweep
+    if "," in plain and not plain.startswith("["):  # this is a sweep
         return _sweep(word, name, plain.split(","))
     return [word]
 
@@ -136,7 +136,7 @@ def _renamed(ours: str) -> Callable[[str, str], list[str]]:
     return lambda word, value: [f"{ours}={value}"]
 
 
-def _twin(values: dict[str, str], counts_as: str | None = None) -> Callable[[str, str], list[str]]:
+def _by_table(values: dict[str, str], counts_as: str | None = None) -> Callable[[str, str], list[str]]:
     """A translation by a table from values to our overrides; an empty one means that nothing needs to be given.
 
     `counts_as`: the option that has the same meaning if the value is a count of at least one. Other values are refused.
@@ -197,7 +197,7 @@ _BECAUSE = {
     "strategy=deepspeed": ", the stage that Lightning takes where none is named",
     "strategy=auto": ", which is right for one device and for several",
 }
-_NO_TWIN: dict[str, dict[str, str]] = {
+_REFUSED_VALUES: dict[str, dict[str, str]] = {
     "precision": {
         "16-true": "weights in float16 lose what small gradients change, so there is no such run here; use "
         "precision=bf16_true, or precision=fp16, which keeps float32 weights",
@@ -226,20 +226,20 @@ _OTHERS: dict[str, Callable[[str, str], list[str]]] = {
     "default_root_dir": _renamed("runs_dir"),
     "ckpt_path": _checkpoint_path,
     "resume_from_checkpoint": _checkpoint_path,
-    "limit_train_batches": _twin({"1.0": "max_train_batches=null"}, "max_train_batches"),
-    "limit_val_batches": _twin({"1.0": "max_validation_batches=null", **_zero("max_validation_batches=0")}),
-    "limit_test_batches": _twin({"1.0": ""}),
-    "limit_predict_batches": _twin({"1.0": ""}),
-    "overfit_batches": _twin(_zero("")),
-    "val_check_interval": _twin({"1.0": "validate_every_n_steps=null"}),
-    "check_val_every_n_epoch": _twin({"1": "validate_every_n_steps=null"}),
-    "num_sanity_val_steps": _twin({"0": ""}),
-    "reload_dataloaders_every_n_epochs": _twin({"0": ""}),
-    "enable_model_summary": _twin({"false": ""}),
-    "sync_batchnorm": _twin({"false": ""}),
-    "inference_mode": _twin({"false": ""}),
-    "barebones": _twin({"false": ""}),
-    "use_distributed_sampler": _twin({"true": ""}),
+    "limit_train_batches": _by_table({"1.0": "max_train_batches=null"}, "max_train_batches"),
+    "limit_val_batches": _by_table({"1.0": "max_validation_batches=null", **_zero("max_validation_batches=0")}),
+    "limit_test_batches": _by_table({"1.0": ""}),
+    "limit_predict_batches": _by_table({"1.0": ""}),
+    "overfit_batches": _by_table(_zero("")),
+    "val_check_interval": _by_table({"1.0": "validate_every_n_steps=null"}),
+    "check_val_every_n_epoch": _by_table({"1": "validate_every_n_steps=null"}),
+    "num_sanity_val_steps": _by_table({"0": ""}),
+    "reload_dataloaders_every_n_epochs": _by_table({"0": ""}),
+    "enable_model_summary": _by_table({"false": ""}),
+    "sync_batchnorm": _by_table({"false": ""}),
+    "inference_mode": _by_table({"false": ""}),
+    "barebones": _by_table({"false": ""}),
+    "use_distributed_sampler": _by_table({"true": ""}),
     "enable_progress_bar": _truth("progress_bar=true", "progress_bar=false", "give progress_bar=true or false"),
     "max_time": lambda word, value: [
         "callbacks.timer._target_=lightning.pytorch.callbacks.Timer",

@@ -41,7 +41,7 @@ class EvaluationLoader:
         group: Group = lambda: None,
     ) -> None:
         self.original, self.plan, self.rank, self.mark, self.limit, self.group = loader, plan, rank, mark, limit, group
-        self.batches: list[Any] | None = None  # of all ranks; None if the data is a stream
+        self.batches: list[Any] | None = None  # the batches of all ranks; None for a stream
         if is_stream(loader):
             self.loader = with_watched_workers(loader)
             return

@@ -106,7 +106,7 @@ class DrawnOrder:
                 f"{global_batch_size}: use a smaller global_batch_size"
             )
         content = first.tobytes() if first.dtype == np.int64 else repr(first.tolist()).encode()
-        self.digest = hashlib.sha256(content).hexdigest()  # of the first epoch
+        self.digest = hashlib.sha256(content).hexdigest()  # the digest of the first epoch
 
     @property
     def steps_per_epoch(self) -> int:

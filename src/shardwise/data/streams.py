@@ -36,7 +36,7 @@ class Stream:
     def __init__(self, loader: Any, plan: Plan, group: Group) -> None:
         self.loader, self.plan, self.group = loader, plan, group
         self.size = plan.accumulate_grad_batches
-        self.length = self._shortest_length()  # of an epoch on every rank, in micro-batches; None: not known
+        self.length = self._shortest_length()  # an epoch's micro-batches on every rank; None: not known
         self.epoch = 0
         self.batches = 0  # how many of this epoch were handed over, in whole windows
         self.stateful = _stateful(loader)

@@ -44,7 +44,7 @@ def install_fast_hooks(trainer: Trainer, module: LightningModule) -> None:
     """Install these hooks on `trainer` for good. Callbacks may be added until it starts."""
     trainer._callbacks_with = {}  # type: ignore[attr-defined] # (hook, number of callbacks) → see `_having`
     trainer._looking_hooks = {}  # type: ignore[attr-defined] # (host, hook) → whether it looks at weights
-    trainer._idle_hooks = set()  # type: ignore[attr-defined] # of the module; known when training starts
+    trainer._idle_hooks = set()  # type: ignore[attr-defined] # the module's hooks that do nothing
     fit_loop._select_data_fetcher = _fetcher  # type: ignore[attr-defined]
     call._call_callback_hooks = _callback_hooks
     call._call_lightning_module_hook, call._call_strategy_hook = _module_hook, _strategy_hook

@@ -33,7 +33,7 @@ def cpu_adam(plan: Plan) -> Any:
         from deepspeed.ops.op_builder import CPUAdamBuilder
 
         CPUAdamBuilder().load(verbose=False)
-    except Exception as error:  # a compiler can fail in any way
+    except Exception as error:  # a compiler may fail in any way
         warnings.warn(f"DeepSpeedCPUAdam cannot be built ({str(error).splitlines()[0]}): torch's runs", stacklevel=2)
         return None
     return DeepSpeedCPUAdam

@@ -9,7 +9,7 @@ from shardwise.config.schema import OnNonfinite, OnSpike, RunConfig, Stage
 from shardwise.errors import ConfigError
 from shardwise.plan.plan import FINDER_STEPS
 
-QUICK_BATCHES = 3  # of every stage on each rank
+QUICK_BATCHES = 3  # how many batches of every stage each rank runs
 
 
 def for_quick_check(config: RunConfig) -> RunConfig:

@@ -31,8 +31,8 @@ class Host:
 
     cuda_devices: int  # the number that this process sees
     launcher: Launcher = "local"
-    nodes: int | None = None  # from the launcher; None: it gives no number
-    devices: int | None = None  # processes on each node, from the launcher; None: as for `nodes`
+    nodes: int | None = None  # the number that the launcher gives, if any
+    devices: int | None = None  # the number of processes on each node that the launcher gives, if any
     run_id: str | None = None  # from Slurm or torchrun, or made by the parent
     is_terminal: bool = False
     gpu: str | None = None  # the name of the visible GPUs; None: there are none, or it is not known
@@ -134,7 +134,7 @@ class Plan:
     gradient_clip_val: float | None  # the largest 2-norm over all ranks; None: no clipping
     log_every_n_steps: int
     validate_every_n_steps: int | None  # None: at the end of every epoch
-    max_validation_batches: int | None  # of all ranks together; None: all; 0: no validation
+    max_validation_batches: int | None  # the most batches of all ranks together; None: all; 0: no validation
     checkpoint: Checkpointing
     guard: Guarding
     logger: Logging
@@ -144,12 +144,12 @@ class Plan:
     deterministic: bool  # whether runs on the same hardware give the same bits
     compile: CompileName
     activation_checkpointing: ActivationCheckpointingName
-    ema_decay: float | None  # of the average of the weights; None: no average
+    ema_decay: float | None  # the decay of the average of the weights; None: no average
     max_restarts: int  # how often the local launcher restarts a run that crashed or hung
     memory_history: bool  # whether to record allocations, for when memory runs out
     schedule: dict[str, Any] | None
     units: tuple[str, ...] | None  # classes of layers; None: they are found
-    environment: dict[str, str]  # of every rank; the user's own variables come first
+    environment: dict[str, str]  # set in every rank, unless the user has set it
     module: dict[str, Any]
     data: dict[str, Any] | None  # None: the module's own loaders
     callbacks: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # the user's, in order

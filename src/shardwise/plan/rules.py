@@ -1,4 +1,4 @@
-"""What two values of a config may not be together. Whether one value is well formed is schema.py's question."""
+"""Checks the values of a config, alone and together. config/bind.py has checked their types already."""
 
 from __future__ import annotations
 

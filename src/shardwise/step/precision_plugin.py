@@ -69,14 +69,14 @@ class PlannedPrecision(LightningPrecision):
         self.plan = plan
         self.verdict = verdict or StepVerdict(plan, Mesh(plan))
         self.precision = LIGHTNING_PRECISION[plan.precision.name]  # only for users who read `trainer.precision`
-        self.gradient_norm: Tensor | None = None  # of the last step before clipping: a scalar
+        self.gradient_norm: Tensor | None = None  # a scalar: the norm in the last step, before clipping
         self.gradients: list[tuple[nn.Parameter, Tensor]] = []  # parameters and their gradients' norms
         self._checkpoint_copied: torch.cuda.Event | None = None  # recorded when the copies are made
         self._norm_is_known = False  # whether `gradient_norm` is that of the gradients as they are now
         self._unscaled: dict[int, Tensor] = {}  # an optimizer's id → whether its unscaled gradients overflowed
         self._overflows: list[Tensor] = []  # whether each step of this batch overflowed
         self._steps_by_hand = False
-        self._shard_groups: dict[int, tuple[dist.ProcessGroup, ...]] = {}  # by the id of the parameter
+        self._shard_groups: dict[int, tuple[dist.ProcessGroup, ...]] = {}  # a parameter's id → its groups
         self.scaler: torch.amp.GradScaler | None = None
         if plan.precision.loss_scaling and not plan.strategy.zero_stage:  # DeepSpeed has its own scaler
             self.scaler = _Scaler(plan.accelerator, self.verdict.mesh)

@@ -56,7 +56,7 @@ class Readback:
 
 @dataclass
 class StepRecord:
-    """One optimizer step, whose numbers may still be on their way from the device."""
+    """The numbers of one optimizer step, which may still be on their way from the device."""
 
     number: int  # the step counter after the step
     start: int  # the training clock before the step, in samples

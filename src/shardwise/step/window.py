@@ -21,7 +21,7 @@ class AccumulationWindow:
     def __init__(self, micro_batches: int) -> None:
         self.micro_batches = micro_batches
         self.losses: list[Tensor] = []  # what each micro-batch adds to the loss of the window
-        self._scale: Tensor | None = None  # of the current micro-batch
+        self._scale: Tensor | None = None  # the factor for the current micro-batch's loss
 
     def begin(self) -> None:
         self.losses = []

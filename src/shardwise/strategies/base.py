@@ -52,14 +52,14 @@ from shardwise.weights.init_from import read_initial
 
 
 class PlannedStrategy(CheckpointHooks, ParallelStrategy):
-    """What all strategies have in common. Each one mixes it into a strategy of Lightning's."""
+    """The hooks that are the same under every strategy. Each strategy mixes them into one of Lightning's."""
 
     runs_inside_forward = True  # whether a step must run inside the forward of the wrapped module
     # Outside a forward weights are sharded, or a hook's writes into them may be lost.
     hides_weights = False
     scales_by_gradient = True  # whether the backward pass may start from another gradient than 1
     train_loader: TrainLoader | None = None
-    sharded: DTensorState  # knows where parameters and optimizer state are
+    sharded: DTensorState  # finds parameters and optimizer state
 
     def _use(self, plan: Plan, precision: Callable[[Plan, StepVerdict], PlannedPrecision] = PlannedPrecision) -> None:
         self.plan, self.mesh = plan, Mesh(plan)
@@ -68,7 +68,7 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         self.window = AccumulationWindow(plan.accumulate_grad_batches)
         self._before_training: Callable[[], None] | None = None
         self.stepped = False  # whether a module that optimizes by hand has stepped in this batch
-        self.learning_rate = float("nan")  # of the first parameter group, in the last step
+        self.learning_rate = float("nan")  # that of the first parameter group in the last step
         self._outside_units: list[ParameterSites] = []  # copied in low precision in each step
         self._paddings: deque[bool] = deque()  # whether each evaluation batch that the loader gave is padding
         self._transfer: BatchTransfer | None = None

@@ -78,7 +78,7 @@ class ZeroPrecision(PlannedPrecision):
             self._engine.backward(tensor, *args[1:], scale_wrt_gas=False, **kwargs)  # the loss is divided already
             self.is_in_backward = False
         except RuntimeError as error:
-            if "invalid gradient" in str(error) and "got [0]" in str(error):  # a weight is not there
+            if "invalid gradient" in str(error) and "got [0]" in str(error):  # the weight is not gathered
                 raise self._explain() from None
             raise
 

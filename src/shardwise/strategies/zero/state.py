@@ -31,7 +31,7 @@ class ZeroState(DTensorState):
     def __init__(self, module: LightningModule, zero_stage: int, before_refresh: Callable[[], None]) -> None:
         super().__init__(module, lambda: [self._base])
         self.zero_stage, self.before_refresh = zero_stage, before_refresh
-        self._names: list[list[str]] = []  # of the parameters in each group of the optimizer
+        self._names: list[list[str]] = []  # the parameters in each group of the optimizer
 
     def use(self, engine_optimizer: Any, names: list[list[str]]) -> None:
         """Use `engine_optimizer`. `names`: those of the parameters in each of its groups."""
