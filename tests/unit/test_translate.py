@@ -85,7 +85,7 @@ OURS = [
 @pytest.mark.parametrize(("word", "ours"), READ.items())
 def test_a_word_of_lightnings_is_read_as_ours_and_told(word: str, ours: list[str]) -> None:
     found = translate([word, "seed=1"])
-    assert found.words == [*ours, "seed=1"]
+    assert found.overrides == [*ours, "seed=1"]
     assert len(found.messages) == 1 and found.messages[0].startswith(f"{word} is read as {' '.join(ours)}")
 
 
@@ -113,9 +113,9 @@ def test_our_own_words_stay_what_they_are() -> None:
 
 def test_all_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shardwise.config.translate, "count_cuda_devices", lambda: 8)
-    assert translate(["devices=-1"]).words == translate(["devices=auto"]).words == ["devices=8"]
-    assert translate(["gpus=2"]).words == ["accelerator=cuda", "devices=2"]
-    assert translate(["gpus=-1"]).words == ["accelerator=cuda", "devices=8"]
+    assert translate(["devices=-1"]).overrides == translate(["devices=auto"]).overrides == ["devices=8"]
+    assert translate(["gpus=2"]).overrides == ["accelerator=cuda", "devices=2"]
+    assert translate(["gpus=-1"]).overrides == ["accelerator=cuda", "devices=8"]
 
 
 def test_the_config_has_our_word_and_the_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
