@@ -48,7 +48,7 @@ class Stream:
         self._has_ended = False  # whether this rank's iterator ended in this epoch
         self._in_epoch = self._looked = self._is_known_plain = self._restored = False
         if plan.topology.data_parallel_size > 1 or plan.checkpoint.saves:
-            _print_once(
+            _print_on_rank_zero(
                 f"data: {name_of(loader)} keeps an order of its own; a run that is resumed, on as many ranks as "
                 f"before, {self._how_it_goes_on()}"
             )
@@ -124,7 +124,7 @@ class Stream:
         self._iterator = _once(iter(self.loader)) if first is _END else chain([first], self._iterator)
 
     def _read_again(self) -> None:
-        _print_once(
+        _print_on_rank_zero(
             f"data: the first {self.batches} micro-batches of {name_of(self.loader)} are read again on every rank and "
             f"passed over, up to where the checkpoint was written"
         )
@@ -150,7 +150,7 @@ class Stream:
             state = copy.deepcopy(self.stateful.state_dict())
             if not self._is_known_plain and not _is_plain(state):
                 self.stateful = state = None
-                _print_once(
+                _print_on_rank_zero(
                     f"data: the state of {name_of(self.loader)} is not plain data ({PLAIN}), and nothing else travels "
                     f"with a position: a run that is resumed {self._how_it_goes_on()}"
                 )
@@ -264,6 +264,6 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _print_once(text: str) -> None:
+def _print_on_rank_zero(text: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(text, flush=True)

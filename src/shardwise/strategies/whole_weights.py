@@ -169,7 +169,7 @@ class InnerBackwards:
                 inner[0] = False
                 state._state_ctx.post_backward_final_callback_queued = False
                 for other in state._state_ctx.all_states:
-                    _be_idle(other)
+                    _mark_idle(other)
                 return
             self._ending = True
             end()
@@ -223,7 +223,7 @@ def _groups_of(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def _be_idle(state: Any) -> None:
+def _mark_idle(state: Any) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     if state._training_state == TrainingState.PRE_BACKWARD:

@@ -12,7 +12,7 @@ from torch import nn
 
 
 @contextmanager
-def shapes_shown(module: LightningModule) -> Iterator[None]:
+def full_shapes(module: LightningModule) -> Iterator[None]:
     """Give parameters their shapes inside, for code that groups them by dimensions: ZeRO-3 leaves the shape (0,)."""
     hidden = [(p, p.data) for p in module.parameters() if hasattr(p, "ds_shape") and p.shape != p.ds_shape]
     for p, data in hidden:
@@ -28,7 +28,7 @@ def count_elements(parameter: nn.Parameter) -> int:
 
 
 @contextmanager
-def with_a_dimension(unit: nn.Module) -> Iterator[None]:
+def scalars_as_vectors(unit: nn.Module) -> Iterator[None]:
     """Give parameters of shape () one dimension inside, since ZeRO-3 cannot shard them. Gathered, they have none."""
     scalars = [p for p in unit.parameters() if p.ndim == 0 and not hasattr(p, "ds_shape")]
     for p in scalars:
@@ -39,7 +39,7 @@ def with_a_dimension(unit: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def weights_not_sent() -> Iterator[None]:
+def without_broadcast() -> Iterator[None]:
     """Do not let DeepSpeed broadcast weights and buffers while it makes an engine.
 
     All ranks have the same ones already, and DeepSpeed cannot send a parameter of shape ().
@@ -51,7 +51,7 @@ def weights_not_sent() -> Iterator[None]:
 
 
 @contextmanager
-def reduced_one_by_one() -> Iterator[None]:
+def leaf_gradients_reduced_singly() -> Iterator[None]:
     """Let engines that are made inside reduce each gradient of a leaf module as soon as it is there.
 
     ZeRO-3 would reduce them together with the gradient of the leaf's inputs, which is too early if these need none.

@@ -36,10 +36,10 @@ from shardwise.strategies.whole_weights import gives_tensors, tensors_in_objects
 from shardwise.strategies.zero.engine import engine_config
 from shardwise.strategies.zero.internals import (
     count_elements,
-    reduced_one_by_one,
-    shapes_shown,
-    weights_not_sent,
-    with_a_dimension,
+    full_shapes,
+    leaf_gradients_reduced_singly,
+    scalars_as_vectors,
+    without_broadcast,
 )
 from shardwise.strategies.zero.precision import ZeroPrecision
 from shardwise.strategies.zero.state import ZeroState
@@ -67,7 +67,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         self._begin_setup(module)
         self._parallelize(module, self.units, casts_inputs=True)
         self._make(deepspeed, module, config)
-        with shapes_shown(module):
+        with full_shapes(module):
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module) if training else ([], [])
         if not module.automatic_optimization or len(optimizers) > 1:
             what = f"has {len(optimizers)} optimizers" if module.automatic_optimization else "optimizes by hand"
@@ -83,7 +83,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                 group["params"] = [p for p in group["params"] if count_elements(p)]
             group_names = [[names[id(p)] for p in group["params"]] for group in optimizers[0].param_groups]
         trained = [p for p in module.parameters() if p.requires_grad and count_elements(p)] if training else []
-        with reduced_one_by_one(), weights_not_sent():
+        with leaf_gradients_reduced_singly(), without_broadcast():
             self.model, engine_optimizer, _, _ = deepspeed.initialize(
                 model=module,
                 model_parameters=trained,
@@ -199,7 +199,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                 elif self.plan.strategy.find_unused_parameters:
                     for layer in gathered_as_one(module, {unit for _, unit in self.units.modules}):
                         deepspeed.utils.set_z3_leaf_module(layer, True)
-                with with_a_dimension(unit):
+                with scalars_as_vectors(unit):
                     deepspeed.zero.Init(
                         module=unit, config_dict_or_path=config, dtype=dtype_of(precision.compute_dtype)
                     )
