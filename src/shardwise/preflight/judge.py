@@ -1,4 +1,4 @@
-"""Rank 0's part: what the others have told becomes a verdict, a table and files."""
+"""Rank 0's part of a preflight: gathers what all ranks report, judges it, and writes a table and files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PINGS = 5
 
 
 class Judge:
-    """Rank 0's main thread."""
+    """Gathers the reports and judges them, in rank 0's main thread."""
 
     def __init__(self, store: Store, place: Place, config: RunConfig, limits: Limits) -> None:
         self.store, self.place, self.config, self.limits = store, place, config, limits
@@ -42,20 +42,20 @@ class Judge:
         try:
             verdict = self.gather()
             code = int(verdict.code)
-            self.say(verdict)
+            self.publish(verdict)
         finally:
             self.store.set("verdict", str(code))
-            self._let_go()
+            self._wait_for_readers()
         return code
 
-    def _let_go(self) -> None:
-        """The store, if it is this process's, goes when the others have read the verdict, or after a while."""
+    def _wait_for_readers(self) -> None:
+        """Keep the store alive until the others have read the verdict, or for some seconds."""
         until = time.monotonic() + self.limits.grace
         while time.monotonic() < until and int(self.store.add("gone", 0)) < self.place.world - 1:
             time.sleep(0.05)
 
     def gather(self) -> Verdict:
-        """Everything that can be found out in time."""
+        """Gather everything that can be found out in time, and judge it."""
         found, place, config = self.found, self.place, self.config
         missing = self._wait([f"here/{rank}" for rank in range(place.world)], self.limits.arrive)
         self._names()
@@ -66,16 +66,16 @@ class Judge:
                 found.reports[node] = NodeReport.read(json.loads(self.store.get(key)))
         wants_cuda = config.accelerator is Accelerator.cuda or config.cluster.gpu is not None
         found.cuda = config.accelerator is not Accelerator.cpu and (
-            wants_cuda or any(seen.gpus for seen in found.reports.values())
+            wants_cuda or any(report.gpus for report in found.reports.values())
         )
         if missing:
             self._diagnose()
             found.unmeasured = "not every rank was there"
         else:
-            found.unmeasured = self._reason_not_to()
+            found.unmeasured = self._reason_not_to_measure()
             try:
                 self._compare_clocks()
-            except Exception as error:  # a node that does not answer, or no more
+            except Exception as error:  # a node does not answer
                 self._diagnose()
                 found.unmeasured = f"no answer to a question for the time: {str(error).splitlines()[0]}"
         self.store.set("names", json.dumps(found.names))
@@ -85,12 +85,12 @@ class Judge:
                 self._diagnose()
             self._collect()
         wanted = config.devices
-        if wanted is None and PARENT in os.environ:  # nobody has said how many: this node is looked at as a whole
+        if wanted is None and PARENT in os.environ:  # no number of devices is given: the whole node is inspected
             wanted = config.cluster.devices_per_node
         return judge(found, config.cluster, wanted or place.devices)
 
     def _wait(self, keys: list[str], until: float) -> set[str]:
-        """Which of them are still missing then, or some seconds after a rank has failed."""
+        """Wait for keys `until` then, or some seconds after a rank has failed. Returns those that are missing."""
         deadline = time.monotonic() + left(until)
         failing = False
         while not self.store.check(keys) and time.monotonic() < deadline:
@@ -110,13 +110,16 @@ class Judge:
         return range(node * self.place.devices, (node + 1) * self.place.devices)
 
     def _read(self, key: str) -> dict[int, Any]:
-        """Rank → what it has written there."""
+        """Rank → what it has written under `key`."""
         keys = {rank: f"{key}/{rank}" for rank in range(self.place.world)}
         return {rank: json.loads(self.store.get(name)) for rank, name in keys.items() if self.store.check([name])}
 
     def _diagnose(self) -> None:
-        """Whose fault it is that something is missing: ranks that never came, processes that are gone, errors, and
-        those that are not as far as the others; in this order, for each may be a consequence of those before."""
+        """Find out which node is to blame when something is missing.
+
+        These are looked for in order, since each may be a consequence of those before it: ranks that never came,
+        processes that are gone, errors, and ranks that are not as far as the others.
+        """
         place, found = self.place, self.found
         missing = [rank for rank in range(place.world) if not self.store.check([f"here/{rank}"])]
         before, at = self._read("beat"), self._read("at")
@@ -127,16 +130,16 @@ class Judge:
         for node in range(place.nodes):
             ranks = self._ranks(node)
             if absent := [rank for rank in ranks if rank in missing]:
-                found.absent[node] = f"{_say(absent)} did not arrive in {seconds}"
+                found.absent[node] = f"{_ranks_in_words(absent)} did not arrive in {seconds}"
             elif lost := [rank for rank in ranks if rank in gone]:
-                where = at.get(lost[0], [0, "its start"])[1]
-                found.absent[node] = f"{_say(lost)} fell silent, at {where}: killed, crashed or stopped"
+                step = at.get(lost[0], [0, "its start"])[1]
+                found.absent[node] = f"{_ranks_in_words(lost)} fell silent, at {step}: killed, crashed or stopped"
         if found.absent:
             return
-        for rank, (_, text, told) in sorted(failed.items(), key=lambda item: int(item[1][0])):
+        for rank, (_, text, trace) in sorted(failed.items(), key=lambda item: int(item[1][0])):
             node = rank // place.devices
-            if not found.failed:  # the first; those of the others tell no more
-                sys.stderr.write(f"preflight: {found.names[node]}, rank {rank}:\n{told}")
+            if not found.failed:  # only the first traceback is printed: the others rarely say more
+                sys.stderr.write(f"preflight: {found.names[node]}, rank {rank}:\n{trace}")
             found.failed.setdefault(node, text)
         if found.failed:
             return
@@ -149,48 +152,53 @@ class Judge:
             found.stuck = f"{last} did not end within {seconds}, and no node is behind the others: none can be named"
             return
         for node in nodes:
-            held = [rank for rank in self._ranks(node) if rank in behind]
-            found.absent[node] = f"{_say(held)} came no further than {behind[held[0]]}; the others are at {last}"
+            late = [rank for rank in self._ranks(node) if rank in behind]
+            found.absent[node] = (
+                f"{_ranks_in_words(late)} came no further than {behind[late[0]]}; the others are at {last}"
+            )
 
-    def _reason_not_to(self) -> str | None:
-        """Why nothing can be measured, though everybody is here."""
+    def _reason_not_to_measure(self) -> str | None:
+        """Why nothing can be measured although every rank is there; None: it can."""
         reports = self.found.reports.values()
-        if self.found.cuda and any(len(seen.gpus) < self.place.devices for seen in reports):
+        if self.found.cuda and any(len(report.gpus) < self.place.devices for report in reports):
             return "a node has fewer GPUs than ranks"
         for key in ("torch", "nccl"):
-            if len({seen.versions.get(key) for seen in reports}) > 1:
+            if len({report.versions.get(key) for report in reports}) > 1:
                 return f"nodes with different versions of {key} may not understand each other"
         return None
 
     def _compare_clocks(self) -> None:
-        """Each other node's against this one's. The quickest of a few questions is off by half its way at most."""
+        """Compare the clock of each other node with this node's.
+
+        Of a few questions the quickest counts: it is off by at most half of its round trip.
+        """
         self.store.set_timeout(timedelta(seconds=self.limits.grace))
         for node in range(1, self.place.nodes):
             tries = []
             for ping in range(PINGS):
-                asked = time.time()
+                sent = time.time()
                 self.store.set(f"ping/{node}/{ping}", "")
-                told = float(self.store.get(f"pong/{node}/{ping}"))
-                heard = time.time()
-                tries.append(((heard - asked) / 2, told - (asked + heard) / 2))
+                answer = float(self.store.get(f"pong/{node}/{ping}"))
+                received = time.time()
+                tries.append(((received - sent) / 2, answer - (sent + received) / 2))
             error, skew = min(tries)
             self.found.skews[node] = (skew, error)
         self.found.skews[0] = (0.0, 0.0)
 
     def _collect(self) -> None:
-        """A transfer between two nodes, or a sum in one, is as fast as the slowest of its ranks."""
+        """Collect all ranks' measures. A transfer between nodes, or a sum in one, is as fast as its slowest rank."""
         place, found, measured = self.place, self.found, self._read("measured")
         size = place.devices if place.nodes > 1 else 1
-        wrong: list[dict[int, tuple[int, int]]] = [{}, {}]  # in its node, over all
-        for rank, said in measured.items():
+        wrong: list[dict[int, tuple[int, int]]] = [{}, {}]  # wrong values in the node's sum, and in that over all ranks
+        for rank, measures in measured.items():
             node, unit = rank // place.devices, rank // size
-            if said["in_node"] is not None:
-                found.in_node[node] = min(said["in_node"], found.in_node.get(node, said["in_node"]))
-            for which, counts in enumerate(said["wrong"]):
+            if measures["in_node"] is not None:
+                found.in_node[node] = min(measures["in_node"], found.in_node.get(node, measures["in_node"]))
+            for which, counts in enumerate(measures["wrong"]):
                 wrong[which][rank] = tuple(counts)
-            for other, rate in said["pairs"].items():
+            for other, rate in measures["pairs"].items():
                 pair = min(unit, int(other)), max(unit, int(other))
-                # of the whole unit, were all of its ranks as slow as this one
+                # This is the rate of the whole unit if all of its ranks are as slow as this one
                 found.pairs[pair] = min(rate * size, found.pairs.get(pair, rate * size))
         for which, words in enumerate(("inside the node", "over all ranks")):
             self._blame_sums(
@@ -198,7 +206,7 @@ class Judge:
             )
 
     def _blame_sums(self, wrong: dict[int, tuple[int, int]], ranks: int, words: str) -> None:
-        """Who has given something else than it meant to; else who alone has got something wrong."""
+        """Blame the ranks whose own values were wrong; if there are none, those that alone received a wrong sum."""
         given = [rank for rank, (own, _) in wrong.items() if own]
         if not given and wrong and words == "over all ranks" and len(wrong) > ranks // 2:
             if not self.found.wrong:
@@ -212,13 +220,13 @@ class Judge:
             text = f"rank {rank} has {what} in an all-reduce {words}"
             self.found.wrong.setdefault(rank // self.place.devices, text)
 
-    def say(self, verdict: Verdict) -> None:
-        """The table, what is wrong, and what the batch script needs; then files."""
+    def publish(self, verdict: Verdict) -> None:
+        """Print the table and the problems, write what the batch script needs, then the files."""
         found, seconds = self.found, spent()
         names = [found.names[node] for node in verdict.bad]
-        told = [problem.text for problem in verdict.problems]
+        lines = [problem.text for problem in verdict.problems]
         if verdict.problems and found.unmeasured:
-            told.append(f"no bandwidths: {found.unmeasured}")
+            lines.append(f"no bandwidths: {found.unmeasured}")
         if verdict.code is ExitCode.bad_node:
             why = None
             if not names:
@@ -230,18 +238,18 @@ class Judge:
                 why = (
                     f"{len(names)} of {count(len(found.names), 'node')} {are} bad, more than half ({', '.join(names)})"
                 )
-            elif any(" " in name for name in names):  # its number only
+            elif any(" " in name for name in names):  # "node 3": its host name is not known
                 why = "not all of them have said what they are called"
             if why is None:
-                told.append(f"bad: {', '.join(names)}")
+                lines.append(f"bad: {', '.join(names)}")
                 write_job_file("bad-nodes", "\n".join(names))
             else:
-                told.append(f"{why}: none is left out; preflight=false starts all the same")
+                lines.append(f"{why}: none is left out; preflight=false starts all the same")
         print(table(found, verdict), flush=True)
-        sys.stderr.write("".join(f"preflight: {text}\n" for text in told))
+        sys.stderr.write("".join(f"preflight: {line}\n" for line in lines))
         sys.stderr.flush()
         if verdict.code:
-            claim_exit_code(verdict.code, f"preflight: {told[0]}")
+            claim_exit_code(verdict.code, f"preflight: {lines[0]}")
         folder = self._save(verdict, seconds)
         word = "well" if not verdict.problems else f"{len(verdict.problems)} problem{'s' * (len(verdict.problems) > 1)}"
         print(f"preflight: {word}, in {seconds:.1f} s{folder}", flush=True)
@@ -252,7 +260,7 @@ class Judge:
             folder.mkdir(parents=True, exist_ok=True)
             save_json(self.found, verdict, seconds, folder / "preflight.json")
             if self.found.pairs:
-                # The first import of matplotlib on a machine may take long: the picture is not worth waiting for
+                # The first import of matplotlib on a machine may take long, and the picture is not worth that wait
                 drawing = threading.Thread(
                     target=save_picture, args=(self.found, folder / "preflight.png"), daemon=True
                 )
@@ -263,7 +271,7 @@ class Judge:
         return f"; {folder}/preflight.json"
 
 
-def _say(ranks: list[int]) -> str:
+def _ranks_in_words(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{' …' * (len(ranks) > 8)}"
 
 

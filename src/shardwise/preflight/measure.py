@@ -1,5 +1,4 @@
-"""Sums that are checked and transfers that are timed, between ranks that have all arrived. Bandwidths in 10^9 bytes a
-second."""
+"""Checks sums and times transfers between ranks that have all arrived. Bandwidths are in 10^9 bytes a second."""
 
 from __future__ import annotations
 
@@ -18,14 +17,17 @@ from torch._C._distributed_c10d import Store
 
 from shardwise.preflight.rounds import Pair
 
-At = Callable[[str], None]  # told what comes next
+At = Callable[[str], None]  # reports, in words, what the rank does next
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """In bytes. `whole`: of the one buffer, which is summed; half of it is sent and half received. `pilot`: of the
-    transfer that tells whether the whole would take too long. At 256 MiB eight H200 come to 0.96 of what they reach
-    with 1 GiB."""
+    """Sizes in bytes, and the number of timed transfers.
+
+    `whole`: the size of the buffer. It is summed, or half of it is sent and half received. `pilot`: the size of a first
+    transfer, which shows whether the whole would take too long. With 256 MiB eight H200 reach 0.96 of the bandwidth
+    that they reach with 1 GiB.
+    """
 
     whole: int
     pilot: int
@@ -34,41 +36,41 @@ class Sizes:
 
 GPU = Sizes(whole=256 * 2**20, pilot=8 * 2**20, times=20)
 CPU = Sizes(whole=4 * 2**20, pilot=2**18, times=10)
-_WARM_UP = 5  # transfers of the whole that do not count: the clocks of an idle GPU are low
-_SECONDS = 2.0  # that one bandwidth may take; over a slower link the pilot's stands
+_WARM_UP = 5  # so many whole transfers are not timed: the clocks of an idle GPU are low
+_SECONDS = 2.0  # measuring one bandwidth may take this long; over a slower link the pilot's bandwidth counts
 
 
 class Measures:
-    """A rank's own, with what the others are told in between."""
+    """Measures what one rank exchanges with the others, in one buffer of memory."""
 
     def __init__(self, rank: int, devices: int, device: torch.device) -> None:
-        """`devices`: ranks a node. One buffer is all the memory that is taken."""
+        """`devices`: the number of ranks in a node."""
         self.rank, self.devices, self.device = rank, devices, device
         self.sizes = GPU if device.type == "cuda" else CPU
         self.buffer = torch.empty(self.sizes.whole // 4, dtype=torch.float32, device=device)
 
     @contextmanager
     def group(self, store: Store, rank: int, ranks: int, seconds: float) -> Iterator[None]:
-        """The process group of `ranks`. `seconds`: after which gloo, and NCCL, give up by themselves."""
+        """Make the process group of `ranks` ranks. `seconds`: the time after which gloo or NCCL gives up."""
         cuda = self.device.type == "cuda"
         dist.init_process_group(
             "nccl" if cuda else "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds),
             device_id=self.device if cuda else None,
         )  # fmt: skip
-        yield  # an error leaves it as it is: to take a broken one down may wait for those that are lost
-        self.meet()  # nobody goes while another is still being sent to
+        yield  # after an error the group is not destroyed: that may wait for ranks that are lost
+        self.meet()  # no rank leaves while another still receives
         dist.destroy_process_group()
 
     def meet(self) -> None:
-        """Every rank of the group is here."""
+        """Wait until every rank of the group is here."""
         dist.all_reduce(torch.zeros(1, device=self.device))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def check_sum(self, ranks: range) -> tuple[int, int]:
-        """How many of the values that this rank gave, and of the sums that it got, are not what they must be.
+        """Count the wrong values among those that this rank gave, and among the sums that it got.
 
-        The sums are of integers that float32 holds exactly, for up to 65,536 ranks.
+        The values are integers whose sums float32 holds exactly, for up to 65,536 ranks.
         """
         self.fill(self.rank)
         given = self._unlike(_factor(self.rank))
@@ -85,11 +87,11 @@ class Measures:
         return int((self.buffer.view(-1, 4) != self._pattern(factor)).sum().item())
 
     def all_reduce_bandwidth(self) -> float:
-        """Bus bandwidth, as nccl-tests has it: 2 (n - 1) / n * bytes / seconds for n ranks."""
-        self.buffer.zero_()  # a sum of sums would leave float32
+        """The bus bandwidth as nccl-tests defines it: 2 (n - 1) / n * bytes / seconds for n ranks."""
+        self.buffer.zero_()  # repeated sums of other numbers would overflow float32
         n, sizes = dist.get_world_size(), self.sizes
         part = self.buffer[: sizes.pilot // 4]
-        dist.all_reduce(part)  # connects
+        dist.all_reduce(part)  # the first call connects the ranks
         slowest = torch.tensor([self._seconds(lambda: dist.all_reduce(part), 3)], device=self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         amount, seconds = sizes.pilot, float(slowest.item())
@@ -99,15 +101,18 @@ class Measures:
         return 2 * (n - 1) / n * amount / seconds / 1e9
 
     def pairs(self, rounds: list[list[Pair]], unit: int, size: int, at: At, names: list[str]) -> dict[int, float]:
-        """Unit → what this rank and its counterpart there exchange, in each direction, while all other pairs of the
-        round do the same. A unit: `size` ranks in a row, a node or a GPU, called by `names`."""
+        """The bandwidth in each direction between this rank and its counterpart in each other unit.
+
+        All pairs of a round exchange at the same time. A unit is `size` consecutive ranks, a node or a GPU, and `names`
+        has its name.
+        """
         found = {}
         for number, pairs in enumerate(rounds, 1):
             other = next((a if b == unit else b for a, b in pairs if unit in (a, b)), None)
-            where = f"round {number} of {len(rounds)}"
-            at(f"{where}: before it")
+            label = f"round {number} of {len(rounds)}"
+            at(f"{label}: before it")
             self.meet()
-            at(f"{where}: the exchange with {'nobody' if other is None else names[other]}")
+            at(f"{label}: the exchange with {'nobody' if other is None else names[other]}")
             if other is not None:
                 found[other] = self._exchange_bandwidth(other * size + self.rank % size)
         at("the end of the rounds")
@@ -122,10 +127,10 @@ class Measures:
                 work.wait()
 
         pilot = self.sizes.pilot // 4
-        exchange(pilot)  # connects
+        exchange(pilot)  # the first call connects the ranks
         seconds, values = self._seconds(lambda: exchange(pilot), 2), pilot
         out[0] = seconds
-        exchange(1)  # so that both decide alike
+        exchange(1)  # both ranks use the longer of their times, so that they decide alike
         seconds = max(seconds, float(into[0].item()))
         if self._has_time_for(seconds):
             values = len(out)
@@ -137,7 +142,7 @@ class Measures:
         return pilot_seconds * self.sizes.whole / self.sizes.pilot * (self.sizes.times + _WARM_UP) < _SECONDS
 
     def _seconds(self, operation: Callable[[], Any], times: int) -> float:
-        """Of one: the median on a GPU; the quickest on a CPU, whose cores are others' in between."""
+        """The time of one operation: the median on a GPU; the least on a CPU, whose cores also do other work."""
         if self.device.type == "cuda":
             events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]  # type: ignore[no-untyped-call]
             events[0].record()

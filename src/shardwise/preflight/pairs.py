@@ -1,4 +1,4 @@
-"""Rates between pairs: what is usual, and who is in most of the slow ones. Pure arithmetic."""
+"""Judges rates between pairs: which rate is usual, and which unit is in most of the slow pairs. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from shardwise.preflight.rounds import Pair
 
 
 def usual_rate(pairs: Mapping[Pair, float]) -> float:
-    """GB/s that one of them reaches with its best partner, in the median; 0: there are too few to tell. The median
-    over pairs would be the slow ones' where one of three is slow."""
+    """The median, over all units, of the rate with a unit's best partner in GB/s; 0: there are fewer than three units.
+
+    The median over pairs would be a slow pair's if one of three units is slow.
+    """
     units = {unit for pair in pairs for unit in pair}
     if len(units) < 3:
         return 0.0
@@ -21,9 +23,12 @@ def usual_rate(pairs: Mapping[Pair, float]) -> float:
 def blame(
     slow: Mapping[Pair, float], pairs: Mapping[Pair, float]
 ) -> tuple[dict[int, dict[Pair, float]], dict[Pair, float]]:
-    """Who is in most of the slow pairs, one after the other, with them; and the slow pairs that are nobody's.
+    """Blame units for slow pairs, one unit after the other: always the one that is in most of those left.
 
-    It must stand out: in at least two of them and in half of its own, and in more than anybody else.
+    A unit is blamed only if it is in at least two slow pairs, in half of its own pairs, and in more than any other.
+
+    Returns:
+        Each blamed unit with its slow pairs; and the slow pairs for which no unit is blamed.
     """
     left, blamed = dict(slow), dict[int, dict[Pair, float]]()
     while left:

@@ -1,4 +1,4 @@
-"""Which of the ranks this is, how long it may take, and how it reaches the others. No torch on import."""
+"""Knows which rank this is, its time limits, and how it reaches the other ranks. No torch on import."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-STARTED = time.monotonic()  # this process, nearly
+STARTED = time.monotonic()  # about when this process began
 
 
 @dataclass(frozen=True)
 class Limits:
     """Seconds since this process began."""
 
-    arrive: float = 60.0  # every rank is there, torch imported, and every node has looked at itself
-    total: float = 80.0  # whatever has been measured is judged
-    grace: float = 3.0  # between a first sign of trouble and the judgement: what do the others say, who is silent?
+    arrive: float = 60.0  # by then every rank has imported torch, and every node has been inspected
+    total: float = 80.0  # then all that has been measured is judged
+    grace: float = 3.0  # after a first sign of trouble the others get this time to report theirs
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Place:
     rank: int
     local_rank: int
     world: int
-    devices: int  # ranks a node
+    devices: int  # the number of ranks in a node
 
     @staticmethod
     def read(environ: Mapping[str, str] = os.environ) -> Place:
@@ -51,15 +51,15 @@ def spent() -> float:
 
 
 def left(until: float) -> float:
-    """Seconds until so many have passed since this process began."""
+    """Seconds that are left until `until`, which counts from the start of this process."""
     return max(0.01, until - spent())
 
 
 def connect(place: Place, seconds: float) -> Store:
-    """A client of its own: what waits in one thread would hold another's up."""
+    """Connect to the store. Each thread needs a client of its own: one that waits would block the other."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-    # torch's word for: the launcher has one already
+    # With this variable torch says that the launcher has a store already
     hosts = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=hosts, wait_for_workers=False,

@@ -1,6 +1,8 @@
-"""One rank of a preflight. A thread looks and measures; the main thread, which never waits for a device or for another
-rank's part in a sum, tells rank 0's what was found, and rank 0's judges. They talk over a store, so that a rank that
-is missing or hangs is seen as such, and named."""
+"""Runs one rank of a preflight. A thread inspects and measures; rank 0's main thread judges.
+
+The main threads never wait for a device or for a collective. They talk over a store, so that a rank that is missing or
+hangs is noticed and named.
+"""
 
 from __future__ import annotations
 
@@ -31,28 +33,28 @@ _BEAT_SECONDS = 0.25
 
 
 def run(config: RunConfig, limits: Limits) -> int:
-    """This process's part; its exit code is the same for all ranks. What it has begun may still hang in a thread."""
+    """Run this process's part. The exit code is the same for all ranks; a thread may still hang afterwards."""
     place = Place.read()
-    # A main thread that is stuck all the same: a file system that is gone, say
+    # Even a main thread may hang, for instance when a file system is gone: this ends the process then
     last = threading.Timer(left(limits.total + 4 * limits.grace), lambda: os._exit(ExitCode.hang))
     last.daemon = True
     last.start()
     try:
-        # The ranks of a node would import at the same time anyway
+        # This imports torch, as all ranks of a node do at the same time
         store, own = connect(place, limits.arrive), connect(place, limits.arrive)
     except Exception as error:
-        return _cut_off(place, limits, error)
-    own.set_timeout(timedelta(seconds=left(limits.total)))  # of what it waits for: rank 0 waits for others first
+        return _report_no_connection(place, limits, error)
+    own.set_timeout(timedelta(seconds=left(limits.total)))  # this is long, since rank 0 waits for other ranks first
     store.set(f"here/{place.rank}", host_name())
     worker = threading.Thread(target=_work, args=(own, place, config, limits), daemon=True)
     worker.start()
     if place.rank:
-        return _await(store, place, limits)
+        return _wait_for_verdict(store, place, limits)
     return Judge(store, place, config, limits).run()
 
 
-def _cut_off(place: Place, limits: Limits, error: Exception) -> int:
-    """Without torch or the way to rank 0 it can only be said here, once a node. Rank 0 misses it, if there is one."""
+def _report_no_connection(place: Place, limits: Limits, error: Exception) -> int:
+    """Report, once a node, that this rank has no torch or cannot reach rank 0, which then finds it missing."""
     master = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if isinstance(error, ImportError):
         text = f"{host_name()}: rank {place.rank} cannot begin: {type(error).__name__}: {error}"
@@ -62,14 +64,13 @@ def _cut_off(place: Place, limits: Limits, error: Exception) -> int:
         sys.stderr.write(f"preflight: {text}\n")
         sys.stderr.flush()
     if PARENT not in os.environ and place.rank:
-        time.sleep(
-            left(limits.arrive + limits.grace)
-        )  # who ends first may end the others' step before rank 0 has judged
+        # The first rank to end may end the whole job step, so it waits until rank 0 has judged
+        time.sleep(left(limits.arrive + limits.grace))
     return ExitCode.bad_node
 
 
-def _await(store: Store, place: Place, limits: Limits) -> int:
-    """Rank 0's verdict; until then it sees that this process lives."""
+def _wait_for_verdict(store: Store, place: Place, limits: Limits) -> int:
+    """Wait for rank 0's verdict, and show rank 0 in the meantime that this process is alive."""
     beats = 0
     deadline = limits.total + 3 * limits.grace
     try:
@@ -92,7 +93,7 @@ def _await(store: Store, place: Place, limits: Limits) -> int:
 
 
 def _work(store: Store, place: Place, config: RunConfig, limits: Limits) -> None:
-    """Whatever goes wrong in here is told, and ends nothing: rank 0 decides."""
+    """Inspect and measure. An error is reported and does not end the process: rank 0 decides."""
     steps = [0]
 
     def at(words: str) -> None:
@@ -106,20 +107,20 @@ def _work(store: Store, place: Place, config: RunConfig, limits: Limits) -> None
             store.set(f"look/{place.node}", json.dumps(asdict(found)))
         at("waiting to begin")
         if place.local_rank == 0 and place.rank:
-            _tell_time(store, place)
+            _answer_clock_questions(store, place)
         if (device := store.get("begin").decode()) == "nothing":
             return
         measured = _measure(store, place, device, limits, config.seed, at)
         at("the end")
         store.set(f"measured/{place.rank}", json.dumps(measured))
     except Exception as error:
-        told = traceback.format_exception(error)
-        where = f"rank {place.rank}: {' '.join(str(error).split())[:500] or 'no message'} ({type(error).__name__})"
-        store.set(f"failed/{place.rank}", json.dumps([store.add("failures", 1), where, "".join(told)]))
+        trace = traceback.format_exception(error)
+        text = f"rank {place.rank}: {' '.join(str(error).split())[:500] or 'no message'} ({type(error).__name__})"
+        store.set(f"failed/{place.rank}", json.dumps([store.add("failures", 1), text, "".join(trace)]))
         store.set("failed", "")
 
 
-def _tell_time(store: Store, place: Place) -> None:
+def _answer_clock_questions(store: Store, place: Place) -> None:
     for ping in range(PINGS):
         store.get(f"ping/{place.node}/{ping}")
         store.set(f"pong/{place.node}/{ping}", repr(time.time()))
@@ -136,13 +137,13 @@ def _measure(
     device = torch.device("cpu")
     if kind == "cuda":
         device = torch.device("cuda", place.local_rank)
-        torch.cuda.set_device(device)  # of this thread
+        torch.cuda.set_device(device)  # for this thread
     at("the first use of its device")
     measures = Measures(place.rank, place.devices, device)
     measured: dict[str, Any] = {"in_node": None, "wrong": [], "pairs": {}}
-    seconds = left(limits.total + 2 * limits.grace)  # later than rank 0 judges: who hangs is for it to say
+    seconds = left(limits.total + 2 * limits.grace)  # groups give up after rank 0 has judged, which names who hangs
     first, names = place.node * place.devices, json.loads(store.get("names"))
-    # Each node by itself first: who has trouble there is named
+    # Each node is measured by itself first, so that a node with trouble inside is named
     if place.devices > 1:
         at("a process group of its node")
         with measures.group(PrefixStore(f"node/{place.node}", store), place.local_rank, place.devices, seconds):

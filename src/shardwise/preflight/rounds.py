@@ -1,12 +1,12 @@
-"""Who meets whom: rounds of pairs in which everybody is busy at the same time. Pure arithmetic."""
+"""Plans which pairs meet: rounds of pairs in which all are busy at the same time. Pure arithmetic."""
 
 from __future__ import annotations
 
 import math
 import random
 
-MOST = 16  # of these everybody meets everybody
-SAMPLED = 15  # rounds of more: as many as 16 need
+MOST = 16  # up to this number every pair meets
+SAMPLED = 15  # with more, there are this many rounds: as many as 16 need
 
 Pair = tuple[int, int]
 
@@ -14,22 +14,23 @@ Pair = tuple[int, int]
 def make_rounds(count: int, seed: int = 0) -> list[list[Pair]]:
     """Rounds of disjoint pairs out of `count`.
 
-    Up to `MOST` every pair meets once. Above, `SAMPLED` rounds: everybody meets equally many others, 15 where `count`
-    is even and 10 where it is odd, and no pair meets twice; which, `seed` says.
+    Up to `MOST` every pair meets once. With more there are `SAMPLED` rounds, which `seed` chooses: each meets equally
+    many others, 15 if `count` is even and 10 if it is odd, and no pair meets twice.
     """
     if count <= MOST:
         return _everybody(count)
     draw = random.Random(seed)
     if count % 2 == 0:
         return draw.sample(_everybody(count), SAMPLED)
-    # Of an odd number one sits out in each round. Here i meets i ± step for a few steps: cycles, each in three rounds
+    # With an odd number one sits out in each round. Here i meets i ± step for a few steps, which makes cycles of odd
+    # length, and each of them takes three rounds
     steps = draw.sample(range(1, count // 2 + 1), SAMPLED // 3)
     return [pairs for step in steps for pairs in _neighbours(count, step)]
 
 
 def _everybody(count: int) -> list[list[Pair]]:
-    """The circle method: one stays, the others turn by a place a round."""
-    even = count + count % 2  # who meets the one that is not there sits out
+    """Every pair once, by the circle method: one stays, and the others turn by a place each round."""
+    even = count + count % 2  # with an odd count there is one that does not exist: who meets it sits out
     rounds = []
     for turn in range(even - 1):
         circle = [even - 1, *((turn + place) % (even - 1) for place in range(even - 1))]
@@ -44,6 +45,6 @@ def _neighbours(count: int, step: int) -> list[list[Pair]]:
     length = count // cycles  # odd, as `count` is
     for start in range(cycles):
         for place in range(length):
-            here, there = ((start + (place + i) * step) % count for i in (0, 1))
-            rounds[2 if place == length - 1 else place % 2].append((min(here, there), max(here, there)))
+            first, second = ((start + (place + i) * step) % count for i in (0, 1))
+            rounds[2 if place == length - 1 else place % 2].append((min(first, second), max(first, second)))
     return [sorted(pairs) for pairs in rounds]

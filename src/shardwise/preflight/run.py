@@ -19,14 +19,14 @@ from shardwise.preflight.place import Limits
 from shardwise.process.parent import PARENT, die_with_parent
 
 _CPU_PROCESSES = 2
-_SILENCE_SECONDS = 15.0  # for rank 0 to say whose process is gone
+_SILENCE_SECONDS = 15.0  # rank 0 gets this time to report whose process is gone
 
 
 def run(words: list[str], limits: Limits = Limits()) -> int:  # noqa: B008
-    """Exit code: of all ranks the same. Ends this process where it is a rank.
+    """Run a preflight, and return its exit code, which all ranks share. If this process is a rank, it ends here.
 
     Raises:
-        ConfigError: words that are wrong, or that ask for more than the one node that this is started on.
+        ConfigError: a word is wrong, or asks for more than the one node that this is started on.
     """
     command = compose(words)
     if command.print is not None:
@@ -43,7 +43,7 @@ def run(words: list[str], limits: Limits = Limits()) -> int:  # noqa: B008
         return run_alone(words, config)
     if PARENT in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
-    for word, value in config.cluster.environment.items():  # before torch, and with it NCCL, is there
+    for word, value in config.cluster.environment.items():  # this has to come before torch, and NCCL with it
         os.environ.setdefault(word, value)
     code = int(ExitCode.crash)
     try:
@@ -52,7 +52,7 @@ def run(words: list[str], limits: Limits = Limits()) -> int:  # noqa: B008
         sys.excepthook(*sys.exc_info())
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a thread may hang in a device, and takes nobody with it
+    os._exit(code)  # a thread that hangs in a device must not keep the process alive
 
 
 def run_alone(words: list[str], config: RunConfig) -> int:
@@ -70,14 +70,14 @@ def run_alone(words: list[str], config: RunConfig) -> int:
     ranks = config.devices or (0 if config.accelerator is Accelerator.cpu else visible) or _CPU_PROCESSES
     from torch._C._distributed_c10d import TCPStore
 
-    # Here, where it outlives every rank; on a port that the system chooses
+    # The store is in this process, which outlives every rank, on a port that the system chooses
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    here = rank_environment(ranks, store.port)
+    environment = rank_environment(ranks, store.port)
     command = [sys.executable, "-m", "shardwise", "preflight", *words]
     started: list[subprocess.Popen[bytes]] = []
     try:
         for number in range(ranks):
-            own = here | {"RANK": str(number), "LOCAL_RANK": str(number)}
+            own = environment | {"RANK": str(number), "LOCAL_RANK": str(number)}
             started.append(subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL))
         return _first_code(started)
     finally:
@@ -88,7 +88,7 @@ def run_alone(words: list[str], config: RunConfig) -> int:
 
 
 def _first_code(started: list[subprocess.Popen[bytes]]) -> int:
-    """Rank 0's, which speaks for all; another's, if that one ends and rank 0 does not say a word about it."""
+    """Rank 0's exit code, which is all ranks'; another rank's if that one ends and rank 0 does not react."""
     silent_since: float | None = None
     while (code := started[0].poll()) is None:
         ended = [number for number, process in enumerate(started) if process.poll() is not None]

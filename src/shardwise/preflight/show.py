@@ -1,4 +1,4 @@
-"""What was found, for a reader: a table, JSON, and a picture of who exchanges how fast with whom."""
+"""Shows what a preflight found: a table, JSON, and a picture of the rates between all pairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLUMNS = ("node", "GPUs", "ECC", "MHz", "W", "disk GiB", "skew ms", "in node G
 
 
 def table(found: Found, verdict: Verdict) -> str:
-    """A row a node. `between`: with the other nodes, median and least."""
+    """A table with a row for each node. `between` has the median and the least rate with other nodes."""
     rows = [_COLUMNS, *(_row(found, verdict, node) for node in range(len(found.names)))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -79,7 +79,7 @@ def save_json(found: Found, verdict: Verdict, seconds: float, path: Path) -> Non
 
 
 def save_picture(found: Found, path: Path) -> None:
-    """A matrix: dark is slow, white is a pair that was not measured."""
+    """Draw the rates as a matrix: dark is slow, and white is a pair that was not measured."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,5 +1,7 @@
-"""What was found, held against the cluster file and the other nodes: problems, and whose they are. Pure: no torch, no
-processes, no clock."""
+"""Compares what was found with the cluster file and with other nodes: which problems there are, and on which nodes.
+
+It is pure: no torch, no processes, no clock.
+"""
 
 from __future__ import annotations
 
@@ -16,33 +18,33 @@ from shardwise.preflight.node_report import Gpu, NodeReport
 from shardwise.preflight.pairs import blame, usual_rate
 from shardwise.preflight.rounds import Pair
 
-# Of what the cluster file has: NCCL's all-reduce over eight healthy H200 was measured at 0.77 of their NVLinks
-# (346 of 450 GB/s at 256 MiB). A GPU or node with half of its links, or one of whose adapters does the work of two, is
-# at half of that or less; nothing in between is broken.
+# The least share of the cluster file's rate. NCCL's all-reduce over eight healthy H200 was measured at 0.77 of NVLink's
+# (346 of 450 GB/s at 256 MiB). A GPU or node with half of its links, or with one adapter that does the work of two,
+# reaches half of that or less; no known fault gives a rate in between.
 SHARE = 0.6
-# Of the other nodes' median, where the cluster file says nothing: theirs is what can be had, so 0.6 is well below it.
-# A CPU's cores do other things besides; an Ethernet link that has fallen back is at a tenth.
+# The least share of the other nodes' median, by whether GPUs are used, if the cluster file has no rate. A CPU's cores
+# also do other work, and an Ethernet link that has fallen back to a lower speed reaches a tenth.
 SHARE_OF_OTHERS = {True: 0.6, False: 0.2}
 # NTP keeps nodes within milliseconds. With a second between them logs cannot be put in order, nor files by their times.
 SKEW_SECONDS = 1.0
-# Below it a run's logs and one small checkpoint, or the sockets and caches of its ranks, do not fit. What a model's
-# checkpoints need nobody has said yet.
+# With less than this, a run's logs and one small checkpoint, or the sockets and caches of its ranks, do not fit. How
+# large the model's checkpoints are is not known here.
 FREE_GIB = {"runs_dir": 10.0, "the temporary folder": 1.0}
-MEMORY_SHARE = 0.95  # what a driver keeps for itself is less than the rest; the smaller model of a GPU has half
+MEMORY_SHARE = 0.95  # a driver keeps less than 0.05 for itself, and the smaller model of a GPU has half the memory
 
 
 @dataclass
 class Found:
-    """What rank 0 has been told. Nodes are numbers; who is not in a mapping has said nothing."""
+    """What rank 0 has gathered. Nodes are numbers; a node that is not in a mapping has reported nothing."""
 
-    names: list[str]  # of the nodes
-    devices: int  # ranks a node
+    names: list[str]  # the nodes' names
+    devices: int  # the number of ranks in a node
     cuda: bool
     reports: dict[int, NodeReport] = field(default_factory=dict)
     absent: dict[int, str] = field(default_factory=dict)  # node → how it fell silent or behind, in words
-    failed: dict[int, str] = field(default_factory=dict)  # node → an error of its own, the last line says which
-    stuck: str | None = None  # what did not end, while every rank was in it
-    unmeasured: str | None = None  # why there are no measures
+    failed: dict[int, str] = field(default_factory=dict)  # node → the error of one of its ranks
+    stuck: str | None = None  # what did not end, if no rank was behind the others
+    unmeasured: str | None = None  # why nothing was measured
     skews: dict[int, tuple[float, float]] = field(default_factory=dict)  # seconds ahead of node 0's clock, ± seconds
     wrong: dict[int, str] = field(default_factory=dict)  # node → what was wrong with its sum, in words
     wrong_everywhere: str | None = None
@@ -53,7 +55,7 @@ class Found:
 @dataclass(frozen=True)
 class Problem:
     text: str
-    node: int | None = None  # whose it is; None: nobody's in particular
+    node: int | None = None  # the node that has the problem; None: no node in particular
     kind: str = ""
     code: ExitCode = ExitCode.bad_node
 
@@ -64,21 +66,21 @@ class Verdict:
 
     @property
     def bad(self) -> list[int]:
-        """Nodes that the run is better off without."""
+        """The nodes that the run should leave out."""
         return sorted({problem.node for problem in self.problems if problem.node is not None})
 
     @property
     def code(self) -> ExitCode:
-        """A mistake in the words, or a fault of most, comes before bad nodes: without those it would be the same."""
+        """The exit code. A user's mistake or a failure of most nodes comes first: leaving nodes out would not help."""
         codes = {problem.code for problem in self.problems}
         order = (ExitCode.user_error, ExitCode.crash, ExitCode.bad_node)
         return next((code for code in order if code in codes), ExitCode.done)
 
 
 def judge(found: Found, cluster: ClusterConfig, wanted: int) -> Verdict:
-    """`wanted`: GPUs that a node must have, where it is GPUs that are used."""
+    """Judge what was found. `wanted`: the number of GPUs that a node must have, if GPUs are used."""
     problems = [Problem(f"{found.names[node]}: {why}", node) for node, why in found.absent.items()]
-    if len(found.failed) * 2 > len(found.names):  # one of them is an example
+    if len(found.failed) * 2 > len(found.names):  # one node's error is shown as an example
         node, text = next(iter(found.failed.items()))
         problems.append(Problem(f"{len(found.failed)} of {count(len(found.names), 'node')} failed; "
         f"{found.names[node]}: {text}",
@@ -148,7 +150,7 @@ def _most(values: Sequence[_T]) -> _T | None:
 
 
 def _alike(found: Found) -> list[Problem]:
-    """GPUs that are not as most of the others are, on whichever node."""
+    """Problems of GPUs that differ from most of the others, on any node."""
     problems = []
     gpus = [(node, n, gpu) for node, report in found.reports.items() for n, gpu in enumerate(report.gpus)]
     for attribute, words in (
@@ -158,11 +160,11 @@ def _alike(found: Found) -> list[Problem]:
         ("power_limit_w", "may draw {} W, the others {}"),
         ("links", "has {} NVLinks up, the others {}"),
     ):
-        said = [(node, n, value) for node, n, gpu in gpus if (value := getattr(gpu, attribute)) is not None]
-        usual = _most([value for *_, value in said])
-        for node, n, value in said:
+        values = [(node, n, value) for node, n, gpu in gpus if (value := getattr(gpu, attribute)) is not None]
+        usual = _most([value for *_, value in values])
+        for node, n, value in values:
             if usual is not None and value != usual:
-                text = words.format(_say(value), _say(usual))
+                text = words.format(_in_words(value), _in_words(usual))
                 problems.append(Problem(f"{found.names[node]}: GPU {n} {text}", node))
     usual = _most([tuple(report.topology) for report in found.reports.values() if report.topology])
     return problems + [
@@ -172,7 +174,7 @@ def _alike(found: Found) -> list[Problem]:
     ]
 
 
-def _say(value: object) -> str:
+def _in_words(value: object) -> str:
     return (
         ("on" if value else "off")
         if isinstance(value, bool)
@@ -183,23 +185,23 @@ def _say(value: object) -> str:
 
 
 def _versions(found: Found) -> list[Problem]:
-    """What most nodes have is right."""
+    """Problems of nodes whose versions differ from those of most nodes."""
     problems = []
     for key in sorted({key for report in found.reports.values() for key in report.versions}):
-        said = {node: report.versions.get(key, "none") for node, report in found.reports.items()}
-        if len(set(said.values())) == 1:
+        versions = {node: report.versions.get(key, "none") for node, report in found.reports.items()}
+        if len(set(versions.values())) == 1:
             continue
         word = key.replace("_", " ")
-        if (usual := _most(list(said.values()))) is None:
-            who = "; ".join(f"{found.names[node]} {value}" for node, value in list(said.items())[:4])
+        if (usual := _most(list(versions.values()))) is None:
+            who = "; ".join(f"{found.names[node]} {value}" for node, value in list(versions.items())[:4])
             problems.append(Problem(f"no two alike, or no majority, of {word}: {who}"))
         problems += [Problem(f"{found.names[node]}: {word} {value}, the others {usual}", node)
-                     for node, value in said.items() if usual is not None and value != usual]  # fmt: skip
+                     for node, value in versions.items() if usual is not None and value != usual]  # fmt: skip
     return problems
 
 
 def _skews(found: Found) -> list[Problem]:
-    """Of two nodes nobody can say whose clock is wrong; of more, the median's is right."""
+    """Problems of clocks. With two nodes it is unknown whose clock is wrong; with more, the median counts as right."""
     if len(found.skews) < 2:
         return []
     right = median(skew for skew, _ in found.skews.values()) if len(found.skews) > 2 else 0.0
@@ -233,19 +235,19 @@ def _in_node(found: Found, cluster: ClusterConfig) -> list[Problem]:
 
 
 def _pairs(found: Found, cluster: ClusterConfig) -> list[Problem]:
-    """Slow pairs, by the node that they have in common."""
+    """Problems of slow pairs, blamed on the node or GPU that they have in common."""
     gpus = len(found.names) == 1
     if gpus and not (found.cuda and _joined_alike(found.reports.get(0))):
-        return []  # processes of one CPU, or GPUs of which some have no NVLink: slower by nature
-    # Not the file's NVLink for pairs of GPUs: point to point NCCL takes fewer channels, so it has a ceiling of its own.
+        return []  # processes of one CPU, and GPUs that are joined in different ways, are not alike anyway
+    # Pairs of GPUs are not compared with the file's NVLink: NCCL takes fewer channels for them than for an all-reduce.
     known = cluster.network_gb_per_second if found.cuda and not gpus else None
     least = SHARE * known if known else SHARE_OF_OTHERS[found.cuda] * usual_rate(found.pairs)
     slow = {pair: rate for pair, rate in found.pairs.items() if rate < least}
     names = [f"GPU {n}" for n in range(found.devices)] if gpus else found.names
-    held = f"cluster={cluster.name} has {known:g}" if known else f"usual are {usual_rate(found.pairs):.3g}"
+    usual = f"cluster={cluster.name} has {known:g}" if known else f"usual are {usual_rate(found.pairs):.3g}"
     if known and len(slow) == len(found.pairs) > 2:
-        return [Problem(f"every pair of nodes is slow: {max(slow.values()):.3g} GB/s at best, {held}, at least {SHARE} "
-                        f"of it is expected; is NCCL on the adapters that it should use (cluster.environment)? "
+        return [Problem(f"every pair of nodes is slow: {max(slow.values()):.3g} GB/s at best, {usual}, at least "
+                        f"{SHARE} of it is expected; is NCCL on the adapters that it should use (cluster.environment)? "
                         f"Otherwise give cluster.network_gb_per_second=…", code=ExitCode.user_error)]  # fmt: skip
     problems = []
     blamed, left = blame(slow, found.pairs)
@@ -253,13 +255,13 @@ def _pairs(found: Found, cluster: ClusterConfig) -> list[Problem]:
         worst = min(pairs, key=lambda pair: pairs[pair])
         other = names[worst[0] if worst[1] == unit else worst[1]]
         met = sum(unit in pair for pair in found.pairs)
-        text = f"slow to {len(pairs)} of {met}: {pairs[worst]:.3g} GB/s to {other}, {held}"
+        text = f"slow to {len(pairs)} of {met}: {pairs[worst]:.3g} GB/s to {other}, {usual}"
         problems.append(Problem(f"{found.names[0]}: {names[unit]} is {text}" if gpus else f"{names[unit]}: {text}",
                                 0 if gpus else unit, "network"))  # fmt: skip
     if not found.cuda:
-        left = {}  # a process that had to wait for a core, once
+        left = {}  # a process may have had to wait for a core once
     return problems + [
-        Problem(f"{names[a]} and {names[b]}: {rate:.3g} GB/s between them, {held}; neither is slow to others as well",
+        Problem(f"{names[a]} and {names[b]}: {rate:.3g} GB/s between them, {usual}; neither is slow to others as well",
                 0 if gpus else None) for (a, b), rate in left.items()
     ]  # fmt: skip
 
@@ -276,16 +278,16 @@ _REMEDY = {
     "disk": "make room, or give another runs_dir=",
     "nvlink": "does NCCL use NVLink (NCCL_DEBUG=INFO says)? Otherwise give cluster.nvlink_gb_per_second=…",
 }
-_EVEN_OF_ONE = ("name", "memory", "disk")  # what is no fault of a single node's either
+_EVEN_OF_ONE = ("name", "memory", "disk")  # with a single node, these are no fault of the node either
 
 
 def _everywhere(problems: list[Problem], found: Found, cluster: ClusterConfig, wanted: int) -> list[Problem]:
-    """What all nodes have in common is no node's fault, but a word's: one problem instead of one a node."""
+    """Replace a problem that all nodes have by a single one: the config is wrong then, not a node."""
     nodes = len(found.names)
     for kind, remedy in _REMEDY.items():
         alike = [problem for problem in problems if problem.kind == kind]
         if len({problem.node for problem in alike}) == nodes and (nodes > 1 or kind in _EVEN_OF_ONE):
-            said = alike[0].text if nodes == 1 else f"all {nodes} nodes; {alike[0].text}"
+            text = alike[0].text if nodes == 1 else f"all {nodes} nodes; {alike[0].text}"
             problems = [problem for problem in problems if problem.kind != kind]
-            problems.append(Problem(f"{said}: {remedy}", code=ExitCode.user_error))
+            problems.append(Problem(f"{text}: {remedy}", code=ExitCode.user_error))
     return problems

@@ -1,4 +1,4 @@
-"""`shardwise <tool> …`: what is done to runs before and after them. One file a tool, words of the form key=value."""
+"""Runs `shardwise <tool> …`: tools for before and after a run, one file each, with words of the form key=value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 done, 2 a user's mistake (one message on stderr), else the tool's own."""
+    """Run a tool. Returns 0 for done, 2 for a user's mistake (one message on stderr), or the tool's own exit code."""
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("--help", "-h", "help"):
         print("usage: shardwise TOOL …; shardwise TOOL --help says what follows\n")
@@ -47,10 +47,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_words(words: list[str], kind: type[_T]) -> tuple[list[str], _T]:
-    """What stands alone, and `key=value` as `kind`, a dataclass.
+    """Split words into those without a key, and those of the form `key=value`, which become `kind`, a dataclass.
 
     Raises:
-        ConfigError: an unknown key, a value of another type, a key that is given twice.
+        ConfigError: a key is unknown or given twice, or a value has the wrong type.
     """
     alone: list[str] = []
     values: dict[str, Any] = {}

@@ -1,6 +1,6 @@
-"""`shardwise export RUN format=…`: a checkpoint's weights in files that need none of this to be read.
+"""Exports a checkpoint's weights to files that other programs read: `shardwise export RUN format=…`.
 
-No GPU, no process group, and one tensor in memory at a time, whatever wrote the checkpoint.
+It needs no GPU and no process group, and holds one tensor in memory at a time, whatever strategy wrote the checkpoint.
 """
 
 from __future__ import annotations
@@ -68,7 +68,11 @@ class ExportConfig:
 
 
 def run(words: list[str]) -> None:
-    """Raises ConfigError: a word that is wrong, a damaged checkpoint, a folder that is taken, an unknown name."""
+    """Export a checkpoint as `words` say.
+
+    Raises:
+        ConfigError: a word is wrong, the checkpoint is damaged, the folder is not empty, or a name is unknown.
+    """
     alone, config = read_words(words, ExportConfig)
     if len(alone) != 1:
         raise ConfigError(f"export takes one run or checkpoint, and got {' '.join(alone) or 'none'}; --help shows how")
@@ -76,7 +80,7 @@ def run(words: list[str]) -> None:
         raise ConfigError(f"shard_gb={config.shard_gb}: must be above 0")
     checkpoint = find_checkpoint(alone[0])
     run_dir = checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint.parent
-    # Not in the checkpoint, which is removed when there are newer ones.
+    # The export is not put into the checkpoint, which is removed when there are newer ones.
     out = run_dir / f"export-{config.format.value}" if config.out is None else Path(config.out).expanduser().absolute()
     _check_free(out)
     _check_bytes(checkpoint)
@@ -89,24 +93,26 @@ def run(words: list[str]) -> None:
     )
 
 
-def find_checkpoint(said: str) -> Path:
-    """A run's newest checkpoint that is whole, or the one that is named.
+def find_checkpoint(given: str) -> Path:
+    """A run's newest checkpoint that is whole, or the checkpoint that is named.
 
     Raises:
-        ConfigError: none of either.
+        ConfigError: there is neither.
     """
-    path = Path(said).expanduser().absolute()
+    path = Path(given).expanduser().absolute()
     if not path.exists():
-        raise ConfigError(f"{said}: there is no such run or checkpoint; give runs/<id>, or a step-….ckpt in it")
+        raise ConfigError(f"{given}: there is no such run or checkpoint; give runs/<id>, or a step-….ckpt in it")
     if (path / MANIFEST).is_file():
         if found := damage(path):
-            raise ConfigError(f"{said} is damaged: {found}; give another checkpoint")
+            raise ConfigError(f"{given} is damaged: {found}; give another checkpoint")
         return path
-    newest, there = newest_whole(path), list_checkpoints(path)
+    newest, all_checkpoints = newest_whole(path), list_checkpoints(path)
     if newest is None:
-        why = f"{there[-1].name} is damaged: {damage(there[-1])}" if there else f"neither a {MANIFEST} nor checkpoints"
-        raise ConfigError(f"{said} holds no whole checkpoint: {why}; give runs/<id>, or a step-….ckpt in it")
-    for passed in there[there.index(newest) + 1 :]:
+        why = f"neither a {MANIFEST} nor checkpoints"
+        if all_checkpoints:
+            why = f"{all_checkpoints[-1].name} is damaged: {damage(all_checkpoints[-1])}"
+        raise ConfigError(f"{given} holds no whole checkpoint: {why}; give runs/<id>, or a step-….ckpt in it")
+    for passed in all_checkpoints[all_checkpoints.index(newest) + 1 :]:
         print(f"{passed.name} is damaged: {damage(passed)}; exporting {newest.name}")
     return newest
 
@@ -126,7 +132,7 @@ def _check_bytes(checkpoint: Path) -> None:
 
 
 def _publish(out: Path, write: Callable[[Path], None]) -> None:
-    """`out` is there when all of it has been written, or not at all."""
+    """Write a folder so that `out` exists when all of it has been written, or not at all."""
     partial = partial_path(out)
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -143,7 +149,7 @@ def _publish(out: Path, write: Callable[[Path], None]) -> None:
 
 
 class Export:
-    """What is in a checkpoint, by the names and in the dtypes that it is to have outside."""
+    """A checkpoint's tensors, with the names and dtypes that they get in the exported files."""
 
     def __init__(self, checkpoint: Path, run_dir: Path, config: ExportConfig) -> None:
         from shardwise.checkpoint.metadata import read_metadata
@@ -167,7 +173,7 @@ class Export:
         self.parameters = sum(map(prod, self.shapes.values()))
 
     def _source(self, name: str) -> str:
-        """Frozen parameters and buffers have no average."""
+        """The checkpoint's name of a tensor; of the model's if there is no average, as for frozen parameters."""
         source = f"{self.config.weights.value}.{name}"
         return source if source in self.known else f"model.{name}"
 
@@ -183,7 +189,7 @@ class Export:
         return Entry(self.outside[name], self.shapes[name], word, dtype.itemsize)
 
     def _hugging_face(self, run_dir: Path) -> tuple[dict[str, str], dict[str, Any]]:
-        """Names, and what config.json says: the module's own words, given its part of the Plan."""
+        """The module's Hugging Face names and config.json, which it makes from its part of the Plan."""
         from shardwise.checkpoint.state import unlike
 
         try:
@@ -202,8 +208,10 @@ class Export:
                 f"(recipes/README.md), or use format=safetensors"
             )
         names: dict[str, str] = target.hugging_face_names(node)  # type: ignore[attr-defined]
-        if told := unlike(dict.fromkeys(names), dict.fromkeys(self.shapes), "hugging_face_names", "the checkpoint"):
-            raise ConfigError(f"format=hf: {node['_target_']} names other tensors than were saved: {told}")
+        if difference := unlike(
+            dict.fromkeys(names), dict.fromkeys(self.shapes), "hugging_face_names", "the checkpoint"
+        ):
+            raise ConfigError(f"format=hf: {node['_target_']} names other tensors than were saved: {difference}")
         settings: dict[str, Any] = target.hugging_face_config(node)  # type: ignore[attr-defined]
         return names, settings
 

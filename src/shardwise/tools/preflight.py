@@ -1,4 +1,4 @@
-"""`shardwise preflight …`: are these machines what the cluster file says, and do they work together?"""
+"""Checks machines before a run: are they what the cluster file says, and do they work together?"""
 
 from __future__ import annotations
 

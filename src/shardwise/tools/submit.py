@@ -1,4 +1,7 @@
-"""`shardwise submit nodes=4 cluster=dgx_h100 recipe=…`: the Plan, then sbatch. Values that cannot work never queue."""
+"""Makes the Plan of a run, then submits it by sbatch: `shardwise submit nodes=4 cluster=dgx_h100 recipe=…`.
+
+Values that cannot work never wait in the queue.
+"""
 
 from __future__ import annotations
 
@@ -59,13 +62,15 @@ class Options:
 
 
 _SBATCH = ("time", "partition", "account", "qos", "reservation", "job_name")
-_SIGNAL_SECONDS = 300  # --signal of slurm/*.sbatch
+_SIGNAL_SECONDS = 300  # slurm/*.sbatch ask by --signal for a signal this long before the end
 _TRUTH = {"true": True, "false": False}
 
 
 def run(words: list[str]) -> int:
-    """Raises:
-    ConfigError: what train.py would say on the nodes, or no sbatch here.
+    """Submit a run as `words` say, and return the exit code.
+
+    Raises:
+        ConfigError: train.py would refuse the run on the nodes, or there is no sbatch here.
     """
     dry_run = "--dry-run" in words
     ours = translate([word for word in words if word != "--dry-run"])
@@ -95,7 +100,7 @@ def run(words: list[str]) -> int:
 
 def make_command(options: Options, overrides: Sequence[str]) -> tuple[list[str], list[Plan]]:
     """The sbatch command, and the Plans that its jobs will make on the nodes."""
-    train = [word for word in overrides if not word.startswith("devices=")]  # Slurm says it
+    train = [word for word in overrides if not word.startswith("devices=")]  # on the nodes Slurm's variables say it
     command = compose(list(overrides))
     if command.print is not None:
         raise ConfigError("--cfg and --help are train.py's: python train.py …")
@@ -166,10 +171,10 @@ def _split(words: list[str]) -> tuple[Options, list[str]]:
 
 
 def _seconds(time_limit: str) -> int | None:
-    """Of Slurm's forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    """Seconds of a time limit: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time_limit)
     if found is None:
-        return None  # sbatch says what is wrong with it
+        return None  # sbatch reports what is wrong with it
     days, *rest = (int(number or 0) for number in found.groups())
     if found[1] is None and found[4] is None:
         return rest[0] * 60 + rest[1]
@@ -177,21 +182,24 @@ def _seconds(time_limit: str) -> int | None:
 
 
 def _follow(job: str) -> int:
-    """The log as it grows, over requeues, until the job is over. Its exit code. Ctrl-C leaves the job alone."""
+    """Print the log while it grows, over requeues, until the job is over; returns its exit code.
+
+    Ctrl-C ends this, not the job.
+    """
     log, done = Path(f"slurm-{job}.log"), Path("runs/jobs") / f"slurm-{job}" / "done"
-    place = 0
+    offset = 0
     while True:
-        asked = subprocess.run(
+        queue = subprocess.run(
             ["squeue", "--noheader", f"--jobs={job}", "--format=%T"], capture_output=True, text=True, check=False
         )
         if log.exists():
             with log.open("rb") as file:
-                file.seek(place)
-                said = file.read()
-                place += len(said)
-                print(said.decode(errors="replace"), end="", flush=True)
-        # A controller that does not answer knows nothing of the job's end
-        if "Invalid job id" in asked.stderr or (asked.returncode == 0 and not asked.stdout.strip()):
+                file.seek(offset)
+                content = file.read()
+                offset += len(content)
+                print(content.decode(errors="replace"), end="", flush=True)
+        # If the controller does not answer, that does not mean that the job has ended
+        if "Invalid job id" in queue.stderr or (queue.returncode == 0 and not queue.stdout.strip()):
             ended = re.findall(r"exit code (\d+)", log.read_text(errors="replace")) if log.exists() else []
             return 0 if done.exists() else int((ended or ["1"])[-1])
         time.sleep(1)
