@@ -80,18 +80,18 @@ class Zero3Config(Zero1Config):
 
 @dataclass
 class PrecisionConfig:
-    """What a word like `bf16` means, as data."""
+    """The settings that a precision such as `bf16` stands for."""
 
     name: PrecisionName = PrecisionName.fp32
-    parameter_dtype: Dtype = Dtype.float32  # master weights and optimizer state
-    compute_dtype: Dtype = Dtype.float32  # layers
-    reduce_dtype: Dtype = Dtype.float32  # gradients between ranks
+    parameter_dtype: Dtype = Dtype.float32  # the dtype of master weights and optimizer state
+    compute_dtype: Dtype = Dtype.float32  # the dtype in which layers compute
+    reduce_dtype: Dtype = Dtype.float32  # the dtype in which gradients are reduced between ranks
     loss_scaling: bool = False  # dynamic; a step whose gradients overflow is skipped
     tf32: bool = False  # matrix products of float32 tensors on tensor cores, 10-bit mantissa
 
 
 class WhenBusy(Enum):
-    """What a save does that comes while the one before is still being written."""
+    """What happens to a save while the last one is still being written."""
 
     wait = "wait"
     skip = "skip"
@@ -104,10 +104,10 @@ class CheckpointConfig:
     monitor: str | None = None  # a validation metric; its best checkpoint is kept as well
     mode: str = "min"
     save_at_end: bool = True
-    keep_every_n_steps: int | None = None  # of those that are saved, these are kept for good
-    asynchronous: bool | None = None  # written beside the training; null: on GPUs
+    keep_every_n_steps: int | None = None  # these checkpoints are kept for good; null: none
+    asynchronous: bool | None = None  # whether saves are written while training goes on; null: on GPUs only
     when_busy: WhenBusy = WhenBusy.wait
-    max_failures: int = 3  # saves in a row that may fail; one more stops the run
+    max_failures: int = 3  # so many saves in a row may fail; one more stops the run
 
 
 @dataclass
@@ -121,8 +121,10 @@ class LoggerConfig:
 
 @dataclass
 class PeakTflopsConfig:
-    """Peaks of one GPU in 10^12 floating-point operations a second, by the arithmetic of matrix products: dense, not
-    with 2:4 sparsity; tensor cores where they take part, so not in fp32. None: not known."""
+    """The peak of one GPU in 10^12 floating-point operations a second, for each dtype of matrix products.
+
+    The peaks are dense, without 2:4 sparsity. They are those of tensor cores, except in fp32. None: not known.
+    """
 
     bf16: float | None = None
     fp16: float | None = None
@@ -133,17 +135,17 @@ class PeakTflopsConfig:
 
 @dataclass
 class ClusterConfig:
-    """The machine that a run is meant for. `local` takes what is there."""
+    """The machine for a run. `local` is this machine."""
 
     name: str = "local"
     devices_per_node: int | None = None
-    gpu: str | None = None  # a word of the GPU's name, e.g. H200
-    gpu_memory_gib: float | None = None  # of one GPU, as the driver counts it
-    nvlink_gb_per_second: float | None = None  # of one GPU, in one direction
-    network_gb_per_second: float | None = None  # of one node to the others, in one direction: all its adapters
-    cpu_cores: int | None = None  # of one node
+    gpu: str | None = None  # a part of the GPU's name, e.g. H200
+    gpu_memory_gib: float | None = None  # the memory of one GPU as the driver counts it
+    nvlink_gb_per_second: float | None = None  # from one GPU, in one direction
+    network_gb_per_second: float | None = None  # from one node, in one direction, by all adapters
+    cpu_cores: int | None = None  # the cores of one node
     peak_tflops: PeakTflopsConfig = field(default_factory=PeakTflopsConfig)
-    environment: dict[str, str] = field(default_factory=dict)  # NCCL's, exported where the user has not set it
+    environment: dict[str, str] = field(default_factory=dict)  # variables for NCCL, set unless the user has set them
 
 
 StrategyConfig = DdpConfig | FsdpConfig | Zero1Config
