@@ -45,7 +45,7 @@ def run(plan: Plan) -> None:
         start_history(plan)
         goes_on: Plan | None = verify_resume(plan)
         while goes_on is not None:
-            goes_on = _run_until_rolled_back(goes_on, watch)
+            goes_on = run_until_rolled_back(goes_on, watch)
         progress.end()
     # The ranks end together, after the last has written its part: srun kills those that are left after a minute. After
     # a failure there is no barrier: the peers would fail in turn, and NCCL might wait for them.
@@ -53,10 +53,10 @@ def run(plan: Plan) -> None:
     dist.destroy_process_group()
 
 
-def _run_until_rolled_back(plan: Plan, *more: Callback) -> Plan | None:
+def run_until_rolled_back(plan: Plan, *more: Callback) -> Plan | None:
     """Run `plan`. If the guard rolls it back, return the Plan to go on with in the same processes."""
     try:
-        _run(plan, *more)
+        run_stage(plan, *more)
         return None
     except RollBack as back:
         start = back.start
@@ -70,7 +70,7 @@ def _run_until_rolled_back(plan: Plan, *more: Callback) -> Plan | None:
     return verify_resume(plan.going_on_from(resume, may_fall_back=True, pass_over=start))
 
 
-def _run(plan: Plan, *more: Callback) -> None:
+def run_stage(plan: Plan, *more: Callback) -> None:
     module, data = build_module(plan), build_data(plan)
     for notice in newly_used() if dist.get_rank() == 0 else ():
         print(notice, flush=True)

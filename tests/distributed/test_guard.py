@@ -20,7 +20,7 @@ from shardwise.callbacks.guard import RollBack
 from shardwise.config.compose import compose
 from shardwise.errors import NonFiniteError
 from shardwise.plan import Host, Plan, make_plan
-from shardwise.rank import _run_until_rolled_back
+from shardwise.rank import run_until_rolled_back
 from shardwise.step.spikes import robust_z, robust_z_of
 from tests.harness.cells import Capture, fit
 from tests.harness.commands import check, make_home, run
@@ -280,9 +280,9 @@ def run_spikes(folder: Path) -> dict[str, Any]:
     words = [*spike_words("rollback"), "checkpoint.save_every_n_steps=30", "checkpoint.keep_last=9"]
     plan, capture, out = plan_for(folder / "rollback", *words), Capture(), io.StringIO()
     with redirect_stdout(out):
-        again = _run_until_rolled_back(plan)
+        again = run_until_rolled_back(plan)
         assert again is not None and again.resume is not None
-        assert _run_until_rolled_back(again, capture) is None
+        assert run_until_rolled_back(again, capture) is None
     cells["rollback"] = {"resume": again.resume, "pass_over": again.guard.pass_over, "final": capture.final,
                          "out": out.getvalue()}  # fmt: skip
     # What it must come to: a run that passes over the window from the start

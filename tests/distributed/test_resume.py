@@ -20,7 +20,7 @@ from shardwise.data.tokens import TokenSequences, TokenShards
 from shardwise.distributed.process_group import init_process_group
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, make_plan
-from shardwise.rank import _run, quiet_lightning
+from shardwise.rank import quiet_lightning, run_stage
 from shardwise.run_dir.checkpoints import list_checkpoints
 from shardwise.run_dir.resume import resolve_resume
 from tests.harness.commands import RECIPE, make_home, metrics
@@ -53,7 +53,7 @@ def start(ranks: int, name: str, *words: str) -> None:
             (Path(plan.run_dir) / "plan.json").write_text(plan.to_json())
     dist.barrier()
     with patch("shardwise.callbacks.summary.plot_losses", return_value=None):  # half of the time of such a run
-        _run(plan)
+        run_stage(plan)
 
 
 def on_two_ranks(home: Path) -> None:

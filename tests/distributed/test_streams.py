@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
-from shardwise.rank import _run
+from shardwise.rank import run_stage
 from tests.harness.cells import fit
 from tests.harness.modules import Layer
 from tests.harness.processes import spawn
@@ -128,7 +128,7 @@ def run_all(folder: Path, kinds: set[str] | None) -> dict[str, Any]:
     with pytest.raises(ConfigError) as caught:
         fit(plan_for(folder / "same", "same"))
     for kind in ("reads", "weighted"):
-        _run(plan_for(folder / f"{kind}-predicted", kind, "stage=predict"))
+        run_stage(plan_for(folder / f"{kind}-predicted", kind, "stage=predict"))
         rows = (folder / f"{kind}-predicted" / "predictions.jsonl").read_text().splitlines()
         found[f"{kind}-predicted"] = [json.loads(row) for row in rows]
     return found | {"same": str(caught.value)}

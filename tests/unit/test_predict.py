@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
-from shardwise.callbacks.predict import _plain, rows_of
+from shardwise.callbacks.predict import rows_of, to_plain
 from shardwise.data.evaluation import EvaluationLoader
 from tests.unit.test_loaders import loader, plan
 
@@ -55,4 +55,4 @@ def test_rows_of_a_stream_name_batch_and_row() -> None:
 
 
 def read(rows: list[dict[str, Any]]) -> Any:
-    return json.loads(json.dumps(rows, default=_plain))
+    return json.loads(json.dumps(rows, default=to_plain))

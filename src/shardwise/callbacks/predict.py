@@ -53,7 +53,7 @@ class Predictions(Callback):
         outputs = move_data_to_device(outputs, torch.device("cpu"))
         rows = [] if outputs is None else rows_of(outputs, batch, loaders[dataloader_idx], batch_idx)
         which = {"loader": dataloader_idx} if len(loaders) > 1 else {}
-        text = "".join(json.dumps({**which, **row}, default=_plain) + "\n" for row in rows)
+        text = "".join(json.dumps({**which, **row}, default=to_plain) + "\n" for row in rows)
         ranks: list[Any] = [text] * dist.get_world_size()
         if len(ranks) > 1:  # every rank has equally many batches
             gathered = ranks if trainer.is_global_zero else None
@@ -131,7 +131,7 @@ def _samples_in(batch: Any) -> int | None:
     return next((found for found in map(_samples_in, items) if found is not None), None)
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         return value.tolist()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

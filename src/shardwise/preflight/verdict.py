@@ -105,37 +105,37 @@ def judge(found: Found, cluster: ClusterConfig, wanted: int) -> Verdict:
 
 
 def _gpus(node: int, report: NodeReport, cluster: ClusterConfig, wanted: int, devices: int) -> list[Problem]:
-    told: list[tuple[str, str]] = []
+    texts: list[tuple[str, str]] = []
     has, name = len(report.gpus), f"cluster={cluster.name}"
     per_node = cluster.devices_per_node
     if has < wanted or (wanted == per_node and has > wanted):
         what = f"{name} has {wanted}" if wanted == per_node else f"{wanted} {'is' if wanted == 1 else 'are'} needed"
-        told.append(("count", f"{count(has, 'GPU')}, {what}"))
+        texts.append(("count", f"{count(has, 'GPU')}, {what}"))
     names = {gpu.name for gpu in report.gpus if gpu.name != "GPU"}
     if other := sorted(n for n in names if cluster.gpu is not None and not is_gpu(cluster.gpu, n)):
-        told.append(("name", f"its GPUs are {', '.join(other)}, {name} has {cluster.gpu}"))
+        texts.append(("name", f"its GPUs are {', '.join(other)}, {name} has {cluster.gpu}"))
     for number, gpu in enumerate(report.gpus):
-        told += [("", f"GPU {number} {text}") for text in _ill(gpu)]
+        texts += [("", f"GPU {number} {text}") for text in _ill(gpu)]
         if cluster.gpu_memory_gib and (gpu.memory_gib or 1e9) < MEMORY_SHARE * cluster.gpu_memory_gib:
-            told.append(("memory", f"GPU {number} has {gpu.memory_gib:.1f} GiB, {name} {cluster.gpu_memory_gib:g}"))
-    return [Problem(f"{report.host}: {text}", node, kind) for kind, text in told]
+            texts.append(("memory", f"GPU {number} has {gpu.memory_gib:.1f} GiB, {name} {cluster.gpu_memory_gib:g}"))
+    return [Problem(f"{report.host}: {text}", node, kind) for kind, text in texts]
 
 
 def _ill(gpu: Gpu) -> list[str]:
-    told = []
+    texts = []
     if gpu.broken:
-        told.append(f"does not answer: {gpu.broken}")
+        texts.append(f"does not answer: {gpu.broken}")
     if gpu.uncorrected:
         were = "was" if gpu.uncorrected == 1 else "were"
         errors = f"{count(gpu.uncorrected, 'ECC error')} that {were} not corrected"
-        told.append(f"has had {errors}, since its driver was loaded")
+        texts.append(f"has had {errors}, since its driver was loaded")
     if gpu.remapping == "pending":
-        told.append("has memory rows to replace: it needs a reset")
+        texts.append("has memory rows to replace: it needs a reset")
     if gpu.remapping == "failed":
-        told.append("has memory rows that could not be replaced")
+        texts.append("has memory rows that could not be replaced")
     if gpu.slowed:
-        told.append(f"is held down by its hardware: {', '.join(gpu.slowed)}")
-    return told
+        texts.append(f"is held down by its hardware: {', '.join(gpu.slowed)}")
+    return texts
 
 
 _T = TypeVar("_T", bound=Hashable)
