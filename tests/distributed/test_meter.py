@@ -121,9 +121,9 @@ def step_of(seconds: float, waiting: float, fetching: float) -> StepRecord:
     for tick, at in zip(ticks, (0.0, waiting, seconds), strict=True):
         tick.seconds = at
     values = Readback(torch.zeros(4))
-    values.there = ticks[2]
+    values.end = ticks[2]
     return StepRecord(
-        number=1, start=0, learning_rate=0.0, loss_scale=None, step_skipped=False, values=values,
+        number=1, start=0, learning_rate=0.0, loss_scale=None, step_skipped=False, values=values, ranks=1,
         of_rank=(10, 10**12, 0), losses=[], gradients=[], begin=ticks[0], arrived=ticks[1], fetching_seconds=fetching,
     )  # fmt: skip
 

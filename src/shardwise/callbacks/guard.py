@@ -42,8 +42,8 @@ class Guard(Callback):
 
     ends_step = True  # it is called after every other callback and the module: see lightning_internals/hooks.py
 
-    def __init__(self, plan: Plan, rows: StepLog, saving: Saving) -> None:
-        self.plan, self.rows, self.saving = plan, rows, saving
+    def __init__(self, plan: Plan, log: StepLog, saving: Saving) -> None:
+        self.plan, self.log, self.saving = plan, log, saving
         self.unread: deque[StepRecord] = deque()
         self.before: deque[float] = deque(maxlen=SPIKE_WINDOW)  # the losses of the last steps
         self.in_a_row = 0  # steps that were skipped
@@ -67,7 +67,7 @@ class Guard(Callback):
             return
         self.scaler_skips = 0
         step = strategy.finish_step(trainer.global_step, signal_requests.take_as_number())
-        self.rows.collect(trainer, step.number)
+        self.log.collect(trainer, step.number)
         self.unread.append(step)
         self.schedules.append((step.number, _schedules(trainer)))
         known = step.step_skipped or self._must_know(trainer, step.number)
@@ -87,7 +87,7 @@ class Guard(Callback):
         """Read and log every step up to the last one. Collective."""
         while self.unread:
             self._read(trainer, self.unread.popleft())
-        self.rows.flush(trainer)
+        self.log.flush(trainer)
 
     def add_signal_requests(self, requests: float) -> None:
         """Add what signals have asked of any rank. `requests`: the sum over the ranks."""
@@ -115,28 +115,24 @@ class Guard(Callback):
             )
 
     def _read(self, trainer: Trainer, step: StepRecord) -> None:
-        loss, norm, skipped, on_purpose, *of_ranks = step.values.read()
-        total, weight, flops, requests = of_ranks or (loss, *step.of_rank)
-        loss = total / strategy_of(trainer).mesh.group("loss").size()
-        self.add_signal_requests(requests)
-        if step.step_skipped is not None:
-            skipped = step.step_skipped
-        guard = self.plan.guard
-        if skipped and step.start in guard.pass_over:
+        numbers = step.read()
+        loss, on_purpose, guard = numbers.loss, numbers.skipped_on_purpose, self.plan.guard
+        self.add_signal_requests(numbers.signal_requests)
+        if numbers.skipped and step.start in guard.pass_over:
             self.in_a_row += 1  # the device counts it too
             self._print(trainer, f"step {step.number}: its window is passed over")
-        elif skipped:
+        elif numbers.skipped:
             self.in_a_row += 1
             kind = "spike" if on_purpose else "non-finite loss" if not math.isfinite(loss) else "non-finite gradient"
             stops = (guard.on_nonfinite == "stop" and not on_purpose) or self.in_a_row > guard.max_in_a_row
-            self._pass_over(trainer, step, kind, {"loss": loss, "gradient_norm": norm}, stops=stops)
+            self._pass_over(trainer, step, kind, {"loss": loss, "gradient_norm": numbers.gradient_norm}, stops=stops)
         elif not math.isfinite(loss):
             self._stop_by_hand(trainer, step, loss)
         else:
             self.in_a_row = 0
             self._look_for_spike(trainer, step, loss)
         self.before.append(loss)
-        self.rows.add_step(trainer, step, loss, norm, weight, flops)
+        self.log.add_step(trainer, step, numbers)
 
     def _look_for_spike(self, trainer: Trainer, step: StepRecord, loss: float) -> None:
         guard = self.plan.guard
@@ -154,7 +150,7 @@ class Guard(Callback):
         if action == "warn":
             self._print(trainer, f"{message} {len(self.before)} (guard.jsonl names its samples)")
             return
-        self.rows.flush(trainer)
+        self.log.flush(trainer)
         if len(guard.pass_over) >= guard.max_in_a_row:
             raise NonFiniteError(
                 f"{message} {len(self.before)}, after {count(len(guard.pass_over), 'window')} passed over: "
@@ -193,7 +189,7 @@ class Guard(Callback):
         if not stops:
             self._print(trainer, f"{message}; the module optimizes by hand, and nothing could be passed over")
             return
-        self.rows.flush(trainer)
+        self.log.flush(trainer)
         raise NonFiniteError(
             f"{message}, and the module, which optimizes by hand, may have changed its weights by it. resume=auto goes "
             f"on from the last checkpoint; a smaller learning rate or precision=bf16 may avoid it"
@@ -201,7 +197,7 @@ class Guard(Callback):
 
     def _stop(self, trainer: Trainer, good: int) -> str:
         """Restore the state after step `good`, the last that changed a weight, and save it. Returns what was done."""
-        self.rows.flush(trainer)
+        self.log.flush(trainer)
         self.saving.forget_state_before_validation()
         if not strategy_of(trainer).rewind(trainer.global_step - good):
             return (
@@ -246,7 +242,7 @@ class Guard(Callback):
 
     def _print(self, trainer: Trainer, text: str) -> None:
         if trainer.is_global_zero:
-            self.rows.write(f"guard: {text}")
+            self.log.write(f"guard: {text}")
 
 
 def _in_words(kind: str, ranks: list[dict[str, Any]], loss: float) -> str:

@@ -20,7 +20,7 @@ from shardwise.metrics.csv_logger import CsvLogger
 from shardwise.metrics.meter import SPENT, Meter, Sums, memory_gib
 from shardwise.plan import Plan
 from shardwise.protocols import loss_weight_unit_of
-from shardwise.step.record import LAG, Readback, StepRecord
+from shardwise.step.record import LAG, Readback, StepNumbers, StepRecord
 from shardwise.strategies.base import strategy_of
 
 LOSS, OTHER_LOSS = "train/loss", "train/global_batch_loss"
@@ -104,11 +104,9 @@ class StepLog(Callback):
                 )
         self._evaluated = False
 
-    def add_step(
-        self, trainer: Trainer, step: StepRecord, loss: float, norm: float, weight: float, flops: float
-    ) -> None:
-        """Add the next step's numbers; loss weight and FLOPs are those of all ranks. Collective."""
-        self.meter.add(step, weight, flops)
+    def add_step(self, trainer: Trainer, step: StepRecord, numbers: StepNumbers) -> None:
+        """Add the next step. Collective."""
+        self.meter.add(step, numbers.loss_weight, numbers.flops)
         while self._rows and self._rows[0][0] <= step.number - LAG:
             self._write_row(trainer)
         if not step_logging(trainer).logs(step.number):
@@ -117,9 +115,9 @@ class StepLog(Callback):
         assert strategy.lightning_module is not None
         row = {"train/samples": float(step.start + self.plan.global_batch_size)}
         if step.losses:  # a module that optimizes by hand need not return a loss
-            row["train/loss"] = loss
+            row["train/loss"] = numbers.loss
         if strategy.lightning_module.automatic_optimization:
-            row["train/gradient_norm"] = norm
+            row["train/gradient_norm"] = numbers.gradient_norm
         if step.loss_scale is not None:
             row |= {"train/loss_scale": step.loss_scale, "train/skipped_steps": float(strategy.skipped_steps)}
         row["train/learning_rate"] = step.learning_rate

@@ -24,7 +24,10 @@ def sum_over(group: dist.ProcessGroup, values: Tensor) -> Tensor:
 
 
 def largest_over(group: dist.ProcessGroup, values: Tensor) -> Tensor:
-    """Take the maximum of `values` over the group, in place. Does not wait for the device."""
+    """Take the maximum of `values` over the group, in place. Does not wait for the device.
+
+    `values` must not hold a NaN: gloo may give the other ranks' number in its place.
+    """
     if group.size() > 1:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
     return values

@@ -54,6 +54,19 @@ class Readback:
         return [float(value) for value in self.values.tolist()]
 
 
+@dataclass(frozen=True)
+class StepNumbers:
+    """What the host has read of a step."""
+
+    loss: float  # the mean over the global batch
+    gradient_norm: float  # over all ranks, before clipping
+    skipped: bool  # the optimizer changed nothing
+    skipped_on_purpose: bool  # the run was told to skip it: a spike, or a window that is passed over
+    loss_weight: float  # of all ranks: samples, tokens
+    flops: float  # of all ranks
+    signal_requests: float  # the sum over the ranks, see process/signals.py
+
+
 @dataclass
 class StepRecord:
     """The numbers of one optimizer step, which may still be on their way from the device."""
@@ -62,10 +75,11 @@ class StepRecord:
     start: int  # the training clock before the step, in samples
     learning_rate: float
     loss_scale: float | None
-    step_skipped: bool | None  # whether the optimizer changed nothing; None: it is in `values`
-    # Loss, gradient norm, whether the step was skipped, whether on purpose. With several ranks there follow the sums
-    # over them of the loss and of `of_rank`.
+    step_skipped: bool | None  # whether the optimizer changed nothing; None: the device tells it in `values`
+    # In this order: this rank's loss, the gradient norm over all ranks, whether the step was skipped, whether on
+    # purpose. With several ranks there follow sums over them: of the loss, and of the three numbers of `of_rank`.
     values: Readback
+    ranks: int  # that are summed over
     of_rank: tuple[int, int, int]  # loss weight and FLOPs of this rank's micro-batches, and its signal requests
     losses: list[Tensor]  # what each micro-batch of this rank added to the loss
     gradients: list[tuple[nn.Parameter, Tensor]]  # parameters and the norms of this rank's parts of their gradients
@@ -76,6 +90,20 @@ class StepRecord:
     @property
     def end(self) -> Tick:
         return self.values.end
+
+    def read(self) -> StepNumbers:
+        """Waits only if the device has not written the numbers yet."""
+        loss, norm, skipped, on_purpose, *sums = self.values.read()
+        total, weight, flops, requests = sums or (loss, *self.of_rank)
+        return StepNumbers(
+            loss=total / self.ranks,
+            gradient_norm=norm,
+            skipped=bool(skipped if self.step_skipped is None else self.step_skipped),
+            skipped_on_purpose=bool(on_purpose),
+            loss_weight=weight,
+            flops=flops,
+            signal_requests=requests,
+        )
 
 
 class LoadedWindow(Protocol):
@@ -134,6 +162,7 @@ class StepRecorder:
             loss_scale=precision.loss_scale,
             step_skipped=None if isinstance(skipped, Tensor) else skipped,
             values=Readback(numbers),
+            ranks=self.mesh.group("loss").size(),
             of_rank=of_rank,
             losses=window.losses,
             gradients=precision.gradients,
@@ -146,7 +175,7 @@ class StepRecorder:
         return step
 
     def _sums_over_ranks(self, loss: Tensor, of_rank: tuple[int, int, int]) -> Tensor:
-        """The sums of the loss and of `of_rank`. Collective; does not wait."""
+        """The sums of the loss and of `of_rank`, in one small collective. Does not wait."""
         if of_rank != self._of_rank:  # seldom: most steps have equally many tokens
             self._of_rank = of_rank
             self._of_rank_on_device = torch.stack([torch.full_like(loss, n, dtype=torch.float64) for n in of_rank])

@@ -20,7 +20,9 @@ class AccumulationWindow:
 
     def __init__(self, micro_batches: int) -> None:
         self.micro_batches = micro_batches
-        self.losses: list[Tensor] = []  # what each micro-batch adds to the loss of the window
+        self.losses: list[
+            Tensor
+        ] = []  # what each micro-batch adds to the loss of the window: shares, not the losses of training_step
         self._scale: Tensor | None = None  # the factor for the current micro-batch's loss
 
     def begin(self) -> None:
@@ -36,7 +38,10 @@ class AccumulationWindow:
         return len(self.losses) == self.micro_batches
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss to differentiate: this micro-batch's share of the loss of the global batch."""
+        """The loss to differentiate: this micro-batch's share of the loss of the global batch.
+
+        `loss`: of `training_step`, divided by the number of micro-batches already: Lightning does that.
+        """
         scaled = loss if self._scale is None else loss * self._scale.to(loss.dtype)
         self.losses.append(scaled.detach().reshape(()))
         return scaled
