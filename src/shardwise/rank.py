@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import logging
 import warnings
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from shardwise.callbacks.guard import RollBack
@@ -27,6 +29,8 @@ from shardwise.process.watchdog import progress
 from shardwise.run_dir.checkpoints import list_checkpoints, step_of
 from shardwise.run_dir.files import stage_results, write_whole
 from shardwise.trainer import build_data, build_module, build_trainer
+
+_OTHER_STAGES: tuple[Literal["test", "predict"], ...] = ("test", "predict")
 
 
 def run(plan: Plan) -> None:
@@ -61,9 +65,7 @@ def run_until_rolled_back(plan: Plan, *more: Callback) -> Plan | None:
     except RollBack as back:
         start = back.start
     progress.begin_setup()
-    gc.collect()  # frees the module and its optimizer
-    if plan.accelerator == "cuda":
-        torch.cuda.empty_cache()
+    collect_garbage(plan)
     # A damaged checkpoint of a later step, which was passed over, may still be there.
     before = [path for path in list_checkpoints(plan.run_dir) if step_of(path) <= start // plan.global_batch_size]
     resume = str(before[-1]) if before else plan.resume
@@ -78,11 +80,13 @@ def run_stage(plan: Plan, *more: Callback) -> None:
     trainer = build_trainer(plan, module, *more, *([predictions] if plan.stage == "predict" else []))
     # Lightning prints no results: the table below has those of validation, and `predictions` writes its own.
     quiet = {"fit": {}, "predict": {"return_predictions": False}}.get(plan.stage, {"verbose": False})
-    trainer_function = getattr(trainer, plan.stage)
-    trainer_function(module, datamodule=data, ckpt_path=plan.resume, weights_only=True, **quiet)
+    getattr(trainer, plan.stage)(module, datamodule=data, ckpt_path=plan.resume, weights_only=True, **quiet)
     if plan.stage == "fit":
         if plan.quick_check:
-            check_other_stages(trainer, module, data)
+            defined = {stage: is_defined(stage, module, data) for stage in _OTHER_STAGES}
+            del trainer, module, data  # the other stages have a model of their own in memory
+            for stage in _OTHER_STAGES:
+                check_stage(plan, stage, defined[stage])
         return
     lines = {"weights": plan.resume or plan.init_from or "as constructed"}
     if plan.stage == "predict":
@@ -95,16 +99,29 @@ def run_stage(plan: Plan, *more: Callback) -> None:
         print_table(lines)
 
 
-def check_other_stages(trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
-    """Run a few batches of test and of predict, where module and data define them."""
-    for stage, step in (("test", "test_step"), ("predict", "predict_step")):
-        loader = f"{stage}_dataloader"
-        defined = is_overridden(step, module) and (is_overridden(loader, data) or is_overridden(loader, module))
-        if defined:
-            more = {"verbose": False} if stage == "test" else {"return_predictions": False}
-            getattr(trainer, stage)(module, datamodule=data, **more)
-        if trainer.is_global_zero:
-            print(f"quick check: {stage} {'runs' if defined else 'is not defined'}", flush=True)
+def is_defined(stage: str, module: LightningModule, data: LightningDataModule | None) -> bool:
+    """Whether module and data have what a stage needs."""
+    loader = f"{stage}_dataloader"
+    return is_overridden(f"{stage}_step", module) and (is_overridden(loader, data) or is_overridden(loader, module))
+
+
+def check_stage(plan: Plan, stage: Literal["test", "predict"], defined: bool) -> None:
+    """Run a few batches of test or predict with a module made anew: a strategy cannot shard one a second time."""
+    if defined:
+        collect_garbage(plan)
+        plan = dataclasses.replace(plan, stage=stage)
+        module = build_module(plan)
+        more = {"verbose": False} if stage == "test" else {"return_predictions": False}
+        getattr(build_trainer(plan, module), stage)(module, datamodule=build_data(plan), **more)
+    if dist.get_rank() == 0:
+        print(f"quick check: {stage} {'runs' if defined else 'is not defined'}", flush=True)
+
+
+def collect_garbage(plan: Plan) -> None:
+    """Free a module and its optimizer that nobody needs any more."""
+    gc.collect()
+    if plan.accelerator == "cuda":
+        torch.cuda.empty_cache()
 
 
 def quiet_lightning() -> None:

@@ -32,7 +32,7 @@ GROUPS = config_groups([CONF])
 OPTIONS = [f"{group}={option}" for group, options in GROUPS.items() for option in options]
 CUSTOM = "recipe=custom module._target_=tests.configs.foreign.Own data._target_=tests.configs.foreign.Data"
 IMAGES = "recipe=image_classification"
-NEEDS = {  # what an option leaves to be said
+NEEDS = {  # other words without which an option cannot be composed: the recipe of a model, say
     "recipe=custom": CUSTOM,
     "model=none": CUSTOM,
     "data=custom": "data._target_=tests.configs.foreign.Data",

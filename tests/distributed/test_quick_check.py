@@ -21,6 +21,12 @@ class Stages(Module):
         self.logger.experiment.add_image("x", batch)
         print(f"tested {batch_idx}", flush=True)
 
+class Deep(Stages):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()) for _ in range(3)),
+                                       torch.nn.Linear(4, 1))
+
 class All(Data):
     val_dataloader = test_dataloader = Data.train_dataloader
 """
@@ -41,6 +47,12 @@ def test_a_quick_check_runs_every_stage_and_keeps_nothing(home: Path) -> None:
     assert [line for line in done.stdout.splitlines() if line.startswith("tested")] == [f"tested {n}" for n in range(3)]
     assert "quick check: test runs" in done.stdout and "quick check: predict is not defined" in done.stdout
     assert list((home / "runs").iterdir()) == []
+
+
+def test_a_module_of_several_sharded_layers_is_tested_behind_its_training(home: Path) -> None:
+    words = [*OWN, "module._target_=mine.Deep", "data._target_=mine.All", "quick_check=true", "units=[Linear]"]
+    for strategy in ("fsdp", "zero3"):
+        assert "quick check: test runs" in check(run(home, *words, f"strategy={strategy}")).stdout
 
 
 def test_an_epoch_is_so_many_batches_and_a_profile_is_written(home: Path) -> None:

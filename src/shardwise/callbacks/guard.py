@@ -42,8 +42,8 @@ class Guard(Callback):
 
     ends_step = True  # it is called after every other callback and the module: see lightning_internals/hooks.py
 
-    def __init__(self, plan: Plan, log: StepLog, saving: Saving) -> None:
-        self.plan, self.log, self.saving = plan, log, saving
+    def __init__(self, plan: Plan, step_log: StepLog, saving: Saving) -> None:
+        self.plan, self.step_log, self.saving = plan, step_log, saving
         self.unread: deque[StepRecord] = deque()
         self.before: deque[float] = deque(maxlen=SPIKE_WINDOW)  # the losses of the last steps
         self.in_a_row = 0  # steps that were skipped
@@ -67,7 +67,7 @@ class Guard(Callback):
             return
         self.scaler_skips = 0
         step = strategy.finish_step(trainer.global_step, signal_requests.take_as_number())
-        self.log.collect(trainer, step.number)
+        self.step_log.collect(trainer, step.number)
         self.unread.append(step)
         self.schedules.append((step.number, _schedules(trainer)))
         known = step.step_skipped or self._must_know(trainer, step.number)
@@ -87,7 +87,7 @@ class Guard(Callback):
         """Read and log every step up to the last one. Collective."""
         while self.unread:
             self._read(trainer, self.unread.popleft())
-        self.log.flush(trainer)
+        self.step_log.flush(trainer)
 
     def add_signal_requests(self, requests: float) -> None:
         """Add what signals have asked of any rank. `requests`: the sum over the ranks."""
@@ -132,7 +132,7 @@ class Guard(Callback):
             self.in_a_row = 0
             self._look_for_spike(trainer, step, loss)
         self.before.append(loss)
-        self.log.add_step(trainer, step, numbers)
+        self.step_log.add_step(trainer, step, numbers)
 
     def _look_for_spike(self, trainer: Trainer, step: StepRecord, loss: float) -> None:
         guard = self.plan.guard
@@ -150,7 +150,7 @@ class Guard(Callback):
         if action == "warn":
             self._print(trainer, f"{message} {len(self.before)} (guard.jsonl names its samples)")
             return
-        self.log.flush(trainer)
+        self.step_log.flush(trainer)
         if len(guard.pass_over) >= guard.max_in_a_row:
             raise NonFiniteError(
                 f"{message} {len(self.before)}, after {count(len(guard.pass_over), 'window')} passed over: "
@@ -189,7 +189,7 @@ class Guard(Callback):
         if not stops:
             self._print(trainer, f"{message}; the module optimizes by hand, and nothing could be passed over")
             return
-        self.log.flush(trainer)
+        self.step_log.flush(trainer)
         raise NonFiniteError(
             f"{message}, and the module, which optimizes by hand, may have changed its weights by it. resume=auto goes "
             f"on from the last checkpoint; a smaller learning rate or precision=bf16 may avoid it"
@@ -197,7 +197,7 @@ class Guard(Callback):
 
     def _stop(self, trainer: Trainer, good: int) -> str:
         """Restore the state after step `good`, the last that changed a weight, and save it. Returns what was done."""
-        self.log.flush(trainer)
+        self.step_log.flush(trainer)
         self.saving.forget_state_before_validation()
         if not strategy_of(trainer).rewind(trainer.global_step - good):
             return (
@@ -242,7 +242,7 @@ class Guard(Callback):
 
     def _print(self, trainer: Trainer, text: str) -> None:
         if trainer.is_global_zero:
-            self.log.write(f"guard: {text}")
+            self.step_log.write(f"guard: {text}")
 
 
 def _in_words(kind: str, ranks: list[dict[str, Any]], loss: float) -> str:
