@@ -118,7 +118,8 @@ def _be_a_program(environment: dict[str, str], first: str, run: Callable[[], Non
 
 def _library_path() -> list[str]:
     """Of the standard library and of what is installed: what stays where no checkout is on the path."""
-    roots = {str(Path(prefix).resolve()) for prefix in (sys.prefix, sys.base_prefix)}
+    # As they are written in sys.path, and as links lead: a virtual environment may be a link.
+    roots = {path for prefix in (sys.prefix, sys.base_prefix) for path in (prefix, str(Path(prefix).resolve()))}
     return [entry for entry in sys.path if any(entry.startswith(root) for root in roots)]
 
 
