@@ -53,8 +53,12 @@ def numbers(text: str) -> list[int]:
 
 
 def command() -> str:
-    """The command line of this process, as the result records it."""
-    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    """The command line of this process, as the result records it: without the folder that it is written to."""
+    words = sys.argv[1:]
+    if "--out" in words:
+        at = words.index("--out")
+        words = words[:at] + words[at + 2 :]
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
 
 
 def measured_on(accelerator: str, commit: str | None) -> tuple[dict[str, Any], str]:
