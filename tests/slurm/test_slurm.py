@@ -268,11 +268,11 @@ SICK = """
 import os, sys
 words = sys.argv[1:]
 if words[:3] == ["-m", "shardwise", "preflight"]:
-    from shardwise.preflight import look
+    from shardwise.preflight import node_report
     from shardwise.tools import main
-    healthy = look.read_versions
+    healthy = node_report.read_versions
     if os.uname().nodename == "dgx02":
-        look.read_versions = lambda: healthy() | {"lightning": "another"}
+        node_report.read_versions = lambda: healthy() | {"lightning": "another"}
     sys.exit(main(words[2:]))
 """
 
