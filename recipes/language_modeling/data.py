@@ -12,14 +12,9 @@ import torch
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from shardwise.data.tokens import (
-    INDEX,
-    Tokens,
-    TokenSequences,
-    TokenShards,
-    unigram_bigram_baselines,
-    write_token_shards,
-)
+from shardwise.data.baselines import unigram_bigram_baselines
+from shardwise.data.tokenizer import ByteTokenizer
+from shardwise.data.tokens import INDEX, Tokens, TokenSequences, TokenShards, write_token_shards
 from shardwise.errors import ConfigError, count
 
 NOT_CORPUS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
@@ -147,7 +142,8 @@ def write_python_stdlib(directory: Path) -> None:
         held_out = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0
         files["validation" if held_out else "train"].append(name)
     splits = {split: _file_bytes(root, names) for split, names in files.items()}
-    write_token_shards(directory, splits, vocab_size=256, description=f"python_stdlib: *.py below {root}, as bytes")
+    described = f"python_stdlib: *.py below {root}, as bytes"
+    write_token_shards(directory, splits, vocab_size=256, description=described, tokenizer=ByteTokenizer())
 
 
 def python_files(root: Path) -> list[str]:

@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.data import tokens
-from shardwise.data.tokens import TokenSequences, TokenShards, unigram_bigram_baselines, write_token_shards
-from shardwise.errors import DataError
+from shardwise.data import baselines
+from shardwise.data.baselines import unigram_bigram_baselines
+from shardwise.data.tokenizer import ByteTokenizer, digest, load_tokenizer
+from shardwise.data.tokens import TokenSequences, TokenShards, tokenizer_of, write_token_shards
+from shardwise.errors import ConfigError, DataError
 
 TRAIN = np.random.default_rng(0).integers(0, 1000, 103)
 
@@ -85,7 +87,9 @@ def _truncate(directory: Path) -> None:
 
 def _empty_shard(directory: Path) -> None:
     (directory / "empty.bin").touch()
-    _edit(directory, splits={"train": [{"file": "empty.bin", "tokens": 0, "sha256": ""}]})
+    (directory / "empty.ends").touch()
+    shard = {"file": "empty.bin", "tokens": 0, "sha256": "", "ends": "empty.ends", "documents": 0}
+    _edit(directory, splits={"train": [shard]})
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,9 @@ def _empty_shard(directory: Path) -> None:
         (_empty_shard, "empty.bin has 0 tokens.*at least 1"),
         (lambda d: _edit(d, splits={"train": []}), "has 0 shards.*at least 1"),
         (lambda d: _edit(d, dtype="int64"), "'int64'.*uint8, uint16, uint32"),
-        (lambda d: _edit(d, version=2), "version 2.*reads 1"),
+        (lambda d: _edit(d, version=3), "version 3.*reads 2 and older"),
+        (lambda d: (d / "train-00003.ends").unlink(), "train-00003.ends must be a readable file: No such file"),
+        (lambda d: (d / "train-00003.ends").write_bytes(b"\0" * 9), "train-00003.ends has 9 bytes.*documents.*copy"),
         (lambda d: _edit(d, splits={"test": []}), r"no split 'train'.*\['test'\]"),
     ],
 )
@@ -113,7 +119,7 @@ def test_missing_permission_is_named(directory: Path, monkeypatch: pytest.Monkey
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(tokens.np, "memmap", refuse)  # root, who often runs the tests, may read any file
+    monkeypatch.setattr(np, "memmap", refuse)  # root, who often runs the tests, may read any file
     with pytest.raises(DataError, match="train-00000.bin.*Permission denied; grant"):
         TokenShards(directory, "train")
 
@@ -186,7 +192,70 @@ def test_counting_in_chunks_misses_no_pair(tmp_path: Path) -> None:
         part = np.concatenate((values[: (1 << 20) - 1], values[:extra]))
         shards = TokenShards(write_token_shards(tmp_path / str(extra), {"train": [part]}, vocab_size=3), "train")
         expected = np.bincount(part[:-1] * 3 + part[1:], minlength=9)
-        np.testing.assert_array_equal(tokens._count(shards, 1 << 30, 3, order=2), expected)
+        np.testing.assert_array_equal(baselines._count(shards, 1 << 30, 3, order=2), expected)
         np.testing.assert_array_equal(
-            tokens._count(shards, 1 << 19, 3, order=1), np.bincount(part[: 1 << 19], minlength=3)
+            baselines._count(shards, 1 << 19, 3, order=1), np.bincount(part[: 1 << 19], minlength=3)
         )
+
+
+def test_a_shard_knows_where_documents_end(tmp_path: Path) -> None:
+    lengths = [5, 16, 11, 1, 40, 7]
+    documents = [np.full(length, number) for number, length in enumerate(lengths)]
+    shards = TokenShards(
+        write_token_shards(tmp_path / "s", {"train": documents}, vocab_size=9, shard_tokens=16), "train"
+    )
+    ends = np.cumsum(lengths)
+    assert shards.documents == len(lengths)
+    for start, count in [(0, 80), (0, 5), (5, 16), (4, 1), (21, 11), (32, 48), (33, 39), (50, 3), (79, 1)]:
+        found = shards.document_ends(start, count)
+        assert found.tolist() == [end for end in ends if start < end <= start + count] and found.dtype == np.int64
+
+
+def test_shards_of_version_1_are_read_but_do_not_know_documents(directory: Path) -> None:
+    index = json.loads((directory / "index.json").read_text())
+    for shard in index["splits"]["train"]:
+        del shard["ends"], shard["documents"]
+    del index["tokenizer"], index["splits"]["validation"]
+    (directory / "index.json").write_text(json.dumps({**index, "version": 1}))
+    shards = TokenShards(directory, "train")
+    np.testing.assert_array_equal(shards.tokens(0, 103), TRAIN)
+    assert tokenizer_of(directory) is None
+    with pytest.raises(DataError, match="does not say where documents end: prepare it again"):
+        shards.document_ends(0, 9)
+
+
+def test_shards_hold_their_tokenizer(tmp_path: Path) -> None:
+    write_token_shards(tmp_path / "s", {"train": [np.arange(9)]}, vocab_size=256, tokenizer=ByteTokenizer())
+    found = tokenizer_of(tmp_path / "s")
+    assert isinstance(found, ByteTokenizer) and found.decode(found.encode(["déf\n"])[0]) == "déf\n"
+    assert found.decode([100, 255, 70_000]) == "d\ufffd\ufffd"
+    described = tmp_path / "s/tokenizer/tokenizer.json"
+    (tmp_path / "s/tokenizer/tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
+    with pytest.raises(DataError, match="has changed since the shards were made"):
+        tokenizer_of(tmp_path / "s")
+    described.unlink()
+    with pytest.raises(ConfigError, match=r"tokenizer.json cannot be read \(No such file.*give bytes"):
+        tokenizer_of(tmp_path / "s")
+
+
+def test_a_tokenizer_is_loaded_from_a_file_or_a_folder_and_is_the_one_that_hugging_face_reads(tmp_path: Path) -> None:
+    text = "def é\n\t 日本 x"
+    for name, content in ByteTokenizer().files().items():
+        (tmp_path / name).write_text(content)
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs(text)["input_ids"] == list(text.encode()) and theirs.decode(list(text.encode())) == text
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(ConfigError, match="does not say which token ends a document"):
+        load_tokenizer(tmp_path)
+    found = load_tokenizer(tmp_path / "tokenizer.json", "a")
+    assert (found.encode([text])[0], found.end_of_document, found.vocab_size) == (list(text.encode()), 97, 256)
+    assert found.decode([*text.encode(), 999]) == text
+    (tmp_path / "copy").mkdir()
+    for name, content in found.files().items():
+        (tmp_path / "copy" / name).write_text(content)
+    assert digest(load_tokenizer(tmp_path / "copy")) == digest(found) != digest(ByteTokenizer())
+    with pytest.raises(ConfigError, match="end_of_document=<e>.*has no such token among its 256 tokens"):
+        load_tokenizer(tmp_path, "<e>")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is not a Hugging Face tokenizer"):
+        load_tokenizer(tmp_path)

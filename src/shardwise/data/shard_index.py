@@ -1,0 +1,65 @@
+"""The index of a folder of token shards: what its files are, of which numbers, and who made them.
+
+Beside the tokens of a shard, `train-00000.bin`, lie the ends of its documents, `train-00000.ends`: 64-bit positions in
+the shard, each that of the token after a document's last. A document may go on in the next shard. The folder
+`tokenizer` holds the files of the tokenizer that made the tokens, where it is known.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.errors import DataError
+
+INDEX = "index.json"
+TOKENIZER = "tokenizer"  # the folder of its files
+VERSION = 2
+READABLE = (1, VERSION)  # version 1 does not know where documents end, nor their tokenizer
+DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+ENDS_DTYPE = np.dtype("<u8")
+
+Tokens = npt.NDArray[Any]
+
+
+def dtype_for(vocab_size: int) -> str:
+    """The smallest of `DTYPES` that holds every token.
+
+    Raises:
+        DataError: none does.
+    """
+    found = next((name for name, kind in DTYPES.items() if vocab_size <= 1 << 8 * kind.itemsize), None)
+    if found is None or vocab_size < 1:
+        raise DataError(f"{vocab_size=} must be in [1, 2**32]; correct the value")
+    return found
+
+
+def load_index(directory: Path) -> dict[str, Any]:
+    path = directory / INDEX
+    try:
+        index = json.loads(path.read_bytes())
+        version, dtype, splits = index["version"], index["dtype"], index["splits"]
+        {"vocab_size": index["vocab_size"], "source": index["source"]}
+        all_shards = [shard for shards in splits.values() for shard in shards]
+        [(shard["file"], shard["tokens"], shard["sha256"]) for shard in all_shards]
+        [(shard["ends"], shard["documents"]) for shard in all_shards if version in READABLE[1:]]
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is not a token shard index ({error!r}); prepare the directory again") from error
+    if version not in READABLE:
+        raise DataError(
+            f"{path} has version {version}, this code reads {VERSION} and older; prepare the directory again"
+        )
+    if dtype not in DTYPES:
+        raise DataError(
+            f"{path} has dtype {dtype!r}, it must be one of {', '.join(DTYPES)}; prepare the directory again"
+        )
+    return dict(index)
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    remedy = "grant this user read permission" if isinstance(error, PermissionError) else "check the path or prepare it"
+    return DataError(f"{path} must be a readable file: {error.strerror or error}; {remedy}")
