@@ -20,7 +20,7 @@ ODD = """
 import os, time
 import torch
 from lightning import LightningDataModule, LightningModule
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 class Module(LightningModule):
     def __init__(self, does):
@@ -36,8 +36,21 @@ class Module(LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
 
+class Samples(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        while os.environ["RANK"] == "1" and index > 20:
+            time.sleep(0.1)
+        return torch.ones(4)
+
 class Data(LightningDataModule):
+    def __init__(self, worker_waits=False):
+        super().__init__()
+        self.worker_waits = worker_waits
     def train_dataloader(self):
+        if self.worker_waits:
+            return DataLoader(Samples(), batch_size=2, num_workers=1)
         return DataLoader(torch.randn(64, 4), batch_size=2)
 """
 BROKEN = [*OWN, "module._target_=odd.Module", "data._target_=odd.Data", "max_steps=9", "checkpoint.monitor=null",
@@ -130,6 +143,13 @@ def test_a_rank_that_does_not_arrive_is_named(home: Path) -> None:
     assert "; the others are at step 3, micro-batch 1 of 1, in " in done.stderr
     assert done.stderr.count("\n") == 1
     assert "in training_step" in log(home, "hung", 1) and "in training_step" not in log(home, "hung", 0)
+
+
+def test_a_data_worker_that_hangs_is_named_and_shows_where_it_is(home: Path) -> None:
+    words = ["+module.does=nothing", "+data.worker_waits=true", f"strategy.timeout_minutes={6 * slowness() / 60}"]
+    done = check(run(home, *BROKEN, *words, "name=starved"), 6)
+    assert "rank 1 did not arrive: it is at " in done.stderr and "), waiting for its data worker; the" in done.stderr
+    assert "in __getitem__" in log(home, "starved", 1) and "in __getitem__" not in log(home, "starved", 0)
 
 
 def test_restarts_end_when_they_get_nowhere(home: Path) -> None:

@@ -372,7 +372,8 @@ def torment(
             try:
                 life.wait(lambda at=at, life=life: life.step() >= at, f"step {at}")
                 if life.process.poll() is not None:
-                    raise Trouble(f"it ended by itself: {life.process.poll()}\n{life.text()[-3000:]}")
+                    logs = [log.read_text()[-6000:] for log in sorted(folder.parent.glob("logs/rank-*.log"))]
+                    raise Trouble("\n".join([f"it ended by itself: {life.process.poll()}", life.text()[-3000:], *logs]))
                 told = len(re.findall(rf"^step \d+/{STEPS}", life.text(), re.MULTILINE))
                 codes = FAULTS[fault](life, chance, folder)
                 reached, struck = life.step(), time.monotonic()

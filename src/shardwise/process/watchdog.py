@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from shardwise.errors import ExitCode
@@ -18,6 +21,7 @@ from shardwise.run_dir.files import LOGS, hang_report, nccl_trace, rank_log, wri
 
 _TICK_SECONDS = 1.0
 _PATIENCE = 5.0  # seconds in which the other ranks' watchdogs must have written their files
+_STACK_SECONDS = 0.2  # in which a data worker writes its stack
 _SETTING_UP = 3  # until the first step is done, the time limit is this many times as long
 
 
@@ -99,6 +103,7 @@ class Watchdog:
             log.write(f"no progress for {self._limit():.0f} s, at {progress.activity}; stacks:\n")
             log.flush()
             faulthandler.dump_traceback(log)
+        _dump_data_workers()
         dump = threading.Thread(target=self._dump_nccl, args=(own,), daemon=True)  # it takes locks and may hang
         dump.start()
         dump.join(_PATIENCE)
@@ -132,6 +137,17 @@ class Watchdog:
         return found
 
 
+def _dump_data_workers() -> None:
+    """Have each data worker write its stack to the rank's log: as a fork it has the rank's handler of SIGQUIT."""
+    for worker in multiprocessing.active_children():
+        with suppress(OSError, StopIteration, ValueError):
+            status = Path(f"/proc/{worker.pid}/status").read_text().splitlines()
+            caught = int(next(line for line in status if line.startswith("SigCgt")).split()[1], 16)
+            if caught >> (signal.SIGQUIT - 1) & 1:  # it would end any other process
+                os.kill(worker.pid or 0, signal.SIGQUIT)
+                time.sleep(_STACK_SECONDS)
+
+
 def _main_thread() -> dict[str, Any]:
     """The line that the main thread is in, and whether it waits there for other ranks or for the device."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -139,7 +155,14 @@ def _main_thread() -> dict[str, Any]:
         return {"line": "", "waits": False}
     code = frame.f_code
     waits = any(f"/torch/{part}/" in code.co_filename for part in ("distributed", "autograd", "cuda"))
-    return {"line": f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})", "waits": waits}
+    line = f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
+    return {"line": line + ", waiting for its data worker" * _awaits_data_worker(frame), "waits": waits}
+
+
+def _awaits_data_worker(frame: FrameType | None) -> bool:
+    while frame is not None and not frame.f_code.co_filename.endswith("torch/utils/data/dataloader.py"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def hang_message(found: dict[int, dict[str, Any]], ranks: int, seconds: float, folder: Path) -> str:
