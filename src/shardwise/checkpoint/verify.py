@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.files import io_threads, sha256_of
 from shardwise.checkpoint.plain import unpack
+from shardwise.distributed.collectives import gather_objects
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 from shardwise.run_dir.checkpoints import damage, list_checkpoints
@@ -58,11 +59,7 @@ def _of_rank_zero(value: _T) -> _T:
 
 def _damage(folder: Path) -> str | None:
     found = damage(folder) or changed(folder, dist.get_rank(), dist.get_world_size())
-    if dist.get_world_size() == 1:
-        return found
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, found)
-    return next((one for one in everywhere if one), None)
+    return next(filter(None, gather_objects(None, found)), None)
 
 
 def changed(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:

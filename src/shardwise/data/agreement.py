@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardwise.data.order import DrawnOrder
 from shardwise.data.user_loader import name_of
+from shardwise.distributed.collectives import gather_objects
 from shardwise.errors import ConfigError
 
 # Gives the group of all hosts, which is made when it is first needed.
@@ -42,8 +43,7 @@ def check_distinct(first: list[Any], second: list[Any] | None, loader: Any, purp
         return
     digest = _digest(first)
     distinct = None if not first or (second and _digest(second) == digest) else digest
-    digests: list[Any] = [None] * count_ranks()
-    dist.all_gather_object(digests, distinct, group=group())
+    digests = gather_objects(group(), distinct)
     for rank, found in enumerate(digests):
         if found is not None and found in digests[:rank]:
             raise ConfigError(
@@ -87,11 +87,7 @@ def check_same_order(order: DrawnOrder, group: Group) -> None:
     Raises:
         ConfigError: two ranks have different orders.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, order.digest, group=group())
-    if len(set(digests)) > 1:
+    if count_ranks() > 1 and len(set(gather_objects(group(), order.digest))) > 1:
         raise ConfigError(
             f"the training loader's {order.name} gives ranks different samples, and what it gives is dealt out over "
             f"the ranks here: let it give every rank the order of the whole data set, from torch's random numbers, "

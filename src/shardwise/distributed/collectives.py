@@ -38,9 +38,9 @@ def mean_over(group: dist.ProcessGroup, value: Tensor) -> Tensor:
     return sum_over(group, value.to(torch.float64, copy=True)) / group.size()
 
 
-def gather_objects(group: dist.ProcessGroup, value: Any) -> list[Any]:
-    """Gather the `value` of every rank of the group, in the order of ranks."""
-    found: list[Any] = [value] * group.size()
-    if group.size() > 1:
+def gather_objects(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
+    """Gather the `value` of every rank of the group, in the order of ranks. None is the group of all ranks."""
+    found: list[Any] = [value] * dist.get_world_size(group)
+    if len(found) > 1:
         dist.all_gather_object(found, value, group=group)
     return found
