@@ -6,12 +6,26 @@ import ctypes
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 
 def count_cpus() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def count_granted_cpus(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """That this process may use, and that the quota of its container lets it use at a time."""
+    quota = period = ""
+    with suppress(OSError, ValueError):
+        quota, period = (cgroup / "cpu.max").read_text().split()
+    with suppress(OSError):  # the first version of cgroups
+        quota = (cgroup / "cpu/cpu.cfs_quota_us").read_text().strip()
+        period = (cgroup / "cpu/cpu.cfs_period_us").read_text().strip()
+    if not (quota.isdigit() and period.isdigit()):  # "max" and "-1" are no limit
+        return count_cpus()
+    return min(count_cpus(), max(1, int(quota) // int(period)))
 
 
 def count_cuda_devices(environ: Mapping[str, str] = os.environ) -> int:

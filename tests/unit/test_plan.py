@@ -26,6 +26,7 @@ from shardwise.config.groups import (
     PrecisionName,
 )
 from shardwise.config.schema import Accelerator, GuardConfig, RunConfig, Stage
+from shardwise.devices import count_cpus, count_granted_cpus
 from shardwise.errors import ConfigError
 from shardwise.launch.host import inspect_host
 from shardwise.plan import Host, Plan, make_plan
@@ -58,6 +59,38 @@ def refused(host: Host = HOST, **changes: Any) -> str:
     message = str(error.value)
     assert "\n" not in message
     return message
+
+
+# --- the number of data workers
+
+
+@pytest.mark.parametrize(
+    ("cpus", "per_rank", "devices", "workers"),
+    [(1, None, 1, 0), (2, None, 1, 1), (8, None, 2, 3), (2, None, 4, 0), (224, None, 8, 16), (224, 14, 8, 13),
+     (224, 1, 8, 0)],
+)  # fmt: skip
+def test_workers_are_the_cpus_of_a_rank_without_one(
+    cpus: int, per_rank: int | None, devices: int, workers: int
+) -> None:
+    host = dataclasses.replace(CLUSTER, cpus=cpus, cpus_per_rank=per_rank)
+    data = {"_target_": "a.Data", "num_workers": "auto"}
+    made = plan(host, devices=devices, micro_batch_size=1, data=data)
+    assert made.data == {"_target_": "a.Data", "num_workers": workers}
+    assert data["num_workers"] == "auto"  # the config is as the user wrote it
+    assert plan(host, data={"_target_": "a.Data", "num_workers": 3}).data == {"_target_": "a.Data", "num_workers": 3}
+
+
+@pytest.mark.parametrize(
+    ("files", "most"),
+    [({}, None), ({"cpu.max": "max 100000"}, None), ({"cpu.max": "100000 100000"}, 1), ({"cpu.max": "5000 100000"}, 1),
+     ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+     ({"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 1)],
+)  # fmt: skip
+def test_a_containers_quota_limits_the_cpus(tmp_path: Path, files: dict[str, str], most: int | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert count_granted_cpus(tmp_path) == (most or count_cpus())
 
 
 # --- batches

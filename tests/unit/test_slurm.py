@@ -6,9 +6,10 @@ import pytest
 
 from shardwise.cli import make_run_plans
 from shardwise.config.compose import compose
+from shardwise.devices import count_granted_cpus
 from shardwise.errors import ConfigError
 from shardwise.launch.host import inspect_host
-from shardwise.launch.slurm import first_host, read_array_member, read_run_id, read_task
+from shardwise.launch.slurm import first_host, read_array_member, read_cpus_per_task, read_run_id, read_task
 from shardwise.plan import Host
 from shardwise.run_dir.job_folder import claim_exit_code, has_begun, job_folder, note_begun, write_job_file
 
@@ -29,6 +30,18 @@ def test_a_task_is_a_rank() -> None:
     assert said["WORLD_SIZE"] == "16" and said["LOCAL_WORLD_SIZE"] == "8" and said["MASTER_PORT"] == str(task.port)
     host = inspect_host(STEP | {"CUDA_VISIBLE_DEVICES": ""})
     assert (host.launcher, host.nodes, host.devices, host.run_id) == ("slurm", 2, 8, "slurm-42")
+
+
+@pytest.mark.parametrize(
+    ("said", "each"),
+    [({}, None), ({"SLURM_CPUS_PER_TASK": "14"}, 14), ({"SLURM_CPUS_ON_NODE": "112"}, 14),
+     ({"SLURM_CPUS_ON_NODE": "4"}, 1), ({"SLURM_CPUS_PER_TASK": "1", "SLURM_CPUS_ON_NODE": "112"}, 1)],
+)  # fmt: skip
+def test_the_cpus_of_a_task_are_those_that_the_job_gives(said: dict[str, str], each: int | None) -> None:
+    environ = STEP | {"CUDA_VISIBLE_DEVICES": ""} | said
+    assert read_cpus_per_task(environ) == each
+    usable = count_granted_cpus()  # a task may be bound to fewer
+    assert inspect_host(environ).cpus_per_rank == min(usable, each or usable)
 
 
 def test_ports_of_jobs_steps_and_restarts_differ_and_are_not_the_systems() -> None:

@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardwise.devices import count_cuda_devices, name_gpu
+from shardwise.devices import count_cuda_devices, count_granted_cpus, name_gpu
 from shardwise.errors import ConfigError, count
-from shardwise.launch.slurm import read_run_id, read_task
+from shardwise.launch.slurm import read_cpus_per_task, read_run_id, read_task
 from shardwise.plan import Host
 from shardwise.plan.plan import Launcher
 
@@ -41,6 +41,8 @@ def inspect_host(environ: Mapping[str, str] = os.environ) -> Host:
         devices=devices,
         run_id=read_run_id(environ) or _run_id(environ, nodes),
         is_terminal=_is_terminal(),
+        cpus=(cpus := count_granted_cpus()),
+        cpus_per_rank=None if launcher != "slurm" else min(cpus, read_cpus_per_task(environ) or cpus),
     )
 
 

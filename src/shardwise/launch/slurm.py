@@ -81,6 +81,14 @@ def read_task(environ: Mapping[str, str] = os.environ) -> Task | None:
     )  # fmt: skip
 
 
+def read_cpus_per_task(environ: Mapping[str, str] = os.environ) -> int | None:
+    """The CPUs of each of srun's tasks; None: Slurm does not say."""
+    if (given := environ.get("SLURM_CPUS_PER_TASK", "")).isdigit():
+        return int(given)
+    on_node, task = environ.get("SLURM_CPUS_ON_NODE", ""), read_task(environ)
+    return max(1, int(on_node) // task.devices) if on_node.isdigit() and task is not None else None
+
+
 def _is_shell(environ: Mapping[str, str]) -> bool:
     """Whether this process runs in a batch script or a shell, so that srun itself has not started it."""
     if int(environ.get("SLURM_STEP_ID") or _SPECIAL) >= _SPECIAL:

@@ -7,13 +7,23 @@ from typing import Any
 from shardwise.config.bind import as_yaml
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
+from shardwise.plan.plan import Host
 from shardwise.plan.rules import check_plain
 
+MOST_WORKERS = 16  # each has memory of its own, and more than this many seldom read faster
 
-def data_node(node: Any) -> dict[str, Any] | None:
-    """The node of the data; None if it names no class, and the module's own loaders are used."""
+
+def data_node(node: Any, host: Host, ranks_per_node: int) -> dict[str, Any] | None:
+    """The node of the data; None if it names no class, and the module's own loaders are used.
+
+    `num_workers: auto` becomes a number: the CPUs of a rank without the one that the rank itself needs.
+    """
     if not isinstance(node, dict) or node.get("_target_", "") is not None:
-        return target_node("data", node)
+        made = target_node("data", node)
+        if made.get("num_workers") == "auto":
+            cpus = host.cpus // ranks_per_node if host.cpus_per_rank is None else host.cpus_per_rank
+            made = made | {"num_workers": min(max(cpus - 1, 0), MOST_WORKERS)}
+        return made
     if options := [f"data.{key}={as_yaml(value)}" for key, value in node.items() if key != "_target_"]:
         raise ConfigError(
             f"{options[0]}: an option of no class; give data._target_=package.Data, or leave it out: the module's own "

@@ -142,7 +142,7 @@ def _plan(options: Options, job: Job, number: int, jobs: int) -> Plan:
     cpu = config.accelerator is Accelerator.cpu
     host = Host(
         cuda_devices=0 if cpu else devices, launcher="slurm", nodes=options.nodes, devices=devices, run_id="slurm-JOB",
-        gpu=None if cpu else config.cluster.gpu,
+        gpu=None if cpu else config.cluster.gpu, cpus=config.cluster.cpu_cores or 1,
     )  # fmt: skip
     plan = make_plan(config, host, job.clusters)
     if jobs > 1 and config.name is not None:
