@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
 from shardwise.nn.autocast import no_autocast_in_16_bits
+from shardwise.nn.key_value_cache import KeyValueCache, LayerCache
 
 
 class ResidualLinear(nn.Linear):
@@ -49,9 +50,13 @@ class RotaryEmbedding(nn.Module):
             self.reset_buffers()
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, H, head_dim] -> the same shape and dtype, rotated in fp32 or better."""
-        cos, sin = self.cos[: x.shape[1], None], self.sin[: x.shape[1], None]
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """[B, T, H, head_dim] -> the same shape and dtype, rotated in fp32 or better.
+
+        `positions`: int64 [B, T]; None: 0 to T - 1 in every row.
+        """
+        at = slice(x.shape[1]) if positions is None else positions
+        cos, sin = self.cos[at].unsqueeze(-2), self.sin[at].unsqueeze(-2)
         first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
@@ -68,12 +73,17 @@ class Attention(nn.Module):
         self.wo = ResidualLinear(n_heads * self.head_dim, dim, bias=False)
         self.rotary = rotary
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+        """[B, T, D] -> [B, T, D]. With a cache, the tokens come after those that are in it."""
         # The number of heads comes from the weights: under tensor parallelism a rank holds only some heads.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        q, k, v = self.rotary(q).transpose(1, 2), self.rotary(k).transpose(1, 2), v.transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        at, mask = None if cache is None else cache.positions, None
+        q, k, v = self.rotary(q, at).transpose(1, 2), self.rotary(k, at).transpose(1, 2), v.transpose(1, 2)
+        if cache is not None:
+            k, v, mask = cache.add(k, v)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
         out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
         return out
 
@@ -103,12 +113,12 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.feed_forward = feed_forward
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         """[B, T, D] -> [B, T, D], in the dtype of x and the weights."""
         # If weights and input are in 16 bits, autocast would cast every norm and the residual stream to fp32 and back.
         # F.rms_norm computes its statistics in fp32 without it.
         with no_autocast_in_16_bits(self.ffn_norm.weight):
-            x = x + self.attention(self.attention_norm(x))
+            x = x + self.attention(self.attention_norm(x), cache)
             out: Tensor = x + self.feed_forward(self.ffn_norm(x))
             return out
 
@@ -160,16 +170,16 @@ class Transformer(nn.Module):
         for module in self.modules():
             self.init_module_weights(module)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """int64 [B, T] -> final hidden states [B, T, D]; no logits."""
+    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """int64 [B, T] -> final hidden states [B, T, D]; no logits. A cache says where in the texts the tokens are."""
         if tokens.shape[1] > self.max_seq_len:
             raise ValueError(
                 f"sequence of {tokens.shape[1]} tokens is longer than max_seq_len={self.max_seq_len}; "
                 "shorten the sequence or raise max_seq_len"
             )
         x: Tensor = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
+        for i, block in enumerate(self.blocks):
+            x = block(x) if cache is None else block(x, cache.layers[i])
         with no_autocast_in_16_bits(self.norm.weight):  # as in the blocks
             hidden: Tensor = self.norm(x)
             return hidden

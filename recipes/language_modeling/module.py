@@ -15,13 +15,15 @@ from recipes.language_modeling.data import TextData, decode, encode
 from recipes.language_modeling.loss import IGNORE, cross_entropy
 from recipes.language_modeling.model import Transformer
 from shardwise.errors import ConfigError
+from shardwise.nn.generation import Sampling, continue_texts
+from shardwise.nn.key_value_cache import KeyValueCache
 from shardwise.nn.mean_metric import ExactMean
 
 Batch = dict[str, Tensor]
 
 
 class LanguageModel(LightningModule):
-    """Next-token prediction; `sample_tokens` > 0 writes a sample of that many bytes at every validation."""
+    """Next-token prediction; `sample_tokens` > 0 writes a sample of that many tokens at every validation."""
 
     evaluation: ExactMean
     loss_weight_unit = "tokens"  # the log's name for what loss_weight counts
@@ -112,7 +114,26 @@ class LanguageModel(LightningModule):
     def on_test_epoch_end(self) -> None:
         self._log_evaluation("test")
 
-    @torch.no_grad()
+    @property
+    def context_length(self) -> int:
+        """The tokens that the model sees at most."""
+        return self.model.max_seq_len
+
+    def make_cache(self, rows: int, length: int) -> KeyValueCache:
+        """An empty cache for `rows` texts of at most `length` tokens."""
+        return KeyValueCache(self.model.n_layers, rows, length)
+
+    def next_token_logits(self, tokens: Tensor, lengths: list[int], cache: KeyValueCache) -> Tensor:
+        """int64 [B, T], of which the first `lengths[b]` of row b count -> [B, V] after the last of these.
+
+        The tokens are added to the cache.
+        """
+        cache.begin(tokens, lengths)
+        hidden = self.model(tokens, cache)
+        last = torch.tensor(lengths, device=tokens.device) - 1
+        logits: Tensor = self.model.head(hidden[torch.arange(len(lengths), device=tokens.device), last])
+        return logits
+
     def generate(
         self,
         tokens: Tensor,
@@ -121,16 +142,16 @@ class LanguageModel(LightningModule):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """int64 [B, T] -> [B, T + max_new_tokens]; computes everything again for each token: for samples only."""
-        for _ in range(max_new_tokens):
-            hidden = self.model(tokens[:, -self.model.max_seq_len :])
-            logits = self.model.head(hidden[:, -1]).float() / temperature
-            if top_k is not None:
-                lowest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-                logits = logits.masked_fill(logits < lowest, -math.inf)
-            drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-            tokens = torch.cat((tokens, drawn), dim=1)
-        return tokens
+        """int64 [B, T] -> [B, T + max_new_tokens]. `continue_texts` says what is forgotten when that is too long."""
+        new = continue_texts(
+            self,
+            tokens.tolist(),
+            max_new_tokens,
+            Sampling(temperature, top_k),
+            device=tokens.device,
+            generator=generator,
+        )
+        return torch.cat((tokens, torch.tensor(list(new), device=tokens.device).view(-1, len(tokens)).T), dim=1)
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The summed loss in nats, and the number of valid targets."""
