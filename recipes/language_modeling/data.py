@@ -13,9 +13,11 @@ from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from shardwise.data.baselines import unigram_bigram_baselines
+from shardwise.data.packing import DocumentSequences, collate_documents
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.data.tokens import INDEX, Tokens, TokenSequences, TokenShards, write_token_shards
 from shardwise.errors import ConfigError, count
+from shardwise.protocols import takes_documents
 
 NOT_CORPUS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
@@ -23,7 +25,8 @@ NOT_CORPUS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib
 class TextData(LightningDataModule):
     """Sequences of `sequence_length` tokens from the shards in `directory`.
 
-    `corpus`: "python_stdlib" builds the shards if they are missing; with None they must be there.
+    `corpus`: "python_stdlib" builds the shards if they are missing; with None they must be there. `document_mask`:
+    batches say which tokens are of one document, and attention and loss stay inside it.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class TextData(LightningDataModule):
         num_workers: int = 0,
         corpus: str | None = "python_stdlib",
         max_validation_sequences: int | None = None,
+        document_mask: bool = False,
     ) -> None:
         super().__init__()
         if corpus not in (None, "python_stdlib"):
@@ -51,6 +55,7 @@ class TextData(LightningDataModule):
         self.num_workers = num_workers
         self.corpus = corpus
         self.max_validation_sequences = max_validation_sequences
+        self.document_mask = document_mask
 
     def check(self) -> None:
         """Raises `DataError` unless both splits can be read, or are still to be built by `prepare_data`."""
@@ -79,7 +84,17 @@ class TextData(LightningDataModule):
             write_python_stdlib(self.directory)
 
     def setup(self, stage: str) -> None:
-        """Opens the shards."""
+        """Opens the shards.
+
+        Raises:
+            ConfigError: the documents are to be kept apart, and the module does not do that.
+        """
+        module = getattr(self.trainer, "lightning_module", None)
+        if self.document_mask and module is not None and not takes_documents(module):
+            raise ConfigError(
+                f"data.document_mask=true: {type(module).__name__} does not keep documents apart: use "
+                f"data.document_mask=false, or let it read batch[\"documents\"] and say so with takes_documents = True"
+            )
         self.train, self.validation = self._train(), self._validation()
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -106,11 +121,13 @@ class TextData(LightningDataModule):
         return decode(tokens)
 
     def _train(self) -> Dataset[Any]:
-        return _dataset(TokenSequences(TokenShards(self.directory, "train"), self.sequence_length))
+        return _dataset(self._sequences(TokenShards(self.directory, "train")))
 
     def _validation(self) -> Dataset[Any]:
-        sequences = TokenSequences(TokenShards(self.directory, "validation"), self.sequence_length)
-        return _dataset(sequences, self.max_validation_sequences)
+        return _dataset(self._sequences(TokenShards(self.directory, "validation")), self.max_validation_sequences)
+
+    def _sequences(self, shards: TokenShards) -> TokenSequences:
+        return (DocumentSequences if self.document_mask else TokenSequences)(shards, self.sequence_length)
 
     def _loader(self, dataset: Dataset[Any], *, shuffle: bool) -> DataLoader[Any]:
         return DataLoader(
@@ -118,6 +135,7 @@ class TextData(LightningDataModule):
             batch_size=self.batch_size,
             shuffle=shuffle,
             num_workers=self.num_workers,
+            collate_fn=collate_documents if self.document_mask else None,
             drop_last=False,
             pin_memory=torch.cuda.is_available(),
             persistent_workers=self.num_workers > 0,

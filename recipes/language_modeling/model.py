@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
+from shardwise.nn.attention import Layout, causal_attention, document_layout
 from shardwise.nn.autocast import no_autocast_in_16_bits
 from shardwise.nn.key_value_cache import KeyValueCache, LayerCache
 
@@ -73,17 +74,16 @@ class Attention(nn.Module):
         self.wo = ResidualLinear(n_heads * self.head_dim, dim, bias=False)
         self.rotary = rotary
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None = None, layout: Layout | None = None) -> Tensor:
         """[B, T, D] -> [B, T, D]. With a cache, the tokens come after those that are in it."""
         # The number of heads comes from the weights: under tensor parallelism a rank holds only some heads.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        at, mask = None if cache is None else cache.positions, None
+        at = cache.positions if cache is not None else None if layout is None else layout["positions"]
         q, k, v = self.rotary(q, at).transpose(1, 2), self.rotary(k, at).transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k, v, mask = cache.add(k, v)
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
+            layout = None if mask is None else {"mask": mask}
+        y = causal_attention(q, k, v, layout)
         out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
         return out
 
@@ -113,12 +113,12 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.feed_forward = feed_forward
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        """[B, T, D] -> [B, T, D], in the dtype of x and the weights."""
+    def forward(self, x: Tensor, cache: LayerCache | None = None, layout: Layout | None = None) -> Tensor:
+        """[B, T, D] -> [B, T, D], in the dtype of x and the weights. `layout`: of packed documents."""
         # If weights and input are in 16 bits, autocast would cast every norm and the residual stream to fp32 and back.
         # F.rms_norm computes its statistics in fp32 without it.
         with no_autocast_in_16_bits(self.ffn_norm.weight):
-            x = x + self.attention(self.attention_norm(x), cache)
+            x = x + self.attention(self.attention_norm(x), cache, layout)
             out: Tensor = x + self.feed_forward(self.ffn_norm(x))
             return out
 
@@ -154,7 +154,7 @@ class Transformer(nn.Module):
             raise ConfigError(f"{n_heads=} is not a multiple of {n_kv_heads=}; use a divisor of {n_heads}")
         scaling = None if rope_scaling is None else {name: float(value) for name, value in rope_scaling.items()}
         self.vocab_size, self.dim, self.n_layers, self.max_seq_len = vocab_size, dim, n_layers, max_seq_len
-        self.tie_embeddings = tie_embeddings
+        self.tie_embeddings, self.head_dim = tie_embeddings, dim // n_heads
         self.embedding = nn.Embedding(vocab_size, dim)
         self.blocks = nn.ModuleList()
         for _ in range(n_layers):
@@ -170,16 +170,30 @@ class Transformer(nn.Module):
         for module in self.modules():
             self.init_module_weights(module)
 
-    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """int64 [B, T] -> final hidden states [B, T, D]; no logits. A cache says where in the texts the tokens are."""
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KeyValueCache | None = None,
+        *,
+        documents: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
+        """int64 [B, T] -> final hidden states [B, T, D]; no logits. A cache says where in the texts the tokens are.
+
+        `documents`: int64 [B, T], the number of each token's document. Then each document is computed as if it were
+        alone. `starts`: their `document_starts`, if the data has made them.
+        """
         if tokens.shape[1] > self.max_seq_len:
             raise ValueError(
                 f"sequence of {tokens.shape[1]} tokens is longer than max_seq_len={self.max_seq_len}; "
                 "shorten the sequence or raise max_seq_len"
             )
         x: Tensor = self.embedding(tokens)
+        layout = None if documents is None else document_layout(documents, starts, x.dtype, self.head_dim)
         for i, block in enumerate(self.blocks):
-            x = block(x) if cache is None else block(x, cache.layers[i])
+            # Only what there is: a hook on a block, and what is compiled of it, sees no more.
+            more = {"layout": layout} if layout is not None else {"cache": cache.layers[i]} if cache is not None else {}
+            x = block(x, **more)
         with no_autocast_in_16_bits(self.norm.weight):  # as in the blocks
             hidden: Tensor = self.norm(x)
             return hidden

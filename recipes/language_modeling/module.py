@@ -20,6 +20,8 @@ from shardwise.nn.key_value_cache import KeyValueCache
 from shardwise.nn.mean_metric import ExactMean
 
 Batch = dict[str, Tensor]
+# What the model is given of packed documents, and its key in a batch
+_DOCUMENTS = {"documents": "documents", "starts": "document_starts"}
 
 
 class LanguageModel(LightningModule):
@@ -27,6 +29,7 @@ class LanguageModel(LightningModule):
 
     evaluation: ExactMean
     loss_weight_unit = "tokens"  # the log's name for what loss_weight counts
+    takes_documents = True
 
     def __init__(self, model: Transformer, sample_prompt: str = "def ", sample_tokens: int = 0) -> None:
         super().__init__()
@@ -156,7 +159,8 @@ class LanguageModel(LightningModule):
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The summed loss in nats, and the number of valid targets."""
         targets = batch["targets"]
-        total = cross_entropy(self.model(batch["tokens"]), self.model.head.weight, targets)
+        documents = {name: batch[key] for name, key in _DOCUMENTS.items() if key in batch}
+        total = cross_entropy(self.model(batch["tokens"], **documents), self.model.head.weight, targets)
         return total, (targets != IGNORE).sum()
 
     def _log_evaluation(self, stage: str) -> None:

@@ -16,6 +16,9 @@ class Module(Protocol):
     loss_weight_unit: str
     """What `loss_weight` counts, in the log: "tokens", say."""
 
+    takes_documents: bool
+    """It keeps attention inside `batch["documents"]`, the number of each token's document: see docs/data.md."""
+
     channels_last: bool
     """Convolutions get images in channels-last layout. Under `ddp` their weights take that layout too."""
 
@@ -84,6 +87,10 @@ def flops_of(module: Any) -> Callable[[Any], int] | None:
 
 def loss_weight_unit_of(module: Any) -> str:
     return str(getattr(module, "loss_weight_unit", "weights"))
+
+
+def takes_documents(module: Any) -> bool:
+    return bool(getattr(module, "takes_documents", False))
 
 
 def wants_channels_last(module: Any) -> bool:

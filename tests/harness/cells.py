@@ -23,8 +23,8 @@ from shardwise.trainer import build_data, build_module, build_trainer
 TINY = [
     "model.vocab_size=61", "model.dim=24", "model.n_layers=3", "model.n_heads=2", "model.n_kv_heads=1",
     "model.ffn_dim=41", "model.max_seq_len=16", "model.tie_embeddings=true", "module.sample_tokens=0",
-    "data._target_=tests.harness.cells.MaskedTokens", "~data.corpus", "~data.directory", "~data.sequence_length",
-    "~data.max_validation_sequences", "~data.num_workers", "checkpoint.monitor=null",
+    "data=custom", "data._target_=tests.harness.cells.MaskedTokens", "data.batch_size=${micro_batch_size}",
+    "checkpoint.monitor=null",
     "checkpoint.save_every_n_steps=null", "log_every_n_steps=1", "validate_every_n_steps=1000",
 ]  # fmt: skip
 

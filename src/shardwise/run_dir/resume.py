@@ -118,9 +118,13 @@ def resumption(plan: Plan) -> list[str]:
     except (OSError, ValueError):
         before = {}
     now = json.loads(plan.to_json())
+    known = before.get("data") or {}
     for values in (before, now):
-        data = values.get("data") or {}
-        values["data"] = {key: value for key, value in data.items() if key not in _LOADER_KEYS}
+        values["data"] = {
+            key: value
+            for key, value in (values.get("data") or {}).items()
+            if key not in _LOADER_KEYS and (key in known or value not in (None, False))
+        }
     changed = list(differences({k: before[k] for k in _RUN_KEYS if k in before}, {k: now[k] for k in _RUN_KEYS}))
     if before.get("module") and changed:
         notices.append("goes on with other values than its checkpoint was trained with: " + "; ".join(changed))
