@@ -93,7 +93,7 @@ class TextData(LightningDataModule):
         if self.document_mask and module is not None and not takes_documents(module):
             raise ConfigError(
                 f"data.document_mask=true: {type(module).__name__} does not keep documents apart: use "
-                f"data.document_mask=false, or let it read batch[\"documents\"] and say so with takes_documents = True"
+                f'data.document_mask=false, or let it read batch["documents"] and say so with takes_documents = True'
             )
         self.train, self.validation = self._train(), self._validation()
 

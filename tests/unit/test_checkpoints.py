@@ -73,3 +73,17 @@ def test_other_samples_are_refused(tmp_path: Path, words: list[str], said: str) 
     with pytest.raises(ConfigError, match=said):
         resumption(resumed)
     assert resumption(dataclasses.replace(resumed, resume_allow=("seed", "global_batch_size", "data")))
+
+
+def test_an_option_of_the_data_that_is_newer_than_the_run_changes_nothing_while_it_is_off(tmp_path: Path) -> None:
+    off, on = (
+        make_plan(compose(["name=run", "max_steps=20", *words]).jobs[0].config, Host(0))
+        for words in ([], ["data.document_mask=true"])
+    )
+    record = json.loads(off.to_json())
+    del record["data"]["document_mask"]
+    (tmp_path / "plan.json").write_text(json.dumps(record))
+    checkpoint = str(tmp_path / "checkpoints" / "step-00000012.ckpt")
+    assert resumption(dataclasses.replace(off, resume=checkpoint)) == []
+    with pytest.raises(ConfigError, match="data.document_mask null → true: .*give the same data"):
+        resumption(dataclasses.replace(on, resume=checkpoint))

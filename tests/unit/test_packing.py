@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,16 +140,14 @@ def test_a_token_reaches_only_its_own_document(directory: Path) -> None:
         assert not torch.equal(before[own], after[own])
 
 
-def test_the_variable_length_kernel_gets_documents_end_to_end(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_variable_length_kernel_gets_documents_end_to_end(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is for GPUs. In its place stands a plain loop over the documents that it is handed."""
 
     def loop(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, same: Tensor, most: int, _: int, **more: Any) -> Tensor:
         assert more.get("window_size") == (-1, 0) or more.get("is_causal")
         assert starts is same and starts.dtype == torch.int32 and int(starts.diff().max()) <= most
         parts = []
-        for begin, end in zip(starts[:-1], starts[1:], strict=True):
+        for begin, end in pairwise(starts):
             heads = (x[begin:end].transpose(0, 1)[None] for x in (q, k, v))
             parts.append(F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
         return torch.cat(parts)

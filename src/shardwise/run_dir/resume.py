@@ -118,7 +118,7 @@ def resumption(plan: Plan) -> list[str]:
     except (OSError, ValueError):
         before = {}
     now = json.loads(plan.to_json())
-    known = before.get("data") or {}
+    known = before.get("data") or {}  # an option that came later changes nothing while it is off
     for values in (before, now):
         values["data"] = {
             key: value
