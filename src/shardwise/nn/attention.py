@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 try:
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention import varlen
+
+    varlen_attn: Callable[..., Any] | None = varlen.varlen_attn
 except ImportError:  # torch before 2.10
-    varlen_attn = None  # type: ignore[assignment]
+    varlen_attn = None
 
 # Its parameters differ between torch's versions. They are read here, since code that is compiled cannot ask.
 _PARAMETERS = inspect.signature(varlen_attn).parameters if varlen_attn is not None else {}
@@ -86,6 +89,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, shares: bool) -> Te
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     more = {"enable_gqa": shares} if _NAMES_SHARED_HEADS else {}
     # A document is at most as long as its sequence. Its exact length would have to come from the device.
-    out: Any = varlen_attn(*flat, starts, starts, length, length, **_CAUSAL, **more)
+    assert varlen_attn is not None
+    out = varlen_attn(*flat, starts, starts, length, length, **_CAUSAL, **more)
     joined: Tensor = out.unflatten(0, (batch, length)).transpose(1, 2)
     return joined
