@@ -73,6 +73,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = No
     if layout is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shares)
     if "mask" in layout:
+        if shares and q.is_cuda and q.shape[2] == k.shape[2]:
+            # With a mask and shared heads torch would hold a number for every pair of positions, heads times.
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+            shares = False
         return F.scaled_dot_product_attention(q, k, v, attn_mask=layout["mask"], enable_gqa=shares)
     return _varlen(q, k, v, layout["starts"], shares)
 
