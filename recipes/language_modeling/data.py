@@ -3,7 +3,8 @@
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from shardwise.data.baselines import unigram_bigram_baselines
 from shardwise.data.packing import DocumentSequences, collate_documents
-from shardwise.data.tokenizer import ByteTokenizer
-from shardwise.data.tokens import INDEX, Tokens, TokenSequences, TokenShards, write_token_shards
+from shardwise.data.shard_index import load_index
+from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
+from shardwise.data.tokens import INDEX, Tokens, TokenSequences, TokenShards, tokenizer_of, write_token_shards
 from shardwise.errors import ConfigError, count
 from shardwise.protocols import takes_documents
 
@@ -62,6 +64,13 @@ class TextData(LightningDataModule):
         if self.corpus is None or (self.directory / INDEX).exists():
             self._train()
             self._validation()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the shards: bytes, if they do not say and have 256 tokens. None: it is not known (yet)."""
+        if (self.directory / INDEX).exists():
+            return _tokenizer_of(self.directory)
+        return ByteTokenizer() if self.corpus == "python_stdlib" else None
 
     def check_fits(self, *, vocab_size: int, max_seq_len: int) -> None:
         """Raises `ConfigError` if the data holds tokens or sequences that a model of these sizes cannot take."""
@@ -116,10 +125,6 @@ class TextData(LightningDataModule):
         word = "byte" if train.vocab_size == 256 else "token"
         return {f"{word} {name}": loss for name, loss in losses.items()}
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Byte tokens as text."""
-        return decode(tokens)
-
     def _train(self) -> Dataset[Any]:
         return _dataset(self._sequences(TokenShards(self.directory, "train")))
 
@@ -142,14 +147,11 @@ class TextData(LightningDataModule):
         )
 
 
-def encode(text: str) -> list[int]:
-    """Text as UTF-8 bytes."""
-    return list(text.encode())
-
-
-def decode(tokens: Sequence[int]) -> str:
-    """UTF-8 bytes as text. A token that is no byte, and bytes that are no text, become U+FFFD."""
-    return bytes(token if token < 256 else 0xFF for token in tokens).decode(errors="replace")
+@lru_cache(maxsize=4)
+def _tokenizer_of(directory: Path) -> Tokenizer | None:
+    found = tokenizer_of(directory)
+    is_bytes = found is None and load_index(directory)["vocab_size"] == ByteTokenizer.vocab_size
+    return ByteTokenizer() if is_bytes else found
 
 
 def write_python_stdlib(directory: Path) -> None:

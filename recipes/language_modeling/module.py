@@ -11,13 +11,15 @@ from lightning import LightningModule
 from torch import Tensor, nn
 
 from recipes.language_modeling import hugging_face
-from recipes.language_modeling.data import TextData, decode, encode
+from recipes.language_modeling.data import TextData
 from recipes.language_modeling.loss import IGNORE, cross_entropy
 from recipes.language_modeling.model import Transformer
+from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
 from shardwise.errors import ConfigError
 from shardwise.nn.generation import Sampling, continue_texts
 from shardwise.nn.key_value_cache import KeyValueCache
 from shardwise.nn.mean_metric import ExactMean
+from shardwise.protocols import gathered_weights, tokenizer_of_data
 
 Batch = dict[str, Tensor]
 # What the model is given of packed documents, and its key in a batch
@@ -77,10 +79,8 @@ class LanguageModel(LightningModule):
         """Adds to the epoch's loss; the first batch also draws a sample."""
         self.evaluation.update(*self._loss(batch))
         if batch_idx == 0 and self.sample_tokens and not self.trainer.sanity_checking:
-            # All ranks draw the same sample, since they must gather sharded weights together at each token.
-            prompt = torch.tensor([encode(self.sample_prompt)], device=self.device)
-            generator = torch.Generator(self.device).manual_seed(0)
-            self.sample = decode(self.generate(prompt, self.sample_tokens, generator=generator)[0].tolist())
+            # All ranks draw the same sample, since sharded weights are gathered from all of them.
+            [self.sample] = self._samples([self._prompt()], seed=0)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds to the epoch's loss."""
@@ -88,9 +88,7 @@ class LanguageModel(LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> list[str]:
         """The first 32 tokens of each sequence and what the model adds to them, as text."""
-        prompt = batch["tokens"][:, :32]
-        generator = torch.Generator(self.device).manual_seed(batch_idx)
-        return [decode(row) for row in self.generate(prompt, self.sample_tokens or 32, generator=generator).tolist()]
+        return self._samples(batch["tokens"][:, :32].tolist(), seed=batch_idx)
 
     def on_validation_epoch_start(self) -> None:
         # The constructor may run on the meta device, which would leave the sums uninitialised.
@@ -116,6 +114,11 @@ class LanguageModel(LightningModule):
 
     def on_test_epoch_end(self) -> None:
         self._log_evaluation("test")
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the model knows."""
+        return self.model.vocab_size
 
     @property
     def context_length(self) -> int:
@@ -144,8 +147,11 @@ class LanguageModel(LightningModule):
         temperature: float = 0.8,
         top_k: int | None = None,
         generator: torch.Generator | None = None,
+        vocab_size: int | None = None,
     ) -> Tensor:
-        """int64 [B, T] -> [B, T + max_new_tokens]. `continue_texts` says what is forgotten when that is too long."""
+        """int64 [B, T] -> [B, T + max_new_tokens], the new ones below `vocab_size`.
+
+        `continue_texts` says what is forgotten when that is too long."""
         new = continue_texts(
             self,
             tokens.tolist(),
@@ -153,8 +159,34 @@ class LanguageModel(LightningModule):
             Sampling(temperature, top_k),
             device=tokens.device,
             generator=generator,
+            vocab_size=vocab_size,
         )
         return torch.cat((tokens, torch.tensor(list(new), device=tokens.device).view(-1, len(tokens)).T), dim=1)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The data's; bytes if it does not know and the model has 256 tokens; None: tokens are shown as numbers."""
+        found: Tokenizer | None = tokenizer_of_data(getattr(self.trainer, "datamodule", None))
+        return ByteTokenizer() if found is None and self.vocab_size == ByteTokenizer.vocab_size else found
+
+    def _prompt(self) -> list[int]:
+        """The tokens of `sample_prompt`; without any, the token that ends a document: another one begins behind it."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return [0]
+        return tokenizer.encode([self.sample_prompt])[0] or [tokenizer.end_of_document]
+
+    def _samples(self, prompts: list[list[int]], seed: int) -> list[str]:
+        """Each prompt and `sample_tokens` more tokens, as text. Collective."""
+        tokenizer, generator = self.tokenizer, torch.Generator(self.device).manual_seed(seed)
+        with gathered_weights(self.trainer):
+            tokens = self.generate(
+                torch.tensor(prompts, device=self.device),
+                self.sample_tokens or 32,
+                generator=generator,
+                vocab_size=None if tokenizer is None else tokenizer.vocab_size,
+            ).tolist()
+        return [" ".join(map(str, row)) if tokenizer is None else tokenizer.decode(row) for row in tokens]
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The summed loss in nats, and the number of valid targets."""

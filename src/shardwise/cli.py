@@ -26,6 +26,7 @@ from shardwise.run_dir.files import (
     ENVIRONMENT,
     LOGS,
     PLAN,
+    TOKENIZER,
     keep_earlier,
     lock_run_dir,
     put_back,
@@ -207,7 +208,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
 
 def _is_refused(run_dir: Path, stage: str) -> bool:
     """Whether a run's folder holds only the records of a start that was refused."""
-    written = {stage_file(name, stage) for name in (CONFIG, PLAN, ENVIRONMENT)} | {LOGS}
+    written = {stage_file(name, stage) for name in (CONFIG, PLAN, ENVIRONMENT)} | {LOGS, TOKENIZER}
     return {path.name for path in run_dir.glob("*")} <= written
 
 

@@ -7,6 +7,7 @@ here whether it is there. recipes/README.md says the same for users.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 
@@ -42,6 +43,24 @@ class Module(Protocol):
     def hugging_face_config(node: dict[str, Any]) -> dict[str, Any]:
         """The content of Hugging Face's config.json. `node`: the module's in the config."""
 
+    # A module with these four can continue texts: `shardwise generate`, nn/generation.py.
+
+    vocab_size: int
+    """How many tokens the model knows: every token is below."""
+
+    context_length: int
+    """The tokens that the model sees at most."""
+
+    def make_cache(self, rows: int, length: int) -> Any:
+        """What `next_token_logits` keeps between its calls, for `rows` texts of at most `length` tokens each."""
+
+    def next_token_logits(self, tokens: Any, lengths: list[int], cache: Any) -> Any:
+        """The next tokens of each text, int64 [B, T], of which the first `lengths[b]` of row b count → the logits
+        [B, vocab_size] after the last of these. They come after the tokens of earlier calls with this cache."""
+
+
+_CONTINUES_TEXTS = ("vocab_size", "context_length", "make_cache", "next_token_logits")
+
 
 class Data(Protocol):
     """Of a LightningDataModule."""
@@ -52,6 +71,10 @@ class Data(Protocol):
         Raises:
             DataError: what is wrong with them.
         """
+
+    tokenizer: Any
+    """The tokenizer that made its tokens (`Tokenizer` of data/tokenizer.py), or None. Its files go into the run's
+    folder and into its checkpoints. It is asked for after `setup`."""
 
     def baselines(self) -> dict[str, float]:
         """Losses to draw beside the run's curve: of a model that only counts, say."""
@@ -112,9 +135,34 @@ def hugging_face_names_of(module: Any) -> Callable[[dict[str, Any]], dict[str, s
     return found if callable(found) else None
 
 
+def lacks_to_continue_texts(module_class: Any) -> list[str]:
+    """What a module's class lacks in order to continue texts; empty: nothing. Names that `__init__` sets are not
+    known of a class, so that an attribute counts if the methods are there."""
+    missing = [name for name in _CONTINUES_TEXTS if not hasattr(module_class, name)]
+    return missing if {"make_cache", "next_token_logits"} & set(missing) else []
+
+
 def check_of(data: Any) -> Callable[[], None] | None:
     found = getattr(data, "check", None)
     return found if callable(found) else None
+
+
+class Strategy(Protocol):
+    """Of a Lightning strategy, for its users: what a module may ask of `trainer.strategy`."""
+
+    def gathered_weights(self) -> AbstractContextManager[Any]:
+        """Inside, forward passes without gradients find all weights gathered, where memory suffices: many short ones
+        would gather them again each time. Weights must not be written. Collective."""
+
+
+def gathered_weights(trainer: Any) -> AbstractContextManager[Any]:
+    """`Strategy.gathered_weights` of a Trainer; nothing under a strategy of another package."""
+    found: AbstractContextManager[Any] = getattr(trainer.strategy, "gathered_weights", nullcontext)()
+    return found
+
+
+def tokenizer_of_data(data: Any) -> Any:
+    return getattr(data, "tokenizer", None)
 
 
 def baselines_of(data: Any) -> dict[str, float]:

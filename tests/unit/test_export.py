@@ -76,8 +76,9 @@ def save(run: Path, module: LightningModule, node: dict[str, Any], step: int = 3
         tensors |= {f"average.{name}": parts(tensor + 1) for name, tensor in module.named_parameters()}
     tensors |= {f"optimizer.0.{name}.exp_avg": parts(tensor * 0) for name, tensor in module.named_parameters()}
     path = checkpoint_path(run, step)
-    publish(path, Snapshot(tensors, Packed(), Packed(), {"step": step}, frozenset()), TensorWriter(None))
+    run.mkdir(exist_ok=True)
     (run / "plan.json").write_text(json.dumps({"module": node}))
+    publish(path, Snapshot(tensors, Packed(), Packed(), {"step": step}, frozenset()), TensorWriter(None))
     return path
 
 

@@ -17,6 +17,7 @@ from shardwise.callbacks.leaving import GracefulStop
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog
 from shardwise.callbacks.summary import Summary
+from shardwise.callbacks.tokenizer import KeepTokenizer
 from shardwise.plan import Plan
 
 
@@ -33,7 +34,7 @@ def build_run_callbacks(plan: Plan, *first: Callback) -> RunCallbacks:
     """The user's callbacks and the run's. `first` come before all others."""
     log, saving, own = StepLog(plan), Saving(plan), build_callbacks(plan)
     guard = Guard(plan, log, saving)
-    ordered: list[Callback] = [*first]
+    ordered: list[Callback] = [*first, KeepTokenizer(plan)]
     if plan.ema_decay is not None:
         ordered.append(WeightAverage(plan))  # it comes before those that save: it puts the trained weights back first
     ordered += own  # the user's callbacks see a step before the run's callbacks act on it

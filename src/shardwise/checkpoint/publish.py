@@ -19,8 +19,17 @@ from shardwise.checkpoint.chunks import ChunkedTensor
 from shardwise.checkpoint.dcp import RankError, TensorWriter, cause_of
 from shardwise.checkpoint.files import sha256_of, write_through
 from shardwise.checkpoint.plain import Packed, write_down
-from shardwise.run_dir.checkpoints import FORMAT
-from shardwise.run_dir.files import MANIFEST, TENSORS, TRAINER_STATE, partial_path, rank_state, unsafe_file
+from shardwise.run_dir.checkpoints import FORMAT, run_of
+from shardwise.run_dir.files import (
+    MANIFEST,
+    PLAN,
+    TENSORS,
+    TOKENIZER,
+    TRAINER_STATE,
+    partial_path,
+    rank_state,
+    unsafe_file,
+)
 
 _T = TypeVar("_T")
 
@@ -91,8 +100,8 @@ def publish(path: Path, snapshot: Snapshot, writer: TensorWriter) -> int:
         written = writer.write(partial, snapshot.tensors)
         own = _save(rank_state(partial, rank), snapshot.own)
         if rank == 0:
-            own += [*_save(partial / TRAINER_STATE, snapshot.rest), partial / TENSORS]
-        return written | {file.name: describe(file) for file in own}
+            own += [*_save(partial / TRAINER_STATE, snapshot.rest), partial / TENSORS, *_copy_identity(path, partial)]
+        return written | {file.relative_to(partial).as_posix(): describe(file) for file in own}
 
     def seal() -> None:
         if rank == 0:
@@ -147,6 +156,22 @@ def _save(path: Path, packed: Packed) -> list[Path]:
         return [path]
     write_through(unsafe_file(path), pickle.dumps(packed.pickles))
     return [path, unsafe_file(path)]
+
+
+def _copy_identity(path: Path, partial: Path) -> list[Path]:
+    """Copy the run's Plan and its tokenizer's files, so that a checkpoint that is copied elsewhere can still be used.
+
+    They are copies, since a link would change with the run's file. A tokenizer has less than 100 bytes for each token,
+    and the weights of a token, with what the optimizer keeps of them, many times that.
+    """
+    run = run_of(path)
+    sources = [run / PLAN, *sorted((run / TOKENIZER).glob("*"))]
+    copies = [partial / source.relative_to(run) for source in sources if source.is_file()]
+    for copy in copies:
+        copy.parent.mkdir(exist_ok=True)
+        write_through(copy, (run / copy.relative_to(partial)).read_bytes())
+        _sync(copy.parent)
+    return copies
 
 
 def _sync(folder: Path) -> None:

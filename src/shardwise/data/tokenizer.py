@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardwise.errors import ConfigError, count
+from shardwise.run_dir.files import TOKENIZER
 
 FILE = "tokenizer.json"  # Hugging Face's name, which from_pretrained looks for
 CONFIG = "tokenizer_config.json"
@@ -82,6 +83,12 @@ def load_tokenizer(given: str | Path, end_of_document: str | None = None) -> Tok
     return HuggingFaceTokenizer(content, config, str(given), end_of_document)
 
 
+def saved_tokenizer(*folders: Path) -> Tokenizer | None:
+    """The tokenizer in the first of `folders`, checkpoints or runs, that holds one; None: none does."""
+    found = next((folder / TOKENIZER for folder in folders if (folder / TOKENIZER / FILE).is_file()), None)
+    return None if found is None else load_tokenizer(found)
+
+
 class ByteTokenizer:
     """UTF-8 bytes as tokens. The byte 0, which stands in no text, ends a document."""
 
@@ -137,6 +144,8 @@ class HuggingFaceTokenizer:
         self.end_of_document = int(self.inner.token_to_id(self.end_text) or 0)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        if len(texts) == 1:  # without threads, after which the library warns when a data worker is forked
+            return [self.inner.encode(texts[0], add_special_tokens=False).ids]
         return [found.ids for found in self.inner.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -17,6 +17,9 @@ class Generates(Protocol):
     """What a module must offer so that texts can be continued with it. protocols.py says the same for users."""
 
     @property
+    def vocab_size(self) -> int: ...
+
+    @property
     def context_length(self) -> int: ...
 
     def make_cache(self, rows: int, length: int) -> Any: ...

@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from shardwise.run_dir.files import BEST, CHECKPOINTS, MANIFEST, METRICS, SUMMARY, trained_mark
+from shardwise.errors import ConfigError
+from shardwise.run_dir.files import BEST, CHECKPOINTS, MANIFEST, METRICS, PLAN, SUMMARY, trained_mark
 
 FORMAT = 2
 # Formats that this version reads. Format 1 holds only values that torch.load reads without checkpoint/encoding.py.
@@ -57,6 +58,52 @@ def best_whole(run_dir: str | Path) -> Path | None:
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return path if damage(path) is None else None
+
+
+def named_checkpoint(given: str) -> tuple[Path, list[str]]:
+    """A run's newest checkpoint that is whole, or the checkpoint that is named, and which newer ones are damaged.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    path = Path(given).expanduser().absolute()
+    if not path.exists():
+        raise ConfigError(f"{given}: there is no such run or checkpoint; give runs/<id>, or a step-….ckpt in it")
+    if (path / MANIFEST).is_file():
+        if found := damage(path):
+            raise ConfigError(f"{given} is damaged: {found}; give another checkpoint")
+        return path, []
+    newest, all_checkpoints = newest_whole(path), list_checkpoints(path)
+    if newest is None:
+        why = f"neither a {MANIFEST} nor checkpoints"
+        if all_checkpoints:
+            why = f"{all_checkpoints[-1].name} is damaged: {damage(all_checkpoints[-1])}"
+        raise ConfigError(f"{given} holds no whole checkpoint: {why}; give runs/<id>, or a step-….ckpt in it")
+    passed = all_checkpoints[all_checkpoints.index(newest) + 1 :]
+    return newest, [f"{one.name} is damaged: {damage(one)}" for one in passed]
+
+
+def run_of(checkpoint: Path) -> Path:
+    """The folder of the checkpoint's run; of a checkpoint that lies elsewhere, the folder that it lies in."""
+    return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint.parent
+
+
+def module_node(checkpoint: Path) -> dict[str, Any]:
+    """The module's part of the Plan that the checkpoint was trained with, from its own copy or from its run's.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    paths = [checkpoint / PLAN, run_of(checkpoint) / PLAN]
+    try:
+        path = next((path for path in paths if path.is_file()), paths[1])
+        node = json.loads(path.read_text())["module"]
+        {"_target_": node["_target_"]}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"{path} has to say which module it was ({type(error).__name__}): give the checkpoint in its run's folder"
+        ) from None
+    return dict(node)
 
 
 def was_trained(run_dir: str | Path) -> bool:

@@ -27,6 +27,7 @@ LEARNING_RATES = "learning_rate.csv"  # the loss at every rate, of find_learning
 LEARNING_RATES_PICTURE = "learning_rate.png"
 # Folders
 LOGS = "logs"  # a file a rank
+TOKENIZER = "tokenizer"  # the files of the tokenizer that made the run's tokens; in each checkpoint too, as is PLAN
 CHECKPOINTS = "checkpoints"
 # In the folder of checkpoints
 BEST = "best.json"  # which checkpoint has the best score

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from typing import Any
 from shardwise.config.schema import MISSING
 from shardwise.config.targets import locate
 from shardwise.errors import ConfigError, count
-from shardwise.run_dir.checkpoints import damage, list_checkpoints, newest_whole
-from shardwise.run_dir.files import CHECKPOINTS, MANIFEST, PLAN, partial_path
+from shardwise.run_dir.checkpoints import module_node, named_checkpoint, run_of
+from shardwise.run_dir.files import partial_path
 from shardwise.tools import read_words
 from shardwise.weights.safetensors import DTYPES, Entry, write_weights
 
@@ -32,7 +31,8 @@ usage: shardwise export RUN format=safetensors|hf|torch [key=value …]
 RUN: a run's folder, runs/<id>, whose newest whole checkpoint is taken, or a checkpoint, step-….ckpt or best-….ckpt.
 
   format=safetensors        model.safetensors, or shards and their index, by the module's names
-  format=hf                 config.json and safetensors by Hugging Face's names, where the module says them
+  format=hf                 config.json and safetensors by Hugging Face's names, where the module says them, and the
+                            run's tokenizer, so that from_pretrained gives a model to talk to
   format=torch              model.pt: one state_dict, for torch.load; held in memory whole
   out=PATH                  a folder, new or empty (export-<format> in the run's folder)
   dtype=fp32|bf16|fp16      of floating-point tensors (as they were saved)
@@ -78,43 +78,21 @@ def run(words: list[str]) -> None:
         raise ConfigError(f"export takes one run or checkpoint, and got {' '.join(alone) or 'none'}; --help shows how")
     if not config.shard_gb > 0:
         raise ConfigError(f"shard_gb={config.shard_gb}: must be above 0")
-    checkpoint = find_checkpoint(alone[0])
-    run_dir = checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint.parent
+    checkpoint, damaged = named_checkpoint(alone[0])
+    for line in damaged:
+        print(f"{line}; exporting {checkpoint.name}")
+    run_dir = run_of(checkpoint)
     # The export is not put into the checkpoint, which is removed when there are newer ones.
     out = run_dir / f"export-{config.format.value}" if config.out is None else Path(config.out).expanduser().absolute()
     _check_free(out)
     _check_bytes(checkpoint)
-    export = Export(checkpoint, run_dir, config)
+    export = Export(checkpoint, config)
     _publish(out, export.write)
     size = sum(file.stat().st_size for file in out.iterdir())
     print(
         f"{checkpoint.name}: {count(len(export.entries), 'tensor')}, {count(export.parameters, 'value')}, "
         f"{count(size, 'byte')}, in {out}"
     )
-
-
-def find_checkpoint(given: str) -> Path:
-    """A run's newest checkpoint that is whole, or the checkpoint that is named.
-
-    Raises:
-        ConfigError: there is neither.
-    """
-    path = Path(given).expanduser().absolute()
-    if not path.exists():
-        raise ConfigError(f"{given}: there is no such run or checkpoint; give runs/<id>, or a step-….ckpt in it")
-    if (path / MANIFEST).is_file():
-        if found := damage(path):
-            raise ConfigError(f"{given} is damaged: {found}; give another checkpoint")
-        return path
-    newest, all_checkpoints = newest_whole(path), list_checkpoints(path)
-    if newest is None:
-        why = f"neither a {MANIFEST} nor checkpoints"
-        if all_checkpoints:
-            why = f"{all_checkpoints[-1].name} is damaged: {damage(all_checkpoints[-1])}"
-        raise ConfigError(f"{given} holds no whole checkpoint: {why}; give runs/<id>, or a step-….ckpt in it")
-    for passed in all_checkpoints[all_checkpoints.index(newest) + 1 :]:
-        print(f"{passed.name} is damaged: {damage(passed)}; exporting {newest.name}")
-    return newest
 
 
 def _check_free(out: Path) -> None:
@@ -151,34 +129,23 @@ def _publish(out: Path, write: Callable[[Path], None]) -> None:
 class Export:
     """A checkpoint's tensors, with the names and dtypes that they get in the exported files."""
 
-    def __init__(self, checkpoint: Path, run_dir: Path, config: ExportConfig) -> None:
-        from shardwise.checkpoint.metadata import read_metadata
+    def __init__(self, checkpoint: Path, config: ExportConfig) -> None:
+        from shardwise.weights.saved import SavedWeights
 
         self.checkpoint, self.config = checkpoint, config
-        self.metadata = read_metadata(checkpoint)
-        known: dict[str, Any] = self.metadata.state_dict_metadata
-        self.known = {name: metadata for name, metadata in known.items() if name.startswith(("model.", "average."))}
-        own = [name.removeprefix("model.") for name in known if name.startswith("model.")]
-        if config.weights is Weights.average and not any(name.startswith("average.") for name in known):
-            raise ConfigError(
-                f"weights=average: {checkpoint} holds no average, the run had no ema_decay; give weights=model"
-            )
-        self.shapes = {name: tuple(self.known[f"model.{name}"].size) for name in own}
-        self.sources = {name: self._source(name) for name in own}
-        self.outside, self.settings = {name: name for name in own}, None
+        self.saved = SavedWeights(checkpoint, average=config.weights is Weights.average)
+        own = list(self.saved.shapes)
+        self.outside, self.files = {name: name for name in own}, dict[str, str]()
         if config.format is Format.hf:
-            self.outside, self.settings = self._hugging_face(run_dir)
+            self.outside = self._hugging_face()
         self.inside = {theirs: ours for ours, theirs in self.outside.items()}
         self.entries = [self._entry(name) for name in own]
-        self.parameters = sum(map(prod, self.shapes.values()))
-
-    def _source(self, name: str) -> str:
-        """The checkpoint's name of a tensor; of the model's if there is no average, as for frozen parameters."""
-        source = f"{self.config.weights.value}.{name}"
-        return source if source in self.known else f"model.{name}"
+        if config.format is Format.hf:
+            self.files = self._files()
+        self.parameters = sum(map(prod, self.saved.shapes.values()))
 
     def _entry(self, name: str) -> Entry:
-        dtype = self.known[self.sources[name]].properties.dtype
+        dtype = self.saved.dtype(name)
         if dtype.is_floating_point and self.config.dtype is not None:
             import torch
 
@@ -186,20 +153,14 @@ class Export:
         word = str(dtype).removeprefix("torch.")
         if word not in DTYPES and self.config.format is not Format.torch:
             raise ConfigError(f"{name} is of {word}, for which safetensors has no word; use format=torch")
-        return Entry(self.outside[name], self.shapes[name], word, dtype.itemsize)
+        return Entry(self.outside[name], self.saved.shapes[name], word, dtype.itemsize)
 
-    def _hugging_face(self, run_dir: Path) -> tuple[dict[str, str], dict[str, Any]]:
-        """The module's Hugging Face names and config.json, which it makes from its part of the Plan."""
+    def _hugging_face(self) -> dict[str, str]:
+        """Hugging Face's names of the module's weights, which it makes from its part of the Plan."""
         from shardwise.checkpoint.state import unlike
 
-        try:
-            node = json.loads((run_dir / PLAN).read_text())["module"]
-            target = locate(node["_target_"], "module")
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ConfigError(
-                f"format=hf: {run_dir / PLAN} has to say which module it was ({type(error).__name__}); "
-                f"use format=safetensors"
-            ) from None
+        node = self.node = module_node(self.checkpoint)
+        target = locate(node["_target_"], "module")
         missing = [name for name in ("hugging_face_names", "hugging_face_config") if not hasattr(target, name)]
         if missing:
             raise ConfigError(
@@ -209,21 +170,32 @@ class Export:
             )
         names: dict[str, str] = target.hugging_face_names(node)  # type: ignore[attr-defined]
         if difference := unlike(
-            dict.fromkeys(names), dict.fromkeys(self.shapes), "hugging_face_names", "the checkpoint"
+            dict.fromkeys(names), dict.fromkeys(self.saved.shapes), "hugging_face_names", "the checkpoint"
         ):
             raise ConfigError(f"format=hf: {node['_target_']} names other tensors than were saved: {difference}")
-        settings: dict[str, Any] = target.hugging_face_config(node)  # type: ignore[attr-defined]
-        return names, settings
+        self.settings: dict[str, Any] = target.hugging_face_config(node)  # type: ignore[attr-defined]
+        return names
+
+    def _files(self) -> dict[str, str]:
+        """Hugging Face's files besides the weights. With the run's tokenizer one can talk to the model."""
+        from shardwise.data.tokenizer import saved_tokenizer
+
+        largest = max(self.entries, key=lambda entry: entry.bytes)
+        settings, more = {**self.settings, "torch_dtype": largest.dtype}, {}
+        if (tokenizer := saved_tokenizer(self.checkpoint, run_of(self.checkpoint))) is not None:
+            end, rows = tokenizer.end_of_document, int(settings["vocab_size"])
+            settings |= {"eos_token_id": end}
+            # The rows of a padded vocabulary, which stand for no token
+            unused = {"suppress_tokens": list(range(tokenizer.vocab_size, rows))} if rows > tokenizer.vocab_size else {}
+            more = {**tokenizer.files(), "generation_config.json": _json({"eos_token_id": end, **unused})}
+        return {"config.json": _json(settings), **more}
 
     def write(self, folder: Path) -> None:
-        if self.settings is not None:
-            largest = max(self.entries, key=lambda entry: entry.bytes)
-            settings = {**self.settings, "torch_dtype": largest.dtype}
-            (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        for name, content in self.files.items():
+            (folder / name).write_text(content, encoding="utf-8")
         from tqdm import tqdm
 
-        with warnings.catch_warnings(), tqdm(total=len(self.entries), unit="tensor", disable=not _shown()) as bar:
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        with tqdm(total=len(self.entries), unit="tensor", disable=not _shown()) as bar:
 
             def read(entry: Entry) -> Any:
                 bar.update()
@@ -245,18 +217,17 @@ class Export:
     def _read(self, entry: Entry) -> Any:
         import torch
 
-        from shardwise.checkpoint.chunks import whole
-        from shardwise.checkpoint.dcp import read_tensors
-
-        source = self.sources[self.inside[entry.name]]
-        saved = torch.empty(entry.shape, dtype=self.known[source].properties.dtype)
-        read_tensors(self.checkpoint, {source: whole(saved)}, None, self.metadata)
+        saved = self.saved.read(self.inside[entry.name])
         values = saved.to(getattr(torch, entry.dtype))
         if entry.dtype == "float16" and not torch.equal(saved.isfinite(), values.isfinite()):
             raise ConfigError(
                 f"dtype=fp16: {entry.name} reaches {saved.abs().max().item():.3g}, and fp16 ends at 65504; use bf16"
             )
         return values
+
+
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _shown() -> bool:
