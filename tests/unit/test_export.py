@@ -18,14 +18,10 @@ from transformers import LlamaForCausalLM
 
 from recipes.language_modeling.model import Transformer
 from recipes.language_modeling.module import LanguageModel
-from shardwise.checkpoint.chunks import ChunkedTensor, range_of
-from shardwise.checkpoint.dcp import TensorWriter
-from shardwise.checkpoint.plain import Packed
-from shardwise.checkpoint.publish import Snapshot, publish
 from shardwise.checkpoint.state import persistent_buffers
-from shardwise.run_dir.files import checkpoint_path
 from shardwise.tools import main
 from shardwise.weights.safetensors import Entry, list_weights, shards
+from tests.harness.saved import save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -60,26 +56,6 @@ def language_model(**more: Any) -> tuple[LanguageModel, dict[str, Any]]:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     return LanguageModel(model), node
-
-
-def save(run: Path, module: LightningModule, node: dict[str, Any], step: int = 3, average: bool = False) -> Path:
-    """A checkpoint as a rank would write it, every tensor in two parts."""
-
-    def parts(tensor: Tensor) -> ChunkedTensor:
-        shape, flat = tuple(tensor.shape), tensor.detach().reshape(-1)
-        cut = flat.numel() // 3
-        return ChunkedTensor(shape, [*range_of(shape, 0, flat[:cut]), *range_of(shape, cut, flat[cut:])])
-
-    tensors = {f"model.{name}": parts(tensor) for name, tensor in module.named_parameters()}
-    tensors |= {f"model.{name}": parts(tensor) for name, tensor in persistent_buffers(module)}
-    if average:
-        tensors |= {f"average.{name}": parts(tensor + 1) for name, tensor in module.named_parameters()}
-    tensors |= {f"optimizer.0.{name}.exp_avg": parts(tensor * 0) for name, tensor in module.named_parameters()}
-    path = checkpoint_path(run, step)
-    run.mkdir(exist_ok=True)
-    (run / "plan.json").write_text(json.dumps({"module": node}))
-    publish(path, Snapshot(tensors, Packed(), Packed(), {"step": step}, frozenset()), TensorWriter(None))
-    return path
 
 
 def export(*words: str) -> None:

@@ -183,7 +183,7 @@ class Export:
         largest = max(self.entries, key=lambda entry: entry.bytes)
         settings, more = {**self.settings, "torch_dtype": largest.dtype}, {}
         if (tokenizer := saved_tokenizer(self.checkpoint, run_of(self.checkpoint))) is not None:
-            end, rows = tokenizer.end_of_document, int(settings["vocab_size"])
+            end, rows = tokenizer.end_of_document, int(settings.get("vocab_size", 0))
             settings |= {"eos_token_id": end}
             # The rows of a padded vocabulary, which stand for no token
             unused = {"suppress_tokens": list(range(tokenizer.vocab_size, rows))} if rows > tokenizer.vocab_size else {}
