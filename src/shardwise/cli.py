@@ -26,12 +26,12 @@ from shardwise.run_dir.files import (
     ENVIRONMENT,
     LOGS,
     PLAN,
-    TOKENIZER,
     keep_earlier,
     lock_run_dir,
     put_back,
     rank_logs,
     stage_file,
+    tokenizer_folder,
     write_whole,
 )
 from shardwise.run_dir.job_folder import has_begun, job_folder, note_begun, write_job_file
@@ -208,7 +208,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
 
 def _is_refused(run_dir: Path, stage: str) -> bool:
     """Whether a run's folder holds only the records of a start that was refused."""
-    written = {stage_file(name, stage) for name in (CONFIG, PLAN, ENVIRONMENT)} | {LOGS, TOKENIZER}
+    written = {stage_file(name, stage) for name in (CONFIG, PLAN, ENVIRONMENT)} | {LOGS, tokenizer_folder(run_dir).name}
     return {path.name for path in run_dir.glob("*")} <= written
 
 

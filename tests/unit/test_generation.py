@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from recipes.language_modeling.model import Transformer
 from recipes.language_modeling.module import LanguageModel
-from shardwise.errors import ConfigError
 from shardwise.nn.generation import Sampling, continue_texts
 
 SIZES: dict[str, Any] = {
@@ -139,5 +138,5 @@ def test_top_k_top_p_and_temperature() -> None:
     ],
 )
 def test_values_that_no_sampling_has(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(said)):
         Sampling(**values)

@@ -11,7 +11,7 @@ from shardwise.data.tokenizer import Tokenizer, digest, saved_tokenizer
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 from shardwise.protocols import tokenizer_of_data
-from shardwise.run_dir.files import TOKENIZER, write_whole
+from shardwise.run_dir.files import tokenizer_folder, write_whole
 
 
 class KeepTokenizer(Callback):
@@ -27,7 +27,7 @@ class KeepTokenizer(Callback):
         if self.plan.resume is not None and "data" not in self.plan.resume_allow:
             _check_same(tokenizer, self.plan.resume)
         if trainer.is_global_zero:
-            _write(tokenizer, Path(self.plan.run_dir) / TOKENIZER)
+            _write(tokenizer, tokenizer_folder(self.plan.run_dir))
 
 
 def _check_same(tokenizer: Tokenizer, resume: str) -> None:

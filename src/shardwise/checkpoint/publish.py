@@ -24,10 +24,10 @@ from shardwise.run_dir.files import (
     MANIFEST,
     PLAN,
     TENSORS,
-    TOKENIZER,
     TRAINER_STATE,
     partial_path,
     rank_state,
+    tokenizer_folder,
     unsafe_file,
 )
 
@@ -165,7 +165,7 @@ def _copy_identity(path: Path, partial: Path) -> list[Path]:
     and the weights of a token, with what the optimizer keeps of them, many times that.
     """
     run = run_of(path)
-    sources = [run / PLAN, *sorted((run / TOKENIZER).glob("*"))]
+    sources = [run / PLAN, *sorted(tokenizer_folder(run).glob("*"))]
     copies = [partial / source.relative_to(run) for source in sources if source.is_file()]
     for copy in copies:
         copy.parent.mkdir(exist_ok=True)

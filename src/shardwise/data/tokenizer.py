@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardwise.errors import ConfigError, count
-from shardwise.run_dir.files import TOKENIZER
+from shardwise.run_dir.files import tokenizer_folder
 
 FILE = "tokenizer.json"  # Hugging Face's name, which from_pretrained looks for
 CONFIG = "tokenizer_config.json"
@@ -85,7 +85,7 @@ def load_tokenizer(given: str | Path, end_of_document: str | None = None) -> Tok
 
 def saved_tokenizer(*folders: Path) -> Tokenizer | None:
     """The tokenizer in the first of `folders`, checkpoints or runs, that holds one; None: none does."""
-    found = next((folder / TOKENIZER for folder in folders if (folder / TOKENIZER / FILE).is_file()), None)
+    found = next((path for path in map(tokenizer_folder, folders) if (path / FILE).is_file()), None)
     return None if found is None else load_tokenizer(found)
 
 

@@ -10,8 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.errors import ConfigError
-
 
 class Generates(Protocol):
     """What a module must offer so that texts can be continued with it. protocols.py says the same for users."""
@@ -35,7 +33,7 @@ class Sampling:
     probability, after the temperature.
 
     Raises:
-        ConfigError: a value is out of its range.
+        ValueError: a value is out of its range.
     """
 
     temperature: float = 0.8
@@ -44,11 +42,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature={self.temperature}: must be at least 0; 0 takes the most likely token")
+            raise ValueError(f"temperature={self.temperature}: must be at least 0; 0 takes the most likely token")
         if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k={self.top_k}: must be at least 1, or null for all tokens")
+            raise ValueError(f"top_k={self.top_k}: must be at least 1, or null for all tokens")
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p}: must be above 0 and at most 1")
+            raise ValueError(f"top_p={self.top_p}: must be above 0 and at most 1")
 
     def draw(self, logits: Tensor, generator: torch.Generator | Sequence[torch.Generator] | None = None) -> Tensor:
         """[B, V] -> int64 [B]. With one generator for each row, a row's draw does not depend on the others."""

@@ -27,7 +27,6 @@ LEARNING_RATES = "learning_rate.csv"  # the loss at every rate, of find_learning
 LEARNING_RATES_PICTURE = "learning_rate.png"
 # Folders
 LOGS = "logs"  # a file a rank
-TOKENIZER = "tokenizer"  # the files of the tokenizer that made the run's tokens; in each checkpoint too, as is PLAN
 CHECKPOINTS = "checkpoints"
 # In the folder of checkpoints
 BEST = "best.json"  # which checkpoint has the best score
@@ -69,6 +68,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 def checkpoint_path(run_dir: str | Path, step: int) -> Path:
     return Path(run_dir) / CHECKPOINTS / f"step-{step:08d}.ckpt"
+
+
+def tokenizer_folder(folder: str | Path) -> Path:
+    """Where a run, or a checkpoint, keeps the files of the tokenizer that made its tokens."""
+    return Path(folder) / "tokenizer"
 
 
 def best_checkpoint_path(run_dir: str | Path, step: int) -> Path:

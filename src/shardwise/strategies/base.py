@@ -189,11 +189,6 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         """Make all weights whole while a hook looks at them, as they are under ddp. Collective."""
         yield
 
-    @contextmanager
-    def gathered_weights(self) -> Iterator[None]:
-        """protocols.py says what this promises: a strategy that shards weights gathers them."""
-        yield
-
     # Steps
 
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardwise.config.targets import locate
+from shardwise.data.prompts import read_prompts
 from shardwise.data.text_stream import TextStream
 from shardwise.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer, saved_tokenizer
 from shardwise.devices import count_cuda_devices
@@ -132,7 +133,10 @@ def _check(config: GenerateConfig) -> None:
 def _sampling(config: GenerateConfig) -> Sampling:
     from shardwise.nn.generation import Sampling
 
-    return Sampling(config.temperature, config.top_k, config.top_p)
+    try:
+        return Sampling(config.temperature, config.top_k, config.top_p)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _check_target(node: dict[str, Any]) -> None:
@@ -141,38 +145,6 @@ def _check_target(node: dict[str, Any]) -> None:
             f"{node['_target_']} cannot continue texts: it has no {', '.join(missing)} (recipes/README.md says what a "
             f"module needs for generate); give a run of a language model"
         )
-
-
-def read_prompts(given: str) -> list[str]:
-    """The prompts of a file, one each line.
-
-    Raises:
-        ConfigError: the file cannot be read or is empty, or a line holds no prompt.
-    """
-    path = Path(given).expanduser()
-    try:
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except OSError as error:
-        raise ConfigError(f"input={given} cannot be read: {error.strerror}; give another file") from None
-    except ValueError as error:
-        raise ConfigError(f"input={given} is no UTF-8 text: {error}; convert it") from None
-    if lines == [""]:
-        raise ConfigError(f"input={given} is empty: it needs one prompt each line")
-    if path.suffix != ".jsonl":
-        return lines
-    return [_of_json(line, f"input={given}, line {number}") for number, line in enumerate(lines, start=1)]
-
-
-def _of_json(line: str, where: str) -> str:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except ValueError as error:
-        raise ConfigError(f"{where} is no JSON: {error}; correct the line") from None
-    except (LookupError, TypeError):
-        prompt = None
-    if not isinstance(prompt, str):
-        raise ConfigError(f'{where} needs a "prompt" that is text, as in {{"prompt": "Once upon a time"}}')
-    return prompt
 
 
 class Writer:

@@ -35,6 +35,14 @@ def parameters_on_meta() -> Iterator[None]:
         yield
 
 
+def replace_parameters(root: nn.Module, by: dict[int, nn.Parameter]) -> None:
+    """Put `by[id(parameter)]` in place of each parameter, wherever it stands: tied parameters stay one."""
+    for layer in root.modules():
+        for name, parameter in layer._parameters.items():
+            if parameter is not None:
+                layer._parameters[name] = by[id(parameter)]
+
+
 class Materializer:
     """Gives the parts of one module their memory and their initial values, in any order, each part once.
 

@@ -17,7 +17,7 @@ from shardwise.checkpoint.state import persistent_buffers, shapes_of, unlike
 from shardwise.config.targets import build, locate
 from shardwise.errors import ConfigError
 from shardwise.protocols import initializes_itself
-from shardwise.weights.initialize import parameters_on_meta
+from shardwise.weights.initialize import parameters_on_meta, replace_parameters
 
 
 class SavedWeights:
@@ -79,10 +79,7 @@ def build_saved(
         values = weights.read(name)
         to = dtype if dtype is not None and values.is_floating_point() else values.dtype
         made[id(parameter)] = nn.Parameter(values.to(device, to), requires_grad=False)
-    for layer in module.modules():
-        for name, old in layer._parameters.items():
-            if old is not None:
-                layer._parameters[name] = made[id(old)]
+    replace_parameters(module, made)
     for name, buffer in persistent_buffers(module):
         buffer.copy_(weights.read(name))
     return module.to(device).eval()
