@@ -63,11 +63,12 @@ def test_the_examples_of_own_data_train(tmp_path: Path) -> None:
     for block in blocks(page, "python"):
         (tmp_path / block.partition("\n")[0].removeprefix("# ")).write_text(block)
     (tmp_path / "texts").mkdir()
-    for number in range(3):
-        (tmp_path / f"texts/{number}.txt").write_text("a text that is long enough for some sequences. " * 40)
-    lines = [line for block in blocks(page) for line in block.splitlines() if line.startswith("python ")]
-    ours = [line for line in lines if "/data/" not in line]
-    assert len(ours) == 4, ours
+    for number in range(40):
+        (tmp_path / f"texts/{number}.txt").write_text(f"{number}: a text that is long enough for some sequences. " * 40)
+    starts = ("python ", "shardwise ")
+    lines = [line for block in blocks(page) for line in block.splitlines() if line.startswith(starts)]
+    ours = [line for line in lines if "/data/" not in line and "books" not in line]
+    assert len(ours) == 6, ours
     path = f"{ROOT}/src:{tmp_path}"
     for line in ours:
         words = shlex.split(line.replace("/path/to/shardwise", str(ROOT)))
@@ -76,6 +77,7 @@ def test_the_examples_of_own_data_train(tmp_path: Path) -> None:
         if words[1] == str(ROOT / "train.py"):
             done = run(tmp_path, *words[2:], *more, PYTHONPATH=path)
         else:
-            done = run_patiently([sys.executable, *words[1:]], 120, cwd=tmp_path, env=environment(PYTHONPATH=path))
+            words[:1] = [sys.executable] if words[0] == "python" else [sys.executable, "-m", "shardwise"]
+            done = run_patiently(words, 120, cwd=tmp_path, env=environment(PYTHONPATH=path))
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-    assert (tmp_path / "tokens/index.json").is_file() and len(list((tmp_path / "runs").iterdir())) == 3
+    assert (tmp_path / "tokens/index.json").is_file() and len(list((tmp_path / "runs").iterdir())) == 4

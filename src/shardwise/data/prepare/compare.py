@@ -1,0 +1,39 @@
+"""Compares a folder that is there with what a command would make."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from shardwise.data.prepare.job import Job
+from shardwise.data.prepare.work import INPUTS
+from shardwise.data.shard_index import INDEX, load_index
+from shardwise.data.tokenizer import digest
+from shardwise.errors import DataError
+
+
+def compare(job: Job, output: Path) -> None:
+    """Raises `DataError` unless `output` holds what `job` makes."""
+    remedy = "remove it, or give another output="
+    if not (output / INDEX).is_file():
+        raise DataError(f"{output} exists and holds something other than token shards: {remedy}")
+    index = load_index(output)
+    made_of = index.get("made_of")
+    if made_of is None:
+        raise DataError(f"{output} holds token shards that were not made by shardwise prepare: {remedy}")
+    for key, value in job.words().items():
+        if (before := made_of["words"].get(key)) != value:
+            raise DataError(f"{output} was made with {key}={before}, and now {key}={value}: {remedy}")
+    if job.tokenizer is not None and index["tokenizer"]["sha256"] != digest(job.tokenizer):
+        raise DataError(f"{output} was made with another tokenizer, {index['tokenizer']['name']}: {remedy}")
+    rows = [json.loads(line) for line in (output / INPUTS).read_text(encoding="utf-8").splitlines()]
+    before, now = ([(row["path"], row["size"]) for row in rows], [(file.path, file.size) for file in job.files])
+    changed = next((pair[0] for pair in sorted(set(before) ^ set(now))), None)
+    for row in rows if changed is None else ():
+        with open(row["path"], "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != row["sha256"]:
+                changed = row["path"]
+                break
+    if changed is not None or before != now:
+        raise DataError(f"{output} was made from other inputs (see {changed or 'their order'}): {remedy}")

@@ -1,0 +1,113 @@
+"""Takes the documents out of a part, and says what is wrong with those that are none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from shardwise.data.prepare.parts import Flaw, Part, import_parquet
+from shardwise.errors import a_or_an, did_you_mean
+
+_JSON_NAMES = {dict: "object", list: "list", str: "text", bool: "truth value", int: "number", float: "number"}
+
+
+def documents(part: Part, field: str) -> Iterator[tuple[str, bytes, int] | Flaw]:
+    """(text, its UTF-8, line) of each document, in their order, and a flaw in the place of what is none."""
+    read = {"lines": _of_lines, "text": _of_text, "rows": _of_rows}[part.kind]
+    for line, found in read(part, field):
+        if isinstance(found, _Wrong):
+            yield Flaw(part.path, line, str(found))
+            continue
+        text, raw = found
+        if text.isspace() or not text:
+            yield Flaw(part.path, line, "the document is empty: remove it, or leave it out with on_error=skip")
+        else:
+            yield text, raw, line
+
+
+class _Wrong(str):
+    """A rule that is broken, and the remedy."""
+
+
+_Found = Iterator[tuple[int, tuple[str, bytes] | _Wrong]]
+
+
+def _of_text(part: Part, field: str) -> _Found:
+    assert isinstance(part.content, bytes)
+    try:
+        yield 0, (part.content.decode(), part.content)
+    except UnicodeDecodeError as error:
+        line = part.content.count(b"\n", 0, error.start) + 1
+        yield line, _not_utf8(error)
+
+
+def _of_lines(part: Part, field: str) -> _Found:
+    assert isinstance(part.content, bytes)
+    for line, raw in enumerate(part.content.split(b"\n"), part.first):
+        if raw and not raw.isspace():  # an empty line holds nothing, not even an empty document
+            yield line, _of_line(raw, field)
+
+
+def _of_line(raw: bytes, field: str) -> tuple[str, bytes] | _Wrong:
+    try:
+        row = json.loads(raw.decode())
+    except UnicodeDecodeError as error:
+        return _not_utf8(error)
+    except ValueError as error:
+        return _Wrong(f"is not one JSON object ({error}): correct the line; each line must hold a whole object")
+    except RecursionError:
+        return _Wrong("is not one JSON object that can be read: its brackets are nested too deep")
+    if not isinstance(row, dict):
+        return _Wrong(f"is {_json_name(row)}, and must be an object with the field {field}")
+    if field not in row:
+        return _missing(field, list(row))
+    return _checked(row[field], field)
+
+
+def _of_rows(part: Part, field: str) -> _Found:
+    parquet = import_parquet()
+    try:
+        with parquet.ParquetFile(part.path) as file:
+            names = file.schema_arrow.names
+            if field not in names:
+                yield 0, _missing(field, names)
+                return
+            rows = file.read_row_group(int(part.content), columns=[field]).column(0).to_pylist()
+    except UnicodeDecodeError as error:
+        yield part.first, _not_utf8(error)
+        return
+    except Exception as error:  # pyarrow has several kinds, some of them plain OSError and ValueError
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        yield part.first, _Wrong(f"the row group that begins here is damaged ({said}); copy the file again")
+        return
+    for row, value in enumerate(rows, part.first):
+        yield row, _checked(value, field)
+
+
+def _checked(value: Any, field: str) -> tuple[str, bytes] | _Wrong:
+    if not isinstance(value, str):
+        return _Wrong(f"the field {field} is {_json_name(value)}, and must be text; name another by field=…")
+    try:
+        return value, value.encode()
+    except UnicodeEncodeError as error:
+        return _Wrong(
+            f"the text holds half a surrogate pair at character {error.start}, which is no Unicode: correct it"
+        )
+
+
+def _missing(field: str, names: list[str]) -> _Wrong:
+    return _Wrong(
+        f"has no field {field}{did_you_mean(field, names)}; it has {', '.join(names) or 'none'}: name one by field=…"
+    )
+
+
+def _not_utf8(error: UnicodeDecodeError) -> _Wrong:
+    return _Wrong(
+        f"is not UTF-8 (byte {error.object[error.start]:#04x} at position {error.start} of its line or file): convert "
+        f"it, with iconv for example"
+    )
+
+
+def _json_name(value: Any) -> str:
+    return "null" if value is None else a_or_an(_JSON_NAMES.get(type(value), type(value).__name__))

@@ -1,0 +1,102 @@
+"""What is written when all tokens are there: the report and the index."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from shardwise.data.prepare.job import Job
+from shardwise.data.prepare.report import write_report
+from shardwise.data.prepare.training import every_nth
+from shardwise.data.prepare.work import INPUTS, Totals, Work
+from shardwise.data.prepare.worker import VALIDATION
+from shardwise.data.shard_index import VERSION, dtype_for
+from shardwise.data.shard_writer import write_index
+from shardwise.data.tokenizer import Tokenizer, digest
+from shardwise.errors import DataError, count
+
+
+def check_splits(job: Job, folder: Path, totals: Totals) -> None:
+    """Raises `DataError`, and removes the work, if a split has no document."""
+    documents, share = totals.documents, job.config.validation
+    total = sum(documents.values())
+    empty = [split for split, number in documents.items() if not number and (split != VALIDATION or share)]
+    if not empty:
+        return
+    shutil.rmtree(folder)  # a small corpus: the next start makes it again
+    if total < 2 or not share:
+        remedy = "give validation=0, or more documents" if total else "check the inputs and field="
+    elif empty == [VALIDATION]:
+        remedy = f"give at least validation={_slightly_above(totals.smallest)}, more documents, or validation=0"
+    else:
+        remedy = "give a smaller validation="
+    raise DataError(f"validation={share} of {count(total, 'document')} leaves no document for {empty[0]}: {remedy}")
+
+
+def write_results(job: Job, work: Work, splits: dict[str, Any], tokenizer: Tokenizer, bare: float) -> None:
+    """Write the report and the index into the folder of the shards. `bare`: the tokenizer's own bytes a second."""
+    totals, config, vocab_size = work.totals, job.config, job.vocab_size(tokenizer)
+    inputs = {
+        "files": len(job.files),
+        "bytes": job.size,
+        "sha256": hashlib.sha256((work.shards / INPUTS).read_bytes()).hexdigest(),
+    }
+    made_of = {"words": job.words(), "inputs": inputs, "skipped": totals.skipped}
+    told = json.dumps([made_of, digest(tokenizer)], sort_keys=True)
+    seconds = max(totals.seconds, 1e-6)
+    report = {
+        "documents": totals.documents,
+        "tokens": totals.tokens,
+        "text_bytes": totals.bytes,
+        "vocab_size": vocab_size,
+        "tokenizer": {"name": tokenizer.name, "tokens": tokenizer.vocab_size, "sha256": digest(tokenizer)},
+        "options": job.words() | {"tokenizer": config.tokenizer, "on_error": config.on_error.value},
+        "inputs": inputs,
+        "skipped": totals.skipped,
+        "other_endings": {"files": len(job.other_endings), "first": next(iter(job.other_endings), None)},
+        "rate": {
+            "seconds": round(seconds, 3),
+            "processes": config.count_processes(),
+            "bytes_per_second": sum(totals.bytes.values()) / seconds,
+            "tokens_per_second": sum(totals.tokens.values()) / seconds,
+            "bare_tokenizer_bytes_per_second": bare,
+        },
+        "notes": _notes(job, tokenizer, vocab_size, totals.skipped),
+    }
+    write_report(work.shards, report, splits)
+    index = {"version": VERSION, "dtype": dtype_for(vocab_size), "vocab_size": vocab_size}
+    described = f"{count(len(job.files), 'file')}, such as {job.files[0].path}"
+    index |= {"source": described, "fingerprint": hashlib.sha256(told.encode()).hexdigest(), "made_of": made_of}
+    write_index(work.shards, index | {"splits": splits}, tokenizer)
+
+
+def _notes(job: Job, tokenizer: Tokenizer, vocab_size: int, skipped: int) -> list[str]:
+    notes, wanted = [], job.config.vocab_size or 0
+    if skipped:
+        notes.append(f"{count(skipped, 'document')} or file left out, with the reasons, in skipped.jsonl")
+    if job.other_endings:
+        notes.append(f"{count(len(job.other_endings), 'file')} with other endings left out")
+    if tokenizer.vocab_size < wanted:
+        notes.append(
+            f"the tokenizer has {count(tokenizer.vocab_size, 'token')}, not {wanted:,}: the inputs have no more "
+            f"pairs that stand there twice"
+        )
+    if job.config.is_trained and (step := every_nth(job.files)) > 1:
+        notes.append(f"the tokenizer was trained on every {step}. part of the inputs")
+    if vocab_size > tokenizer.vocab_size:
+        notes.append(
+            f"the vocabulary is padded from {tokenizer.vocab_size:,} to {vocab_size:,} tokens, as "
+            f"pad_vocabulary_to asks"
+        )
+    return notes
+
+
+def _slightly_above(number: float) -> str:
+    """A number with two digits that is a little larger."""
+    for digits in range(1, 20):
+        if (shown := round(number + 0.6 * 10**-digits, digits)) < min(1, 2 * number + 10**-2):
+            return f"{shown:g}"
+    return f"{number}"

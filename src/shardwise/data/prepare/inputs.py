@@ -1,0 +1,112 @@
+"""Finds the files that are to be prepared: paths, patterns and folders become one list in a fixed order."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.errors import ConfigError, count
+
+KINDS = {".txt": "text", ".jsonl": "lines", ".json": "lines", ".ndjson": "lines", ".parquet": "rows"}
+PACKED = (".gz", ".zst")
+ENDINGS = ".txt, .jsonl, .json, .ndjson (also with .gz or .zst behind), .parquet"
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One file. `kind` is "text" (one document), "lines" (a JSON object a line) or "rows" (Parquet)."""
+
+    path: str
+    kind: str
+    packed: str  # ".gz", ".zst", or nothing
+    size: int  # bytes on the disk
+    changed: int  # when, in nanoseconds
+
+
+def find_inputs(given: list[str]) -> tuple[list[InputFile], list[str]]:
+    """The files that `given` means, and those in its folders that are left out because of their ending.
+
+    The order is that of `given`; what a pattern or a folder means is sorted by name.
+
+    Raises:
+        ConfigError: nothing is found, a file is named twice, has an unknown ending or cannot be looked at.
+    """
+    if not given:
+        raise ConfigError("there is no input: name files, folders or patterns, such as input=books/*.jsonl")
+    files: dict[str, InputFile] = {}
+    left_out: list[str] = []
+    for word in given:
+        for path in _paths(word):
+            if kind_of(path) is None:
+                left_out.append(path)
+                continue
+            found = _look_at(path)
+            same = os.path.realpath(path)
+            if same in files:
+                raise ConfigError(f"{path} is named twice among the inputs, as {files[same].path} too: name it once")
+            files[same] = found
+    if not files:
+        raise ConfigError(
+            f"input={','.join(given)}: no file there has one of the endings {ENDINGS}"
+            + (f" ({count(len(left_out), 'other file')}, such as {left_out[0]})" if left_out else "")
+        )
+    return list(files.values()), left_out
+
+
+def split_words(word: str) -> list[str]:
+    """`a.txt,b.txt` → both, unless there is a file of the whole name."""
+    return [word] if os.path.lexists(word) else [part for part in word.split(",") if part]
+
+
+def kind_of(path: str) -> tuple[str, str] | None:
+    """(kind, packing) by the ending of a file's name; None: it is not one of ours."""
+    stem, packed = path, ""
+    if path.lower().endswith(PACKED):
+        stem, packed = os.path.splitext(path)
+    kind = KINDS.get(os.path.splitext(stem)[1].lower())
+    return None if kind is None or (packed and kind == "rows") else (kind, packed.lower())
+
+
+def _paths(word: str) -> Iterator[str]:
+    path = os.path.expanduser(word)
+    if os.path.isdir(path):
+        yield from _below(path)
+    elif os.path.lexists(path):
+        yield _known(path)
+    else:
+        found = sorted(glob.glob(path, recursive=True))
+        if not found:
+            is_pattern = glob.has_magic(path)
+            what = "no file matches this pattern" if is_pattern else "there is no such file or folder"
+            raise ConfigError(f"input={word}: {what} (in {Path.cwd()}); check the path")
+        for one in found:
+            yield from _below(one) if os.path.isdir(one) else (_known(one),)
+
+
+def _known(path: str) -> str:
+    if kind_of(path) is None:
+        raise ConfigError(f"{path}: the ending says how a file is read, and must be one of {ENDINGS}; rename it")
+    return path
+
+
+def _below(folder: str) -> list[str]:
+    def refuse(error: OSError) -> None:
+        raise ConfigError(f"{error.filename} cannot be read ({error.strerror}): grant this user permission")
+
+    found = []
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [os.path.join(parent, name) for name in names if not name.startswith(".")]
+    return sorted(found)
+
+
+def _look_at(path: str) -> InputFile:
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): correct or remove it") from error
+    kind, packed = kind_of(path) or ("", "")
+    return InputFile(path, kind, packed, found.st_size, found.st_mtime_ns)

@@ -1,0 +1,210 @@
+"""Cuts the inputs into parts, pieces of work that depend on the inputs alone. One process reads, others tokenize.
+
+A part holds whole lines, a whole text file, or a row group of a Parquet file. While a file is read, its
+SHA-256 is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.data.prepare.inputs import InputFile
+from shardwise.errors import ConfigError
+
+_CHUNK = 1 << 20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # it says that a file is UTF-8, and is no part of its text
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """What is wrong with an input. `line`: of a Parquet file the row; 0: the file as a whole."""
+
+    path: str
+    line: int
+    rule: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.rule}" if self.line else f"{self.path}: {self.rule}"
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the next part begins: of the file with this number, after so many of its parts."""
+
+    file: int = 0
+    part: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """One piece of work, or a message about a file that has been read whole."""
+
+    path: str
+    kind: str  # as InputFile's, or nothing if there is nothing to tokenize
+    after: Position  # where to go on when this part is done
+    content: bytes | int = b""  # lines or a whole text; of "rows" the number of the row group
+    first: int = 1  # the number of its first line or row
+    read: int = 0  # bytes of the input file that were read for it
+    flaws: tuple[Flaw, ...] = ()
+    record: dict[str, Any] | None = None  # path, size and sha256 of a file that is done
+
+
+def read_parts(files: list[InputFile], size: int, begin: Position = Position()) -> Iterator[Part]:
+    """The parts of `files` from `begin` on. `size`: bytes of text after which a part ends with its line."""
+    for number in range(begin.file, len(files)):
+        file = files[number]
+        skip = begin.part if number == begin.file else 0
+        reader = _Reader(file, number)
+        for part in reader.parts(size):
+            if part.after.part > skip or part.record is not None:
+                yield part
+
+
+@dataclass
+class _Reader:
+    """Reads one file."""
+
+    file: InputFile
+    number: int
+    made: int = 0  # parts
+    position: int = 0  # bytes that were read
+    told: int = 0  # bytes that parts have accounted for
+    sha256: Any = field(default_factory=hashlib.sha256)
+
+    def parts(self, size: int) -> Iterator[Part]:
+        flaws: tuple[Flaw, ...] = ()
+        try:
+            match self.file.kind:
+                case "lines":
+                    yield from self._lines(size)
+                case "text":
+                    yield self._part(b"".join(self._unpacked()).removeprefix(BYTE_ORDER_MARK), 1)
+                case _:
+                    yield from self._row_groups()
+        except _Damaged as error:
+            flaws = (Flaw(self.file.path, error.line, str(error)),)
+        if self.position != self.file.size and not flaws:
+            rule = f"had {self.file.size:,} bytes at the start and now has {self.position:,}: it is being changed"
+            flaws = (Flaw(self.file.path, 0, rule),)
+        record = {"path": self.file.path, "size": self.position, "sha256": self.sha256.hexdigest()}
+        rest = self.file.size - self.told
+        yield Part(self.file.path, "", Position(self.number + 1), read=rest, flaws=flaws, record=record)
+
+    def _part(self, content: bytes | int, first: int, read: int | None = None) -> Part:
+        self.made += 1
+        read = self.position - self.told if read is None else read
+        self.told += read
+        return Part(self.file.path, self.file.kind, Position(self.number, self.made), content, first, read)
+
+    def _lines(self, size: int) -> Iterator[Part]:
+        held: list[bytes] = []
+        length, first, is_start = 0, 1, True
+        try:
+            for piece in self._unpacked():
+                piece = piece.removeprefix(BYTE_ORDER_MARK) if is_start else piece
+                is_start = False
+                held.append(piece)
+                length += len(piece)
+                if length >= size and (end := piece.rfind(b"\n") + 1):
+                    content = b"".join([*held[:-1], piece[:end]])
+                    yield self._part(content, first)
+                    first += content.count(b"\n")
+                    held, length = [piece[end:]], len(piece) - end
+        except _Damaged as error:  # the whole lines before it are documents like others
+            content = b"".join(held)
+            content = content[: content.rfind(b"\n") + 1]
+            if content:
+                yield self._part(content, first)
+            raise _Damaged(str(error), first + content.count(b"\n")) from error
+        if content := b"".join(held):
+            yield self._part(content, first)
+
+    def _row_groups(self) -> Iterator[Part]:
+        groups, first = _row_group_sizes(self.file.path), 1
+        for number, rows in enumerate(groups):
+            yield self._part(number, first, self.file.size // len(groups))
+            first += rows
+        for _ in self._raw():
+            pass
+
+    def _raw(self) -> Iterator[bytes]:
+        try:
+            with open(self.file.path, "rb") as file:
+                while piece := file.read(_CHUNK):
+                    self.sha256.update(piece)
+                    self.position += len(piece)
+                    yield piece
+        except OSError as error:
+            raise _Damaged(f"cannot be read ({error.strerror})") from error
+
+    def _unpacked(self) -> Iterator[bytes]:
+        """The content, unpacked, in pieces."""
+        if not self.file.packed:
+            yield from self._raw()
+            return
+        name, make, failure = _unpacker(self.file.packed)
+        unpacker = make()
+        begun = False
+        for piece in self._raw():
+            while piece:
+                if unpacker.eof:  # several packed files may stand one after the other
+                    if self.file.packed == ".gz" and not (piece := piece.lstrip(b"\0")):
+                        break
+                    unpacker = make()
+                begun = True
+                try:
+                    if found := unpacker.decompress(piece):
+                        yield found
+                except failure as error:
+                    raise _Damaged(f"is damaged, or no {name} file ({error}); copy it again") from error
+                piece = unpacker.unused_data if unpacker.eof else b""
+        if begun and not unpacker.eof:
+            raise _Damaged(f"ends in the middle of its {name} data; copy it again")
+
+
+class _Damaged(Exception):
+    """The file cannot be read, or not to its end. `line`: the first line that is not whole."""
+
+    def __init__(self, rule: str, line: int = 0) -> None:
+        super().__init__(rule)
+        self.line = line
+
+
+def _unpacker(packed: str) -> tuple[str, Any, Any]:
+    if packed == ".gz":
+        return "gzip", lambda: zlib.decompressobj(31), zlib.error
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ConfigError(
+            "an input ends with .zst, which needs the package zstandard: pip install zstandard"
+        ) from error
+    return "zstd", zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
+
+
+def import_parquet() -> Any:
+    """pyarrow.parquet, or a `ConfigError` that says how to install it."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(
+            "an input ends with .parquet, which needs the package pyarrow: pip install pyarrow"
+        ) from error
+    return pyarrow.parquet
+
+
+def _row_group_sizes(path: str) -> list[int]:
+    parquet = import_parquet()
+    try:
+        with parquet.ParquetFile(path) as file:
+            return [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
+    except Exception as error:  # pyarrow has several kinds, some of them plain OSError and ValueError
+        raise _Damaged(f"is damaged, or no Parquet file ({_first_line(error)}); copy it again") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,129 @@
+"""What came out: report.json, report.md and lengths.png in the folder of the shards, and lines for the terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.data.prepare.progress import clock, magnitude
+from shardwise.data.prepare.work import INPUTS, SKIPPED
+from shardwise.data.shard_index import ENDS_DTYPE
+from shardwise.errors import count
+
+REPORT, PAGE, PICTURE = "report.json", "report.md", "lengths.png"
+_BAR = 40  # characters of the longest bar
+_SHOWN = 20  # of what was skipped
+
+Histogram = list[tuple[int, int, int]]  # (from, below, documents)
+
+
+def write_report(folder: Path, report: dict[str, Any], splits: dict[str, list[dict[str, Any]]]) -> None:
+    """Write the three files. `report` gets the histogram of lengths."""
+    histogram = length_histogram(folder, splits)
+    report["lengths_in_tokens"] = [{"from": a, "below": b, "documents": n} for a, b, n in histogram]
+    (folder / REPORT).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / PAGE).write_text("\n".join(_page(report, folder)) + "\n", encoding="utf-8")
+    draw(folder / PICTURE, histogram)
+
+
+def length_histogram(folder: Path, splits: dict[str, list[dict[str, Any]]]) -> Histogram:
+    """Documents of all splits by their length in tokens, in powers of two."""
+    counts = np.zeros(64, np.int64)
+    for shards in splits.values():
+        open_since = 0  # tokens of a document that the shards before have begun
+        for shard in shards:
+            ends = np.fromfile(folder / shard["ends"], ENDS_DTYPE).astype(np.int64)
+            if not len(ends):
+                open_since += shard["tokens"]
+                continue
+            lengths = np.diff(ends, prepend=-open_since)
+            counts += _by_power(lengths)
+            open_since = shard["tokens"] - int(ends[-1])
+    used = np.flatnonzero(counts)
+    return [(1 << n, 1 << n + 1, int(counts[n])) for n in range(used[0], used[-1] + 1)]
+
+
+def _by_power(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    powers = np.frexp(lengths)[1] - 1  # floor(log2)
+    return np.bincount(powers, minlength=64)
+
+
+def bars(histogram: Histogram) -> list[str]:
+    """The histogram as lines of text."""
+    most = max(number for _, _, number in histogram)
+    width = max(len(f"{below - 1:,}") for _, below, _ in histogram)
+    lines = []
+    for begin, below, number in histogram:
+        bar = "█" * max(round(number * _BAR / most), number > 0)
+        lines.append(f"{begin:>{width},} … {below - 1:>{width},}  {bar:<{_BAR}}  {number:,}")
+    return lines
+
+
+def draw(path: Path, histogram: Histogram) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    edges = [begin for begin, _, _ in histogram] + [histogram[-1][1]]
+    axes.stairs([number for _, _, number in histogram], edges, fill=True)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens of a document")
+    axes.set_ylabel("documents")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def summary(report: dict[str, Any], histogram: bool = True) -> list[str]:
+    """What the terminal shows at the end."""
+    documents, tokens, size = report["documents"], report["tokens"], report["text_bytes"]
+    parts = [f"{name} {documents[name]:,} documents, {tokens[name]:,} tokens" for name in tokens if tokens[name]]
+    lines = [
+        "; ".join(parts),
+        f"{sum(size.values()) / max(sum(tokens.values()), 1):.2f} bytes a token, vocabulary {report['vocab_size']:,}",
+    ]
+    if histogram:
+        lengths = [(row["from"], row["below"], row["documents"]) for row in report["lengths_in_tokens"]]
+        lines += ["", "documents by their tokens:", *bars(lengths), ""]
+    lines.append(rate_line(report))
+    lines += report["notes"]
+    return lines
+
+
+def rate_line(report: dict[str, Any]) -> str:
+    rate = report["rate"]
+    bare = rate["bare_tokenizer_bytes_per_second"]
+    return (
+        f"{clock(rate['seconds'])} with {count(rate['processes'], 'process')}: "
+        f"{magnitude(rate['bytes_per_second'], 'B/s')} of text, {magnitude(rate['tokens_per_second'])} tokens/s"
+        + (f"; the bare tokenizer in as many processes: {magnitude(bare, 'B/s')}" if bare else "")
+    )
+
+
+def _page(report: dict[str, Any], folder: Path) -> list[str]:
+    lengths = [(row["from"], row["below"], row["documents"]) for row in report["lengths_in_tokens"]]
+    lines = ["# Token shards", "", *(f"{line}  " for line in summary(report, histogram=False)), ""]
+    lines += ["## Documents by their tokens", "", f"![{PICTURE}]({PICTURE})", "", "```", *bars(lengths), "```", ""]
+    lines += ["## Options", "", *(f"- `{key}={value}`" for key, value in report["options"].items()), ""]
+    lines += [
+        "## Inputs",
+        "",
+        f"{count(report['inputs']['files'], 'file')}, {report['inputs']['bytes']:,} bytes: {INPUTS}",
+    ]
+    lines += ["", "## What was left out", ""]
+    if not report["skipped"] and not report["other_endings"]["files"]:
+        return [*lines, "nothing"]
+    if report["skipped"]:
+        lines += [f"{count(report['skipped'], 'document or file')}: {SKIPPED}", ""]
+        with (folder / SKIPPED).open(encoding="utf-8") as file:
+            rows = [json.loads(line) for _, line in zip(range(_SHOWN), file, strict=False)]
+        lines += [f"- `{row['path']}:{row['line']}`: {row['rule']}" for row in rows]
+        lines += ["- …"] if report["skipped"] > _SHOWN else []
+    if others := report["other_endings"]["files"]:
+        lines += [f"- {count(others, 'file')} with other endings, such as `{report['other_endings']['first']}`"]
+    return lines

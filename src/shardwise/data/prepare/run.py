@@ -1,0 +1,152 @@
+"""The order of things in `shardwise prepare`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+from shardwise.data.prepare.compare import compare
+from shardwise.data.prepare.finish import check_splits, write_results
+from shardwise.data.prepare.job import Job
+from shardwise.data.prepare.options import OnError, PrepareConfig
+from shardwise.data.prepare.parts import Part, read_parts
+from shardwise.data.prepare.progress import Progress, magnitude
+from shardwise.data.prepare.report import PAGE, REPORT, summary
+from shardwise.data.prepare.training import END, save_tokenizer, train_tokenizer
+from shardwise.data.prepare.work import Work, begin_or_go_on, locked
+from shardwise.data.prepare.worker import Pool, Result, Rules, worker_pool
+from shardwise.data.shard_index import TOKENIZER
+from shardwise.data.shard_writer import publish
+from shardwise.data.tokenizer import FILE, HuggingFaceTokenizer, Tokenizer, digest
+from shardwise.errors import DataError, count
+from shardwise.run_dir.files import partial_path, put_in_place
+
+PART_BYTES = 1 << 22
+
+
+def prepare(
+    given: list[str],
+    config: PrepareConfig,
+    *,
+    part_bytes: int = PART_BYTES,
+    waits: bool = False,
+    quiet: bool = False,
+) -> Path:
+    """Make token shards of the inputs `given` in the folder `config.output`, which appears whole or not at all.
+
+    `waits`: for another process that makes the same folder; otherwise it is refused. `quiet`: print nothing.
+
+    Raises:
+        ConfigError: an option or an input cannot work, or the folder has other content. What is done is kept, and a
+            later call with the same options goes on from there.
+    """
+    config.check()
+    job = Job.make(given, config, part_bytes, quiet)
+    output = Path(config.output).expanduser()
+    with locked(output, waits) as folder:
+        try:
+            if output.exists() and (not output.is_dir() or any(output.iterdir())):
+                compare(job, output)
+                job.say(f"{output} is complete already, from these inputs and with these words: nothing to do")
+            else:
+                _make(job, folder, output)
+        except OSError as error:
+            raise DataError(
+                f"{error.filename or folder} cannot be written ({error.strerror or error}): make room or grant "
+                f"permission, then start with the same words, which goes on from what is done"
+            ) from error
+        except BrokenProcessPool as error:
+            raise DataError(
+                f"one of {count(config.count_processes(), 'process')} was killed, perhaps because memory ran out: "
+                f"start with the same words, which goes on from what is done, and with fewer processes="
+            ) from error
+    return output
+
+
+def _make(job: Job, folder: Path, output: Path) -> None:
+    config = job.config
+    identity = {
+        "words": job.words() | {"part_bytes": job.part_bytes},
+        "tokenizer": None if job.tokenizer is None else digest(job.tokenizer),
+        "on_error": config.on_error.value,
+    }
+    begin_or_go_on(folder, identity, [[file.path, file.size, file.changed] for file in job.files])
+    tokenizer = job.tokenizer or _trained(job, folder)
+    save_tokenizer(tokenizer, folder / TOKENIZER)
+    vocab_size, processes = job.vocab_size(tokenizer), config.count_processes()
+    job.say(
+        f"{count(len(job.files), 'file')}, {magnitude(job.size, 'B')}; tokenizer {tokenizer.name} with "
+        f"{count(tokenizer.vocab_size, 'token')}; {count(processes, 'process')}"
+    )
+    rules = Rules(str(folder / TOKENIZER), config.field, config.validation, config.on_error is OnError.stop)
+    with worker_pool(rules, processes) as pool:
+        with Work(folder, vocab_size, config.shard_tokens) as work:
+            if work.is_resumed:
+                done = count(sum(work.totals.documents.values()), "document")
+                job.say(f"goes on after {done}, which an earlier start has made")
+            _tokenize(job, pool, work)
+            splits = work.finish()
+        check_splits(job, folder, work.totals)
+        bare = pool.measure()
+    write_results(job, work, splits, tokenizer, bare)
+    publish(work.shards, output)
+    if work.shards.exists():
+        raise DataError(f"{output} has been made by another process: remove it, or give another output=")
+    for line in summary(json.loads((output / REPORT).read_text(encoding="utf-8"))):
+        job.say(line)
+    job.say(f"{output} holds the shards and {PAGE}")
+
+
+def _trained(job: Job, folder: Path) -> Tokenizer:
+    """The tokenizer that is trained on the inputs, once."""
+    place = folder / TOKENIZER
+    if not place.exists():
+        job.say(f"trains a tokenizer with {count(job.config.vocab_size or 0, 'token')}")
+        beside = partial_path(place)
+        shutil.rmtree(beside, ignore_errors=True)
+        save_tokenizer(train_tokenizer(job.files, job.config, job.part_bytes), beside)
+        put_in_place(place)
+    return HuggingFaceTokenizer((place / FILE).read_text(encoding="utf-8"), {"eos_token": END}, "train")
+
+
+def _tokenize(job: Job, pool: Pool, work: Work) -> None:
+    progress = Progress(job.size, work.totals, job.quiet)
+    pending: deque[tuple[list[Part], Future[Result]]] = deque()
+    waiting = 2 * pool.processes if pool.processes > 1 else 0  # so that every process has something to do
+    try:
+        for parts in bundles(read_parts(job.files, job.part_bytes, work.position), job.part_bytes):
+            pending.append((parts, pool.submit(parts)))
+            while len(pending) > waiting:
+                _add(job, work, *pending.popleft())
+                progress.show(work.totals)
+        while pending:
+            _add(job, work, *pending.popleft())
+            progress.show(work.totals)
+    finally:
+        progress.close()
+
+
+def _add(job: Job, work: Work, parts: list[Part], future: Future[Result]) -> None:
+    result = future.result()
+    if result.flaws and job.config.on_error is OnError.stop:
+        raise DataError(f"{result.flaws[0]} (on_error=skip leaves such out and lists them)")
+    work.add(parts, result)
+
+
+def bundles(parts: Iterator[Part], size: int) -> Iterator[list[Part]]:
+    """Parts together that are small, such as text files of a few lines: a process gets about `size` bytes at once."""
+    held: list[Part] = []
+    length = 0
+    for part in parts:
+        held.append(part)
+        length += len(part.content) if isinstance(part.content, bytes) else part.read
+        if length >= size:
+            yield held
+            held, length = [], 0
+    if held:
+        yield held
