@@ -63,6 +63,7 @@ RUNS: dict[str, list[str]] = {
     "learning-rate finder": ["test_learning_rate.py::test_its_rates_and_losses_are_lightnings_under_every_strategy"],
     "quick check": ["test_quick_check.py::test_a_quick_check_runs_every_stage_and_keeps_nothing"],
     "streams": ["test_streams.py::test_a_resumed_run_reads_on_where_it_was[state]"],
+    "streams of text": ["test_document_stream.py"],
     "metrics": ["test_rows.py", "test_meter.py"],
     "signals": ["test_leaving.py::test_a_single_signal_saves_and_leaves[2]"],
     "out of memory": [

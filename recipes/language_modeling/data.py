@@ -75,17 +75,7 @@ class TextData(LightningDataModule):
     def check_fits(self, *, vocab_size: int, max_seq_len: int) -> None:
         """Raises `ConfigError` if the data holds tokens or sequences that a model of these sizes cannot take."""
         tokens = TokenShards(self.directory, "train").vocab_size
-        if tokens > vocab_size:
-            raise ConfigError(
-                f"{self.directory} holds a vocabulary of {count(tokens, 'token')}, and "
-                f"model.vocab_size={vocab_size}: use at "
-                f"least model.vocab_size={tokens}"
-            )
-        if self.sequence_length > max_seq_len:
-            raise ConfigError(
-                f"data.sequence_length={self.sequence_length} is longer than model.max_seq_len={max_seq_len}: make "
-                f"one of them {max_seq_len} or {self.sequence_length}"
-            )
+        check_sizes(str(self.directory), tokens, self.sequence_length, vocab_size, max_seq_len)
 
     def prepare_data(self) -> None:
         """Builds the shards of the corpus if they are missing. Several nodes may do so at once."""
@@ -152,6 +142,20 @@ def _tokenizer_of(directory: Path) -> Tokenizer | None:
     found = tokenizer_of(directory)
     is_bytes = found is None and load_index(directory)["vocab_size"] == ByteTokenizer.vocab_size
     return ByteTokenizer() if is_bytes else found
+
+
+def check_sizes(data: str, tokens: int, sequence_length: int, vocab_size: int, max_seq_len: int) -> None:
+    """Raises `ConfigError` if a model of `vocab_size` and `max_seq_len` cannot take the `tokens` of `data`."""
+    if tokens > vocab_size:
+        raise ConfigError(
+            f"{data} holds a vocabulary of {count(tokens, 'token')}, and model.vocab_size={vocab_size}: use at least "
+            f"model.vocab_size={tokens}"
+        )
+    if sequence_length > max_seq_len:
+        raise ConfigError(
+            f"data.sequence_length={sequence_length} is longer than model.max_seq_len={max_seq_len}: make one of them "
+            f"{max_seq_len} or {sequence_length}"
+        )
 
 
 def write_python_stdlib(directory: Path) -> None:

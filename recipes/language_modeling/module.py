@@ -14,6 +14,7 @@ from recipes.language_modeling import hugging_face
 from recipes.language_modeling.data import TextData
 from recipes.language_modeling.loss import IGNORE, cross_entropy
 from recipes.language_modeling.model import Transformer
+from recipes.language_modeling.streams import StreamedText
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
 from shardwise.errors import ConfigError
 from shardwise.nn.generation import Sampling, continue_texts
@@ -45,7 +46,7 @@ class LanguageModel(LightningModule):
     def setup(self, stage: str) -> None:
         """Refuses data with tokens or sequences that are too large for the model."""
         data = getattr(self.trainer, "datamodule", None)
-        if isinstance(data, TextData):
+        if isinstance(data, TextData | StreamedText):
             data.check_fits(vocab_size=self.model.vocab_size, max_seq_len=self.model.max_seq_len)
 
     @staticmethod

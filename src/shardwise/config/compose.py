@@ -116,12 +116,11 @@ def _with_plus(words: list[str]) -> list[str]:
     Later the arguments are checked against the class.
     """
     classes = {w.partition("._target_=")[0] for w in words if "._target_=" in w and not w.startswith(("+", "~"))}
-    roots = [w.partition(".")[0] for w in words]
-    # An argument may have a target of its own: module.backbone._target_=my.Backbone
-    return [
-        f"++{w}" if w.startswith(_NAMED) or (root in classes and not w.startswith(f"{root}._target_=")) else w
-        for root, w in zip(roots, words, strict=True)
-    ]
+
+    def is_argument(word: str) -> bool:  # which may have a target of its own: module.backbone._target_=my.Backbone
+        return any(word.startswith(f"{c}.") and not word.startswith(f"{c}._target_=") for c in classes)
+
+    return [f"++{w}" if w.startswith(_NAMED) or is_argument(w) else w for w in words]
 
 
 def _read_override(word: str, groups: dict[str, list[str]]) -> Override:

@@ -18,6 +18,13 @@ from shardwise.mistakes import describe_mistake
 
 # Modules of the standard library whose classes only have values, and do nothing when they are made.
 _PLAIN = ("collections", "datetime", "decimal", "fractions", "functools", "pathlib", "uuid", "zoneinfo")
+# Modules that stream data → the packages that bring them
+_PACKAGES = {
+    "datasets": "datasets",
+    "streaming": "mosaicml-streaming",
+    "litdata": "litdata",
+    "webdataset": "webdataset",
+}
 _PIP = re.compile(r"pip3? install (?:-\S+ )*['\"]?([\w-]+(?:\[[\w,-]+\])?)")
 _PLAIN_TYPES = (bool, bytes, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple)
 
@@ -37,9 +44,10 @@ def locate(path: str, where: str) -> Callable[..., Any]:
         raise ConfigError(f"{where}._target_={path}: not a dotted path; write package.module.Class")
     found: Any = _import(names[0], path, where)
     if found is None:
+        package = _PACKAGES.get(names[0])
         raise ConfigError(
             f"{where}._target_={path}: there is no module {names[0]}; it is looked for in {Path.cwd()} and the "
-            f"installed packages"
+            f"installed packages" + (f": pip install {package}" if package else "")
         )
     for i, name in enumerate(names[1:], start=1):
         parent = ".".join(names[:i])

@@ -241,13 +241,14 @@ def _once(iterator: Iterator[Any]) -> Iterator[Any]:
 
 def _stateful(loader: Any) -> Any:
     """The object whose state has the position: the loader, or its data set if no worker process reads ahead."""
-    if _has_state(loader):
+    if has_state(loader):
         return loader
     dataset = getattr(loader, "dataset", None)
-    return dataset if getattr(loader, "num_workers", 1) == 0 and _has_state(dataset) else None
+    return dataset if getattr(loader, "num_workers", 1) == 0 and has_state(dataset) else None
 
 
-def _has_state(host: Any) -> bool:
+def has_state(host: Any) -> bool:
+    """Whether its state can be taken and restored, without an argument such as the number of samples."""
     try:
         inspect.signature(host.state_dict).bind()
         inspect.signature(host.load_state_dict).bind({})

@@ -19,17 +19,36 @@ def data_node(node: Any, host: Host, ranks_per_node: int) -> dict[str, Any] | No
     `num_workers: auto` becomes a number: the CPUs of a rank without the one that the rank itself needs.
     """
     if not isinstance(node, dict) or node.get("_target_", "") is not None:
-        made = target_node("data", node)
+        made = target_node("data", _without_nulls(node))
         if made.get("num_workers") == "auto":
             cpus = host.cpus // ranks_per_node if host.cpus_per_rank is None else host.cpus_per_rank
             made = made | {"num_workers": min(max(cpus - 1, 0), MOST_WORKERS)}
         return made
-    if options := [f"data.{key}={as_yaml(value)}" for key, value in node.items() if key != "_target_"]:
+    if options := _options("data", node):
         raise ConfigError(
             f"{options[0]}: an option of no class; give data._target_=package.Data, or leave it out: the module's own "
             f"loaders take no options"
         )
     return None
+
+
+def _without_nulls(node: Any) -> Any:
+    """The node, with None for each node directly below that names no class."""
+    if not isinstance(node, dict):
+        return node
+    made = {}
+    for key, value in node.items():
+        is_null = isinstance(value, dict) and value.get("_target_", "") is None
+        if is_null and (options := _options(f"data.{key}", value)):
+            raise ConfigError(
+                f"{options[0]}: an option of no class; give data.{key}._target_=package.Class, or leave it out"
+            )
+        made[key] = None if is_null else value
+    return made
+
+
+def _options(key: str, node: dict[str, Any]) -> list[str]:
+    return [f"{key}.{name}={as_yaml(value)}" for name, value in node.items() if name != "_target_"]
 
 
 def target_node(key: str, node: Any) -> dict[str, Any]:
