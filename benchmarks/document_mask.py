@@ -106,6 +106,7 @@ class Contenders:
         if compiled:
             for block in self.model.blocks:
                 block.forward = torch.compile(block.forward)  # as compile=layer does
+        self.direction = torch.randn(size.dim, generator=torch.Generator().manual_seed(0)).to(device)
         self.flex = flex_parts() if device.type == "cuda" else None
 
     @property
@@ -121,7 +122,8 @@ class Contenders:
             patch.object(recipe, "causal_attention", self.flex[1] if name == FLEX and self.flex else recipe_attention),
         ):
             hidden: Tensor = self.model(batch["tokens"], **documents)
-            hidden.float().square().mean().backward()
+            # Not the mean square itself: the last norm keeps it constant, so that its gradient would be rounding alone.
+            (hidden.float() @ self.direction).square().mean().backward()
         return hidden.detach()
 
     def measure(self, name: str, batches: list[dict[str, Tensor]]) -> list[float]:

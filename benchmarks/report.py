@@ -1,5 +1,6 @@
-"""Writes docs/gpu.md, docs/parity.md and docs/overhead.md from benchmarks/results/*.json, and the tables of
-docs/metrics.md, docs/checkpointing.md, docs/reliability.md and docs/lightning.md, and docs/floors.svg: see pages/.
+"""Writes docs/gpu.md, docs/parity.md and docs/overhead.md from benchmarks/results/*.json, the tables of
+docs/metrics.md, docs/checkpointing.md, docs/data.md, docs/reliability.md and docs/lightning.md, and docs/floors.svg:
+see pages/.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-from benchmarks.pages import architecture, checkpointing, gpu, lightning, metrics, overhead, parity, reliability  # noqa: E402
+from benchmarks.pages import architecture, checkpointing, data, gpu, lightning, metrics, overhead, parity, reliability  # noqa: E402
 
 WHOLE = {"gpu.md": gpu.page, "overhead.md": overhead.page, "parity.md": parity.page}
 WITH_TABLES = {
     "checkpointing.md": checkpointing.TABLES,
+    "data.md": data.TABLES,
     "lightning.md": lightning.TABLES,
     "metrics.md": metrics.TABLES,
     "reliability.md": reliability.TABLES,
