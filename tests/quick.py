@@ -24,6 +24,7 @@ RUNS: dict[str, list[str]] = {
     "experiments of conf/": ["test_experiments.py::test_an_experiment_runs"],
     "language model, resume, validate, predict": ["test_resume.py"],
     "packed documents": ["test_documents.py"],
+    "samples in validation, generate": ["test_samples.py"],
     "images": ["test_digits.py::test_digits_are_learned_alike_under_every_strategy"],
     "own module": [
         "test_anybodys_module.py::test_every_strategy_equals_the_plain_loop[ConvNet]",

@@ -46,12 +46,13 @@ from shardwise.step.record import StepRecord, StepRecorder
 from shardwise.step.verdict import StepVerdict
 from shardwise.step.window import AccumulationWindow, check_output
 from shardwise.strategies.checkpoint_hooks import CheckpointHooks
+from shardwise.strategies.gathered import GatheringHooks
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.whole_weights import weights_are_sharded
 from shardwise.weights.init_from import read_initial
 
 
-class PlannedStrategy(CheckpointHooks, ParallelStrategy):
+class PlannedStrategy(CheckpointHooks, GatheringHooks, ParallelStrategy):
     """The hooks that are the same under every strategy. Each strategy mixes them into one of Lightning's."""
 
     runs_inside_forward = True  # whether a step must run inside the forward of the wrapped module

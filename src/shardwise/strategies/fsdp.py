@@ -229,6 +229,28 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             for module in sharded:
                 getattr(module, blocked)(True, recurse=False)
 
+    def _bytes_to_gather(self) -> int:
+        width = dtype_of(self.plan.precision.compute_dtype).itemsize
+        return sum(p.numel() * width for unit in self._freed_units() for p in unit.parameters())
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        units = self._freed_units()
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.set_reshard_after_forward(True, recurse=False)
+                unit.reshard()
+
+    def _freed_units(self) -> list[Any]:
+        """The units that are freed after their forward pass, and gathered again for the next one."""
+        units = [unit for _, unit in self.units.modules] if self.plan.strategy.reshard_after_forward else []
+        return [unit for unit in units if isinstance(unit, FSDPModule)]
+
     def _reshard(self) -> None:
         """Free the gathered copies that the root keeps after an evaluation, since they are not the master weights."""
         for module in self.module.modules():

@@ -46,6 +46,8 @@ from shardwise.strategies.zero.state import ZeroState
 from shardwise.strategies.zero.unused_parameters import gathered_as_one, touch_all
 from shardwise.weights.initialize import Materializer
 
+_SAMPLING = -1  # the number of no layer
+
 
 class ZeroStrategy(PlannedStrategy, DDPStrategy):
     """Uses DDPStrategy for the processes and their group only. DeepSpeed wraps the module."""
@@ -260,6 +262,26 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                 f"{self.plan.strategy.name} trained weights are in DeepSpeed's hands, and this would be lost; use "
                 f"strategy=ddp or fsdp"
             )
+
+    def _bytes_to_gather(self) -> int:
+        if self.plan.strategy.zero_stage < 3:
+            return 0
+        parameters: list[Any] = list(self.module.parameters())
+        return sum(p.ds_numel * p.element_size() for p in parameters if hasattr(p, "ds_numel"))
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        parameters: list[Any] = [p for p in self.module.parameters() if hasattr(p, "ds_id")]
+        with GatheredParameters([p for p in parameters if p.ds_status.name == "NOT_AVAILABLE"]):
+            for p in parameters:  # DeepSpeed frees a weight behind the last layer that uses it: this says that one does
+                p.ds_active_sub_modules.add(_SAMPLING)
+            try:
+                yield
+            finally:
+                for p in parameters:
+                    p.ds_active_sub_modules.discard(_SAMPLING)
 
     @contextmanager
     def _gathered(self, trained: list[nn.Parameter]) -> Iterator[None]:

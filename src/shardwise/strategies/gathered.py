@@ -1,0 +1,56 @@
+"""Keeps sharded weights gathered over many short forward passes, where memory suffices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
+
+from shardwise.data.agreement import smallest
+from shardwise.plan import Plan
+
+_SPARE = 0.1  # of all memory is left for what the forward passes need
+
+
+class GatheringHooks(Strategy):
+    """Implements `gathered_weights` of protocols.py. A strategy that shards weights overrides the two steps."""
+
+    plan: Plan
+
+    def file_group(self) -> dist.ProcessGroup | None:
+        """The group of all hosts, which agree on whether memory suffices."""
+        raise NotImplementedError
+
+    @contextmanager
+    def gathered_weights(self) -> Iterator[None]:
+        """Inside, forward passes without gradients find all weights gathered, if every rank has memory for that.
+
+        Layers that training has compiled are not compiled again for each length of a text. Collective.
+        """
+        # A stance imports the compiler, which a run without it does not wait for.
+        eager: Any = torch.compiler.set_stance("force_eager") if self.plan.compile == "layer" else nullcontext()
+        needed = self._bytes_to_gather()
+        has_room = needed == 0 or bool(smallest(int(needed <= _free_bytes(self.root_device)), self.file_group))
+        with eager, self._gathering() if needed and has_room else nullcontext():
+            yield
+
+    def _bytes_to_gather(self) -> int:
+        """How much more memory a rank needs for all weights. Every rank gives 0, or none does."""
+        return 0
+
+    def _gathering(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def _free_bytes(device: torch.device) -> int:
+    """The memory that this rank may still use; below 0 where there is none to spare."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - _SPARE * total)
+    free, total = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
+    return int((free - _SPARE * total) / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))

@@ -1,0 +1,127 @@
+"""Samples in validation: the same under every strategy, from weights that are gathered once, beside the training."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from recipes.language_modeling.module import LanguageModel
+from shardwise.data.shard_writer import write_token_shards
+from shardwise.data.tokenizer import ByteTokenizer
+from shardwise.strategies import gathered
+from shardwise.tools import main
+from tests.harness.cells import cell_plan, fit
+from tests.harness.processes import spawn
+
+RUNS = {
+    "ddp": [],
+    "silent": ["module.sample_tokens=0"],
+    "fsdp": ["strategy=fsdp"],
+    "fsdp-compiled": ["strategy=fsdp", "compile=layer"],
+    "fsdp-full": ["strategy=fsdp"],  # without room to gather
+    "zero3": ["strategy=zero3"],
+    "zero3-full": ["strategy=zero3"],
+    "zero3-bf16": ["strategy=zero3", "precision=bf16"],
+}
+LAYERS, TOKENS = 3, 20
+
+
+def write_shards(folder: Path) -> None:
+    documents = [np.frombuffer(b"once upon a time \0" * 60, dtype=np.uint8)]
+    splits = {"train": documents, "validation": documents}
+    write_token_shards(folder, splits, vocab_size=256, tokenizer=ByteTokenizer())
+
+
+def run_all(folder: Path) -> dict[str, Any]:
+    words = [
+        "model.vocab_size=260", "data._target_=recipes.language_modeling.data.TextData",
+        f"+data.directory={folder}/shards", "+data.corpus=null", "+data.sequence_length=16", "micro_batch_size=2",
+        "global_batch_size=8", "max_steps=3", "validate_every_n_steps=2", "checkpoint.save_every_n_steps=3",
+        f"module.sample_tokens={TOKENS}", "module.sample_prompt=once",
+    ]  # fmt: skip
+    found = {}
+    for name, more in RUNS.items():
+        plan = cell_plan(folder / name, 2, *words, *more)
+        (Path(plan.run_dir) / "plan.json").write_text(plan.to_json())  # the launcher does
+        free, gathers = -1 if name.endswith("full") else 2**40, list[int]()
+        with (
+            patch.object(gathered, "_free_bytes", lambda device, free=free: free),
+            patch.object(LanguageModel, "_samples", counted(LanguageModel._samples, gathers)),
+        ):
+            found[name] = {**fit(plan), "gathers": gathers}
+    return found
+
+
+def counted(method: Callable[..., Any], counts: list[int]) -> Callable[..., Any]:
+    """`method`, which notes how often weights are gathered while it runs."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            result = method(*args, **kwargs)
+        counts.append(sum(event.name.startswith("c10d::") and "allgather" in event.name for event in profiler.events()))
+        return result
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("samples")
+    write_shards(folder / "shards")
+    return folder, spawn(2, run_all, folder)
+
+
+def samples(folder: Path, name: str) -> list[str]:
+    return re.split(r"^=== step \d+\n", (folder / name / "samples.txt").read_text(), flags=re.MULTILINE)[1:]
+
+
+def test_samples_are_the_same_under_every_strategy_and_change_no_step(runs: Any) -> None:
+    folder, [found, other] = runs
+    [expected] = samples(folder, "ddp")
+    assert expected.startswith("once") and len(expected) > 10
+    for name in RUNS.keys() - {"silent", "zero3-bf16"}:
+        assert samples(folder, name) == [expected], name
+        assert found[name]["gathers"] == other[name]["gathers"]
+    assert len(samples(folder, "zero3-bf16")) == 1
+    assert not (folder / "silent/samples.txt").exists()
+    for name, same in (("silent", "ddp"), ("fsdp-full", "fsdp"), ("zero3-full", "zero3")):
+        assert found[name]["losses"] == found[same]["losses"], name
+    for name in ("fsdp", "fsdp-compiled", "zero3"):
+        assert found[name]["losses"] == pytest.approx(found["ddp"]["losses"], rel=1e-5), name
+
+
+def test_sharded_weights_are_gathered_once_for_a_sample_where_there_is_room(runs: Any) -> None:
+    _, [found, _] = runs
+    gathers = {name: found[name]["gathers"] for name in RUNS if name != "silent"}
+    assert gathers["ddp"] == [0]
+    assert gathers["fsdp"] == gathers["fsdp-compiled"] == [LAYERS]
+    assert gathers["fsdp-full"] == [LAYERS * TOKENS]
+    assert gathers["zero3"][0] < TOKENS < gathers["zero3-full"][0]
+
+
+def test_generate_continues_with_the_checkpoint_of_any_strategy(
+    runs: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder, _ = runs
+    texts = {}
+    for name in ("ddp", "fsdp", "zero3", "zero3-bf16"):
+        [checkpoint] = (folder / name / "checkpoints").glob("step-*")
+        checkpoint = checkpoint.rename(tmp_path / name)  # it needs nothing of its run
+        assert main(["generate", str(checkpoint), "prompt=once", "temperature=0", "max_new_tokens=12"]) == 0
+        texts[name] = capsys.readouterr().out
+        assert tokenizer_of_checkpoint(checkpoint) == ByteTokenizer().files()
+    assert texts["ddp"] == texts["fsdp"] == texts["zero3"] and len(texts["ddp"]) > 8
+
+
+def tokenizer_of_checkpoint(checkpoint: Path) -> dict[str, str]:
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    names = [name for name in manifest["files"] if name.startswith("tokenizer/")]
+    return {name.removeprefix("tokenizer/"): (checkpoint / name).read_text() for name in names}
