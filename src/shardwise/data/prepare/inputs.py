@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.data.shard_index import INDEX
 from shardwise.errors import ConfigError, count
 
 KINDS = {".txt": "text", ".jsonl": "lines", ".json": "lines", ".ndjson": "lines", ".parquet": "rows"}
@@ -71,7 +72,7 @@ def kind_of(path: str) -> tuple[str, str] | None:
 
 
 def _paths(word: str) -> Iterator[str]:
-    path = os.path.expanduser(word)
+    path = os.path.normpath(os.path.expanduser(word))
     if os.path.isdir(path):
         yield from _below(path)
     elif os.path.lexists(path):
@@ -99,7 +100,10 @@ def _below(folder: str) -> list[str]:
     found = []
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [os.path.join(parent, name) for name in names if not name.startswith(".")]
+        if INDEX in names and any(name.endswith(".bin") for name in names):  # token shards, perhaps our own
+            folders.clear()
+            continue
+        found += [os.path.normpath(os.path.join(parent, name)) for name in names if not name.startswith(".")]
     return sorted(found)
 
 

@@ -58,8 +58,8 @@ def read_parts(files: list[InputFile], size: int, begin: Position = Position()) 
     for number in range(begin.file, len(files)):
         file = files[number]
         skip = begin.part if number == begin.file else 0
-        reader = _Reader(file, number)
-        for part in reader.parts(size):
+        reader = _Reader(file, number, size)
+        for part in reader.parts():
             if part.after.part > skip or part.record is not None:
                 yield part
 
@@ -70,17 +70,18 @@ class _Reader:
 
     file: InputFile
     number: int
+    size: int  # bytes of text after which a part ends
     made: int = 0  # parts
     position: int = 0  # bytes that were read
     told: int = 0  # bytes that parts have accounted for
     sha256: Any = field(default_factory=hashlib.sha256)
 
-    def parts(self, size: int) -> Iterator[Part]:
+    def parts(self) -> Iterator[Part]:
         flaws: tuple[Flaw, ...] = ()
         try:
             match self.file.kind:
                 case "lines":
-                    yield from self._lines(size)
+                    yield from self._lines()
                 case "text":
                     yield self._part(b"".join(self._unpacked()).removeprefix(BYTE_ORDER_MARK), 1)
                 case _:
@@ -100,7 +101,7 @@ class _Reader:
         self.told += read
         return Part(self.file.path, self.file.kind, Position(self.number, self.made), content, first, read)
 
-    def _lines(self, size: int) -> Iterator[Part]:
+    def _lines(self) -> Iterator[Part]:
         held: list[bytes] = []
         length, first, is_start = 0, 1, True
         try:
@@ -109,7 +110,7 @@ class _Reader:
                 is_start = False
                 held.append(piece)
                 length += len(piece)
-                if length >= size and (end := piece.rfind(b"\n") + 1):
+                if length >= self.size and (end := piece.rfind(b"\n") + 1):
                     content = b"".join([*held[:-1], piece[:end]])
                     yield self._part(content, first)
                     first += content.count(b"\n")
@@ -134,7 +135,7 @@ class _Reader:
     def _raw(self) -> Iterator[bytes]:
         try:
             with open(self.file.path, "rb") as file:
-                while piece := file.read(_CHUNK):
+                while piece := file.read(min(_CHUNK, self.size)):
                     self.sha256.update(piece)
                     self.position += len(piece)
                     yield piece

@@ -58,7 +58,7 @@ def locked(output: Path, waits: bool) -> Iterator[Path]:
         yield folder
         shutil.rmtree(folder, ignore_errors=True)  # all is done
     except BaseException:
-        if not (folder / _IDENTITY).exists():  # nothing was begun
+        if not (folder / _STATE).exists():  # there is nothing to go on from
             shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
@@ -176,12 +176,14 @@ def begin_or_go_on(folder: Path, identity: dict[str, Any], listing: list[Any]) -
     Raises:
         DataError: it was begun with other words or inputs.
     """
-    if text := _read(folder / _IDENTITY):
-        _refuse_others(folder, json.loads(text), identity, listing)
-        if text != json.dumps(identity):  # on_error may differ
-            write_flushed(folder / _IDENTITY, identity)
+    before = json.loads(_read(folder / _IDENTITY) or "null")
+    if before is not None and (folder / _STATE).exists():
+        _refuse_others(folder, before, identity, listing)
+        write_flushed(folder / _IDENTITY, identity)  # on_error may differ
         return
-    for path in folder.iterdir():  # of a start that was killed before it noted anything
+    if before == identity and json.loads(_read(folder / _LISTING)) == listing:
+        return
+    for path in folder.iterdir():  # nothing was kept yet, so that nothing is lost
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     write_flushed(folder / _LISTING, listing)
     write_flushed(folder / _IDENTITY, identity)

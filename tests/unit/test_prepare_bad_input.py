@@ -1,0 +1,212 @@
+"""What `shardwise prepare` refuses: one message each, with the file and the line, exit code 2, and nothing is left."""
+# ruff: noqa: E501 (tables)
+
+from __future__ import annotations
+
+import builtins
+import gzip
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise import tools
+from shardwise.data.prepare import worker
+from tests.unit.test_prepare import read_back, texts, write_lines
+
+GOOD = json.dumps({"text": "one"}).encode() + b"\n"
+
+
+def parquet(**columns: list[Any]) -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table(columns), sink)
+    return bytes(sink.getvalue())
+
+
+def zst(content: bytes) -> bytes:
+    import zstandard
+
+    return bytes(zstandard.compress(content))
+
+
+# name of a file, its content, where the message says that it is wrong, and what the message says
+CONTENTS: list[tuple[str, bytes, str, str]] = [
+    ("a.jsonl", GOOD * 2 + b'{"text": \n', ":3", "is not one JSON object (Expecting value: line 1 column 10 (char 9)): corr"),
+    ("a.json", b'[\n{"text": "x"}\n]\n', ":1", "each line must hold a whole object"),
+    ("a.jsonl", GOOD + b'["x"]\n', ":2", "is a list, and must be an object with the field text"),
+    ("a.jsonl", GOOD + b'\n{"texd": 1, "id": 2}\n', ":3", "has no field text (did you mean texd?); it has texd, id: name"),
+    ("a.jsonl", GOOD + b'{"text": 7}\n', ":2", "the field text is a number, and must be text; name another by field="),
+    ("a.jsonl", GOOD + b'{"text": null}\n', ":2", "the field text is null, and must be text"),
+    ("a.jsonl", GOOD + b'{"text": " \\n"}\n', ":2", "the document is empty: remove it, or leave it out with on_error=skip"),
+    ("a.jsonl", GOOD + b'{"text": "\xe9"}\n', ":2", "is not UTF-8 (byte 0xe9 at position 10 of its line or file): convert it"),
+    ("a.jsonl", GOOD + b'{"text": "\\ud800"}\n', ":2", "the text holds half a surrogate pair at character 0"),
+    ("a.jsonl", GOOD + b'{"text": "a\\u0000b"}\n', ":2", "the text holds '\\x00', the token that ends a document: take it out"),
+    ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", ":2", "its brackets are nested too deep"),
+    ("a.txt", b"one\ntw\xff\n", ":2", "is not UTF-8 (byte 0xff at position 6 of its line or file)"),
+    ("a.txt", b"", "", "the document is empty"),
+    ("a.txt.gz", gzip.compress(b"one" * 999)[:-9], "", "ends in the middle of its gzip data; copy it again"),
+    ("a.jsonl.gz", gzip.compress(GOOD * 9)[:-3], ":10", "ends in the middle of its gzip data; copy it again"),
+    ("a.jsonl.gz", b"no gzip", ":1", "is damaged, or no gzip file (Error -3 while decompressing data"),
+    ("a.jsonl.gz", gzip.compress(GOOD)[:-8] + bytes(8), ":1", "is damaged, or no gzip file (Error -3 while decompressing d"),
+    ("a.jsonl.zst", zst(GOOD * 9)[:-3], ":1", "ends in the middle of its zstd data; copy it again"),
+    ("a.jsonl.zst", b"no zstd", ":1", "is damaged, or no zstd file ("),
+    ("a.parquet", b"PAR1 no parquet", "", "is damaged, or no Parquet file ("),
+    ("a.parquet", parquet(texts=["x"], id=[1]), "", "has no field text (did you mean texts?); it has texts, id: name one by"),
+    ("a.parquet", parquet(text=["x", None]), ":2", "the field text is null, and must be text"),
+    ("a.parquet", parquet(text=["x", ""]), ":2", "the document is empty"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "line", "rule"), CONTENTS)
+def test_bad_content_stops_with_its_place_or_is_left_out_and_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, line: str, rule: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    good = write_lines(tmp_path / "good.jsonl", texts(20))
+    words = [str(path), str(good), "tokenizer=bytes", f"output={tmp_path / 's'}", "validation=0", "processes=1"]
+    assert tools.main(["prepare", *words]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"error: {path}{line}: ") and rule in said and said.endswith("and lists them)"), said
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([name, "good.jsonl"])
+    assert tools.main(["prepare", *words, "on_error=skip"]) == 0
+    rows = [json.loads(row) for row in (tmp_path / "s/skipped.jsonl").read_text().splitlines()]
+    assert rows[0]["path"] == str(path) and rows[0]["line"] == int(line[1:] or 0)
+    assert " ".join(rows[0]["rule"].split()) in said
+    assert read_back(tmp_path / "s")[-20:] == texts(20)
+    report = json.loads((tmp_path / "s/report.json").read_text())
+    assert report["skipped"] == len(rows) and f"{path}" in (tmp_path / "s/report.md").read_text()
+
+
+# words, and what the message says; TMP is a folder with good.jsonl (20 documents), one.txt, notes.md and a folder `other`
+WORDS: list[tuple[str, str]] = [
+    ("tokenizer=bytes output=TMP/s", "there is no input: name files, folders or patterns"),
+    ("TMP/good.jsonl tokenizer=bytes", "output has no value"),
+    ("TMP/good.jsonl output=TMP/s", "tokenizer has no value"),
+    ("TMP/god.jsonl tokenizer=bytes output=TMP/s", "input=TMP/god.jsonl: there is no such file or folder"),
+    ("input=TMP/*.gz tokenizer=bytes output=TMP/s", "input=TMP/*.gz: no file matches this pattern"),
+    ("TMP/other tokenizer=bytes output=TMP/s", "no file there has one of the endings .txt, .jsonl"),
+    ("TMP/notes.md tokenizer=bytes output=TMP/s", "notes.md: the ending says how a file is read, and must be one of .txt"),
+    ("TMP/one.txt,TMP/one.txt tokenizer=bytes output=TMP/s", "one.txt is named twice among the inputs"),
+    ("TMP/gone.txt tokenizer=bytes output=TMP/s", "gone.txt cannot be read (No such file or directory): correct or remove it"),
+    ("TMP/good.jsonl tokenizer=bytes output=TMP/other", "other exists and holds something other than token shards: remove"),
+    ("TMP/good.jsonl tokenizer=bytes output=TMP/notes.md", "notes.md exists and holds something other than token shards"),
+    ("TMP/good.jsonl tokenizer=bytes output=TMP/notes.md/s", "cannot be made (Not a directory): give an output="),
+    ("TMP/good.jsonl tokenizer=bytes output=TMP/s vocab_size=9", "vocab_size=9 belongs to tokenizer=train"),
+    ("TMP/good.jsonl tokenizer=train output=TMP/s", "tokenizer=train needs the size of its vocabulary: give vocab_size=8192"),
+    ("TMP/good.jsonl tokenizer=train vocab_size=256 output=TMP/s", "vocab_size=256: must be at least 257, which are the 256"),
+    ("TMP/good.jsonl tokenizer=train vocab_size=300 end_of_document=x output=TMP/s", "names the token that ends a document"),
+    ("TMP/good.jsonl tokenizer=TMP/other output=TMP/s", "TMP/other/tokenizer.json cannot be read (No such file"),
+    ("TMP/good.jsonl tokenizer=bytes output=TMP/s pad_vocabulary_to=100", "pad_vocabulary_to=100: the tokenizer has 256 tok"),
+    ("TMP/good.jsonl tokenizer=bytes output=TMP/s validation=1.5", "validation=1.5: must be at least 0 and below 1"),
+    ("TMP/good.jsonl tokenizer=bytes output=TMP/s processes=0", "processes=0: must be at least 1"),
+    ("TMP/good.jsonl tokenizer=bytes output=TMP/s on_error=ignore", "on_error=ignore: must be one of stop, skip"),
+    ("TMP/good.jsonl tokenizer=bytes output=TMP/s proceses=2", "proceses: there is no such option (did you mean processes?)"),
+    ("TMP/good.jsonl tokenizer=bytes output=TMP/s validation=0.0001 processes=1",
+     "validation=0.0001 of 20 documents leaves no document for validation: give at least validation=0."),
+    ("TMP/one.txt tokenizer=bytes output=TMP/s processes=1", "of 1 document leaves no document for validation: give validation=0"),
+    ("TMP/empty.jsonl tokenizer=bytes output=TMP/s processes=1", "of 0 documents leaves no document for train: check the inputs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), WORDS)
+def test_words_that_cannot_work_are_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    write_lines(tmp_path / "good.jsonl", texts(20))
+    (tmp_path / "one.txt").write_text("one text")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "notes.md").write_text("notes")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.md").write_text("notes")
+    before = sorted(tmp_path.rglob("*"))
+    assert tools.main(["prepare", *words.replace("TMP", str(tmp_path)).split()]) == 2
+    said = capsys.readouterr().err
+    assert message.replace("TMP", str(tmp_path)) in said and said.count("error: ") == 1, said
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_smallest_validation_that_the_message_names_holds_out_a_document(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed in range(5):
+        source = write_lines(tmp_path / f"{seed}.jsonl", texts(20, seed))
+        words = [str(source), "tokenizer=bytes", f"output={tmp_path / 's'}{seed}", "processes=1"]
+        assert tools.main(["prepare", *words, "validation=0.00001"]) == 2
+        named = capsys.readouterr().err.partition("give at least ")[2].partition(",")[0]
+        assert tools.main(["prepare", *words, named]) == 0
+        assert 1 <= len(read_back(tmp_path / f"s{seed}", "validation")) < 5
+
+
+@pytest.mark.parametrize(("name", "package"), [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")])
+def test_a_package_that_is_missing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, package: str
+) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    real = builtins.__import__
+
+    def without(wanted: str, *rest: Any) -> Any:
+        if wanted.partition(".")[0] == package:
+            raise ImportError(wanted)
+        return real(wanted, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert (
+        tools.main(["prepare", str(tmp_path / name), "tokenizer=bytes", f"output={tmp_path / 's'}", "processes=1"]) == 2
+    )
+    assert f"needs the package {package}: pip install {package}" in capsys.readouterr().err
+
+
+def test_inputs_may_be_given_in_every_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`input=books/*.jsonl` reaches the tool as it is, or as several words, depending on the shell."""
+    monkeypatch.chdir(tmp_path)
+    for number in range(3):
+        write_lines(tmp_path / f"books/{number}.jsonl", texts(9, number))
+    made = []
+    for number, inputs in enumerate((
+        ["input=books/*.jsonl"],
+        ["books/0.jsonl", "books/1.jsonl", "books/2.jsonl"],
+        ["input=books/0.jsonl", "input=books/1.jsonl,books/2.jsonl"],
+        ["books/*.jsonl"],
+        ["books"],
+        ["."],
+    )):  # fmt: skip
+        words = [*inputs, "tokenizer=bytes", f"output=shards{number}", "validation=0", "processes=1"]
+        assert tools.main(["prepare", *words]) == 0, capsys.readouterr().err
+        made.append((tmp_path / f"shards{number}/index.json").read_bytes())
+    assert len(set(made)) == 1
+
+
+def be_killed(parts: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_lines(tmp_path / "a.jsonl", texts(20))
+    words = [str(source), "tokenizer=bytes", f"output={tmp_path / 's'}", "processes=2", "validation=0"]
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "_tokenize", be_killed)
+        assert tools.main(["prepare", *words]) == 2
+    said = capsys.readouterr().err
+    assert "error: one of 2 processes was killed, perhaps because memory ran out: start with the same words" in said
+    assert tools.main(["prepare", *words]) == 0
+
+
+def test_the_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    from shardwise.data.prepare.options import PrepareConfig
+
+    assert tools.main(["prepare", "--help"]) == 0
+    said = capsys.readouterr().out
+    for name in PrepareConfig.__dataclass_fields__:
+        assert f"{name}=" in said, name
