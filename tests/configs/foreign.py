@@ -55,6 +55,11 @@ class Data(LightningDataModule):
         return DataLoader(TensorDataset(torch.ones(64, 4)), self.batch_size)
 
 
+class WithoutLoader(LightningDataModule):
+    def __init__(self, num_workers: int = 0) -> None:
+        super().__init__()
+
+
 def make_bare(width: int) -> Bare:
     return Bare(width)
 

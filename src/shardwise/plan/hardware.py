@@ -31,9 +31,15 @@ def peak_tflops(config: RunConfig, host: Host, accelerator: str, clusters: Seque
             f"cluster={cluster.name} has {cluster.gpu} GPUs, and this machine has {gpu}: its speed would be held "
             f"against another's peak; use {right}"
         )
+    return known_peak(config, gpu, clusters)
+
+
+def known_peak(config: RunConfig, gpu: str | None, clusters: Sequence[ClusterConfig]) -> float | None:
+    """The dense peak of `gpu` in the run's precision, in TFLOP/s, by the run's cluster or by all `clusters`."""
+    matching = [known for known in clusters if gpu is not None and is_gpu(known.gpu, gpu)]
     kind = _ARITHMETIC[config.precision.compute_dtype.value]
     kind = "tf32" if kind == "fp32" and config.precision.tf32 else kind
-    peaks = [getattr(known.peak_tflops, kind) for known in [cluster, *matching]]
+    peaks = [getattr(known.peak_tflops, kind) for known in [config.cluster, *matching]]
     return next((peak for peak in peaks if peak is not None), None)
 
 

@@ -12,6 +12,7 @@ from shardwise.errors import ConfigError, did_you_mean
 from shardwise.process.report import report
 
 TOOLS = {
+    "bench-data": "is a run's data fast enough for its model, and with how many workers?",
     "export": "a run's weights for others to read: safetensors, Hugging Face, torch",
     "generate": "text that a run's model writes, from a prompt or a file of them",
     "prepare": "text into token shards, for data=token_shards",
@@ -27,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("--help", "-h", "help"):
         print("usage: shardwise TOOL …; shardwise TOOL --help says what follows\n")
-        print("\n".join(f"  {name:<10}{does}" for name, does in TOOLS.items()))
+        print("\n".join(f"  {name:<12}{does}" for name, does in TOOLS.items()))
         return 0
     try:
         if words[0] not in TOOLS:
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         root = str(Path(__file__).resolve().parents[3])
         if root not in sys.path:
             sys.path.append(root)  # where recipes are
-        tool: Any = import_module(f"shardwise.tools.{words[0]}")
+        tool: Any = import_module(f"shardwise.tools.{words[0].replace('-', '_')}")
         if {"--help", "-h"} & set(words[1:]):
             print(tool.HELP)
             return 0

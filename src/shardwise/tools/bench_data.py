@@ -1,0 +1,374 @@
+"""Measures a run's data over numbers of workers: `shardwise bench-data <words of train.py>`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.config.bind import bind
+from shardwise.config.compose import Job, compose
+from shardwise.data.bench import Appetite, Row, best_row, draw, table, time_batches, verdict
+from shardwise.devices import count_granted_cpus
+from shardwise.errors import ConfigError, count
+from shardwise.launch.host import inspect_host
+from shardwise.launch.local import rank_environment
+from shardwise.plan import Plan, make_plan
+from shardwise.plan.hardware import known_peak
+from shardwise.plan.location import runs_folder
+from shardwise.process.parent import die_with_parent
+from shardwise.run_dir.files import PLAN, SUMMARY
+
+HELP = """\
+usage: shardwise bench-data [what train.py takes] [workers=0,1,2,4,8] [seconds=5] [mfu=0.5] [run=runs/ID]
+
+Reads the run's training data with several numbers of workers, each time in new processes. It says how fast that is,
+which setting is best (the fewest workers at which the model does not wait, with half as much again in reserve), and
+how that compares with what the model eats. A table here; the same as bench-data.json and bench-data.png in
+runs/bench-data-<time>/.
+
+  workers=0,1,2,4,8   the numbers of workers (data.num_workers) that are tried
+  seconds=5           how long each is read, behind its start
+  mfu=0.5             the share of the GPU's peak at which the model is assumed to train, with cluster=
+  run=runs/ID         instead: what this run has trained, as its summary.json says
+  devices=N           reads N loaders at the same time, as the ranks of a node do
+
+  shardwise bench-data model=llama3_1b precision=bf16 cluster=dgx_h100 devices=8 data=token_shards data.directory=tokens
+  shardwise bench-data recipe=image_classification data=image_folder data.directory=/data/images model=resnet50
+"""
+
+_START_SECONDS = 300  # for the first batch of every loader
+
+
+@dataclass
+class Options:
+    workers: str = "0,1,2,4,8"
+    seconds: float = 5.0
+    mfu: float = 0.5
+    run: str | None = None
+
+    def numbers(self) -> list[int]:
+        """Raises `ConfigError` for what is no list of numbers of workers."""
+        words = self.workers.split(",")
+        if not all(word.strip().isdigit() for word in words):
+            raise ConfigError(f"workers={self.workers}: must be numbers of at least 0, e.g. workers=0,1,2,4")
+        return sorted({int(word) for word in words})
+
+    def check(self) -> None:
+        if not 0 < self.seconds <= 3600:
+            raise ConfigError(f"seconds={self.seconds:g}: must be above 0 and at most 3600")
+        if not 0 < self.mfu <= 1:
+            raise ConfigError(f"mfu={self.mfu:g}: must be above 0 and at most 1, a share of the GPU's peak")
+
+
+def run(words: list[str]) -> int:
+    """Measure, and print what came out.
+
+    Raises:
+        ConfigError: a word is wrong, or the data cannot be read.
+    """
+    options, rest = _split(words)
+    numbers = options.numbers()
+    options.check()
+    job, plan = _plan(rest)
+    measured = None if options.run is None else _appetite_of(Path(options.run))
+    _check_data(plan)
+    print(
+        f"{count(plan.topology.devices, 'loader')} on {count(count_granted_cpus(), 'CPU')}, batches of "
+        f"{count(plan.micro_batch_size, 'sample')}: {options.seconds:g} s with each number of workers",
+        flush=True,
+    )
+    rows: list[Row] = []
+    found: dict[str, Any] = {}
+    for workers in numbers:
+        row, found = measure(_with_workers(plan, workers), workers, options.seconds)
+        rows.append(row)
+    appetite = measured or _assumed_appetite(options, job, plan, found.get("flops_per_sample"))
+    best = best_row(rows, appetite, plan.topology.devices)
+    folder = _save(job, rows, appetite)
+    print(table(rows, found["unit"]))
+    print(f"best: data.num_workers={best.workers}")
+    print(verdict(best, appetite, plan.topology.devices))
+    print(f"picture: {folder / 'bench-data.png'}")
+    return 0
+
+
+def _split(words: list[str]) -> tuple[Options, list[str]]:
+    values: dict[str, Any] = {}
+    rest = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key not in Options.__dataclass_fields__:
+            rest.append(word)
+        elif key in values:
+            raise ConfigError(f"{word}: {key}={values[key]} is given already; give it once")
+        else:
+            values[key] = value if key in ("workers", "run") else _number(word, value)
+    options: Options = bind(Options, values)
+    return options, rest
+
+
+def _number(word: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ConfigError(f"{word}: must be a number") from None
+
+
+def _plan(words: list[str]) -> tuple[Job, Plan]:
+    command = compose(words)
+    if command.print is not None:
+        raise ConfigError("--cfg and --help are train.py's: python train.py …")
+    if len(command.jobs) > 1:
+        raise ConfigError(f"bench-data measures the data of one run, and -m makes {len(command.jobs)}: leave it out")
+    [job] = command.jobs
+    plan = make_plan(job.config, inspect_host(), job.clusters)
+    if plan.stage != "fit":
+        raise ConfigError(f"stage={plan.stage}: bench-data reads the data of training; leave stage out")
+    return job, plan
+
+
+def _check_data(plan: Plan) -> None:
+    """Refuse data without a training loader, or whose number of workers cannot be set; prepare them otherwise."""
+    from lightning.pytorch import LightningDataModule
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    from shardwise.config.targets import check, locate
+    from shardwise.protocols import check_of
+    from shardwise.trainer import build_data
+
+    if plan.data is None:
+        raise ConfigError(
+            "bench-data reads the training loader of a LightningDataModule, and here the module has its own loaders: "
+            "give data._target_=package.Data"
+        )
+    check(plan.data, "data", LightningDataModule)
+    target, name = locate(plan.data["_target_"], "data"), plan.data["_target_"]
+    parameters = inspect.signature(target).parameters.values()
+    if not any(p.name == "num_workers" or p.kind is p.VAR_KEYWORD for p in parameters):
+        raise ConfigError(
+            f"{name} takes no num_workers, so that no other number of workers can be tried: give its constructor that "
+            f"argument, and hand it to the DataLoader"
+        )
+    data = build_data(plan)
+    assert data is not None
+    if not is_overridden("train_dataloader", data, LightningDataModule):
+        raise ConfigError(f"{name} has no train_dataloader, so there is nothing to measure: define it")
+    if (look := check_of(data)) is not None:
+        look()
+    data.prepare_data()
+
+
+def _with_workers(plan: Plan, workers: int) -> Plan:
+    return dataclasses.replace(plan, data={**(plan.data or {}), "num_workers": workers})
+
+
+def measure(plan: Plan, workers: int, seconds: float) -> tuple[Row, dict[str, Any]]:
+    """Read the data of every rank of one node at the same time; the row, and what rank 0 has found out.
+
+    Raises:
+        ConfigError: a loader cannot be read, or has no batch for too long.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-bench-")))
+        environment = rank_environment(plan.topology.devices, _free_port())
+        loaders = [
+            stack.enter_context(_Loader(plan, rank, seconds, folder, environment))
+            for rank in range(plan.topology.devices)
+        ]
+        deadline = time.monotonic() + _START_SECONDS
+        starts = [loader.wait_for("ready", deadline) for loader in loaders]
+        for loader in loaders:
+            loader.go()
+        deadline = time.monotonic() + 4 * seconds + _START_SECONDS
+        results = [loader.wait_for("result", deadline) for loader in loaders]
+    batches = sum(result["batches"] / result["seconds"] for result in results)
+    samples = batches * plan.micro_batch_size
+    first = starts[0]
+    weight = first["weight_per_sample"]
+    row = Row(
+        workers=workers,
+        startup_seconds=max(start["startup_seconds"] for start in starts),
+        batches_per_second=batches,
+        samples_per_second=samples,
+        weights_per_second=None if weight is None else weight * samples,
+    )
+    return row, first
+
+
+class _Loader:
+    """A process that reads the data of one rank. It leaves its findings as files in `folder`."""
+
+    def __init__(self, plan: Plan, rank: int, seconds: float, folder: Path, environment: dict[str, str]) -> None:
+        self.rank, self.folder = rank, folder
+        self.log = (folder / f"log-{rank}").open("w+")
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "shardwise.tools.bench_data", str(folder), str(seconds)], env=environment | ranks,
+            stdin=subprocess.PIPE, stdout=self.log, stderr=self.log, text=True,
+        )  # fmt: skip
+        self._tell(json.dumps(plan.to_json()))
+
+    def __enter__(self) -> _Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()  # its workers end with it
+        self.process.wait()
+        self.log.close()
+
+    def go(self) -> None:
+        self._tell("go")
+
+    def wait_for(self, name: str, deadline: float) -> dict[str, Any]:
+        path = self.folder / f"{name}-{self.rank}"
+        while not path.exists():
+            if (code := self.process.poll()) is not None and not path.exists():
+                self.log.seek(0)
+                lines = [line for line in self.log.read().splitlines() if line.strip()]
+                refused = [line for line in lines if line.startswith("error: ")]
+                if refused:
+                    raise ConfigError(refused[-1].removeprefix("error: "))
+                raise ConfigError(f"the data of rank {self.rank} cannot be read (exit code {code}): {lines[-1:]}")
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"the data of rank {self.rank} gave no batch within {_START_SECONDS} s: look whether a worker "
+                    f"waits for a disk or a network"
+                )
+            time.sleep(0.02)
+        return dict(json.loads(path.read_text()))
+
+    def _tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended, and wait_for says why
+
+
+def _free_port() -> int:
+    """For a data set that opens a process group of its own."""
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
+
+
+def read_here(folder: Path, seconds: float) -> None:
+    """In a process of its own: read this rank's data, and leave what was measured in `folder`."""
+    import torch
+
+    from shardwise.data.loaders import TrainLoader
+    from shardwise.protocols import flops_of, loss_weight_of, loss_weight_unit_of
+    from shardwise.trainer import build_data, build_module
+
+    plan, rank = Plan.from_json(json.loads(sys.stdin.readline())), int(os.environ["RANK"])
+    # Only one process builds the module, which may be large, and only for what it says about a batch.
+    module = build_module(plan) if rank == 0 else None
+    begin = time.perf_counter()
+    data = build_data(plan)
+    assert data is not None
+    data.setup("fit")
+    given = data.train_dataloader()
+    if isinstance(given, list | tuple | dict):
+        raise ConfigError(f"train_dataloader gives {count(len(given), 'loader')}, and bench-data reads one")
+    loader = TrainLoader(given, plan, rank, torch.device("cpu"), None)
+    batches = iter(loader)
+    first = next(batches)
+    found: dict[str, Any] = {"startup_seconds": time.perf_counter() - begin, "weight_per_sample": None, "unit": ""}
+    if module is not None:
+        weigh, flops = loss_weight_of(module), flops_of(module)
+        found["unit"] = loss_weight_unit_of(module)
+        found["weight_per_sample"] = weigh(first) / plan.micro_batch_size if weigh else None
+        found["flops_per_sample"] = flops(first) / plan.micro_batch_size if flops else None
+    _leave(folder / f"ready-{rank}", found)
+    sys.stdin.readline()
+    ready = getattr(given, "num_workers", 0) * (getattr(given, "prefetch_factor", None) or 0)
+    number, passed = time_batches(_Continued(batches, loader), seconds, ready)
+    _leave(folder / f"result-{rank}", {"batches": number, "seconds": passed})
+
+
+class _Continued:
+    """An iterator that has begun, and behind its end the loader anew."""
+
+    def __init__(self, begun: Any, loader: Any) -> None:
+        self.begun, self.loader = begun, loader
+
+    def __iter__(self) -> Any:
+        begun, self.begun = self.begun, None
+        return iter(self.loader) if begun is None else begun
+
+
+def _leave(path: Path, found: dict[str, Any]) -> None:
+    path.with_suffix(".partial").write_text(json.dumps(found))
+    path.with_suffix(".partial").rename(path)
+
+
+def _assumed_appetite(options: Options, job: Job, plan: Plan, flops_per_sample: float | None) -> Appetite | None:
+    cluster = job.config.cluster
+    host = inspect_host()
+    peak = known_peak(job.config, cluster.gpu or host.gpu, job.clusters)
+    if peak is None or not flops_per_sample:
+        return None
+    name = cluster.gpu or (host.gpu or "GPU").replace("NVIDIA ", "")
+    return Appetite(
+        samples_per_second=options.mfu * peak * 1e12 / flops_per_sample,
+        device=name,
+        devices=cluster.devices_per_node or plan.topology.devices,
+        source=f"at {options.mfu:.0%} of the peak of {peak:g} TFLOP/s in {plan.precision.name}",
+    )
+
+
+def _appetite_of(run_dir: Path) -> Appetite:
+    try:
+        summary = json.loads((run_dir / SUMMARY).read_text())
+        plan = Plan.from_json((run_dir / PLAN).read_text())
+        rate, unit = float(summary["samples_per_second"]), plan.topology.world_size
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"run={run_dir}: its {SUMMARY} does not say how fast it was ({type(error).__name__}: {error}); name the "
+            f"folder of a run that has ended"
+        ) from error
+    if not rate > 0:
+        raise ConfigError(f"run={run_dir} has measured {rate:g} samples/s: name a run that has trained some steps")
+    device = "GPU of that run" if plan.accelerator == "cuda" else "rank of that run"
+    return Appetite(rate / unit, device, plan.topology.devices, f"as {run_dir} has measured")
+
+
+def _save(job: Job, rows: list[Row], appetite: Appetite | None) -> Path:
+    folder = runs_folder(job.config) / f"bench-data-{time.strftime('%Y%m%d-%H%M%S')}"
+    record = {
+        "words": list(job.overrides),
+        "cpus": count_granted_cpus(),
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "model": None if appetite is None else dataclasses.asdict(appetite),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "bench-data.json").write_text(json.dumps(record, indent=2) + "\n")
+        draw(rows, appetite, folder / "bench-data.png")
+    except OSError as error:
+        raise ConfigError(f"cannot write {folder}: {error.strerror}; give another runs_dir=") from None
+    return folder
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    try:
+        read_here(Path(sys.argv[1]), float(sys.argv[2]))
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the workers end with this process
