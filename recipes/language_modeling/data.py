@@ -72,10 +72,16 @@ class TextData(LightningDataModule):
             return _tokenizer_of(self.directory)
         return ByteTokenizer() if self.corpus == "python_stdlib" else None
 
+    @property
+    def vocab_size(self) -> int | None:
+        """Every token of the shards is below this number. None: they are not there yet."""
+        if (self.directory / INDEX).exists():
+            return int(load_index(self.directory)["vocab_size"])
+        return None if self.tokenizer is None else self.tokenizer.vocab_size
+
     def check_fits(self, *, vocab_size: int, max_seq_len: int) -> None:
         """Raises `ConfigError` if the data holds tokens or sequences that a model of these sizes cannot take."""
-        tokens = TokenShards(self.directory, "train").vocab_size
-        check_sizes(str(self.directory), tokens, self.sequence_length, vocab_size, max_seq_len)
+        check_sizes(str(self.directory), self.vocab_size or 0, self.sequence_length, vocab_size, max_seq_len)
 
     def prepare_data(self) -> None:
         """Builds the shards of the corpus if they are missing. Several nodes may do so at once."""

@@ -16,7 +16,7 @@ from recipes.language_modeling.loss import IGNORE, cross_entropy
 from recipes.language_modeling.model import Transformer
 from recipes.language_modeling.streams import StreamedText
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, count
 from shardwise.nn.generation import Sampling, continue_texts
 from shardwise.nn.key_value_cache import KeyValueCache
 from shardwise.nn.mean_metric import ExactMean
@@ -43,11 +43,23 @@ class LanguageModel(LightningModule):
         self.sample_tokens = sample_tokens
         self.sample = ""
 
+    @staticmethod
+    def check_data(node: Mapping[str, Any], data: Any) -> None:
+        """Refuses data with tokens or sequences that are too large for the model, before any rank starts."""
+        sizes = {name: node["model"].get(name) for name in ("vocab_size", "max_seq_len")}
+        if isinstance(data, TextData | StreamedText) and None not in sizes.values():
+            data.check_fits(**sizes)
+
     def setup(self, stage: str) -> None:
-        """Refuses data with tokens or sequences that are too large for the model."""
+        """Refuses such data once more, since they may have been made only now. Says what no token uses."""
         data = getattr(self.trainer, "datamodule", None)
-        if isinstance(data, TextData | StreamedText):
-            data.check_fits(vocab_size=self.model.vocab_size, max_seq_len=self.model.max_seq_len)
+        if not isinstance(data, TextData | StreamedText):
+            return
+        data.check_fits(vocab_size=self.vocab_size, max_seq_len=self.model.max_seq_len)
+        tokens = data.vocab_size or self.vocab_size
+        if stage == "fit" and tokens < self.vocab_size and self.trainer.is_global_zero:
+            rows = count(self.vocab_size - tokens, "row")
+            print(f"model.vocab_size={self.vocab_size}: {rows} of no token, since the data has {tokens}", flush=True)
 
     @staticmethod
     def hugging_face_names(node: Mapping[str, Any]) -> dict[str, str]:

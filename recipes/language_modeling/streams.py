@@ -50,6 +50,11 @@ class StreamedText(LightningDataModule):
         if self.validation_directory is not None:
             self._validation_shards(self.validation_directory)
 
+    @property
+    def vocab_size(self) -> int:
+        """Every token is below this number."""
+        return self.tokenizer.vocab_size
+
     def check_fits(self, *, vocab_size: int, max_seq_len: int) -> None:
         """Raises `ConfigError` if the data hold tokens or sequences that a model of these sizes cannot take."""
         check_sizes(f"data.tokenizer={self.tokenizer.name}", self.tokenizer.vocab_size, self.sequence_length,

@@ -19,7 +19,7 @@ from shardwise.process.console import outlive_console
 from shardwise.process.parent import die_with_parent
 from shardwise.process.report import report
 from shardwise.process.signals import ignore_save_signal
-from shardwise.protocols import check_of
+from shardwise.protocols import check_data_of, check_of
 from shardwise.run_dir.checkpoints import list_checkpoints, was_trained
 from shardwise.run_dir.files import (
     CONFIG,
@@ -136,12 +136,16 @@ def check_targets(plans: list[Plan]) -> None:
             check(plan.optimizer, "optimizer", Optimizer, positional=1)  # the argument is the parameters
         if plan.schedule is not None:
             check(plan.schedule, "schedule", positional=1, supplied=("total_steps",))  # the argument is the step
-        if isinstance(target := locate(plan.module["_target_"], "module"), type):
+        target = locate(plan.module["_target_"], "module")
+        if isinstance(target, type):
             check_ownership(plan, target)
         try_optimizer(plan)
         data = build(plan.data, "data")
-        if os.environ.get("LOCAL_RANK", "0") == "0" and (check_data := check_of(data)) is not None:
-            check_data()
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            if (check_data := check_of(data)) is not None:
+                check_data()
+            if (check_fit := check_data_of(target)) is not None:
+                check_fit(plan.module, data)
 
 
 def start_all(jobs: tuple[Job, ...], plans: list[Plan]) -> int:

@@ -43,6 +43,13 @@ class Module(Protocol):
     def hugging_face_config(node: dict[str, Any]) -> dict[str, Any]:
         """The content of Hugging Face's config.json. `node`: the module's in the config."""
 
+    @staticmethod
+    def check_data(node: dict[str, Any], data: Any) -> None:
+        """Look whether the model fits the data, before any rank starts. `node`: the module's in the config.
+
+        Raises:
+            ConfigError: it does not."""
+
     # A module with these four can continue texts: `shardwise generate`, nn/generation.py.
 
     vocab_size: int
@@ -140,6 +147,11 @@ def lacks_to_continue_texts(module_class: Any) -> list[str]:
     known of a class, so that an attribute counts if the methods are there."""
     missing = [name for name in _CONTINUES_TEXTS if not hasattr(module_class, name)]
     return missing if {"make_cache", "next_token_logits"} & set(missing) else []
+
+
+def check_data_of(module_class: Any) -> Callable[[dict[str, Any], Any], None] | None:
+    found = getattr(module_class, "check_data", None)
+    return found if callable(found) else None
 
 
 def check_of(data: Any) -> Callable[[], None] | None:

@@ -16,10 +16,13 @@ import torch
 from recipes.language_modeling.module import LanguageModel
 from shardwise.data.shard_writer import write_token_shards
 from shardwise.data.tokenizer import ByteTokenizer
+from shardwise.errors import ConfigError
+from shardwise.plan import Plan
 from shardwise.strategies import gathered
 from shardwise.tools import main
 from tests.harness.cells import cell_plan, fit
 from tests.harness.processes import spawn
+from tests.harness.saved import trained_tokenizer
 
 RUNS = {
     "ddp": [],
@@ -30,25 +33,36 @@ RUNS = {
     "zero3": ["strategy=zero3"],
     "zero3-full": ["strategy=zero3"],
     "zero3-bf16": ["strategy=zero3", "precision=bf16"],
+    "bpe": ["data.directory=SHARDS/bpe"],
+    "numbers": ["data.directory=SHARDS/numbers"],
 }
+SAME = ("ddp", "fsdp", "fsdp-compiled", "fsdp-full", "zero3", "zero3-full")
 LAYERS, TOKENS = 3, 20
 
 
 def write_shards(folder: Path) -> None:
-    documents = [np.frombuffer(b"once upon a time \0" * 60, dtype=np.uint8)]
-    splits = {"train": documents, "validation": documents}
-    write_token_shards(folder, splits, vocab_size=256, tokenizer=ByteTokenizer())
+    text = "once upon a time " * 60
+    bpe = trained_tokenizer(258)
+    encoded = {
+        "bytes": ([*text.encode(), 0], 256, ByteTokenizer()),
+        "bpe": ([*bpe.encode([text])[0], bpe.end_of_document], bpe.vocab_size, bpe),
+        "numbers": (list(range(100)) * 10, 100, None),
+    }
+    for name, (tokens, vocab_size, tokenizer) in encoded.items():
+        splits = {split: [np.array(tokens)] for split in ("train", "validation")}
+        write_token_shards(folder / name, splits, vocab_size=vocab_size, tokenizer=tokenizer)
 
 
 def run_all(folder: Path) -> dict[str, Any]:
     words = [
         "model.vocab_size=260", "data._target_=recipes.language_modeling.data.TextData",
-        f"+data.directory={folder}/shards", "+data.corpus=null", "+data.sequence_length=16", "micro_batch_size=2",
+        f"+data.directory={folder}/shards/bytes", "+data.corpus=null", "+data.sequence_length=16", "micro_batch_size=2",
         "global_batch_size=8", "max_steps=3", "validate_every_n_steps=2", "checkpoint.save_every_n_steps=3",
         f"module.sample_tokens={TOKENS}", "module.sample_prompt=once",
     ]  # fmt: skip
     found = {}
     for name, more in RUNS.items():
+        more = [word.replace("SHARDS", f"{folder}/shards") for word in more]
         plan = cell_plan(folder / name, 2, *words, *more)
         (Path(plan.run_dir) / "plan.json").write_text(plan.to_json())  # the launcher does
         free, gathers = -1 if name.endswith("full") else 2**40, list[int]()
@@ -57,7 +71,20 @@ def run_all(folder: Path) -> dict[str, Any]:
             patch.object(LanguageModel, "_samples", counted(LanguageModel._samples, gathers)),
         ):
             found[name] = {**fit(plan), "gathers": gathers}
+    resume = [*words, "max_steps=4", f"data.directory={folder}/shards/bpe",
+              f"resume={folder}/ddp/checkpoints/step-00000003.ckpt"]  # fmt: skip
+    found["goes on"] = {
+        allow: outcome(cell_plan(folder / f"goes-on{allow}", 2, *resume, f"resume_allow=[{allow}]"))
+        for allow in ("", "data")
+    }
     return found
+
+
+def outcome(plan: Plan) -> str:
+    try:
+        return f"{len(fit(plan)['losses'])} steps"
+    except ConfigError as error:
+        return str(error)
 
 
 def counted(method: Callable[..., Any], counts: list[int]) -> Callable[..., Any]:
@@ -87,7 +114,7 @@ def test_samples_are_the_same_under_every_strategy_and_change_no_step(runs: Any)
     folder, [found, other] = runs
     [expected] = samples(folder, "ddp")
     assert expected.startswith("once") and len(expected) > 10
-    for name in RUNS.keys() - {"silent", "zero3-bf16"}:
+    for name in SAME:
         assert samples(folder, name) == [expected], name
         assert found[name]["gathers"] == other[name]["gathers"]
     assert len(samples(folder, "zero3-bf16")) == 1
@@ -100,7 +127,7 @@ def test_samples_are_the_same_under_every_strategy_and_change_no_step(runs: Any)
 
 def test_sharded_weights_are_gathered_once_for_a_sample_where_there_is_room(runs: Any) -> None:
     _, [found, _] = runs
-    gathers = {name: found[name]["gathers"] for name in RUNS if name != "silent"}
+    gathers = {name: found[name]["gathers"] for name in SAME}
     assert gathers["ddp"] == [0]
     assert gathers["fsdp"] == gathers["fsdp-compiled"] == [LAYERS]
     assert gathers["fsdp-full"] == [LAYERS * TOKENS]
@@ -119,6 +146,24 @@ def test_generate_continues_with_the_checkpoint_of_any_strategy(
         texts[name] = capsys.readouterr().out
         assert tokenizer_of_checkpoint(checkpoint) == ByteTokenizer().files()
     assert texts["ddp"] == texts["fsdp"] == texts["zero3"] and len(texts["ddp"]) > 8
+
+
+def test_samples_are_text_by_the_tokenizer_of_the_data_which_the_run_keeps(runs: Any) -> None:
+    folder, _ = runs
+    [text] = samples(folder, "bpe")
+    files = {file.name: file.read_text() for file in (folder / "bpe/tokenizer").iterdir()}
+    assert text.startswith("once") and files == trained_tokenizer(258).files()
+    [numbers] = samples(folder, "numbers")
+    assert len(numbers.split()) == 1 + TOKENS and all(number.isdigit() for number in numbers.split())
+    assert not (folder / "numbers/tokenizer").exists()
+
+
+def test_a_run_does_not_go_on_with_data_of_another_tokenizer(runs: Any) -> None:
+    _, [found, other] = runs
+    said = found["goes on"][""]
+    assert "its tokens are those of the tokenizer bytes (256 tokens), and the data's are those of" in said
+    assert "(258 tokens), where a token stands for another text; give data of the same tokenizer" in said
+    assert found["goes on"]["data"] == "1 steps" and other["goes on"][""] == said
 
 
 def tokenizer_of_checkpoint(checkpoint: Path) -> dict[str, str]:

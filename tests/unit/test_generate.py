@@ -22,15 +22,13 @@ from recipes.language_modeling.module import LanguageModel
 from shardwise.data.text_stream import TextStream
 from shardwise.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from shardwise.tools import main
-from tests.harness.saved import save
+from tests.harness.saved import END, save, trained_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 SIZES: dict[str, Any] = {
     "dim": 24, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 41, "max_seq_len": 48,
 }  # fmt: skip
-TEXT = ["once upon a time there was a größe, and 日本語 too; once more upon a time 🙂", "the end of the time"]
-END = "<|endoftext|>"
 
 
 class Images(LightningModule):
@@ -45,20 +43,6 @@ def one_process() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def trained_tokenizer(vocab_size: int = 300) -> Tokenizer:
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
-        TEXT * 3,
-        tokenizers.trainers.BpeTrainer(
-            vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-        ),
-    )
-    return HuggingFaceTokenizer(made.to_str(), {}, "trained")
 
 
 def run_of(folder: Path, tokenizer: Tokenizer | None, vocab_size: int, seed: int = 0) -> tuple[LanguageModel, Path]:

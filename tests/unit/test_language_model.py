@@ -368,6 +368,24 @@ def test_it_learns(stdlib: Path, tmp_path: Path) -> None:
     assert texts and all(isinstance(text, str) for batch in texts for text in batch)
 
 
+def test_rows_of_no_token_are_told_of_and_never_written(
+    stdlib: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = TextData(str(tmp_path / "shards"), sequence_length=16, batch_size=4, max_validation_sequences=8)
+    trainer = Trainer(
+        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    module = Recorded(small(vocab_size=1000), sample_tokens=20)
+    trainer.fit(module, data)
+    assert "model.vocab_size=1000: 744 rows of no token, since the data has 256\n" in capsys.readouterr().out
+    drawn: list[Tensor] = []
+    generate = module.generate
+    module.generate = lambda *a, **k: drawn.append(generate(*a, **k)) or drawn[-1]  # type: ignore[func-returns-value]
+    trainer.predict(module, data)
+    assert drawn and max(int(tokens.max()) for tokens in drawn) < 256
+
+
 def test_data_that_the_model_cannot_take_is_refused(tmp_path: Path) -> None:
     write_token_shards(tmp_path / "d", {s: [np.arange(300)] for s in ("train", "validation")}, vocab_size=300)
     data = TextData(str(tmp_path / "d"), sequence_length=16, batch_size=4, corpus=None)

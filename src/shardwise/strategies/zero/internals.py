@@ -1,9 +1,10 @@
-"""Changes what DeepSpeed does while it makes an engine, and undoes what ZeRO-3 does to a parameter's shape."""
+"""Changes what DeepSpeed does while it makes an engine, and undoes what ZeRO-3 does to parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -63,3 +64,22 @@ def leaf_gradients_reduced_singly() -> Iterator[None]:
         yield
     finally:
         stage3.z3_leaf_parameter = original
+
+
+_SAMPLING = -1  # the number of no layer
+
+
+@contextmanager
+def kept_gathered(module: nn.Module) -> Iterator[None]:
+    """Gather the weights of ZeRO-3 once for many forward passes. Collective."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    parameters: list[Any] = [p for p in module.parameters() if hasattr(p, "ds_id")]
+    with GatheredParameters([p for p in parameters if p.ds_status.name == "NOT_AVAILABLE"]):
+        for p in parameters:  # DeepSpeed frees a weight behind the last layer that uses it: this says that one does
+            p.ds_active_sub_modules.add(_SAMPLING)
+        try:
+            yield
+        finally:
+            for p in parameters:
+                p.ds_active_sub_modules.discard(_SAMPLING)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -37,6 +37,7 @@ from shardwise.strategies.zero.engine import engine_config
 from shardwise.strategies.zero.internals import (
     count_elements,
     full_shapes,
+    kept_gathered,
     leaf_gradients_reduced_singly,
     scalars_as_vectors,
     without_broadcast,
@@ -45,8 +46,6 @@ from shardwise.strategies.zero.precision import ZeroPrecision
 from shardwise.strategies.zero.state import ZeroState
 from shardwise.strategies.zero.unused_parameters import gathered_as_one, touch_all
 from shardwise.weights.initialize import Materializer
-
-_SAMPLING = -1  # the number of no layer
 
 
 class ZeroStrategy(PlannedStrategy, DDPStrategy):
@@ -269,19 +268,8 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         parameters: list[Any] = list(self.module.parameters())
         return sum(p.ds_numel * p.element_size() for p in parameters if hasattr(p, "ds_numel"))
 
-    @contextmanager
-    def _gathering(self) -> Iterator[None]:
-        from deepspeed.runtime.zero import GatheredParameters
-
-        parameters: list[Any] = [p for p in self.module.parameters() if hasattr(p, "ds_id")]
-        with GatheredParameters([p for p in parameters if p.ds_status.name == "NOT_AVAILABLE"]):
-            for p in parameters:  # DeepSpeed frees a weight behind the last layer that uses it: this says that one does
-                p.ds_active_sub_modules.add(_SAMPLING)
-            try:
-                yield
-            finally:
-                for p in parameters:
-                    p.ds_active_sub_modules.discard(_SAMPLING)
+    def _gathering(self) -> AbstractContextManager[None]:
+        return kept_gathered(self.module)
 
     @contextmanager
     def _gathered(self, trained: list[nn.Parameter]) -> Iterator[None]:
