@@ -25,6 +25,7 @@ RUNS: dict[str, list[str]] = {
     "language model, resume, validate, predict": ["test_resume.py"],
     "packed documents": ["test_documents.py"],
     "samples in validation, generate": ["test_samples.py"],
+    "mixture of corpora": ["test_mixture.py"],
     "images": ["test_digits.py::test_digits_are_learned_alike_under_every_strategy"],
     "own module": [
         "test_anybodys_module.py::test_every_strategy_equals_the_plain_loop[ConvNet]",

@@ -15,7 +15,7 @@ from shardwise.plan import Plan
 SAMPLES = 1 << 17  # no epoch ends within a run
 # What the data of the language-modelling recipe takes and these data do not
 NO_CORPUS = ["~data.corpus", "~data.directory", "~data.max_validation_sequences", "~data.num_workers",
-             "~data.document_mask"]  # fmt: skip
+             "~data.document_mask", "~data.validation"]  # fmt: skip
 
 
 class OneBatch(Dataset[Any]):

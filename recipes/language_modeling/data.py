@@ -2,11 +2,12 @@
 
 import hashlib
 import os
+import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from shardwise.data.baselines import unigram_bigram_baselines
+from shardwise.data.mixture import check_one_tokenizer
 from shardwise.data.packing import DocumentSequences, collate_documents
 from shardwise.data.shard_index import load_index
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
@@ -28,7 +30,8 @@ class TextData(LightningDataModule):
     """Sequences of `sequence_length` tokens from the shards in `directory`.
 
     `corpus`: "python_stdlib" builds the shards if they are missing; with None they must be there. `document_mask`:
-    batches say which tokens are of one document, and attention and loss stay inside it.
+    batches say which tokens are of one document, and attention and loss stay inside it. `validation`: folders of shards
+    by name, whose validation splits are each measured; None: that of `directory`.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class TextData(LightningDataModule):
         corpus: str | None = "python_stdlib",
         max_validation_sequences: int | None = None,
         document_mask: bool = False,
+        validation: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         if corpus not in (None, "python_stdlib"):
@@ -58,10 +62,15 @@ class TextData(LightningDataModule):
         self.corpus = corpus
         self.max_validation_sequences = max_validation_sequences
         self.document_mask = document_mask
+        self.validation_directories = {"": self.directory}  # by the name of the validation set
+        if validation is not None:
+            check_names("data.validation", validation)
+            self.validation_directories = {name: Path(directory) for name, directory in validation.items()}
 
     def check(self) -> None:
         """Raises `DataError` unless both splits can be read, or are still to be built by `prepare_data`."""
         if self.corpus is None or (self.directory / INDEX).exists():
+            check_one_tokenizer(self.directories())
             self._train()
             self._validation()
 
@@ -78,6 +87,11 @@ class TextData(LightningDataModule):
         if (self.directory / INDEX).exists():
             return int(load_index(self.directory)["vocab_size"])
         return None if self.tokenizer is None else self.tokenizer.vocab_size
+
+    def directories(self) -> dict[str, Path]:
+        """All folders of shards that are read, by the option that names them."""
+        named = {f"data.validation.{name}": folder for name, folder in self.validation_directories.items() if name}
+        return {"data.directory": self.directory, **named}
 
     def check_fits(self, *, vocab_size: int, max_seq_len: int) -> None:
         """Raises `ConfigError` if the data holds tokens or sequences that a model of these sizes cannot take."""
@@ -100,32 +114,52 @@ class TextData(LightningDataModule):
                 f"data.document_mask=true: {type(module).__name__} does not keep documents apart: use "
                 f'data.document_mask=false, or let it read batch["documents"] and say so with takes_documents = True'
             )
-        self.train, self.validation = self._train(), self._validation()
+        self.train, self.validation_sets = self._train(), self._validation()
 
     def train_dataloader(self) -> DataLoader[Any]:
         return self._loader(self.train, shuffle=True)
 
-    def val_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.validation, shuffle=False)
+    @property
+    def validation(self) -> Dataset[Any]:
+        """The first validation set."""
+        return next(iter(self.validation_sets.values()))
 
-    def test_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.validation, shuffle=False)
+    @property
+    def validation_names(self) -> list[str]:
+        """The names of the validation sets in the order of their loaders; one without a name stands alone."""
+        return list(self.validation_sets)
 
-    def predict_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.validation, shuffle=False)
+    def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
+        loaders = [self._loader(dataset, shuffle=False) for dataset in self.validation_sets.values()]
+        return loaders if len(loaders) > 1 else loaders[0]
+
+    def test_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
+        return self.val_dataloader()
 
     def baselines(self) -> dict[str, float]:
-        """The losses, in nats per token, that counting reaches on the validation split. The model must be better."""
+        """The losses, in nats per token, that counting reaches on the validation split. The model must be better.
+
+        Where the validation sets are others than that of `directory`, there are none.
+        """
+        if list(self.validation_directories) != [""]:
+            return {}
         train, validation = TokenShards(self.directory, "train"), TokenShards(self.directory, "validation")
         losses = unigram_bigram_baselines(train, validation, train.vocab_size)
         word = "byte" if train.vocab_size == 256 else "token"
         return {f"{word} {name}": loss for name, loss in losses.items()}
 
     def _train(self) -> Dataset[Any]:
-        return _dataset(self._sequences(TokenShards(self.directory, "train")))
+        sequences: Any = self._sequences(TokenShards(self.directory, "train"))
+        return cast(Dataset[Any], sequences)  # not derived from it: shards are also read where torch is not installed
 
-    def _validation(self) -> Dataset[Any]:
-        return _dataset(self._sequences(TokenShards(self.directory, "validation")), self.max_validation_sequences)
+    def _validation(self) -> dict[str, Dataset[Any]]:
+        return {
+            name: _dataset(self._sequences(TokenShards(directory, "validation")), self.max_validation_sequences)
+            for name, directory in self.validation_directories.items()
+        }
 
     def _sequences(self, shards: TokenShards) -> TokenSequences:
         return (DocumentSequences if self.document_mask else TokenSequences)(shards, self.sequence_length)
@@ -194,8 +228,20 @@ def _file_bytes(root: Path, names: list[str]) -> Iterator[Tokens]:
         yield np.frombuffer(content + b"\0", dtype=np.uint8)
 
 
-def _dataset(sequences: TokenSequences, limit: int | None = None) -> Dataset[Any]:
-    # TokenSequences does not derive from torch's Dataset, because shards are also read where torch is not installed.
+def check_names(option: str, named: Mapping[str, Any]) -> None:
+    """Refuse names that cannot stand in the name of a metric, such as validation/<name>/loss, or none at all.
+
+    Raises:
+        ConfigError: one of them.
+    """
+    if not isinstance(named, Mapping) or not named:
+        raise ConfigError(f"{option}={named}: it names at least one folder, as in {{books: data/books}}")
+    for name in named:
+        if not re.fullmatch(r"[\w.-]+", str(name)):
+            raise ConfigError(f"{option}.{name}: a name has letters, digits, dots, - and _ only, since metrics bear it")
+
+
+def _dataset(sequences: TokenSequences, limit: int | None) -> Dataset[Any]:
     # With a limit, the sequences come from all parts of the split and not from its first file only.
     stride = 1 if limit is None else max(1, len(sequences) // limit)
     return Subset(sequences, range(0, len(sequences), stride)[:limit])  # type: ignore[arg-type]

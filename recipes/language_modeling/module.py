@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning import LightningModule
@@ -30,7 +30,8 @@ _DOCUMENTS = {"documents": "documents", "starts": "document_starts"}
 class LanguageModel(LightningModule):
     """Next-token prediction; `sample_tokens` > 0 writes a sample of that many tokens at every validation."""
 
-    evaluation: ExactMean
+    evaluation: ExactMean  # over all sets that are evaluated
+    evaluations: nn.ModuleList  # over each set that has a name
     loss_weight_unit = "tokens"  # the log's name for what loss_weight counts
     takes_documents = True
 
@@ -88,27 +89,27 @@ class LanguageModel(LightningModule):
         total, tokens = self._loss(batch)
         return total / tokens.clamp(min=1)
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Adds to the epoch's loss; the first batch also draws a sample."""
-        self.evaluation.update(*self._loss(batch))
-        if batch_idx == 0 and self.sample_tokens and not self.trainer.sanity_checking:
+        self._evaluate(batch, dataloader_idx)
+        if batch_idx == dataloader_idx == 0 and self.sample_tokens and not self.trainer.sanity_checking:
             # All ranks draw the same sample, since sharded weights are gathered from all of them.
             [self.sample] = self._samples([self._prompt()], seed=0)
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
+    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Adds to the epoch's loss."""
-        self.evaluation.update(*self._loss(batch))
+        self._evaluate(batch, dataloader_idx)
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> list[str]:
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> list[str]:
         """The first 32 tokens of each sequence and what the model adds to them, as text."""
         return self._samples(batch["tokens"][:, :32].tolist(), seed=batch_idx)
 
     def on_validation_epoch_start(self) -> None:
-        # The constructor may run on the meta device, which would leave the sums uninitialised.
-        self.evaluation, self.sample = ExactMean(self.device), ""
+        self._begin_evaluation(len(self.trainer.num_val_batches))
+        self.sample = ""
 
     def on_test_epoch_start(self) -> None:
-        self.evaluation = ExactMean(self.device)
+        self._begin_evaluation(len(self.trainer.num_test_batches))
 
     def on_train_start(self) -> None:
         path = Path(self.trainer.default_root_dir) / "samples.txt"
@@ -208,8 +209,28 @@ class LanguageModel(LightningModule):
         total = cross_entropy(self.model(batch["tokens"], **documents), self.model.head.weight, targets)
         return total, (targets != IGNORE).sum()
 
+    def _begin_evaluation(self, sets: int) -> None:
+        data = getattr(self.trainer, "datamodule", None)
+        self.set_names = [str(i) for i in range(sets)] if sets > 1 else []
+        if isinstance(data, TextData):
+            self.set_names = [name for name in data.validation_names if name]  # one without a name stands alone
+        # The constructor may run on the meta device, which would leave the sums uninitialised.
+        self.evaluation = ExactMean(self.device)
+        self.evaluations = nn.ModuleList(ExactMean(self.device) for _ in self.set_names)
+
+    def _evaluate(self, batch: Batch, number: int) -> None:
+        """Add a batch of the set of this number."""
+        total, tokens = self._loss(batch)
+        for mean in (self.evaluation, *self.evaluations[number : number + 1]):
+            cast(ExactMean, mean).update(total, tokens)
+
     def _log_evaluation(self, stage: str) -> None:
-        loss = self.evaluation.compute()
+        self._log_loss(stage, self.evaluation)
+        for name, mean in zip(self.set_names, self.evaluations, strict=True):
+            self._log_loss(f"{stage}/{name}", cast(ExactMean, mean))
+
+    def _log_loss(self, prefix: str, mean: ExactMean) -> None:
+        loss = mean.compute()
         # All ranks have the same value already. sync_dist=True keeps Lightning from warning.
-        self.log(f"{stage}/loss", loss, sync_dist=True)
-        self.log(f"{stage}/bits_per_token", loss / math.log(2), sync_dist=True)
+        self.log(f"{prefix}/loss", loss, sync_dist=True)
+        self.log(f"{prefix}/bits_per_token", loss / math.log(2), sync_dist=True)

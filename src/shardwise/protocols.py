@@ -87,6 +87,23 @@ class Data(Protocol):
         """Losses to draw beside the run's curve: of a model that only counts, say."""
 
 
+class Samples(Protocol):
+    """Of a data set whose samples have indices."""
+
+    def draw_for_run(self, seed: int, positions: Any) -> Any:
+        """The indices of the samples at `positions` of a run, both int64 arrays. It replaces the loader's order, and
+        has to be a function of its arguments alone. The run may be longer than the data set: then some come again."""
+
+    def progress_of_run(self, seed: int, samples: int) -> dict[str, float]:
+        """Numbers for the log when a run has taken `samples` samples: how often each part was repeated, say."""
+
+    def notices_for_run(self, samples: int | None) -> list[str]:
+        """Lines for the user before training. `samples`: how many the run will take; None: that is not known."""
+
+    def identity_of_data(self) -> dict[str, str]:
+        """What the samples are, in words by name. A run that goes on with another identity is refused."""
+
+
 class Optimizer(Protocol):
     """Of a torch.optim.Optimizer."""
 
@@ -180,6 +197,26 @@ def tokenizer_of_data(data: Any) -> Any:
 def baselines_of(data: Any) -> dict[str, float]:
     found: dict[str, float] = getattr(data, "baselines", dict)()
     return found
+
+
+def draw_of(samples: Any) -> Callable[[int, Any], Any] | None:
+    found = getattr(samples, "draw_for_run", None)
+    return found if callable(found) else None
+
+
+def progress_of(samples: Any, seed: int, taken: int) -> dict[str, float]:
+    found: Callable[[int, int], dict[str, float]] | None = getattr(samples, "progress_of_run", None)
+    return found(seed, taken) if callable(found) else {}
+
+
+def notices_of(samples: Any, taken: int | None) -> list[str]:
+    found: Callable[[int | None], list[str]] | None = getattr(samples, "notices_for_run", None)
+    return found(taken) if callable(found) else []
+
+
+def identity_of(samples: Any) -> dict[str, str]:
+    found: Callable[[], dict[str, str]] | None = getattr(samples, "identity_of_data", None)
+    return found() if callable(found) else {}
 
 
 def is_elementwise(optimizer: Any) -> bool:

@@ -121,6 +121,8 @@ class StepLog(Callback):
         if step.loss_scale is not None:
             row |= {"train/loss_scale": step.loss_scale, "train/skipped_steps": float(strategy.skipped_steps)}
         row["train/learning_rate"] = step.learning_rate
+        if strategy.train_loader is not None:
+            row |= strategy.train_loader.progress(step.start + self.plan.global_batch_size)
         sums = self.meter.take_interval()
         row |= self._speeds(strategy.lightning_module, sums)
         row |= {SPENT: self.meter.training_seconds, "train/goodput": self.meter.goodput}

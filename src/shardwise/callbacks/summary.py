@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ class Summary(Callback):
             "memory_allocated_gib": round(allocated, 2) or None,  # this and the next are the peaks of rank 0
             "peak_memory_gib": round(reserved, 2) or None,
             "train/loss": last_of(rows, loss_key(rows)),
+            **trainer.strategy.train_loader.progress(trainer.strategy.train_loader.consumed),  # type: ignore[attr-defined]
             **measured,
             "baselines": baselines,
             "best": {"checkpoint": self.saving.best_path, monitor: self.saving.best_score} if monitor else None,
@@ -110,7 +112,8 @@ class Summary(Callback):
             )
         if summary["train/loss"] is not None:
             lines["training loss"] = digits(summary["train/loss"])
-        lines |= {words(key): digits(value) for key, value in measured.items()}
+        of_data = {key: value for key, value in summary.items() if key.startswith("data/")}
+        lines |= {words(key): digits(value) for key, value in (of_data | measured).items()}
         lines |= {f"baseline: {name}": digits(value) for name, value in summary["baselines"].items()}
         if self.saving.best_path is not None:
             lines["best checkpoint"] = (
@@ -142,6 +145,9 @@ def plot_losses(rows: list[dict[str, str]], baselines: dict[str, float], path: P
     if not any(row.get(keys["training"]) for row in rows):  # then plot every column that the module calls a loss
         logged = dict.fromkeys(key for row in rows for key in row if "loss" in key and row[key])
         keys |= {key: key for key in logged if key not in ("validation/loss", "train/loss_scale")}
+    # Validation sets that have names
+    logged = dict.fromkeys(key for row in rows for key in row if re.fullmatch("validation/.+/loss", key) and row[key])
+    keys |= {words(key.removesuffix("/loss")): key for key in logged}
     curves = {name: [(int(row["step"]), float(row[key])) for row in rows if row.get(key)] for name, key in keys.items()}
     if not any(curves.values()):
         return None
@@ -153,7 +159,7 @@ def plot_losses(rows: list[dict[str, str]], baselines: dict[str, float], path: P
     figure, axes = plt.subplots(figsize=(8, 5))
     for name, points in curves.items():
         if points:
-            axes.plot(*zip(*points, strict=True), label=name, marker="o" if name == "validation" else None)
+            axes.plot(*zip(*points, strict=True), label=name, marker="o" if name.startswith("validation") else None)
     for (name, value), style in zip(baselines.items(), (":", "--", "-."), strict=False):
         axes.axhline(value, linestyle=style, color="grey", label=f"{name} ({value:.2f})")
     axes.set(xlabel="step", ylabel="loss (nats)", title=path.parent.name)

@@ -32,6 +32,7 @@ from shardwise.distributed.collectives import sum_over
 from shardwise.distributed.mesh import Mesh
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
+from shardwise.protocols import draw_of, identity_of, notices_of, progress_of
 
 # The order is computed for this many steps at once: a call takes as long for one sample as for a thousand.
 _STEPS_AT_A_TIME = 64
@@ -96,6 +97,19 @@ class TrainLoader:
         begins, self._window_begins = self._window_begins, False
         return begins
 
+    @property
+    def _samples(self) -> Any:
+        return getattr(self.original, "dataset", None)
+
+    def progress(self, consumed: int) -> dict[str, float]:
+        """What the data set says of itself for the log, when the run has consumed so many samples."""
+        return {f"data/{name}": v for name, v in progress_of(self._samples, self.plan.seed, consumed).items()}
+
+    def notices(self) -> list[str]:
+        """What the data set has to say to the user before training."""
+        steps = self.plan.max_steps
+        return notices_of(self._samples, None if steps is None else steps * self.plan.global_batch_size)
+
     def rewind(self, steps: int) -> None:
         """Set the training clock back by `steps` that have changed nothing."""
         self.consumed -= steps * self.plan.global_batch_size
@@ -142,6 +156,8 @@ class TrainLoader:
             state["micro_batch_size"] = self.plan.micro_batch_size
         if self.stream is None and isinstance(self.order, DrawnOrder):
             state["order"] = self.order.digest
+        if identity := identity_of(self._samples):
+            state["data"] = identity
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -153,6 +169,17 @@ class TrainLoader:
             raise ConfigError(
                 f"resume={resume}: the data comes in batches of its own, each of which counted as {before} samples; "
                 f"give micro_batch_size={before}, or resume_allow=[data] to go on elsewhere in the data"
+            )
+        before, is_now = (of.get("data") or {} for of in (state, now))
+        if before and before != is_now:  # checkpoints from before there was an identity lack it
+            changed = [
+                f"{name} was {before.get(name, 'not there')} and is {is_now.get(name, 'not there')}"
+                for name in sorted(before | is_now)
+                if before.get(name) != is_now.get(name)
+            ]
+            raise ConfigError(
+                f"resume={resume}: the training data has changed since the checkpoint: {'; '.join(changed)}; give the "
+                f"data as it was, or resume_allow=[data] to go on with what is there now"
             )
         if state.get("order", now.get("order")) != now.get("order"):
             raise ConfigError(
@@ -243,7 +270,7 @@ def _order_of(loader: DataLoader[Any], plan: Plan, group: Group) -> tuple[bool, 
     most = None if plan.max_train_batches is None else plan.max_train_batches // plan.accumulate_grad_batches
     if (shuffle := shuffles(loader)) is not None:
         samples = len(loader.dataset)  # type: ignore[arg-type]
-        return by_batch, GlobalOrder(samples, per_step, shuffle, plan.seed, most)
+        return by_batch, GlobalOrder(samples, per_step, shuffle, plan.seed, most, draw_of(loader.dataset))
 
     def draw(epoch: int) -> Sequence[Any]:
         keys = draw_order(loader, plan.seed, epoch)

@@ -51,6 +51,8 @@ class GlobalOrder:
     shuffle: bool
     seed: int
     max_steps_per_epoch: int | None = None  # an epoch ends there, with samples from the whole data set
+    # Gives the samples at positions of the run, where the data set says them itself. No epoch begins anew then.
+    draw: Callable[[int, npt.NDArray[np.int64]], npt.NDArray[np.int64]] | None = None
 
     def __post_init__(self) -> None:
         if self.samples < self.global_batch_size:
@@ -70,6 +72,8 @@ class GlobalOrder:
 
     def indices(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """The data-set indices of the `count` samples after `start` consumed ones, all within one epoch."""
+        if self.draw is not None:
+            return self.draw(self.seed, np.arange(start, start + count, dtype=np.int64))
         epoch, position = divmod(start, self.samples_per_epoch)
         positions = np.arange(position, position + count, dtype=np.int64)
         if not self.shuffle:

@@ -70,6 +70,11 @@ class TokenShards:
         return np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
 
     @property
+    def digest(self) -> str:
+        """The SHA-256 of its shards' digests: the same tokens in the same shards have the same, wherever they lie."""
+        return hashlib.sha256("".join(shard["sha256"] for shard in self.shards).encode()).hexdigest()
+
+    @property
     def documents(self) -> int:
         """The number of documents that end in the split."""
         return sum(map(len, self._document_ends))
@@ -162,6 +167,10 @@ class TokenSequences:
     def __len__(self) -> int:
         """The number of whole sequences. The tokens after the last one are not used."""
         return (len(self.shards) - 1) // self.sequence_length
+
+    def identity_of_data(self) -> dict[str, str]:
+        """The digest of the tokens, by which a resumed run knows whether they have changed."""
+        return {f"split {self.shards.split}": f"sha256 {self.shards.digest[:16]}"}
 
     def __getitem__(self, i: int) -> dict[str, npt.NDArray[np.int64]]:
         """`tokens` and `targets`, both int64 [sequence_length]."""

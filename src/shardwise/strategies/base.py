@@ -172,6 +172,8 @@ class PlannedStrategy(CheckpointHooks, GatheringHooks, ParallelStrategy):
         self.train_loader = TrainLoader(
             dataloader, self.plan, rank, self.root_device, loss_weight_of(module), flops_of(module), self.file_group
         )
+        if self.is_global_zero:
+            print("".join(f"{line}\n" for line in self.train_loader.notices()), end="", flush=True)
         return self.train_loader
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
