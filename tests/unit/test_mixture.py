@@ -216,9 +216,7 @@ def test_corpora_of_other_tokenizers_or_without_a_sequence_are_refused(tmp_path:
     by_bytes = {"tokenizer": ByteTokenizer()}
     made(unknown={}, known=by_bytes).check()
     other_size = made(known=by_bytes, big={"vocab_size": 300})
-    with pytest.raises(
-        ConfigError, match=r"known \(.*\) has a vocabulary of 256 tokens, and data.corpora.big"
-    ):
+    with pytest.raises(ConfigError, match=r"known \(.*\) has a vocabulary of 256 tokens, and data.corpora.big"):
         other_size.check()
     short = made(short={})
     short.sequence_length = 64
