@@ -26,6 +26,8 @@ LM = "recipes.language_modeling"
 # (argv, what the message says); TMP is a folder that `files` below fills. These need no torch.
 WORDS: list[tuple[str, list[str]]] = [
     # groups, options, keys
+    ("data=mixture 'data.corpora={a: {directory: x, weight: 7}, a: {directory: y, weight: 3}}'",
+     ["a is there twice, and only the last would count: name it once"]),
     ("strateg=ddp", ["strateg=ddp: there is no strateg (did you mean strategy?)", "--help"]),
     ("optimzer.lr=1", ["optimzer.lr=1: there is no optimzer (did you mean optimizer?)"]),
     ("max_step=3", ["there is no max_step (did you mean max_steps?)"]),

@@ -17,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn, cast, get_type_hints
 
+import yaml  # type: ignore[import-untyped]
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -25,7 +26,6 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import MarkedYAMLError  # type: ignore[import-untyped]
 
 from shardwise.config.bind import as_yaml, bind
 from shardwise.config.explain import check_numbers, check_open, explain
@@ -164,8 +164,27 @@ def _check_override(override: Override, groups: dict[str, list[str]]) -> None:
     if rest == "name" and root in groups and root in _FIELDS and root not in _BUILT:
         raise ConfigError(f"{line}: a name alone changes nothing; {root}={as_yaml(value)} brings its values as well")
     raw = cast(str, line).partition("=")[2]
+    if isinstance(value, dict) and (twice := _repeated_key(raw)) is not None:
+        raise ConfigError(f"{line}: {twice} is there twice, and only the last would count: name it once")
     if _FIELDS.get(key) in _TEXT and type(value) in (int, float, bool) and str(value) != raw:
         raise ConfigError(f"{line}: is read as {as_yaml(value)}, not as text; quote it: \"{key}='{raw}'\"")
+
+
+def _repeated_key(raw: str) -> str | None:
+    """The first key that a mapping in `raw` has twice; Hydra would drop all but the last. None: there is none."""
+    try:
+        nodes = [yaml.compose(raw)]
+    except yaml.YAMLError:  # Hydra's grammar is not quite YAML's
+        return None
+    for node in nodes:
+        if isinstance(node, yaml.MappingNode):
+            keys = [str(key.value) for key, _ in node.value]
+            if twice := [key for key in keys if keys.count(key) > 1]:
+                return twice[0]
+            nodes += [value for _, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+    return None
 
 
 def _combinations(overrides: list[Override], multirun: bool) -> list[tuple[str, ...]]:
@@ -195,7 +214,7 @@ def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str]
             given = next(w for w in words if w.partition("=")[0] in _LENGTHS and not w.endswith("=null"))
             messages += tuple(f"{given} is given, so the recipe's {old} does not count" for old in replaced)
         plain = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=False))
-    except MarkedYAMLError as error:
+    except yaml.MarkedYAMLError as error:
         raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error, config_name, words, searchpath)) from None
