@@ -219,8 +219,8 @@ def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str]
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error, config_name, words, searchpath)) from None
     check_numbers(plain)
-    yaml = OmegaConf.to_yaml(OmegaConf.create(plain))
-    return Job(config=_typed(plain), yaml=yaml, overrides=words, clusters=read_clusters(), messages=messages)
+    text = OmegaConf.to_yaml(OmegaConf.create(plain))
+    return Job(config=_typed(plain), yaml=text, overrides=words, clusters=read_clusters(), messages=messages)
 
 
 _LENGTHS = ("max_steps", "max_epochs", "max_samples")
