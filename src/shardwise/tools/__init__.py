@@ -15,7 +15,7 @@ TOOLS = {
     "bench-data": "is a run's data fast enough for its model, and with how many workers?",
     "export": "a run's weights for others to read: safetensors, Hugging Face, torch",
     "generate": "text that a run's model writes, from a prompt or a file of them",
-    "prepare": "text into token shards, for data=token_shards",
+    "prepare": "text into token shards, for data=token_shards; images into tar shards",
     "preflight": "are the machines that a run would be on what they should be, and do they work together?",
     "submit": "a run to Slurm, once it is known that it can work",
 }

@@ -1,0 +1,89 @@
+"""Finds the images of a folder: their classes, their splits and their order."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.data.prepare.image_report import SUFFIXES
+from shardwise.errors import ConfigError, count
+
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class Image:
+    """One file. Its order, its split and its key follow from `name`, its path below the folder of its split."""
+
+    path: str
+    name: str
+    label: int
+    size: int  # bytes
+
+
+def find_images(source: Path, validation: float | None) -> tuple[list[str], dict[str, list[Image]], int]:
+    """The names of the classes, the images of each split in their order, and the number of files of other kinds."""
+    if not (source / "train").is_dir():
+        classes = _classes(source)
+        found, others = _images_below(source, classes)
+        share = 0.05 if validation is None else validation
+        held_out = [image for image in found if _number(image.name) < share]
+        kept = [image for image in found if _number(image.name) >= share]
+        if not held_out or not kept:
+            raise ConfigError(
+                f"validation={share:g} of {count(len(found), 'image')} leaves a split without images: give another "
+                f"share, or more images"
+            )
+        return classes, {"train": kept, "validation": held_out}, others
+    if validation is not None:
+        raise ConfigError(f"validation={validation:g}: {source} has its own splits, {source / 'train'}; leave it out")
+    splits: dict[str, list[Image]] = {}
+    classes, others = _classes(source / "train"), 0
+    for split in SPLITS:
+        folder = source / split
+        if split == "test" and not folder.is_dir():
+            continue
+        if split == "validation" and not folder.is_dir():
+            raise ConfigError(f"{source} has train/ and no validation/: add it, or give input={source / 'train'}")
+        if odd := sorted(set(names := _classes(folder)) ^ set(classes)):
+            has = split if odd[0] in names else "train"
+            raise ConfigError(f"the class {odd[0]} of {source} is in {has} only: every split needs the same classes")
+        splits[split], more = _images_below(folder, classes)
+        others += more
+    return classes, splits, others
+
+
+def _classes(folder: Path) -> list[str]:
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read ({error.strerror}): check the path") from None
+    if not names:
+        raise ConfigError(f"{folder} has 0 class folders: images lie in {folder}/<class>/, or {folder}/train/<class>/")
+    return names
+
+
+def _images_below(folder: Path, classes: list[str]) -> tuple[list[Image], int]:
+    """The images in the order of a hash of their names, so that each shard has images of all classes."""
+    found: list[Image] = []
+    others = 0
+    for label, name in enumerate(classes):
+        before = len(found)
+        for entry in os.scandir(folder / name):
+            if entry.name.lower().endswith(SUFFIXES) and entry.is_file():
+                found.append(Image(entry.path, f"{name}/{entry.name}", label, entry.stat().st_size))
+            else:
+                others += 1
+        if len(found) == before:
+            raise ConfigError(
+                f"class folder {folder / name} has 0 images ({', '.join(SUFFIXES)}): add some, or remove it from every "
+                f"split"
+            )
+    return sorted(found, key=lambda image: (_number(image.name), image.name)), others
+
+
+def _number(name: str) -> float:
+    """In [0, 1), from the name alone."""
+    return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:6]) / 2**48
