@@ -57,7 +57,7 @@ def test_the_verdict_says_how_many_devices_are_fed() -> None:
         "are 5.0 times as fast and can feed 40 of them, so the model does not wait"
     )
     assert "can feed 6 of them, so the model would wait for 25% of the time" in verdict(row(2, 600.0), H100, 8)
-    assert "cannot feed one of them, so the model would wait for 94% of the time" in verdict(row(2, 50.0), H100, 8)
+    assert "cannot feed one of them, so the model would wait for 93.8% of the time" in verdict(row(2, 50.0), H100, 8)
     one = verdict(row(0, 900.0), H100, 1)
     assert "without workers reading takes 10.0% of each rank's time. 1 loader read here; devices=8 reads as" in one
     assert "give cluster=dgx_h100" in verdict(row(2, 4.0), None, 1)

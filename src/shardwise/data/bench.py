@@ -117,7 +117,7 @@ def verdict(row: Row, appetite: Appetite | None, loaders: int) -> str:
         text += f"the data are {times:,.1f} times as fast and can feed {feeds:,} of them, so the model does not wait"
     else:
         could = f"can feed {feeds:,} of them" if feeds else "cannot feed one of them"
-        text += f"the data {could}, so the model would wait for {1 - times:.0%} of the time"
+        text += f"the data {could}, so the model would wait for {100 * (1 - times):.3g}% of the time"
     if row.workers == 0:
         share = 1 / (1 + row.samples_per_second / loaders / appetite.samples_per_second)
         text += f"; without workers reading takes {share:.1%} of each rank's time"

@@ -44,7 +44,7 @@ def measure(plan: Plan, workers: int, seconds: float) -> tuple[Row, dict[str, An
     batches = sum(result["batches"] / result["seconds"] for result in results)
     samples = batches * plan.micro_batch_size
     first = starts[0]
-    weight = first["weight_per_sample"]
+    weight = None if first["weight_per_sample"] == 1 else first["weight_per_sample"]  # samples stand in the table
     row = Row(
         workers=workers,
         startup_seconds=max(start["startup_seconds"] for start in starts),
