@@ -1,4 +1,4 @@
-"""The data: token shards, or Python's standard library as bytes."""
+"""The data: token shards, a small text of one's own, or Python's standard library as bytes."""
 
 import hashlib
 import os
@@ -14,6 +14,7 @@ import torch
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from recipes.language_modeling.own_text import OwnText
 from shardwise.data.baselines import unigram_bigram_baselines
 from shardwise.data.mixture import check_one_tokenizer
 from shardwise.data.packing import DocumentSequences, collate_documents
@@ -23,15 +24,18 @@ from shardwise.data.tokens import INDEX, Tokens, TokenSequences, TokenShards, to
 from shardwise.errors import ConfigError, count
 from shardwise.protocols import takes_documents
 
+STDLIB, STDLIB_DIRECTORY = "python_stdlib", "data/python_stdlib"
 NOT_CORPUS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
 
 class TextData(LightningDataModule):
     """Sequences of `sequence_length` tokens from the shards in `directory`.
 
-    `corpus`: "python_stdlib" builds the shards if they are missing; with None they must be there. `document_mask`:
-    batches say which tokens are of one document, and attention and loss stay inside it. `validation`: folders of shards
-    by name, whose validation splits are each measured; None: that of `directory`.
+    `corpus`: "python_stdlib", or the path of a text, builds the shards if they are missing; with None they must be
+    there. `tokenizer`, `vocab_size`: of such a text, see own_text.py.
+
+    `document_mask`: batches say which tokens are of one document, and attention and loss stay inside it. `validation`:
+    folders of shards by name, whose validation splits are each measured; None: that of `directory`.
     """
 
     def __init__(
@@ -44,10 +48,17 @@ class TextData(LightningDataModule):
         max_validation_sequences: int | None = None,
         document_mask: bool = False,
         validation: Mapping[str, str] | None = None,
+        tokenizer: str | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         super().__init__()
-        if corpus not in (None, "python_stdlib"):
-            raise ConfigError(f"{corpus=} must be python_stdlib, or null to use the shards in {directory}")
+        self.own_text = None if corpus in (None, STDLIB) else OwnText(str(corpus), tokenizer, vocab_size)
+        if self.own_text is None and (tokenizer is not None or vocab_size is not None):
+            raise ConfigError(
+                f"data.{tokenizer=}, data.{vocab_size=}: these are of a text of yours, data.corpus=PATH; leave them out"
+            )
+        if self.own_text is not None and directory == STDLIB_DIRECTORY:  # the default, which is of another text
+            directory = str(self.own_text.directory)
         if not directory:
             raise ConfigError("data.directory is empty: name the folder of the shards")
         for name, value, least in (("sequence_length", sequence_length, 1), ("num_workers", num_workers, 0)):
@@ -69,7 +80,8 @@ class TextData(LightningDataModule):
 
     def check(self) -> None:
         """Raises `DataError` unless both splits can be read, or are still to be built by `prepare_data`."""
-        if self.corpus is None or (self.directory / INDEX).exists():
+        self.prepare_own_text()
+        if self.corpus != STDLIB or (self.directory / INDEX).exists():
             check_one_tokenizer(self.directories())
             self._train()
             self._validation()
@@ -79,7 +91,7 @@ class TextData(LightningDataModule):
         """The tokenizer of the shards: bytes, if they do not say and have 256 tokens. None: it is not known (yet)."""
         if (self.directory / INDEX).exists():
             return _tokenizer_of(self.directory)
-        return ByteTokenizer() if self.corpus == "python_stdlib" else None
+        return ByteTokenizer() if self.corpus == STDLIB else None
 
     @property
     def vocab_size(self) -> int | None:
@@ -99,8 +111,14 @@ class TextData(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Builds the shards of the corpus if they are missing. Several nodes may do so at once."""
-        if self.corpus == "python_stdlib" and not (self.directory / INDEX).exists():
+        self.prepare_own_text()
+        if self.corpus == STDLIB and not (self.directory / INDEX).exists():
             write_python_stdlib(self.directory)
+
+    def prepare_own_text(self) -> None:
+        """Builds the shards of a text of the user's, if they are missing."""
+        if self.own_text is not None:
+            self.own_text.prepare(self.directory)
 
     def setup(self, stage: str) -> None:
         """Opens the shards.

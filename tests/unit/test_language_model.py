@@ -351,8 +351,8 @@ def test_shards_of_ones_own_must_be_there(tmp_path: Path) -> None:
     data = TextData(str(tmp_path / "none"), sequence_length=16, batch_size=4, corpus=None)
     with pytest.raises(DataError, match="none/index.json must be a readable file"):
         data.check()
-    with pytest.raises(ConfigError, match="corpus='wikipedia'"):
-        TextData(str(tmp_path), sequence_length=16, batch_size=4, corpus="wikipedia")
+    with pytest.raises(ConfigError, match=r"data.corpus=wikipedia: .* no such file or folder.*corpus=python_stdlib"):
+        TextData(str(tmp_path), sequence_length=16, batch_size=4, corpus="wikipedia").check()
 
 
 def test_it_learns(stdlib: Path, tmp_path: Path) -> None:

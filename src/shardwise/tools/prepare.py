@@ -27,6 +27,7 @@ INPUT, or input=INPUT,…: files, folders and patterns ('books/**/*.jsonl'; quot
   on_error=stop|skip        at what is no document: stop, or leave it out and list it in the report
   processes=N               all CPUs; the shards are the same with any number
   shard_tokens=134217728    the most tokens of a file
+  cut_texts=N               a .txt file is cut into documents of about N bytes, at empty lines (otherwise it is one)
   pad_vocabulary_to=N       the vocabulary that the shards state, at least the tokenizer's
 
 Started again after an interruption, with the same words, it goes on from what is done.

@@ -34,12 +34,14 @@ _Found = Iterator[tuple[int, tuple[str, bytes] | _Wrong]]
 
 
 def _of_text(part: Part, field: str) -> _Found:
-    assert isinstance(part.content, bytes)
-    try:
-        yield 0, (part.content.decode(), part.content)
-    except UnicodeDecodeError as error:
-        line = part.content.count(b"\n", 0, error.start) + 1
-        yield line, _not_utf8(error)
+    assert isinstance(part.content, tuple)
+    line, is_whole = part.first, part.after.part == 1 and len(part.content) == 1
+    for raw in part.content:
+        try:
+            yield 0 if is_whole else line, (raw.decode(), raw)
+        except UnicodeDecodeError as error:
+            yield line + raw.count(b"\n", 0, error.start), _not_utf8(error)
+        line += raw.count(b"\n")
 
 
 def _of_lines(part: Part, field: str) -> _Found:
@@ -73,7 +75,8 @@ def _of_rows(part: Part, field: str) -> _Found:
             if field not in names:
                 yield 0, _missing(field, names)
                 return
-            rows = file.read_row_group(int(part.content), columns=[field]).column(0).to_pylist()
+            assert isinstance(part.content, int)
+            rows = file.read_row_group(part.content, columns=[field]).column(0).to_pylist()
     except UnicodeDecodeError as error:
         yield part.first, _not_utf8(error)
         return

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from shardwise.data.prepare.inputs import InputFile, find_inputs
 from shardwise.data.prepare.options import PrepareConfig
+from shardwise.data.prepare.parts import Part, Position, read_parts
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.errors import ConfigError, count
 
@@ -46,6 +48,9 @@ class Job:
         if not self.quiet:
             print(line, file=sys.stderr, flush=True)
 
+    def parts(self, begin: Position) -> Iterator[Part]:
+        return read_parts(self.files, self.part_bytes, begin, self.config.cut_texts)
+
     @property
     def size(self) -> int:
         return sum(file.size for file in self.files)
@@ -61,4 +66,5 @@ class Job:
             "validation": config.validation,
             "shard_tokens": config.shard_tokens,
             "pad_vocabulary_to": config.pad_vocabulary_to,
+            "cut_texts": config.cut_texts,
         }

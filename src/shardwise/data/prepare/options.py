@@ -33,6 +33,7 @@ class PrepareConfig:
     shard_tokens: int = 1 << 27
     on_error: OnError = OnError.stop
     pad_vocabulary_to: int | None = None
+    cut_texts: int | None = None
 
     @property
     def is_trained(self) -> bool:
@@ -44,7 +45,7 @@ class PrepareConfig:
 
     def check(self) -> None:
         """Raises `ConfigError` for values that cannot work, whatever the inputs are."""
-        for name, least in (("processes", 1), ("shard_tokens", 1), ("pad_vocabulary_to", 1)):
+        for name, least in (("processes", 1), ("shard_tokens", 1), ("pad_vocabulary_to", 1), ("cut_texts", 1)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise ConfigError(f"{name}={value}: must be at least {least}")
         if not 0 <= self.validation < 1:

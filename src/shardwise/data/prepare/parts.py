@@ -46,19 +46,25 @@ class Part:
     path: str
     kind: str  # as InputFile's, or nothing if there is nothing to tokenize
     after: Position  # where to go on when this part is done
-    content: bytes | int = b""  # lines or a whole text; of "rows" the number of the row group
+    content: bytes | int | tuple[bytes, ...] = b""  # lines; texts; of "rows" the number of the row group
     first: int = 1  # the number of its first line or row
     read: int = 0  # bytes of the input file that were read for it
     flaws: tuple[Flaw, ...] = ()
     record: dict[str, Any] | None = None  # path, size and sha256 of a file that is done
 
 
-def read_parts(files: list[InputFile], size: int, begin: Position = Position()) -> Iterator[Part]:
-    """The parts of `files` from `begin` on. `size`: bytes of text after which a part ends with its line."""
+def read_parts(
+    files: list[InputFile], size: int, begin: Position = Position(), cut: int | None = None
+) -> Iterator[Part]:
+    """The parts of `files` from `begin` on.
+
+    `size`: bytes of text after which a part ends. `cut`: bytes after which a document of a text file ends;
+    None: the file is one document.
+    """
     for number in range(begin.file, len(files)):
         file = files[number]
         skip = begin.part if number == begin.file else 0
-        reader = _Reader(file, number, size)
+        reader = _Reader(file, number, size, cut)
         for part in reader.parts():
             if part.after.part > skip or part.record is not None:
                 yield part
@@ -71,6 +77,7 @@ class _Reader:
     file: InputFile
     number: int
     size: int  # bytes of text after which a part ends
+    cut: int | None  # bytes after which a document of a text ends
     made: int = 0  # parts
     position: int = 0  # bytes that were read
     told: int = 0  # bytes that parts have accounted for
@@ -82,8 +89,10 @@ class _Reader:
             match self.file.kind:
                 case "lines":
                     yield from self._lines()
+                case "text" if self.cut is not None:
+                    yield from self._pieces(self.cut)
                 case "text":
-                    yield self._part(b"".join(self._unpacked()).removeprefix(BYTE_ORDER_MARK), 1)
+                    yield self._part((b"".join(self._unpacked()).removeprefix(BYTE_ORDER_MARK),), 1)
                 case _:
                     yield from self._row_groups()
         except _Damaged as error:
@@ -95,7 +104,7 @@ class _Reader:
         rest = self.file.size - self.told
         yield Part(self.file.path, "", Position(self.number + 1), read=rest, flaws=flaws, record=record)
 
-    def _part(self, content: bytes | int, first: int, read: int | None = None) -> Part:
+    def _part(self, content: bytes | int | tuple[bytes, ...], first: int, read: int | None = None) -> Part:
         self.made += 1
         read = self.position - self.told if read is None else read
         self.told += read
@@ -123,6 +132,23 @@ class _Reader:
             raise _Damaged(str(error), first + content.count(b"\n")) from error
         if content := b"".join(held):
             yield self._part(content, first)
+
+    def _pieces(self, cut: int) -> Iterator[Part]:
+        """A text as documents that end at the first empty line after `cut` bytes, or at a line after twice as many."""
+        pieces: list[bytes] = []
+        held, first = b"", 1
+        for read in self._unpacked():
+            held = held + read if self.made or held or pieces else read.removeprefix(BYTE_ORDER_MARK)
+            while end := _end_of_piece(held, cut):
+                pieces.append(held[:end])
+                held = held[end:]
+                if sum(map(len, pieces)) >= self.size:
+                    yield self._part(tuple(pieces), first)
+                    first += sum(piece.count(b"\n") for piece in pieces)
+                    pieces = []
+        pieces += [held] if held.strip() else []
+        if pieces or not self.made:
+            yield self._part(tuple(pieces) or (held,), first)
 
     def _row_groups(self) -> Iterator[Part]:
         groups, first = _row_group_sizes(self.file.path), 1
@@ -165,6 +191,14 @@ class _Reader:
                 piece = unpacker.unused_data if unpacker.eof else b""
         if begun and not unpacker.eof:
             raise _Damaged(f"ends in the middle of its {name} data; copy it again")
+
+
+def _end_of_piece(text: bytes, cut: int) -> int:
+    """Where the document at the beginning of `text` ends; 0: that is not read yet."""
+    end = text.find(b"\n\n", cut, 2 * cut) + 2
+    if end < 2 and len(text) >= 2 * cut:
+        end = text.find(b"\n", 2 * cut) + 1
+    return end if end >= 2 else 0
 
 
 class _Damaged(Exception):

@@ -14,7 +14,7 @@ from shardwise.data.prepare.compare import compare
 from shardwise.data.prepare.finish import check_splits, write_results
 from shardwise.data.prepare.job import Job
 from shardwise.data.prepare.options import OnError, PrepareConfig
-from shardwise.data.prepare.parts import Part, read_parts
+from shardwise.data.prepare.parts import Part
 from shardwise.data.prepare.progress import Progress, magnitude
 from shardwise.data.prepare.report import PAGE, REPORT, summary
 from shardwise.data.prepare.training import END, save_tokenizer, train_tokenizer
@@ -109,7 +109,7 @@ def _trained(job: Job, folder: Path) -> Tokenizer:
         job.say(f"trains a tokenizer with {count(job.config.vocab_size or 0, 'token')}")
         beside = partial_path(place)
         shutil.rmtree(beside, ignore_errors=True)
-        save_tokenizer(train_tokenizer(job.files, job.config, job.part_bytes), beside)
+        save_tokenizer(train_tokenizer(job), beside)
         put_in_place(place)
     return HuggingFaceTokenizer((place / FILE).read_text(encoding="utf-8"), {"eos_token": END}, "train")
 
@@ -119,7 +119,7 @@ def _tokenize(job: Job, pool: Pool, work: Work) -> None:
     pending: deque[tuple[list[Part], Future[Result]]] = deque()
     waiting = 2 * pool.processes if pool.processes > 1 else 0  # so that every process has something to do
     try:
-        for parts in bundles(read_parts(job.files, job.part_bytes, work.position), job.part_bytes):
+        for parts in bundles(job.parts(work.position), job.part_bytes):
             pending.append((parts, pool.submit(parts)))
             while len(pending) > waiting:
                 _add(job, work, *pending.popleft())
@@ -144,7 +144,7 @@ def bundles(parts: Iterator[Part], size: int) -> Iterator[list[Part]]:
     length = 0
     for part in parts:
         held.append(part)
-        length += len(part.content) if isinstance(part.content, bytes) else part.read
+        length += max(part.read, len(part.content) if isinstance(part.content, bytes) else 0)
         if length >= size:
             yield held
             held, length = [], 0

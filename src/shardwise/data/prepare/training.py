@@ -7,8 +7,8 @@ from pathlib import Path
 
 from shardwise.data.prepare.documents import documents
 from shardwise.data.prepare.inputs import InputFile
-from shardwise.data.prepare.options import PrepareConfig
-from shardwise.data.prepare.parts import Flaw, read_parts
+from shardwise.data.prepare.job import Job
+from shardwise.data.prepare.parts import Flaw, Position
 from shardwise.data.prepare.worker import held_out_number
 from shardwise.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from shardwise.errors import DataError
@@ -17,7 +17,7 @@ END = "<|endoftext|>"
 MOST_BYTES = 100_000_000  # of the inputs, evenly spread over them
 
 
-def train_tokenizer(files: list[InputFile], config: PrepareConfig, part_bytes: int) -> Tokenizer:
+def train_tokenizer(job: Job) -> Tokenizer:
     """A byte-level BPE like GPT-2's, trained on at most about `MOST_BYTES` of the inputs.
 
     Where there are more, that is every n-th part of them. Documents that are held out for validation are not used.
@@ -32,13 +32,13 @@ def train_tokenizer(files: list[InputFile], config: PrepareConfig, part_bytes: i
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=config.vocab_size or 0,
+        vocab_size=job.config.vocab_size or 0,
         min_frequency=2,
         show_progress=False,
         special_tokens=[END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    inner.train_from_iterator(_texts(files, config, part_bytes), trainer)
+    inner.train_from_iterator(_texts(job), trainer)
     return HuggingFaceTokenizer(inner.to_str(), {"eos_token": END}, "train")
 
 
@@ -47,9 +47,9 @@ def every_nth(files: list[InputFile]) -> int:
     return max(1, -(-sum(file.size for file in files) // MOST_BYTES))
 
 
-def _texts(files: list[InputFile], config: PrepareConfig, part_bytes: int) -> Iterator[str]:
-    step, number = every_nth(files), 0
-    for part in read_parts(files, part_bytes):
+def _texts(job: Job) -> Iterator[str]:
+    step, number, config = every_nth(job.files), 0, job.config
+    for part in job.parts(Position()):
         if not part.kind:
             continue
         if number % step == 0:

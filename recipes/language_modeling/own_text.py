@@ -1,0 +1,67 @@
+"""A small text of the user's own becomes token shards in passing: data.corpus=/my.txt."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.data.prepare.inputs import find_inputs, split_words
+from shardwise.data.prepare.options import PrepareConfig
+from shardwise.data.prepare.run import prepare
+from shardwise.errors import ConfigError, DataError
+
+MOST_BYTES = 100_000_000  # of the files; more is prepared before, with a progress bar and many processes
+VALIDATION = 0.05
+VOCABULARY = 8192  # of tokenizer=train
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """`corpus`: files, folders or patterns, as `shardwise prepare` takes them. `tokenizer`: bytes, a path, or train."""
+
+    corpus: str
+    tokenizer: str | None = None
+    vocab_size: int | None = None
+
+    @property
+    def directory(self) -> Path:
+        """Where its shards are unless data.directory says another place: a folder for each text and tokenizer."""
+        given = [str(Path(word).absolute()) for word in split_words(self.corpus)]
+        told = hashlib.sha256("\0".join([*given, str(self.tokenizer), str(self.vocab_size)]).encode())
+        name = "".join(letter if letter.isalnum() else "-" for letter in Path(given[0]).name) if given else ""
+        return Path("data") / f"{name.strip('-') or 'text'}-{told.hexdigest()[:8]}"
+
+    def prepare(self, directory: Path) -> None:
+        """Make the shards, unless they are there already. Several processes may do so at once.
+
+        Raises:
+            ConfigError: the text is too large for this, is not there or is damaged, or the folder has other content.
+        """
+        try:
+            files, _ = find_inputs(split_words(self.corpus))
+        except ConfigError as error:
+            raise ConfigError(f"data.corpus={self.corpus}: {error}; or give data.corpus=python_stdlib") from error
+        size = sum(file.size for file in files)
+        tokenizer = "bytes" if self.tokenizer is None else self.tokenizer
+        vocab_size = self.vocab_size or (VOCABULARY if tokenizer == "train" else None)
+        if size > MOST_BYTES:
+            more = f" vocab_size={vocab_size}" if vocab_size else ""
+            raise ConfigError(
+                f"data.corpus={self.corpus} has {size:,} bytes, and at most {MOST_BYTES:,} are prepared in passing: "
+                f"run `shardwise prepare {self.corpus} tokenizer={tokenizer}{more} output={directory}`, then train "
+                f"with data=token_shards data.directory={directory}"
+            )
+        config = PrepareConfig(
+            str(directory),
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            validation=VALIDATION,
+            processes=1,
+            # A single text would be one document, which cannot be held out in part
+            cut_texts=min(10_000, max(500, size // 200)),
+        )
+        try:
+            prepare(split_words(self.corpus), config, waits=True, quiet=True)
+        except DataError as error:
+            raise DataError(f"data.corpus={self.corpus}, data.directory={directory}: {error}") from error
