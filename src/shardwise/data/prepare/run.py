@@ -19,7 +19,7 @@ from shardwise.data.prepare.progress import Progress, magnitude
 from shardwise.data.prepare.report import PAGE, REPORT, summary
 from shardwise.data.prepare.training import END, save_tokenizer, train_tokenizer
 from shardwise.data.prepare.work import Work, begin_or_go_on, locked
-from shardwise.data.prepare.worker import Pool, Result, Rules, worker_pool
+from shardwise.data.prepare.worker import Pool, Result, Rules, threads_off, worker_pool
 from shardwise.data.shard_index import TOKENIZER
 from shardwise.data.shard_writer import publish
 from shardwise.data.tokenizer import FILE, HuggingFaceTokenizer, Tokenizer, digest
@@ -48,7 +48,7 @@ def prepare(
     config.check()
     job = Job.make(given, config, part_bytes, quiet)
     output = Path(config.output).expanduser()
-    with locked(output, waits) as folder:
+    with locked(output, waits) as folder, threads_off(config.count_processes()):
         try:
             if output.exists() and (not output.is_dir() or any(output.iterdir())):
                 compare(job, output)

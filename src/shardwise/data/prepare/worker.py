@@ -182,15 +182,24 @@ class Pool:
 
 
 @contextmanager
+def threads_off(processes: int) -> Iterator[None]:
+    """Keep the tokenizers library from using threads, where one process is wanted.
+
+    After it has used them it warns whenever this process is forked, as it is by a DataLoader.
+    """
+    before = os.environ.get(_THREADS)
+    os.environ |= {_THREADS: "false"} if processes == 1 else {}
+    try:
+        yield
+    finally:
+        os.environ.pop(_THREADS, None)
+        os.environ |= {} if before is None else {_THREADS: before}
+
+
+@contextmanager
 def worker_pool(rules: Rules, processes: int) -> Iterator[Pool]:
     if processes == 1:
-        before = os.environ.get(_THREADS)
-        os.environ[_THREADS] = "false"
-        try:
-            yield Pool(None, Worker(rules), 1)
-        finally:
-            os.environ.pop(_THREADS)
-            os.environ |= {} if before is None else {_THREADS: before}
+        yield Pool(None, Worker(rules), 1)
         return
     # A fork would inherit the threads' locks of whoever calls; a fork server would not end with us.
     context = get_context("spawn")
