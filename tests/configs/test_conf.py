@@ -37,6 +37,7 @@ NEEDS = {  # other words without which an option cannot be composed: the recipe 
     "model=none": CUSTOM,
     "data=custom": "data._target_=tests.configs.foreign.Data",
     "data=token_shards": "data.directory=anywhere",
+    "data=mixture": "'data.corpora={a: {directory: anywhere, weight: 1}}'",
     "data=text_stream": "data.source._target_=tests.configs.foreign.Data",
     **{f"model={model}": IMAGES for model in ("resnet_tiny", "resnet50", "vit_tiny", "vit_b16")},
     **{f"data={data}": IMAGES for data in ("digits", "synthetic_images")},
