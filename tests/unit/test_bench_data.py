@@ -10,9 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardwise.config.compose import compose
 from shardwise.data.bench import Appetite, Row, best_row, table, time_batches, verdict
 from shardwise.data.tokens import write_token_shards
+from shardwise.errors import ConfigError
+from shardwise.plan import Host, make_plan
 from shardwise.tools import main
+from shardwise.tools.bench_data import appetite_of
 from tests.harness.commands import environment
 from tests.harness.patience import run_patiently
 
@@ -94,6 +98,17 @@ def test_the_data_of_two_ranks_are_read(tmp_path: Path) -> None:
     assert all(
         found["weights_per_second"] == pytest.approx(16 * found["samples_per_second"]) for found in record["rows"]
     )
+
+
+def test_a_run_says_what_a_device_has_consumed(tmp_path: Path) -> None:
+    config = compose(["accelerator=cpu", "name=run", "devices=2"]).jobs[0].config
+    (tmp_path / "plan.json").write_text(make_plan(config, Host(cuda_devices=0)).to_json())
+    (tmp_path / "summary.json").write_text('{"samples_per_second": 80.0}')
+    found = appetite_of(tmp_path)
+    assert (found.samples_per_second, found.devices) == (40.0, 2)
+    (tmp_path / "summary.json").write_text('{"samples_per_second": 0.0}')
+    with pytest.raises(ConfigError, match="has measured 0 samples/s: name a run that has trained some steps"):
+        appetite_of(tmp_path)
 
 
 CUSTOM = "recipe=custom module._target_=tests.configs.foreign.Own"

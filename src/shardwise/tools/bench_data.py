@@ -72,7 +72,7 @@ def run(words: list[str]) -> int:
     numbers = options.numbers()
     options.check()
     job, plan = _plan(rest)
-    measured = None if options.run is None else _appetite_of(Path(options.run))
+    measured = None if options.run is None else appetite_of(Path(options.run))
     _check_data(plan)
     print(
         f"{count(plan.topology.devices, 'loader')} on {count(count_granted_cpus(), 'CPU')}, batches of "
@@ -179,7 +179,8 @@ def _assumed_appetite(options: Options, job: Job, plan: Plan, flops_per_sample: 
     )
 
 
-def _appetite_of(run_dir: Path) -> Appetite:
+def appetite_of(run_dir: Path) -> Appetite:
+    """What one rank of a run that has ended consumed, as its summary says."""
     try:
         summary = json.loads((run_dir / SUMMARY).read_text())
         plan = Plan.from_json((run_dir / PLAN).read_text())

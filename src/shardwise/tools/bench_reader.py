@@ -88,7 +88,8 @@ class _Loader:
                 refused = [line for line in lines if line.startswith("error: ")]
                 if refused:
                     raise ConfigError(refused[-1].removeprefix("error: "))
-                raise ConfigError(f"the data of rank {self.rank} cannot be read (exit code {code}): {lines[-1:]}")
+                last = lines[-1] if lines else "it printed nothing"
+                raise ConfigError(f"the data of rank {self.rank} cannot be read (exit code {code}): {last}")
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"the data of rank {self.rank} gave no batch within {_START_SECONDS} s: look whether a worker "
