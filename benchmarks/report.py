@@ -13,7 +13,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-from benchmarks.pages import architecture, checkpointing, data, gpu, lightning, metrics, overhead, parity, reliability  # noqa: E402
+from benchmarks.pages import (  # noqa: E402
+    architecture,
+    checkpointing,
+    data,
+    gpu,
+    lightning,
+    metrics,
+    overhead,
+    parity,
+    reliability,
+    your_own_text,
+)
 
 WHOLE = {"gpu.md": gpu.page, "overhead.md": overhead.page, "parity.md": parity.page}
 WITH_TABLES = {
@@ -22,6 +33,7 @@ WITH_TABLES = {
     "lightning.md": lightning.TABLES,
     "metrics.md": metrics.TABLES,
     "reliability.md": reliability.TABLES,
+    "your-own-text.md": your_own_text.TABLES,
 }
 TABLES: dict[str, Callable[[], list[str]]] = {name: made for own in WITH_TABLES.values() for name, made in own.items()}
 

@@ -27,7 +27,7 @@ def read(kind: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{kind}-*.json"))]
 
 
-def write(path: Path, result: dict[str, Any]) -> None:
+def write(path: Path, result: Any) -> None:
     """Writes the whole result, or leaves the file as it was. Benchmarks write after every part, so that a run that is
     cut short keeps what it has."""
     path.parent.mkdir(parents=True, exist_ok=True)
