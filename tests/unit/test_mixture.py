@@ -129,8 +129,8 @@ def test_the_loader_of_a_run_takes_the_mixtures_order(tmp_path: Path) -> None:
     made = data(tmp_path)
     made.train = made._train()
     expected = made.train.draw_for_run(0, np.arange(400 * 8)).reshape(-1, 8)  # type: ignore[attr-defined]
-    for ranks, micro, workers in ((1, 8, 0), (2, 2, 0), (4, 1, 0), (1, 4, 1)):
-        made.batch_size, made.num_workers = micro, workers
+    for ranks, micro in ((1, 8), (2, 2), (4, 1), (1, 4)):
+        made.batch_size = micro
         loaders = [
             TrainLoader(made.train_dataloader(), plan(ranks, micro), rank, torch.device("cpu"), None)
             for rank in range(ranks)
