@@ -95,9 +95,10 @@ class TextData(LightningDataModule):
 
     @property
     def vocab_size(self) -> int | None:
-        """Every token of the shards is below this number. None: they are not there yet."""
-        if (self.directory / INDEX).exists():
-            return int(load_index(self.directory)["vocab_size"])
+        """Every token of all folders of shards is below this number. None: none of them is there yet."""
+        there = [folder for folder in self.directories().values() if (folder / INDEX).exists()]
+        if there:
+            return max(int(load_index(folder)["vocab_size"]) for folder in there)
         return None if self.tokenizer is None else self.tokenizer.vocab_size
 
     def directories(self) -> dict[str, Path]:

@@ -165,7 +165,8 @@ class LanguageModel(LightningModule):
     ) -> Tensor:
         """int64 [B, T] -> [B, T + max_new_tokens], the new ones below `vocab_size`.
 
-        `continue_texts` says what is forgotten when that is too long."""
+        `continue_texts` says what is forgotten when that is too long.
+        """
         new = continue_texts(
             self,
             tokens.tolist(),
