@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,6 +167,18 @@ def test_ctrl_c_ends_the_text(
     assert main(["generate", str(tmp_path), "prompt=once"]) == 130
     out, err = capsys.readouterr()
     assert out.startswith("once") and out.endswith("\n") and err == "shardwise: stopped by Ctrl-C\n"
+
+
+def test_a_reader_that_has_enough_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_of(tmp_path / "run", ByteTokenizer(), 256)
+    (tmp_path / "p.txt").write_text("once\nupon")
+    for words in (["prompt=once"], [f"input={tmp_path}/p.txt"]):
+        read, write = os.pipe()
+        os.close(read)
+        with os.fdopen(write, "w") as out:
+            monkeypatch.setattr("sys.stdout", out)
+            assert main(["generate", str(tmp_path / "run"), "max_new_tokens=3", *words]) == 0
+            monkeypatch.undo()
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), trained_tokenizer(258)], ids=["bytes", "bpe"])

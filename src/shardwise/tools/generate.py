@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -107,10 +108,13 @@ def run(words: list[str]) -> None:
     _check_target(node)
     writer = Writer(checkpoint, node, config)
     tokens = writer.encode(prompts)
-    if config.prompt is not None:
-        _show(writer, config.prompt, tokens[0])
-    else:
-        _write_lines(writer, prompts, tokens, config)
+    try:
+        if config.prompt is not None:
+            _show(writer, config.prompt, tokens[0])
+        else:
+            _write_lines(writer, prompts, tokens, config)
+    except BrokenPipeError:  # who reads our output, such as `head`, has enough; Python would flush it once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _check(config: GenerateConfig) -> None:
@@ -262,6 +266,8 @@ def _write_lines(writer: Writer, prompts: list[str], tokens: list[list[int]], co
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
                     written += 1
                 file.flush()
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise ConfigError(
             f"output={config.output} cannot be written: {error.strerror}; make room, or give another output="
