@@ -46,14 +46,16 @@ def main() -> None:
         folder = Path(made)
         words = [f"processes={options.processes}", "validation=0.001"]
         write_text(folder / "small.jsonl", options.kill_megabytes)
-        trained = [str(folder / "small.jsonl"), "tokenizer=train", f"vocab_size={VOCABULARY}", *words]
-        prepare(folder / "undisturbed", trained)
+        small = [str(folder / "small.jsonl"), *words]
+        prepare(folder / "trained", [*small, "tokenizer=train", f"vocab_size={VOCABULARY}"])
+        tokenizer = f"tokenizer={folder / 'trained/tokenizer'}"
         if options.kills:
-            result["kills"] = kills(folder, trained, options.kills)
+            prepare(folder / "undisturbed", [*small, tokenizer])
+            result["kills"] = kills(folder, [*small, tokenizer], options.kills)
             write(options.out / f"prepare-cpu-x{options.processes}.json", result)
-        write_text(folder / "text.jsonl", options.megabytes)
-        tokenizer = f"tokenizer={folder / 'undisturbed/tokenizer'}"
-        result["rate"] = rate(folder, [str(folder / "text.jsonl"), tokenizer, *words])
+        if options.megabytes:
+            write_text(folder / "text.jsonl", options.megabytes)
+            result["rate"] = rate(folder, [str(folder / "text.jsonl"), tokenizer, *words])
     write(options.out / f"prepare-cpu-x{options.processes}.json", result)
     print(json.dumps({key: result.get(key) for key in ("kills", "rate")}, indent=1))
 
