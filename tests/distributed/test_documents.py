@@ -22,6 +22,7 @@ RUNS = {
     "fsdp bf16": ["strategy=fsdp", "precision=bf16"],
     "ddp bf16": ["precision=bf16"],
     "compiled": ["strategy=fsdp", "compile=layer", "activation_checkpointing=full"],
+    "compiled whole": ["compile=model"],
     "mixed up": ["data.mask=false"],
 }
 
@@ -57,7 +58,7 @@ def train_all(folder: Path) -> dict[str, Any]:
 
 def test_documents_are_kept_apart_under_every_strategy(tmp_path: Path) -> None:
     found = spawn(2, train_all, tmp_path)[0]
-    for name in ("fsdp", "zero3", "compiled"):
+    for name in ("fsdp", "zero3", "compiled", "compiled whole"):
         assert found[name]["losses"] == pytest.approx(found["ddp"]["losses"], rel=1e-5), name
         assert found[name]["norms"] == pytest.approx(found["ddp"]["norms"], rel=1e-4), name
     for name in ("ddp bf16", "fsdp bf16"):
