@@ -110,7 +110,7 @@ def kills(folder: Path, words: list[str], number: int) -> dict[str, Any]:
             shutil.rmtree(output)
         process = start(output, words)
         if len(moments) < number:
-            moments.append(round(chance.uniform(0.2, 12), 1))
+            moments.append(round(chance.uniform(1, 20), 1))
             time.sleep(moments[-1])
             process.send_signal(signal.SIGKILL)
         resumed += "goes on after" in process.communicate()[1]

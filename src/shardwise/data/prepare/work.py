@@ -21,7 +21,7 @@ from shardwise.errors import DataError
 INPUTS = "inputs.jsonl"  # path, size and SHA-256 of each input
 SKIPPED = "skipped.jsonl"  # what was left out: path, line and rule
 _STATE, _IDENTITY, _LISTING = "state.json", "identity.json", "listing.json"
-_COMMIT_SECONDS = 5.0  # a killed process has lost this much work
+_COMMIT_SECONDS = 2.0  # a killed process has lost this much work
 
 
 def work_folder(output: Path) -> Path:
