@@ -106,6 +106,7 @@ USED = {
     ),
     "strategies/zero/strategy.py": "_foreach_norm _init_optimizers_and_lr_schedulers",
     "strategies/zero/unused_parameters.py": "_pytree",
+    "tools/bench_reader.py": "_exit",
     "weights/initialize.py": "_buffers _parameters",
 }
 

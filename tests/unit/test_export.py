@@ -173,7 +173,7 @@ def test_words_that_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "taken/file").touch()
     (tmp_path / "empty").mkdir()
     for words, said in (
-        (["exprt"], "shardwise exprt: there is no such tool (did you mean export?); there is export"),
+        (["exprt"], "shardwise exprt: there is no such tool (did you mean export?); there is bench-data, export"),
         (["export"], "format has no value, and nothing can be assumed for it: give format=…"),
         (["export", "format=hf"], "export takes one run or checkpoint, and got none"),
         (["export", run, run, "format=hf"], "export takes one run or checkpoint, and got"),
@@ -198,7 +198,7 @@ def test_words_that_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "empty", "plan.json", "taken"]
     assert main(["--help"]) == main(["export", "--help"]) == 0
     out = capsys.readouterr().out
-    assert "export    a run's weights" in out and "shard_gb=5" in out
+    assert "export      a run's weights" in out and "shard_gb=5" in out
 
 
 def test_other_names_than_were_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from shardwise.errors import ConfigError, count
 from shardwise.launch.local import rank_environment
 from shardwise.plan import Plan
 from shardwise.process.parent import die_with_parent
+from shardwise.run_dir.files import write_whole
 
 _START_SECONDS = 300  # for the first batch of every loader
 
@@ -141,11 +142,11 @@ def read_here(folder: Path, seconds: float) -> None:
         found["unit"] = loss_weight_unit_of(module)
         found["weight_per_sample"] = weigh(first) / plan.micro_batch_size if weigh else None
         found["flops_per_sample"] = flops(first) / plan.micro_batch_size if flops else None
-    _leave(folder / f"ready-{rank}", found)
+    write_whole(folder / f"ready-{rank}", json.dumps(found))
     sys.stdin.readline()
     ready = getattr(given, "num_workers", 0) * (getattr(given, "prefetch_factor", None) or 0)
     number, passed = time_batches(_Continued(batches, loader), seconds, ready)
-    _leave(folder / f"result-{rank}", {"batches": number, "seconds": passed})
+    write_whole(folder / f"result-{rank}", json.dumps({"batches": number, "seconds": passed}))
 
 
 class _Continued:
@@ -157,11 +158,6 @@ class _Continued:
     def __iter__(self) -> Any:
         begun, self.begun = self.begun, None
         return iter(self.loader) if begun is None else begun
-
-
-def _leave(path: Path, found: dict[str, Any]) -> None:
-    path.with_suffix(".partial").write_text(json.dumps(found))
-    path.with_suffix(".partial").rename(path)
 
 
 if __name__ == "__main__":

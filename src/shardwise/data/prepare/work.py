@@ -17,6 +17,7 @@ from shardwise.data.prepare.parts import Part, Position
 from shardwise.data.prepare.worker import SPLITS, Result
 from shardwise.data.shard_writer import SplitWriter, flush, flush_directory
 from shardwise.errors import DataError
+from shardwise.run_dir.files import partial_path, put_in_place
 
 INPUTS = "inputs.jsonl"  # path, size and SHA-256 of each input
 SKIPPED = "skipped.jsonl"  # what was left out: path, line and rule
@@ -132,7 +133,7 @@ class Work:
             "position": asdict(self.position),
             "totals": asdict(self.totals),
             "splits": {split: writer.state() for split, writer in self._writers.items()},
-            "logs": {name: file.tell() for name, file in self._logs.items()},
+            "lists": {name: file.tell() for name, file in self._logs.items()},
         }
         write_flushed(self.folder / _STATE, state)
         self._kept = time.monotonic()
@@ -153,7 +154,7 @@ class Work:
         for split, writer in self._writers.items():
             writer.restore(state["splits"][split] if state else {"shards": [], "tokens": 0, "documents": 0})
         for name in (INPUTS, SKIPPED):
-            length = state["logs"].get(name, 0) if state else 0
+            length = state["lists"].get(name, 0) if state else 0
             if length:
                 file = self._open(name)
                 file.truncate(length)
@@ -214,11 +215,10 @@ def _refuse_others(folder: Path, before: dict[str, Any], now: dict[str, Any], li
 
 def write_flushed(path: Path, content: Any) -> None:
     """Write JSON whole or not at all, and onto the disk."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
+    with partial_path(path).open("wb") as file:
         file.write(json.dumps(content).encode())
         flush(file)
-    partial.replace(path)
+    put_in_place(path)
     flush_directory(path.parent)
 
 
