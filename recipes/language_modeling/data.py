@@ -61,9 +61,7 @@ class TextData(LightningDataModule):
             directory = str(self.own_text.directory)
         if not directory:
             raise ConfigError("data.directory is empty: name the folder of the shards")
-        for name, value, least in (("sequence_length", sequence_length, 1), ("num_workers", num_workers, 0)):
-            if value < least:
-                raise ConfigError(f"data.{name}={value}: must be at least {least}")
+        check_at_least(sequence_length, num_workers)
         if max_validation_sequences is not None and max_validation_sequences < 1:
             raise ConfigError(f"data.{max_validation_sequences=}: must be at least 1, or null for all")
         self.directory = Path(directory)
@@ -245,6 +243,13 @@ def _file_bytes(root: Path, names: list[str]) -> Iterator[Tokens]:
         except OSError:
             continue  # some distributions have dangling links
         yield np.frombuffer(content + b"\0", dtype=np.uint8)
+
+
+def check_at_least(sequence_length: int, num_workers: int) -> None:
+    """Raises `ConfigError` for a length below 1 or a number of workers below 0."""
+    for name, value, least in (("sequence_length", sequence_length, 1), ("num_workers", num_workers, 0)):
+        if value < least:
+            raise ConfigError(f"data.{name}={value}: must be at least {least}")
 
 
 def check_names(option: str, named: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
-from recipes.language_modeling.data import check_sizes
+from recipes.language_modeling.data import check_at_least, check_sizes
 from shardwise.data.document_stream import DocumentStream, open_document_stream
 from shardwise.data.tokenizer import digest, load_tokenizer
 from shardwise.data.tokens import TokenSequences, TokenShards, tokenizer_of
@@ -32,9 +32,7 @@ class StreamedText(LightningDataModule):
         validation_directory: str | None = None,
     ) -> None:
         super().__init__()
-        for name, value, least in (("sequence_length", sequence_length, 1), ("num_workers", num_workers, 0)):
-            if value < least:
-                raise ConfigError(f"data.{name}={value}: must be at least {least}")
+        check_at_least(sequence_length, num_workers)
         if validation_source is not None and validation_directory is not None:
             raise ConfigError(
                 "data.validation_source and data.validation_directory are both given: leave one of them out"

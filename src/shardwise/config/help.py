@@ -80,7 +80,7 @@ usage: python train.py [key=value …] [-m] [--cfg job] [--config-dir DIR]
 
 Trains a LightningModule under any strategy. One word at a time:
 
-  python train.py                                         two minutes on two CPU cores
+  python train.py                                         a few minutes on two CPU cores
   python train.py strategy=fsdp precision=bf16 devices=8  the same run, sharded over eight GPUs
   python train.py model=gpt2_124m data=token_shards data.directory=/data/tokens
   python train.py name=first resume=auto                  go on where `first` stopped

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +23,13 @@ TOOLS = {
 }
 
 _T = TypeVar("_T")
+
+
+class Weights(Enum):
+    """Which of a checkpoint's weights a tool takes."""
+
+    model = "model"
+    average = "average"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,17 +64,28 @@ def read_words(words: list[str], kind: type[_T]) -> tuple[list[str], _T]:
     Raises:
         ConfigError: a key is unknown or given twice, or a value has the wrong type.
     """
-    alone: list[str] = []
-    values: dict[str, Any] = {}
     for word in words:
-        key, equals, value = word.partition("=")
         if word.startswith("-"):
             raise ConfigError(f"{word}: there is no such flag; words look like key=value, and --help lists them")
-        if not equals or not key.isidentifier():
-            alone.append(word)
+    alone, values = take_options(words, str.isidentifier)
+    config: _T = bind(kind, values)
+    return alone, config
+
+
+def take_options(words: list[str], is_ours: Callable[[str], bool]) -> tuple[list[str], dict[str, str]]:
+    """Split words into those that are left, and the values of those of the form `key=value` whose key is ours.
+
+    Raises:
+        ConfigError: a key of ours is given twice.
+    """
+    rest: list[str] = []
+    values: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not is_ours(key):
+            rest.append(word)
         elif key in values:
             raise ConfigError(f"{word}: {key}={values[key]} is given already; give it once")
         else:
             values[key] = value
-    config: _T = bind(kind, values)
-    return alone, config
+    return rest, values

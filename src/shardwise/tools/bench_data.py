@@ -20,6 +20,7 @@ from shardwise.plan import Plan, make_plan
 from shardwise.plan.hardware import known_peak
 from shardwise.plan.location import runs_folder
 from shardwise.run_dir.files import PLAN, SUMMARY
+from shardwise.tools import take_options
 from shardwise.tools.bench_reader import measure
 
 HELP = """\
@@ -95,25 +96,17 @@ def run(words: list[str]) -> int:
 
 
 def _split(words: list[str]) -> tuple[Options, list[str]]:
-    values: dict[str, Any] = {}
-    rest = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or key not in Options.__dataclass_fields__:
-            rest.append(word)
-        elif key in values:
-            raise ConfigError(f"{word}: {key}={values[key]} is given already; give it once")
-        else:
-            values[key] = value if key in ("workers", "run") else _number(word, value)
+    rest, given = take_options(words, Options.__dataclass_fields__.__contains__)
+    values = {key: value if key in ("workers", "run") else _number(key, value) for key, value in given.items()}
     options: Options = bind(Options, values)
     return options, rest
 
 
-def _number(word: str, value: str) -> float:
+def _number(key: str, value: str) -> float:
     try:
         return float(value)
     except ValueError:
-        raise ConfigError(f"{word}: must be a number") from None
+        raise ConfigError(f"{key}={value}: must be a number") from None
 
 
 def _plan(words: list[str]) -> tuple[Job, Plan]:

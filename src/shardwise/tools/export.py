@@ -22,7 +22,7 @@ from shardwise.config.targets import locate
 from shardwise.errors import ConfigError, count
 from shardwise.run_dir.checkpoints import module_node, named_checkpoint, run_of
 from shardwise.run_dir.files import partial_path
-from shardwise.tools import read_words
+from shardwise.tools import Weights, read_words
 from shardwise.weights.safetensors import DTYPES, Entry, write_weights
 
 HELP = """\
@@ -51,11 +51,6 @@ class ExportDtype(Enum):
     fp32 = "float32"
     bf16 = "bfloat16"
     fp16 = "float16"
-
-
-class Weights(Enum):
-    model = "model"
-    average = "average"
 
 
 @dataclass

@@ -20,7 +20,7 @@ from shardwise.devices import count_cuda_devices
 from shardwise.errors import ConfigError, count
 from shardwise.protocols import lacks_to_continue_texts
 from shardwise.run_dir.checkpoints import module_node, named_checkpoint, run_of
-from shardwise.tools import read_words
+from shardwise.tools import Weights, read_words
 
 if TYPE_CHECKING:
     import torch
@@ -64,11 +64,6 @@ class Dtype(Enum):
     bf16 = "bfloat16"
     fp16 = "float16"
     fp64 = "float64"
-
-
-class Weights(Enum):
-    model = "model"
-    average = "average"
 
 
 @dataclass

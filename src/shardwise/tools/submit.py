@@ -25,6 +25,7 @@ from shardwise.plan import Host, Plan, make_plan
 from shardwise.plan.location import number_run
 from shardwise.plan.plan import headline
 from shardwise.run_dir.resume import find_checkpoint
+from shardwise.tools import take_options
 from shardwise.weights.safetensors import check_weights
 
 HELP = """\
@@ -153,16 +154,8 @@ def _plan(options: Options, job: Job, number: int, jobs: int) -> Plan:
 
 
 def _split(words: list[str]) -> tuple[Options, list[str]]:
-    values: dict[str, object] = {}
-    rest = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or key not in Options.__dataclass_fields__:
-            rest.append(word)
-        elif key in values:
-            raise ConfigError(f"{word}: {key}={values[key]} is given already; give it once")
-        else:
-            values[key] = _TRUTH.get(value, value) if key == "follow" else value
+    rest, given = take_options(words, Options.__dataclass_fields__.__contains__)
+    values = {key: _TRUTH.get(value, value) if key == "follow" else value for key, value in given.items()}
     options: Options = bind(Options, values)
     for key in ("nodes", "array_limit"):
         if (number := getattr(options, key)) is not None and number < 1:

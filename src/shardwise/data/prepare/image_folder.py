@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.data.prepare.image_report import SUFFIXES
+from shardwise.data.prepare.worker import held_out_number
 from shardwise.errors import ConfigError, count
 
 SPLITS = ("train", "validation", "test")
@@ -29,8 +29,8 @@ def find_images(source: Path, validation: float | None) -> tuple[list[str], dict
         classes = _classes(source)
         found, others = _images_below(source, classes)
         share = 0.05 if validation is None else validation
-        held_out = [image for image in found if _number(image.name) < share]
-        kept = [image for image in found if _number(image.name) >= share]
+        held_out = [image for image in found if _chance(image) < share]
+        kept = [image for image in found if _chance(image) >= share]
         if not held_out or not kept:
             raise ConfigError(
                 f"validation={share:g} of {count(len(found), 'image')} leaves a split without images: give another "
@@ -81,9 +81,8 @@ def _images_below(folder: Path, classes: list[str]) -> tuple[list[Image], int]:
                 f"class folder {folder / name} has 0 images ({', '.join(SUFFIXES)}): add some, or remove it from every "
                 f"split"
             )
-    return sorted(found, key=lambda image: (_number(image.name), image.name)), others
+    return sorted(found, key=lambda image: (_chance(image), image.name)), others
 
 
-def _number(name: str) -> float:
-    """In [0, 1), from the name alone."""
-    return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:6]) / 2**48
+def _chance(image: Image) -> float:
+    return held_out_number(os.fsencode(image.name))

@@ -58,7 +58,7 @@ class Result:
 
 
 def held_out_number(raw: bytes) -> float:
-    """A number in [0, 1) that depends on a document's text alone: below the share, it is held out for validation."""
+    """A number in [0, 1) from a document's text, or an image's name, alone. Below the share, it is held out."""
     return int.from_bytes(hashlib.sha256(raw).digest()[:6], "big") / (1 << 48)
 
 
