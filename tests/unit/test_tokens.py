@@ -244,6 +244,7 @@ def test_a_tokenizer_is_loaded_from_a_file_or_a_folder_and_is_the_one_that_huggi
         (tmp_path / name).write_text(content)
     theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
     assert theirs(text)["input_ids"] == list(text.encode()) and theirs.decode(list(text.encode())) == text
+    assert theirs.eos_token_id == ByteTokenizer.end_of_document == 0 and len(theirs) == ByteTokenizer.vocab_size
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ConfigError, match="does not say which token ends a document"):
         load_tokenizer(tmp_path)
