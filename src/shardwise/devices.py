@@ -51,6 +51,15 @@ def name_gpu(environ: Mapping[str, str] = os.environ) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
+def gpu_capability() -> tuple[int, int] | None:
+    """The lowest compute capability of this machine's GPUs, e.g. (9, 0), without importing torch; None: no NVML."""
+    if (nvml := _nvml()) is None:
+        return None
+    found = [_nvml_capability(nvml, index) for index in range(_nvml_count(nvml) or 0)]
+    known = [capability for capability in found if capability is not None]
+    return min(known, default=None) if len(known) == len(found) else None
+
+
 def _nvml() -> ctypes.CDLL | None:
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -71,3 +80,11 @@ def _nvml_name(nvml: ctypes.CDLL, index: int) -> str | None:
     if nvml.nvmlDeviceGetMigMode(device, ctypes.byref(mig), ctypes.byref(pending)) == 0 and mig.value:
         return None
     return name.value.decode() if nvml.nvmlDeviceGetName(device, name, ctypes.c_uint(len(name))) == 0 else None
+
+
+def _nvml_capability(nvml: ctypes.CDLL, index: int) -> tuple[int, int] | None:
+    device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) != 0:
+        return None
+    known = nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor)) == 0
+    return (major.value, minor.value) if known else None

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardwise.devices import count_cuda_devices, count_granted_cpus, name_gpu
+from shardwise.devices import count_cuda_devices, count_granted_cpus, gpu_capability, name_gpu
 from shardwise.errors import ConfigError, count
 from shardwise.launch.slurm import read_cpus_per_task, read_run_id, read_task
 from shardwise.plan import Host
@@ -36,6 +36,7 @@ def inspect_host(environ: Mapping[str, str] = os.environ) -> Host:
     return Host(
         cuda_devices=(cuda_devices := count_cuda_devices(environ)),
         gpu=name_gpu(environ) if cuda_devices else None,
+        gpu_capability=gpu_capability() if cuda_devices else None,
         launcher=launcher,
         nodes=nodes,
         devices=devices,

@@ -36,6 +36,7 @@ class Host:
     run_id: str | None = None  # from Slurm or torchrun, or made by the parent
     is_terminal: bool = False
     gpu: str | None = None  # the name of the visible GPUs; None: there are none, or it is not known
+    gpu_capability: tuple[int, int] | None = None  # compute capability; None: there are no GPUs, or it is not known
     cpus: int = 1  # the number that this process may use
     cpus_per_rank: int | None = None  # the number that Slurm gives each rank; None: the ranks of a node share `cpus`
 
