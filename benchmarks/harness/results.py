@@ -91,8 +91,8 @@ class Parts:
         return self.content["sections"].setdefault(name, {})  # type: ignore[no-any-return]
 
     def part(self, section: str, name: str, measure: Callable[[], dict[str, Any]], **said: Any) -> dict[str, Any]:
-        """Measures the part `name`; if `only` leaves it out, it is the one of the earlier run."""
-        if not re.search(self.only, name):
+        """Measures the part `name`; if `only` leaves it out by section and name, it is the one of the earlier run."""
+        if not re.search(self.only, f"{section}: {name}"):
             return self.section(section).get(name, {})  # type: ignore[no-any-return]
         self.prepare()
         started = time.perf_counter()
