@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, Strategy
 
 from shardwise.config.compose import compose
+from shardwise.devices import gpu_capability
 from shardwise.parallel.units import find_units
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.trainer import build_trainer
@@ -23,7 +24,7 @@ TINY_LANGUAGE_MODEL = [
 def resolve(words: list[str], accelerator: str, folder: Path, name: str) -> Plan:
     """The Plan of a command line. The folder of its run is there."""
     job = compose([*words, f"accelerator={accelerator}", f"runs_dir={folder}", f"name={name}"]).jobs[0]
-    plan = make_plan(job.config, Host(cuda_devices=torch.cuda.device_count()))
+    plan = make_plan(job.config, Host(cuda_devices=torch.cuda.device_count(), gpu_capability=gpu_capability()))
     Path(plan.run_dir).mkdir(parents=True, exist_ok=True)
     return plan
 
