@@ -1,4 +1,4 @@
-"""docs/large-models.md: what each word gains and costs on GPUs, and the loss curves of number formats and optimizers."""
+"""docs/large-models.md: what each word gains and costs on GPUs, and the losses of number formats and optimizers."""
 
 from __future__ import annotations
 
