@@ -127,6 +127,8 @@ def check_targets(plans: list[Plan]) -> None:
                 f"strategy={plan.strategy.name} needs DeepSpeed, which is not installed: "
                 f"pip install -r requirements-deepspeed.txt"
             )
+        if plan.precision.fp8 is not None and find_spec("torchao") is None:
+            raise ConfigError("precision=fp8 needs torchao, which is not installed: pip install -e '.[torchao]'")
         check(plan.module, "module", LightningModule)
         if plan.data is not None:
             check(plan.data, "data", LightningDataModule)

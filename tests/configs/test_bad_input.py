@@ -128,7 +128,7 @@ WORDS: list[tuple[str, list[str]]] = [
     ("precision.compute_dtype=float16", ["float16, and nothing else, needs a loss scale; use precision=fp16"]),
     ("precision=bf16 precision.loss_scaling=true", ["float16, and nothing else, needs a loss scale"]),
     ("precision=fp16 precision.parameter_dtype=float16", ["gradients in float16 cannot be unscaled"]),
-    ("precision=fp16_true", ["precision is one of bf16, bf16_true, fp16, fp32, fp64, tf32"]),
+    ("precision=fp16_true", ["precision is one of bf16, bf16_true, fp16, fp32, fp64, fp8, tf32"]),
     ("strategy=zero2 precision=fp64", ["strategy=zero2 precision=fp64: DeepSpeed keeps master weights in fp32; use"]),
     ("strategy=zero1 precision=fp16", ["strategy=zero1 precision=fp16 on the CPU: DeepSpeed refuses float16 there"]),
     ("strategy=zero3 compile=model", ["strategy=zero3 compile=model: ", "use compile=layer, or strategy=zero2"]),

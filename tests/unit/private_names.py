@@ -30,6 +30,7 @@ SEEN_IN = {
     "deepspeed": "0.19.8",
     "transformers": "5.23.0",
     "hydra-core": "1.3.8",
+    "torchao": "0.18.0",
     "python": "3.11",
 }
 
@@ -71,6 +72,10 @@ USED = {
     "metrics/wandb_logger.py": "_wandb_init",
     "optim/deepspeed_operators.py": "_get_build_directory",
     "parallel/activation_checkpointing.py": "_buffers",
+    "parallel/float8.py": (
+        "_aot_autograd _axiswise_dim _data _dynamo _foreach_norm _functorch _local_tensor _orig_dtype _parameters "
+        "_scale"
+    ),
     "parallel/parallelize.py": "_dynamo",
     "parallel/precision.py": "_NormBase _parameters _pytree",
     "parallel/units.py": "_no_split_modules _parameters",
@@ -124,6 +129,7 @@ STAGE_3 = f"{ZERO}.stage3.DeepSpeedZeroOptimizer_Stage3"
 STATE = f"{FSDP}._fsdp_state.FSDPState"
 METRIC = "torchmetrics.metric.Metric"
 MODULE = "torch.nn.modules.module.Module"
+FLOAT8 = "torchao.float8.float8_training_tensor.Float8TrainingTensor"
 
 NAMES = {
     # Lightning's loops: steps instead of batches, and what is left of an epoch
@@ -300,6 +306,13 @@ NAMES = {
     "_MEM_FORMAT_ENCODING": name("torch.distributed.checkpoint.metadata", "a class that the pickle of .metadata names"),
     "_StorageInfo": name("torch.distributed.checkpoint.filesystem", "a class that the pickle of .metadata names"),
     "_get_layout": name("torch.serialization", "a class that the pickle of .metadata names"),
+    # torchao's products, and what torch's compiler keeps of them
+    "_functorch": name("torch", "where a node is said to belong into the backward graph: nothing public says it"),
+    "_aot_autograd": name("torch._functorch", "as _functorch"),
+    "_data": name(FLOAT8, "the bytes of a tensor in fp8, to lay them out anew"),
+    "_scale": name(FLOAT8, "a gathered weight's scale of this step; the tensor itself stays"),
+    "_orig_dtype": name(FLOAT8, "a tensor in fp8 is made like another"),
+    "_axiswise_dim": name(FLOAT8, "a tensor in fp8 is made like another"),
     "_dynamo": name("torch", "the limit of recompilations, and how many graphs there are"),
     "_record_memory_history": name("torch.cuda.memory", "documented by torch under this name"),
     "_dump_snapshot": name("torch.cuda.memory", "documented by torch under this name"),

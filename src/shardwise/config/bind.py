@@ -24,13 +24,13 @@ def bind(kind: Any, value: Any, key: str = "") -> Any:
     """
     if kind is Any:
         return value
-    if dataclasses.is_dataclass(kind):
-        return _bind_fields(cast(type[Any], kind), value, key)
     or_null = isinstance(kind, UnionType)
     if or_null:
         kind = get_args(kind)[0]
         if value is None:
             return None
+    if dataclasses.is_dataclass(kind):
+        return _bind_fields(cast(type[Any], kind), value, key)
     if isinstance(kind, type) and issubclass(kind, Enum):
         if value in kind.__members__:
             return kind[value]

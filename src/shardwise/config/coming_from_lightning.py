@@ -93,8 +93,8 @@ _ARGUMENTS = _rows(
         "devices": _same("`devices=4`, processes a node. A list of GPUs is `CUDA_VISIBLE_DEVICES`"),
         "num_nodes": _word("`nodes=2`"),
         "precision": _word(
-            "`precision=fp32|tf32|bf16|bf16_true|fp16|fp64`: `bf16-mixed` is `bf16`, `16-mixed` is `fp16`, `bf16-true` "
-            "is `bf16_true`, `32-true` is `fp32`, `64-true` is `fp64`"
+            "`precision=fp32|tf32|bf16|bf16_true|fp16|fp8|fp64`: `bf16-mixed` is `bf16`, `16-mixed` is `fp16`, "
+            "`bf16-true` is `bf16_true`, `32-true` is `fp32`, `64-true` is `fp64`"
         ),
         "logger": _word(
             "`logger=csv|wandb|tensorboard`; one of your own: `loggers.NAME._target_=…`. metrics.csv is always written"

@@ -22,6 +22,7 @@ class PrecisionName(Enum):
     bf16 = "bf16"
     bf16_true = "bf16_true"
     fp16 = "fp16"
+    fp8 = "fp8"
 
 
 class Dtype(Enum):
@@ -78,6 +79,23 @@ class Zero3Config(Zero1Config):
     offload_parameters: bool = False
 
 
+class Float8Recipe(Enum):
+    """How many scales a matrix has that is cast to fp8."""
+
+    tensorwise = "tensorwise"
+    rowwise = "rowwise"
+
+
+@dataclass
+class Float8Config:
+    """Which linear layers multiply in fp8, and how."""
+
+    recipe: Float8Recipe = Float8Recipe.tensorwise
+    keep_in_bf16: list[str] = field(default_factory=list)  # layers by name; * stands for any text
+    min_features: int = 512  # a layer with fewer inputs or outputs stays in bf16
+    emulate: bool = False  # products in fp32 of what fp8 can hold: slow, on any device
+
+
 @dataclass
 class PrecisionConfig:
     """The settings that a precision such as `bf16` stands for."""
@@ -88,6 +106,7 @@ class PrecisionConfig:
     reduce_dtype: Dtype = Dtype.float32  # the dtype in which gradients are reduced between ranks
     loss_scaling: bool = False  # dynamic; a step whose gradients overflow is skipped
     tf32: bool = False  # matrix products of float32 tensors on tensor cores, 10-bit mantissa
+    fp8: Float8Config | None = None  # linear layers multiply in fp8; null: none does
 
 
 class WhenBusy(Enum):

@@ -199,6 +199,7 @@ _BECAUSE = {
 }
 _REFUSED_VALUES: dict[str, dict[str, str]] = {
     "precision": {
+        "transformer-engine": "products in fp8 come from torchao here, around fp32 weights; use precision=fp8",
         "16-true": "weights in float16 lose what small gradients change, so there is no such run here; use "
         "precision=bf16_true, or precision=fp16, which keeps float32 weights",
     },

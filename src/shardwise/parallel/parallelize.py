@@ -1,6 +1,7 @@
 """Wraps the `forward` of each unit in one order under every strategy, the innermost wrapper first:
 
-    statistics in fp32 → low precision → compile → activation checkpointing        then the strategy shards the unit
+    statistics in fp32, products in fp8 → low precision → compile → activation checkpointing        then the strategy
+    shards the unit
 
 The low-precision copies are made inside what is compiled: dynamo guards on the identity of parameters, and copies made
 outside would compile every step anew. Checkpointing is outermost, so that recomputing makes the copies again instead of
@@ -10,6 +11,7 @@ keeping them. FSDP2 and DeepSpeed use hooks on the unit's call, around all of th
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import LightningModule
@@ -25,6 +27,9 @@ from shardwise.parallel.precision import (
 )
 from shardwise.parallel.units import Units
 from shardwise.plan import Plan
+
+if TYPE_CHECKING:  # needs torchao
+    from shardwise.parallel.float8 import Float8Layers
 
 
 def parallelize(
@@ -49,6 +54,17 @@ def parallelize(
             unit.forward = torch.compile(unit.forward)
         if plan.activation_checkpointing == "full":
             unit.forward = recomputed(unit)
+
+
+def prepare_float8(module: nn.Module, plan: Plan) -> Float8Layers | None:
+    """Let the large linear layers of `module` multiply in fp8, before `parallelize`. None: the Plan has no fp8."""
+    if plan.precision.fp8 is None:
+        return None
+    from shardwise.parallel.float8 import Float8Layers
+
+    layers = Float8Layers(module, plan.precision.fp8)
+    layers.compute()
+    return layers
 
 
 def roots_of(module: LightningModule) -> list[nn.Module]:

@@ -8,7 +8,8 @@ from shardwise.config.bind import as_yaml
 from shardwise.config.groups import CheckpointConfig, ClusterConfig, DdpConfig, StrategyConfig
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
-from shardwise.plan.plan import Checkpointing, Precision, Strategy
+from shardwise.plan.float8 import make_float8
+from shardwise.plan.plan import Checkpointing, Host, Precision, Strategy
 
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 _YEAR_MINUTES = 365 * 24 * 60
@@ -62,7 +63,7 @@ def make_environment(cluster: ClusterConfig) -> dict[str, str]:
     return dict(cluster.environment)
 
 
-def make_precision(config: RunConfig, accelerator: str) -> Precision:
+def make_precision(config: RunConfig, host: Host, accelerator: str) -> Precision:
     precision = config.precision
     if precision.tf32 and accelerator == "cpu":
         raise ConfigError(
@@ -76,4 +77,5 @@ def make_precision(config: RunConfig, accelerator: str) -> Precision:
         reduce_dtype=precision.reduce_dtype.value,
         loss_scaling=precision.loss_scaling,
         tf32=precision.tf32,
+        fp8=make_float8(config, host, accelerator),
     )

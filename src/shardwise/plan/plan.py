@@ -59,6 +59,16 @@ class Strategy:
 
 
 @dataclass(frozen=True)
+class Float8:
+    """Which linear layers multiply in fp8, and how."""
+
+    recipe: Literal["tensorwise", "rowwise"]  # one scale for a matrix, or one for each row
+    keep_in_bf16: tuple[str, ...]  # patterns of the names of layers
+    min_features: int  # a layer with fewer inputs or outputs stays in bf16
+    emulate: bool  # products in fp32 of what fp8 can hold
+
+
+@dataclass(frozen=True)
 class Precision:
     name: str
     parameter_dtype: str
@@ -66,6 +76,7 @@ class Precision:
     reduce_dtype: str
     loss_scaling: bool
     tf32: bool
+    fp8: Float8 | None = None  # None: no layer multiplies in fp8
 
     @property
     def is_low(self) -> bool:
@@ -194,6 +205,9 @@ class Plan:
         for key, kind in (("topology", Topology), ("strategy", Strategy), ("precision", Precision),
                           ("checkpoint", Checkpointing), ("guard", Guarding), ("logger", Logging)):  # fmt: skip
             raw[key] = kind(**raw[key])
+        if (fp8 := raw["precision"].fp8) is not None:
+            fp8 = Float8(**fp8 | {"keep_in_bf16": tuple(fp8["keep_in_bf16"])})
+            raw["precision"] = dataclasses.replace(raw["precision"], fp8=fp8)
         raw["logger"] = dataclasses.replace(raw["logger"], tags=tuple(raw["logger"].tags))
         raw["guard"] = dataclasses.replace(raw["guard"], pass_over=tuple(raw["guard"].pass_over))
         raw["resume_allow"] = tuple(raw["resume_allow"])

@@ -58,6 +58,7 @@ LIGHTNING_PRECISION: dict[str, Any] = {
     "bf16": "bf16-mixed",
     "bf16_true": "bf16-true",
     "fp16": "16-mixed",
+    "fp8": "bf16-mixed",  # what a module looks at it for: the dtype outside of matrix products
 }
 
 

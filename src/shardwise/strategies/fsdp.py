@@ -137,6 +137,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             for root in roots_of(module):
                 if isinstance(root, FSDPModule):
                     root._get_fsdp_state()._lazy_init()
+        if self.float8 is not None:
+            self.float8.gather(change_within_steps=not module.automatic_optimization)
         self._backwards = InnerBackwards(module, module.automatic_optimization)
         broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("world"))
 
@@ -236,6 +238,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     @contextmanager
     def _gathering(self) -> Iterator[None]:
         units = self._freed_units()
+        self._refresh_float8()
         for unit in units:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
@@ -278,7 +281,8 @@ def _reduce_unused_as_zero(group: Any) -> None:
             if weight is None or not weight.requires_grad or parameter.unsharded_accumulated_grad is not None:
                 continue
             if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
+                # torch.zeros_like would refuse a weight that was gathered in fp8
+                weight.grad = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
         post_backward(*args)
 
     group.post_backward = run

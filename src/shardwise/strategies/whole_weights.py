@@ -236,6 +236,11 @@ def _mark_idle(state: Any) -> None:
 def explain(error: RuntimeError, module_name: str, strategy: str) -> ConfigError | None:
     """An error that the user understands, if `error` comes from a missed hook of FSDP2."""
     text = str(error)
+    if "attempting to run aten" in text:  # torchao's, of a weight that was gathered in fp8
+        return ConfigError(
+            f"{module_name}: under {strategy} precision=fp8 a weight is in fp8, and something computes with it outside "
+            f"the forward of its linear layer: name that layer in precision.fp8.keep_in_bf16, or use strategy=ddp"
+        )
     if not any(sign in text for sign in SIGNS):
         return None
     return ConfigError(

@@ -1,0 +1,53 @@
+"""Decides whether the linear layers of a run multiply in fp8, and refuses that where it cannot work."""
+
+from __future__ import annotations
+
+from shardwise.config.schema import RunConfig
+from shardwise.errors import ConfigError
+from shardwise.plan.plan import Float8, Host
+
+_OLDEST = (8, 9)  # the compute capability of Ada, the first whose tensor cores multiply in fp8
+
+
+def make_float8(config: RunConfig, host: Host, accelerator: str) -> Float8 | None:
+    """The Plan's part about fp8; None: no layer multiplies in fp8.
+
+    Raises:
+        ConfigError: the device, the strategy or another dtype rules it out.
+    """
+    name, fp8 = config.precision.name.value, config.precision.fp8
+    if (name == "fp8") != (fp8 is not None):
+        raise ConfigError(f"precision={name} precision.fp8={'null' if fp8 is None else '{…}'}: use precision=fp8 for "
+                          f"products in fp8, and leave precision.fp8 out elsewhere")  # fmt: skip
+    if fp8 is None:
+        return None
+    if (strategy := config.strategy.name.value).startswith("zero"):
+        raise ConfigError(
+            f"strategy={strategy} precision=fp8: fp8 is made of the fp32 weights, and DeepSpeed gives layers "
+            f"weights that it has rounded to bf16; use strategy=fsdp, or precision=bf16"
+        )
+    dtypes = config.precision.parameter_dtype.value, config.precision.compute_dtype.value
+    if dtypes != ("float32", "bfloat16"):
+        raise ConfigError(
+            f"precision=fp8 precision.parameter_dtype={dtypes[0]} precision.compute_dtype={dtypes[1]}: fp8 keeps "
+            f"weights in float32, and what is not in fp8 in bfloat16; leave both out"
+        )
+    if fp8.min_features < 1:
+        raise ConfigError(f"precision.fp8.min_features={fp8.min_features}: must be at least 1")
+    if not fp8.emulate:
+        _check_device(host, accelerator)
+    return Float8(fp8.recipe.value, tuple(fp8.keep_in_bf16), fp8.min_features, fp8.emulate)
+
+
+def _check_device(host: Host, accelerator: str) -> None:
+    if accelerator == "cpu":
+        raise ConfigError(
+            "precision=fp8 needs a GPU whose tensor cores multiply in fp8 (Ada, Hopper or newer); on the CPU use "
+            "precision=bf16, or precision.fp8.emulate=true to try out fp8's rounding, slowly"
+        )
+    found = host.gpu_capability
+    if found is not None and found < _OLDEST:
+        raise ConfigError(
+            f"precision=fp8 on {host.gpu or 'this GPU'}, compute capability {found[0]}.{found[1]}: products in fp8 "
+            f"need {_OLDEST[0]}.{_OLDEST[1]} or more (Ada, Hopper or newer); use precision=bf16"
+        )
