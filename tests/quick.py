@@ -41,6 +41,7 @@ RUNS: dict[str, list[str]] = {
         "test_same_run.py::test_switches_change_no_number[activation_checkpointing=full-fsdp]"
     ],
     "compile": ["test_same_run.py::test_switches_change_no_number[compile=layer-ddp]"],
+    "compact optimizers, Muon": ["test_optimizers.py::test_every_strategy_equals_the_plain_version"],
     "another strategy's checkpoint": ["test_across.py::test_the_run_goes_on[zero3-2-to-ddp-1-sgd]"],
     "saving": [
         "test_saving.py::test_a_save_that_fails_on_one_rank_costs_that_save",

@@ -110,6 +110,16 @@ class Optimizer(Protocol):
     is_elementwise: bool
     """It treats every weight by itself, without rows or columns, so that it may be given any pieces of a parameter."""
 
+    is_rowwise: bool
+    """It treats every row of a parameter (what the first dimension counts) by itself, so that it may be given some."""
+
+    kept_by_rows: tuple[str, ...]
+    """The keys of its state whose tensors have not the form of the parameter, but its rows: their first dimension is
+    the parameter's, and with a row of the parameter goes a row of them."""
+
+    def make_state(self, parameter: Any) -> dict[str, Any]:
+        """What it keeps for a parameter before its first step: a checkpoint is read into these tensors."""
+
 
 class Logger(Protocol):
     """Of a Lightning logger."""
@@ -221,6 +231,19 @@ def identity_of(samples: Any) -> dict[str, str]:
 
 def is_elementwise(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "is_elementwise", False))
+
+
+def is_rowwise(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "is_rowwise", False))
+
+
+def kept_by_rows_of(optimizer: Any) -> tuple[str, ...]:
+    return tuple(getattr(optimizer, "kept_by_rows", ()))
+
+
+def state_maker_of(optimizer: Any) -> Callable[[Any], dict[str, Any]] | None:
+    found = getattr(optimizer, "make_state", None)
+    return found if callable(found) else None
 
 
 def rows_are_steps(logger: Any) -> bool:

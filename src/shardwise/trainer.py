@@ -26,9 +26,11 @@ from shardwise.errors import ConfigError, a_or_an
 from shardwise.lightning_internals.hooks import Unprofiled
 from shardwise.lightning_internals.patches import StoppableTrainer, is_constructed, prepare_trainer
 from shardwise.metrics.loggers import build_loggers
-from shardwise.optim.optimizers import configure_optimizers
+from shardwise.optim.matrices import choose_matrices, describe_choice
+from shardwise.optim.optimizers import configure_optimizers, muon_matrices
 from shardwise.optim.ownership import check_ownership
 from shardwise.parallel.precision import default_dtype, set_parameter_dtype
+from shardwise.parallel.units import find_units
 from shardwise.plan import Plan
 from shardwise.protocols import initializes_itself
 from shardwise.run_dir.environment import describe_environment
@@ -56,12 +58,25 @@ def build_module(plan: Plan) -> LightningModule:
     check_ownership(plan, module)
     set_parameter_dtype(module, plan.precision)
     if plan.optimizer is not None:
-        module.configure_optimizers = lambda: configure_optimizers(plan, module)  # type: ignore[method-assign]
+        matrices = _muon_matrices(plan, module)
+        module.configure_optimizers = lambda: configure_optimizers(plan, module, matrices)  # type: ignore[method-assign]
     elif module.automatic_optimization:
         module.configure_optimizers = one_optimizer(module)  # type: ignore[method-assign]
     if not module.automatic_optimization:
         _check_by_hand(plan, type(module).__name__)
     return module
+
+
+def _muon_matrices(plan: Plan, module: LightningModule) -> set[str]:
+    """The names of the parameters that Muon has, before a strategy shards the layers and changes their classes."""
+    which = muon_matrices(plan)
+    if which is None:
+        return set()
+    layers = [layer for _, layer in find_units(module, plan.units).modules]
+    chosen = choose_matrices(module, layers, which)
+    if os.environ["RANK"] == "0":
+        print(describe_choice(module, chosen), flush=True)
+    return chosen
 
 
 def _check_by_hand(plan: Plan, name: str) -> None:

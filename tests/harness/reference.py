@@ -20,19 +20,21 @@ def plain_loop(
     module: nn.Module,
     dataset: Sequence[dict[str, Tensor]],
     loss_sum: Callable[[Any, dict[str, Tensor]], tuple[Tensor, Tensor]],
-    optimizer: str,
+    optimizer: str | Callable[[nn.Module], Any],
     steps: int,
     global_batch_size: int,
     clip: float | None,
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:
     """Train a copy of `module` on consecutive global batches; final parameters, losses and gradient norms.
 
+    `optimizer` is one of OPTIMIZERS, or makes one for the module: anything that has `step`.
+
     `loss_sum(module, batch)` gives the summed loss and what it sums over; their quotient is the loss. A trainable
     weight that takes no part in a step has a gradient of zero.
     """
     module = copy.deepcopy(module)
     trainable = [p for p in module.parameters() if p.requires_grad]
-    opt = OPTIMIZERS[optimizer](groups_of(module))
+    opt = OPTIMIZERS[optimizer](groups_of(module)) if isinstance(optimizer, str) else optimizer(module)
     losses, norms = [], []
     batches = len(dataset) // global_batch_size
     for step in range(steps):

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.chunks import Chunk, ChunkedTensor, whole
 from shardwise.checkpoint.dcp import read_tensors
 from shardwise.errors import ConfigError
+from shardwise.protocols import kept_by_rows_of
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,15 @@ class ShardedState(Protocol):
 
 def gather(state: ShardedState, module: LightningModule, training: bool) -> dict[str, ChunkedTensor]:
     """Every tensor that this rank holds, by name. Nothing is copied."""
+    optimizers = state.module_optimizers() if training else []
     tensors = {f"model.{name}": whole(buffer) for name, buffer in persistent_buffers(module)}
     for shard in state.parameter_shards():
         tensors[f"model.{shard.name}"] = _chunked(shard, shard.values)
         if shard.trained and training:
             number, kept = state.optimizer_state(shard)
+            by_rows = kept_by_rows_of(optimizers[number])
             for key, value in kept.items():
-                tensors[f"optimizer.{number}.{shard.name}.{key}"] = _chunked(shard, value)
+                tensors[f"optimizer.{number}.{shard.name}.{key}"] = _chunked(shard, value, by_rows=key in by_rows)
         if state.average is not None and shard.name in state.average:
             tensors[f"average.{shard.name}"] = ChunkedTensor(shard.shape, shard.chunks(state.average[shard.name]))
     return tensors
@@ -107,20 +110,30 @@ def restore(
         if kind == "optimizer":
             parameter, _, key = rest.rpartition(".")
             saved.setdefault(parameter, {})[key] = tensor
+    mine = state.module_optimizers() if optimizers else []
     for shard in state.parameter_shards():
         source = weights if f"{weights}.{shard.name}" in known else "model"
         tensors[f"{source}.{shard.name}"] = _chunked(shard, shard.values)
         if shard.trained and optimizers:
             number, _ = state.optimizer_state(shard)
             kept = state.allocate_optimizer_state(shard, saved.get(f"{number}.{shard.name}", {}))
+            by_rows = kept_by_rows_of(mine[number])
             for key, value in kept.items():
-                tensors[f"optimizer.{number}.{shard.name}.{key}"] = _chunked(shard, value)
+                tensors[f"optimizer.{number}.{shard.name}.{key}"] = _chunked(shard, value, by_rows=key in by_rows)
         if state.average is not None and shard.name in state.average:
             tensors[f"average.{shard.name}"] = ChunkedTensor(shard.shape, shard.chunks(state.average[shard.name]))
     read_tensors(folder, tensors, group, metadata)
 
 
-def _chunked(shard: ParameterShard, values: Tensor) -> ChunkedTensor:
+def _chunked(shard: ParameterShard, values: Tensor, *, by_rows: bool = False) -> ChunkedTensor:
+    """The chunks of a parameter's values, or of what an optimizer keeps for it.
+
+    `by_rows`: `values` have another form than the parameter's values, and a row for each of their rows.
+    """
+    if by_rows:
+        firsts = [chunk.offsets[0] for chunk in shard.chunks(shard.values)]  # one, or none without any row
+        chunks = [Chunk((first, *(0 for _ in values.shape[1:])), values) for first in firsts]
+        return ChunkedTensor((shard.shape[0], *values.shape[1:]), chunks)
     if values is shard.values or (values.ndim and values.shape == shard.values.shape):
         return ChunkedTensor(shard.shape, shard.chunks(values))
     if values.ndim and shard.values.numel() != prod(shard.shape):
@@ -224,9 +237,20 @@ def optimizer_difference(
     before = [{name for group in one["groups"] for name in group["names"]} for one in saved]
     now = [{name for group in one for name in group} for one in names]
     moved = sorted(set().union(*now) & set().union(*before) - set().union(*map(set.intersection, now, before)))
-    if not moved:
-        return None
-    return f"{', '.join(moved[:4])} had another of its optimizers; give them in the same order"
+    if moved:
+        return f"{', '.join(moved[:4])} had another of its optimizers; give them in the same order"
+    groups_before = [(group["options"], group["names"]) for one in saved for group in one["groups"]]
+    groups = [(g, n) for o, all_names in zip(optimizers, names, strict=True)
+              for g, n in zip(o.param_groups, all_names, strict=True)]  # fmt: skip
+    was, is_now = _algorithms(groups_before), _algorithms(groups)
+    if changed := sorted(name for name in was.keys() & is_now.keys() if was[name] != is_now[name]):
+        return f"{', '.join(changed[:4])} was trained by {was[changed[0]]}, and now by {is_now[changed[0]]}"
+    return None
+
+
+def _algorithms(groups: list[tuple[dict[str, Any], list[str]]]) -> dict[str, Any]:
+    """Parameter's name → its algorithm, in an optimizer whose groups have different ones."""
+    return {name: options.get("algorithm") for options, names in groups for name in names}
 
 
 def apply_options(optimizers: list[Optimizer], names: list[list[list[str]]], saved: list[dict[str, Any]]) -> None:
@@ -239,7 +263,7 @@ def apply_options(optimizers: list[Optimizer], names: list[list[list[str]]], sav
 
 
 # These options say how a step is computed, not what it computes: this run's own hold
-_NOT_RESTORED = ("fused", "foreach", "capturable", "differentiable", "bias_correction")
+_NOT_RESTORED = ("fused", "foreach", "capturable", "differentiable", "bias_correction", "newton_schulz_dtype")
 
 
 def layers_with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

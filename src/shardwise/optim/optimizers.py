@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.config.targets import locate
 from shardwise.errors import ConfigError
+from shardwise.optim.matrices import LAYERS, muon_groups
+from shardwise.optim.muon import Muon
 from shardwise.plan import Plan
-from shardwise.protocols import is_elementwise
+from shardwise.protocols import is_elementwise, is_rowwise, state_maker_of
 
 _ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad,
                 optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD)  # fmt: skip
@@ -27,6 +29,24 @@ def treats_weights_one_by_one(optimizer: Optimizer) -> bool:
     return known or is_elementwise(optimizer)
 
 
+def steps_on_shards(optimizer: Optimizer) -> bool:
+    """Whether the optimizer gives the same result if each rank gives it some rows of every parameter."""
+    return treats_weights_one_by_one(optimizer) or is_rowwise(optimizer) or isinstance(optimizer, Muon)
+
+
+def check_by_hand(optimizer: Optimizer, strategy_name: str) -> None:
+    """Refuse an optimizer that needs plain tensors, where a module that optimizes by hand gives it DTensors.
+
+    Raises:
+        ConfigError: the optimizer is one of shardwise's.
+    """
+    if state_maker_of(optimizer) is not None:
+        raise ConfigError(
+            f"{type(optimizer).__name__} in a module that optimizes by hand: under {strategy_name} it would be given "
+            f"sharded tensors; use AdamW or SGD there, or strategy=ddp"
+        )
+
+
 def try_optimizer(plan: Plan) -> None:
     """Build optimizer and schedule for one small matrix, so that they can refuse their values before the run starts.
 
@@ -36,7 +56,7 @@ def try_optimizer(plan: Plan) -> None:
     if plan.optimizer is None or plan.stage != "fit":
         return
     try:
-        made = configure_optimizers(plan, nn.Linear(2, 2, bias=False))
+        made = configure_optimizers(plan, nn.Linear(2, 2, bias=False), {"weight"})
         if plan.schedule is not None and plan.max_steps is not None:
             float(made["lr_scheduler"]["scheduler"].lr_lambdas[0](plan.max_steps - 1))
     except (TypeError, ValueError, ArithmeticError) as error:
@@ -49,8 +69,11 @@ def try_optimizer(plan: Plan) -> None:
         raise ConfigError(f"optimizer or schedule: {error}; mend one of {given}") from error
 
 
-def configure_optimizers(plan: Plan, module: nn.Module) -> Any:
-    """Build the Plan's optimizer over `parameter_groups`, and its schedule, which moves on after every step."""
+def configure_optimizers(plan: Plan, module: nn.Module, matrices: Collection[str] = ()) -> Any:
+    """Build the Plan's optimizer over `parameter_groups`, and its schedule, which moves on after every step.
+
+    `matrices`: the names of the parameters that Muon has, if it is the optimizer.
+    """
     assert plan.optimizer is not None
     arguments = {key: value for key, value in plan.optimizer.items() if key != "_target_"}
     optimizer_class = locate(plan.optimizer["_target_"], "optimizer")
@@ -65,7 +88,10 @@ def configure_optimizers(plan: Plan, module: nn.Module) -> Any:
         whole = () if plan.strategy.name.startswith("fsdp") else (torch.optim.SGD,)
         if optimizer_class in (torch.optim.Adam, torch.optim.AdamW, *whole):
             arguments.setdefault("fused", True)
-    optimizer = optimizer_class(parameter_groups(module, arguments.get("weight_decay", 0.0)), **arguments)
+    groups = parameter_groups(module, arguments.get("weight_decay", 0.0))
+    if optimizer_class is Muon:
+        groups = muon_groups(groups, [p for name, p in module.named_parameters() if name in matrices])
+    optimizer = optimizer_class(groups, **arguments)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optimizer._target_={plan.optimizer['_target_']} is not a torch.optim.Optimizer")
     if plan.schedule is None:
@@ -73,6 +99,15 @@ def configure_optimizers(plan: Plan, module: nn.Module) -> Any:
     options = {key: value for key, value in plan.schedule.items() if key != "_target_"}
     factor = partial(locate(plan.schedule["_target_"], "schedule"), total_steps=plan.max_steps, **options)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+
+def muon_matrices(plan: Plan) -> str | list[str] | None:
+    """What the Plan says about which matrices Muon has; None: it has another optimizer."""
+    node = plan.optimizer
+    if node is None or plan.stage != "fit" or locate(node["_target_"], "optimizer") is not Muon:
+        return None
+    found: str | list[str] = node.get("matrices", LAYERS)
+    return found
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

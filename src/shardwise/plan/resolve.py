@@ -12,6 +12,7 @@ from shardwise.plan.hardware import peak_tflops
 from shardwise.plan.location import initial_weights, run_name, runs_folder
 from shardwise.plan.modes import QUICK_BATCHES, for_learning_rate_finder, for_quick_check
 from shardwise.plan.nodes import data_node, logger_nodes, named_nodes, target_node
+from shardwise.plan.optimizer import make_optimizer
 from shardwise.plan.parts import make_checkpointing, make_environment, make_precision, make_strategy
 from shardwise.plan.plan import (
     Guarding,
@@ -55,7 +56,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
     check_pairs(config, accelerator)
     if not 0 <= config.seed < 2**63:
         raise ConfigError(f"seed={config.seed}: must be in [0, 2**63)")
-    optimizer = None if config.optimizer is None else target_node("optimizer", config.optimizer)
+    optimizer = make_optimizer(config)
     schedule = None if config.schedule is None else target_node("schedule", config.schedule)
     check_schedule(schedule, optimizer, config, max_steps)
     return Plan(

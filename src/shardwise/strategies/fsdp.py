@@ -26,8 +26,10 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.chunks import slice_of
 from shardwise.distributed.collectives import broadcast_from_rank_zero, sum_over
 from shardwise.distributed.dtensor import local_part
+from shardwise.distributed.matrices import ShardedMatrices
 from shardwise.errors import ConfigError
-from shardwise.optim.optimizers import treats_weights_one_by_one
+from shardwise.optim.muon import Muon
+from shardwise.optim.optimizers import check_by_hand, steps_on_shards
 from shardwise.parallel.parallelize import roots_of
 from shardwise.parallel.precision import dtype_of, mixed_precision_policy
 from shardwise.plan import Plan
@@ -86,8 +88,10 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            if self.module.automatic_optimization:
-                for optimizer in filter(treats_weights_one_by_one, self.optimizers):
+            for optimizer in self.optimizers:
+                if not self.module.automatic_optimization:
+                    check_by_hand(optimizer, self.plan.strategy.name)
+                elif steps_on_shards(optimizer):
                     self._step_on_shards(optimizer)
         self.setup_precision_plugin()
         self._read_initial_weights()
@@ -149,6 +153,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         self.sharded.step_on(local)
         for group in optimizer.param_groups:
             group["params"] = [local[id(p)] for p in group["params"]]
+        if isinstance(optimizer, Muon):
+            optimizer.use_matrices(ShardedMatrices(sharded, [local[id(p)] for p in sharded]))
 
         def show_gradients(*_: Any) -> None:
             for p in sharded:

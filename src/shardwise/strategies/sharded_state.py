@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.chunks import slice_of
 from shardwise.checkpoint.state import ParameterShard, make_like, restore
 from shardwise.distributed.dtensor import local_part, whole_tensor
+from shardwise.protocols import state_maker_of
 
 
 class DTensorState:
@@ -88,6 +89,8 @@ class DTensorState:
         on_device = bool(group.get("fused") or group.get("capturable"))
         scalars_on = parameter.device if on_device else torch.device("cpu")
         state = optimizer.state[parameter]
+        if not state and (make := state_maker_of(optimizer)) is not None:
+            state.update(make(parameter))
         for key, metadata in known.items():
             if key not in state or not isinstance(state[key], Tensor):
                 state[key] = make_like(shard, parameter.detach(), key, metadata, scalars_on)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.chunks import range_of, slice_of
 from shardwise.checkpoint.state import ParameterShard, make_like, restore
+from shardwise.protocols import state_maker_of
 from shardwise.strategies.sharded_state import DTensorState
 
 
@@ -126,6 +127,8 @@ class ZeroState(DTensorState):
     ) -> dict[str, Tensor]:
         flat, start = self._flat_of(shard.values)
         state = self._base.state[flat]
+        if not state and (make := state_maker_of(self._base)) is not None:
+            state.update(make(flat.detach()))
         fused = bool(self._base.defaults.get("fused") or self._base.defaults.get("capturable"))
         for key, metadata in known.items():
             if not isinstance(state.get(key), Tensor):

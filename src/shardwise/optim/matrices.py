@@ -1,0 +1,84 @@
+"""Chooses the parameters that Muon has, and makes its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import ConfigError
+from shardwise.optim.muon import MATRICES, OTHERS
+
+LAYERS = "layers"
+
+
+def choose_matrices(module: nn.Module, layers: Sequence[nn.Module], which: str | list[str]) -> set[str]:
+    """The names of the parameters that Muon has.
+
+    `layers`: those that repeat. `which`: "layers" for the matrices in them, or patterns of names.
+
+    A matrix is a parameter with two dimensions, or the weight of a convolution that mixes all channels. The weight of
+    an embedding is none: each of its rows is a vector by itself.
+
+    Raises:
+        ConfigError: `which` names no matrix.
+    """
+    candidates = _matrices(module)
+    if which == LAYERS:
+        inside = {id(p) for layer in layers for p in layer.parameters()}
+        chosen = {name for name, p in candidates.items() if id(p) in inside}
+        if not chosen:
+            raise ConfigError(
+                f"optimizer.matrices=layers: {type(module).__name__} has no matrix in a layer that repeats; name the "
+                f"layers, e.g. units=[Block], or the matrices, e.g. optimizer.matrices=['*.weight']"
+            )
+        return chosen
+    if not isinstance(which, list) or not which or not all(isinstance(pattern, str) for pattern in which):
+        raise ConfigError(f"optimizer.matrices={which}: must be layers, or a list of patterns of parameters' names")
+    for pattern in which:
+        if not any(fnmatchcase(name, pattern) for name in candidates):
+            raise ConfigError(f"optimizer.matrices: {pattern} is the name of no matrix; there are {_some(candidates)}")
+    return {name for name in candidates if any(fnmatchcase(name, pattern) for pattern in which)}
+
+
+def _matrices(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable matrices, by name."""
+    rows_apart = {id(layer.weight) for layer in module.modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))}
+    kernels = {
+        id(layer.weight)
+        for layer in module.modules()
+        if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and layer.groups == 1
+    }
+    return {
+        name: p
+        for name, p in module.named_parameters()
+        if p.requires_grad and (p.ndim == 2 or id(p) in kernels) and id(p) not in rows_apart
+    }
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "") or "none"
+
+
+def describe_choice(module: nn.Module, chosen: set[str]) -> str:
+    """A line for the user."""
+    trained = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
+    share = sum(size for name, size in trained.items() if name in chosen) / max(sum(trained.values()), 1)
+    return (
+        f"optimizer: Muon has {len(chosen):,} {'matrix' if len(chosen) == 1 else 'matrices'}, {share:.1%} of the "
+        f"trained parameters; AdamW has the others"
+    )
+
+
+def muon_groups(groups: list[dict[str, Any]], chosen: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Divide each group into one of Muon's and one of AdamW's, those of Muon first."""
+    ids = {id(p) for p in chosen}
+    made = [
+        {**group, "params": [p for p in group["params"] if (id(p) in ids) == is_muon], "algorithm": algorithm}
+        for is_muon, algorithm in ((True, MATRICES), (False, OTHERS))
+        for group in groups
+    ]
+    return [group for group in made if group["params"]]

@@ -1,0 +1,47 @@
+"""Resolves the optimizer of a config, and refuses strategies that cannot step it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.config.schema import RunConfig, Stage
+from shardwise.errors import ConfigError
+from shardwise.plan.nodes import target_node
+
+MUON = "shardwise.optim.muon.Muon"
+_NEEDS_ROWS = {  # its word, and why
+    MUON: ("muon", "a matrix is orthogonalised as a whole"),
+    "shardwise.optim.adamw.AdamW8bit": ("adamw_8bit", "8-bit state is kept in blocks within rows"),
+}
+_DTYPES = ("float64", "float32", "bfloat16")
+
+
+def make_optimizer(config: RunConfig) -> dict[str, Any] | None:
+    """The node of the optimizer; None: the module brings its own.
+
+    `newton_schulz_dtype: auto` of Muon becomes the dtype in which layers compute: bfloat16 in 16-bit precisions.
+
+    Raises:
+        ConfigError: the strategy cannot step this optimizer.
+    """
+    if config.optimizer is None:
+        return None
+    node = target_node("optimizer", config.optimizer)
+    strategy = config.strategy.name.value
+    if config.stage is Stage.fit and strategy.startswith("zero") and node["_target_"] in _NEEDS_ROWS:
+        word, why = _NEEDS_ROWS[node["_target_"]]
+        raise ConfigError(
+            f"strategy={strategy} optimizer={word}: {why}, and DeepSpeed gives the optimizer flat ranges that cut rows; "
+            f"use strategy=fsdp, fsdp_hybrid or ddp, or optimizer=adamw or adamw_bf16"
+        )
+    return node | {"newton_schulz_dtype": _newton_schulz_dtype(config, node)} if node["_target_"] == MUON else node
+
+
+def _newton_schulz_dtype(config: RunConfig, node: dict[str, Any]) -> str:
+    given = node.get("newton_schulz_dtype", "auto")
+    if given not in ("auto", *_DTYPES):
+        raise ConfigError(f"optimizer.newton_schulz_dtype={given}: must be auto or one of {', '.join(_DTYPES)}")
+    if given != "auto":
+        return str(given)
+    computes = config.precision.compute_dtype.value
+    return "bfloat16" if computes == "float16" else computes

@@ -1,0 +1,251 @@
+"""Compact optimizer state, Muon's choice of matrices, and what is refused of both."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.state import describe_optimizers, optimizer_difference
+from shardwise.distributed.matrices import rows_of_ranks
+from shardwise.errors import ConfigError
+from shardwise.optim.adamw import AdamW8bit, AdamWBf16
+from shardwise.optim.matrices import choose_matrices, describe_choice, muon_groups
+from shardwise.optim.muon import Muon, orthogonalize
+from shardwise.optim.quantization import block_length, dequantize, quantize, shares, table
+
+CPU = torch.device("cpu")
+OURS: list[Any] = [AdamW8bit, AdamWBf16, Muon]
+
+
+def test_the_shares_are_those_of_the_dynamic_table() -> None:
+    """As bitsandbytes and torchao make it: decades of linearly spaced means, each with twice as many as the last."""
+    for signed in (True, False):
+        made = []
+        for decade in range(7):
+            edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)
+            means = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)
+            made += [*means.tolist(), *((-means).tolist() if signed else [])]
+        torch.testing.assert_close(
+            torch.tensor(shares(signed)), torch.tensor(sorted([*made, 0.0, 1.0])), rtol=1e-12, atol=0
+        )
+
+
+def random_blocks(signed: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(200, 256, generator=generator) * torch.randn(200, 1, generator=generator).mul(8).exp()
+    values[0], values[1, 1:] = 0.0, 0.0
+    return values if signed else values.abs()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_numbers_that_were_kept_once_do_not_change_again(signed: bool) -> None:
+    values, (of, bounds) = random_blocks(signed), table(signed, CPU)
+    codes, scale = quantize(values, bounds)
+    read = dequantize(codes, scale, of, torch.float32)
+    error = ((read - values).abs().amax(1) / values.abs().amax(1).clamp(min=1e-30)).max()
+    assert error < 0.0075  # half of the widest step
+    again, scale_again = quantize(read, bounds)
+    assert torch.equal(scale_again, scale) and torch.equal(dequantize(again, scale, of, torch.float32), read)
+    largest = values.abs().argmax(1, keepdim=True)
+    assert torch.equal(read.gather(1, largest), values.gather(1, largest)), "the largest is exact, whatever its sign"
+    assert signed or ((read == 0) == (values == 0)).all(), "what AdamW divides by is not rounded to 0"
+
+
+@pytest.mark.parametrize(
+    ("shape", "length"),
+    [((8,), None), ((8, 4096), 256), ((64, 3, 7, 7), 147), ((5, 896), 224), ((8, 257), None), ((0, 256), 256),
+     ((4, 0), None), ((4, 63), None)],
+)  # fmt: skip
+def test_blocks_divide_a_row(shape: tuple[int, ...], length: int | None) -> None:
+    assert block_length(shape) == length
+
+
+def steps(optimizer: Any, parameters: list[Tensor], gradients: list[list[Tensor]]) -> None:
+    for step in gradients:
+        for p, gradient in zip(parameters, step, strict=True):
+            p.grad = gradient.clone()
+        optimizer.step()
+
+
+def drawn(*shape: int, count: int = 6) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator) for _ in range(count)]
+
+
+def test_a_rank_with_some_rows_keeps_what_a_rank_with_all_keeps() -> None:
+    start, *gradients = drawn(7, 128)
+    whole = nn.Parameter(start.clone())
+    optimizer = AdamW8bit([whole])
+    steps(optimizer, [whole], [[g] for g in gradients])
+    for rows in (slice(0, 4), slice(4, 7), slice(7, 7)):
+        part = nn.Parameter(start[rows].clone())
+        other = AdamW8bit([part])
+        steps(other, [part], [[g[rows]] for g in gradients])
+        assert torch.equal(part, whole[rows])
+        for key, value in other.state[part].items():
+            assert torch.equal(
+                value, optimizer.state[whole][key] if key == "step" else optimizer.state[whole][key][rows]
+            )
+
+
+def test_the_memory_layout_changes_no_block() -> None:
+    start, *gradients = drawn(6, 8, 3, 3)
+    ends = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        p = nn.Parameter(start.clone().contiguous(memory_format=layout))
+        steps(AdamW8bit([p]), [p], [[g] for g in gradients])
+        ends.append(p.detach().contiguous())
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize(("kind", "most"), [(AdamW8bit, 2.04), (AdamWBf16, 4.01)])
+def test_bytes_of_state(kind: Any, most: float) -> None:
+    """A count of steps and the scales of the blocks come on top of 2 bytes, or 4; AdamW has 8."""
+    parameters = [nn.Parameter(torch.randn(96, 512)), nn.Parameter(torch.randn(512))]
+    optimizer = kind([parameters[0]])
+    steps(optimizer, parameters[:1], [[torch.randn(96, 512)]])
+    kept = sum(value.nbytes for value in optimizer.state[parameters[0]].values())
+    assert kept / parameters[0].numel() < most
+
+
+@pytest.mark.parametrize("kind", [AdamW8bit, AdamWBf16])
+def test_updates_stay_near_those_of_adamw(kind: Any) -> None:
+    start, *gradients = drawn(32, 256, count=30)
+    ends = []
+    for made in (torch.optim.AdamW, kind):
+        p = nn.Parameter(start.clone())
+        steps(made([p], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1), [p], [[g] for g in gradients])
+        ends.append(p.detach() - start)
+    assert float((ends[1] - ends[0]).norm() / ends[0].norm()) < 0.03
+
+
+def test_an_element_whose_gradient_vanishes_does_not_leap() -> None:
+    """Its moment is tiny beside the others of its block. Where the second moment became 0, only eps would divide it."""
+    p = nn.Parameter(torch.zeros(1, 256))
+    optimizer = AdamW8bit([p], lr=1.0, weight_decay=0.0)
+    gradient = torch.ones(1, 256)
+    gradient[0, 0] = 2e-4
+    steps(optimizer, [p], [[gradient]] * 10)
+    before = p.detach().clone()
+    gradient[0, 0] = 0.0
+    steps(optimizer, [p], [[gradient]])
+    assert float((p - before).abs().max()) < 1.5
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_a_step_that_does_not_count_changes_no_bit(kind: Any) -> None:
+    matrix, vector = nn.Parameter(torch.randn(8, 64)), nn.Parameter(torch.randn(8))
+    groups = [{"params": [matrix], "algorithm": "muon"}, {"params": [vector], "algorithm": "adamw"}]
+    optimizer = kind(groups)
+    steps(optimizer, [matrix, vector], [[torch.randn(8, 64), torch.randn(8)]] * 2)
+    before = copy.deepcopy((matrix, vector, [optimizer.state[p] for p in (matrix, vector)]))
+    optimizer.found_inf = torch.ones(())
+    steps(optimizer, [matrix, vector], [[torch.full((8, 64), torch.nan), torch.full((8,), torch.inf)]])
+    torch.testing.assert_close((matrix, vector, [optimizer.state[p] for p in (matrix, vector)]), before, rtol=0, atol=0)
+    optimizer.found_inf = torch.zeros(())
+    steps(optimizer, [matrix, vector], [[torch.randn(8, 64), torch.randn(8)]])
+    assert not torch.equal(matrix, before[0]) and not torch.equal(vector, before[1])
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_state_is_made_as_the_first_step_makes_it(kind: Any) -> None:
+    """A checkpoint is read into what `make_state` makes."""
+    matrix, vector = nn.Parameter(torch.randn(8, 64)), nn.Parameter(torch.randn(8))
+    optimizer = kind([{"params": [matrix], "algorithm": "muon"}, {"params": [vector], "algorithm": "adamw"}])
+    steps(optimizer, [matrix, vector], [[torch.randn(8, 64), torch.randn(8)]])
+    for p in (matrix, vector):
+        made = optimizer.make_state(p)
+        assert [(k, v.shape, v.dtype) for k, v in made.items()] == [
+            (k, v.shape, v.dtype) for k, v in optimizer.state[p].items()
+        ]
+
+
+def test_a_second_moment_in_bf16_that_could_never_fall_is_refused() -> None:
+    with pytest.raises(ValueError, match="use at most 0.996, or optimizer=adamw_8bit or adamw"):
+        AdamWBf16([nn.Parameter(torch.zeros(1))], betas=(0.9, 0.999))
+    AdamWBf16([nn.Parameter(torch.zeros(1))], betas=(0.9, 0.996))
+
+
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16)])
+def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(shape, generator=torch.Generator().manual_seed(0)), 5))
+    assert float(values.min()) > 0.6 and float(values.max()) < 1.3
+
+
+def test_rows_are_cut_as_torch_cuts_them() -> None:
+    for rows in range(12):
+        for ranks in range(1, 6):
+            chunks = [len(part) for part in torch.arange(rows).chunk(ranks)] if rows else []
+            assert rows_of_ranks(rows, ranks) == chunks + [0] * (ranks - len(chunks))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.frozen = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4).requires_grad_(False)
+        self.kernel, self.depthwise = nn.Conv1d(4, 4, 3), nn.Conv1d(4, 4, 3, groups=4)
+        self.positions = nn.Embedding(3, 4)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+
+def test_muon_has_the_matrices_of_layers_that_repeat() -> None:
+    model = Model()
+    chosen = choose_matrices(model, list(model.layers), "layers")
+    assert chosen == {f"layers.{i}.{name}.weight" for i in range(2) for name in ("linear", "kernel")}
+    assert describe_choice(model, chosen) == (
+        "optimizer: Muon has 4 matrices, 50.4% of the trained parameters; AdamW has the others"
+    )
+    groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
+    divided = muon_groups(groups, [p for name, p in model.named_parameters() if name in chosen])
+    assert [(g["algorithm"], g["weight_decay"]) for g in divided] == [("muon", 0.1), ("adamw", 0.1)]
+    assert sum(len(g["params"]) for g in divided) == len(list(model.parameters()))
+
+
+def test_muon_has_the_matrices_that_are_named() -> None:
+    model = Model()
+    assert choose_matrices(model, [], ["head.*", "layers.1.*"]) == {
+        "head.weight", "layers.1.linear.weight", "layers.1.kernel.weight"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        ("layers", "Model has no matrix in a layer that repeats; name the layers, e.g. units=[Block], or the matrices"),
+        (["*.norm.*"], "*.norm.* is the name of no matrix; there are head.weight, layers.0.linear.weight"),
+        (["embedding.weight"], "embedding.weight is the name of no matrix"),
+        ("head.weight", "must be layers, or a list of patterns of parameters' names"),
+        ([], "must be layers, or a list of patterns of parameters' names"),
+    ],
+)
+def test_a_choice_of_nothing_is_refused(which: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        choose_matrices(Model(), [], which)
+    assert message in str(error.value)
+
+
+def test_a_vector_is_no_matrix() -> None:
+    with pytest.raises(ValueError, match="give vectors in a group with algorithm='adamw'"):
+        Muon([nn.Parameter(torch.zeros(3))])
+
+
+def test_state_of_another_choice_of_matrices_is_not_taken() -> None:
+    def made(first: str, second: str) -> Muon:
+        groups = [(first, a), (second, b)]
+        return Muon([{"params": [p], "algorithm": algorithm} for algorithm, p in groups])
+
+    a, b = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2))
+    names = [[["a"], ["b"]]]
+    saved = describe_optimizers([made("muon", "adamw")], names)
+    assert optimizer_difference(saved, [made("muon", "adamw")], names) is None
+    assert optimizer_difference(saved, [made("adamw", "adamw")], names) == "a was trained by muon, and now by adamw"
