@@ -37,7 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_twice(folder: Path) -> tuple[Found, Found]:
-    return run_all(folder, 2, ON_TWO), run_all(folder, 2, list(AGAIN_ON_TWO), AGAIN_ON_TWO)
+    straight = run_all(folder, 2, [*AGAIN_ON_TWO])
+    again = run_all(folder, 2, [*AGAIN_ON_TWO], AGAIN_ON_TWO)
+    return straight | run_all(folder, 2, [cell for cell in ON_TWO if cell not in straight]), again
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,8 @@ def test_a_resumed_run_never_stopped(on_two: list[tuple[Found, Found]]) -> None:
     straight, again = on_two[0]
     for cell, result in again.items():
         for name, tensor in straight[cell]["final"].items():
-            assert torch.equal(result["final"][name], tensor), f"{name} under {cell}"
+            off = float((result["final"][name] - tensor).abs().max())
+            assert off == 0, f"{name} under {cell}: {off}"
 
 
 @pytest.mark.parametrize(("ranks", "pairs"), [(1, ON_ONE), (4, ON_FOUR)], ids=["one", "four"])

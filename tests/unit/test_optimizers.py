@@ -133,7 +133,7 @@ def test_an_element_whose_gradient_vanishes_does_not_leap() -> None:
     before = p.detach().clone()
     gradient[0, 0] = 0.0
     steps(optimizer, [p], [[gradient]])
-    assert float((p - before).abs().max()) < 1.5
+    assert float((p.detach() - before).abs().max()) < 1.5
 
 
 @pytest.mark.parametrize("kind", OURS)
@@ -203,7 +203,7 @@ def test_muon_has_the_matrices_of_layers_that_repeat() -> None:
     chosen = choose_matrices(model, list(model.layers), "layers")
     assert chosen == {f"layers.{i}.{name}.weight" for i in range(2) for name in ("linear", "kernel")}
     assert describe_choice(model, chosen) == (
-        "optimizer: Muon has 4 matrices, 50.4% of the trained parameters; AdamW has the others"
+        "optimizer: Muon has 4 matrices, 49.0% of the trained parameters; AdamW has the others"
     )
     groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
     divided = muon_groups(groups, [p for name, p in model.named_parameters() if name in chosen])

@@ -92,7 +92,7 @@ class _Round:
     def hand_out(self, take: Take) -> None:
         """Give this rank's rows of every result to `take`."""
         self._work.wait()
-        parts = self._received.split(self._sizes[: len(self.parameters)])
+        parts = torch.split(self._received, self._sizes[: len(self.parameters)])
         for parameter, part, shape in zip(self.parameters, parts, self._shapes, strict=True):
             take(parameter, part.view(shape))
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise.optim.muon import found_inf_of
 from shardwise.optim.quantization import block_length, dequantize, quantize, table
 
 _SCALES = ("exp_avg_scale", "exp_avg_sq_root_scale")
@@ -28,7 +29,6 @@ class _CompactAdamW(Optimizer):
     """
 
     _step_supports_amp_scaling = True  # torch's name for an optimizer that reads `found_inf`
-    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class _CompactAdamW(Optimizer):
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
@@ -68,7 +68,8 @@ class _CompactAdamW(Optimizer):
 
     def _step_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         device = parameters[0].device
-        found = torch.zeros((), dtype=torch.float32, device=device) if self.found_inf is None else self.found_inf
+        found = found_inf_of(self)
+        found = torch.zeros((), dtype=torch.float32, device=device) if found is None else found
         torch._foreach_add_([self.state[p]["step"] for p in parameters], 1 - found)
         # As tensors, so that a new rate does not compile the step anew; filled, since a copy would wait for the device.
         lr, decay = (torch.full((), float(group[key]), dtype=torch.float64, device=device)

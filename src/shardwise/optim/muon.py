@@ -74,7 +74,6 @@ class Muon(Optimizer):
     """
 
     _step_supports_amp_scaling = True  # torch's name for an optimizer that reads `found_inf`
-    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -127,7 +126,7 @@ class Muon(Optimizer):
         return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
@@ -158,19 +157,20 @@ class Muon(Optimizer):
 
     def _write(self, target: Tensor, value: Tensor) -> None:
         """Change `target`, unless the step does not count, which only the device may know."""
-        target.copy_(value if self.found_inf is None else torch.where(self.found_inf > 0, target, value))
+        found = found_inf_of(self)
+        target.copy_(value if found is None else torch.where(found > 0, target, value))
 
     def _step_others(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         states = [self.state[p] for p in parameters]
         adamw(
             [p.detach() for p in parameters],
-            [p.grad for p in parameters],  # type: ignore[misc]
+            [p.grad for p in parameters],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
             [state["step"] for state in states],
             fused=True,  # it reads `found_inf` on the device
-            found_inf=self.found_inf,
+            found_inf=found_inf_of(self),
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -179,6 +179,12 @@ class Muon(Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+def found_inf_of(optimizer: Optimizer) -> Tensor | None:
+    """What torch's fused optimizers read too: a step changes nothing where it is not 0. The guard sets it."""
+    found: Tensor | None = getattr(optimizer, "found_inf", None)
+    return found
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardwise.config.targets import locate
 from shardwise.errors import ConfigError
 from shardwise.optim.matrices import LAYERS, muon_groups
-from shardwise.optim.muon import Muon
+from shardwise.optim.muon import Matrices, Muon
 from shardwise.plan import Plan
 from shardwise.protocols import is_elementwise, is_rowwise, state_maker_of
 
@@ -32,6 +32,12 @@ def treats_weights_one_by_one(optimizer: Optimizer) -> bool:
 def steps_on_shards(optimizer: Optimizer) -> bool:
     """Whether the optimizer gives the same result if each rank gives it some rows of every parameter."""
     return treats_weights_one_by_one(optimizer) or is_rowwise(optimizer) or isinstance(optimizer, Muon)
+
+
+def use_matrices(optimizer: Optimizer, make: Callable[[], Matrices]) -> None:
+    """Let an optimizer that needs whole matrices compute with what `make` gives."""
+    if isinstance(optimizer, Muon):
+        optimizer.use_matrices(make())
 
 
 def check_by_hand(optimizer: Optimizer, strategy_name: str) -> None:

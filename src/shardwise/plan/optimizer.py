@@ -31,7 +31,7 @@ def make_optimizer(config: RunConfig) -> dict[str, Any] | None:
     if config.stage is Stage.fit and strategy.startswith("zero") and node["_target_"] in _NEEDS_ROWS:
         word, why = _NEEDS_ROWS[node["_target_"]]
         raise ConfigError(
-            f"strategy={strategy} optimizer={word}: {why}, and DeepSpeed gives the optimizer flat ranges that cut rows; "
+            f"strategy={strategy} optimizer={word}: {why}, and DeepSpeed gives an optimizer flat ranges that cut rows; "
             f"use strategy=fsdp, fsdp_hybrid or ddp, or optimizer=adamw or adamw_bf16"
         )
     return node | {"newton_schulz_dtype": _newton_schulz_dtype(config, node)} if node["_target_"] == MUON else node

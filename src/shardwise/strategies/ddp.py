@@ -23,7 +23,7 @@ from shardwise.checkpoint.verify import load_rest
 from shardwise.distributed.collectives import broadcast_from_rank_zero
 from shardwise.distributed.matrices import CopiedMatrices
 from shardwise.errors import ConfigError
-from shardwise.optim.muon import Muon
+from shardwise.optim.optimizers import use_matrices
 from shardwise.plan import Plan
 from shardwise.protocols import wants_channels_last
 from shardwise.strategies.base import PlannedStrategy
@@ -68,9 +68,8 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
             self._ddp_kwargs["find_unused_parameters"] = True  # each loss uses only some of the networks
         self._parallelize(module, self.units, casts_inputs=True)
         super().setup(trainer)
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, Muon) and self.world_size > 1:
-                optimizer.use_matrices(CopiedMatrices(self.mesh.group("loss")))
+        for optimizer in self.optimizers if self.world_size > 1 else ():
+            use_matrices(optimizer, lambda: CopiedMatrices(self.mesh.group("loss")))
         self._read_initial_weights()
 
     def _keeps_whole(self, parameter: nn.Parameter) -> bool:

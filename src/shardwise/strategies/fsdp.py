@@ -28,8 +28,7 @@ from shardwise.distributed.collectives import broadcast_from_rank_zero, sum_over
 from shardwise.distributed.dtensor import local_part
 from shardwise.distributed.matrices import ShardedMatrices
 from shardwise.errors import ConfigError
-from shardwise.optim.muon import Muon
-from shardwise.optim.optimizers import check_by_hand, steps_on_shards
+from shardwise.optim.optimizers import check_by_hand, steps_on_shards, use_matrices
 from shardwise.parallel.parallelize import roots_of
 from shardwise.parallel.precision import dtype_of, mixed_precision_policy
 from shardwise.plan import Plan
@@ -153,8 +152,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         self.sharded.step_on(local)
         for group in optimizer.param_groups:
             group["params"] = [local[id(p)] for p in group["params"]]
-        if isinstance(optimizer, Muon):
-            optimizer.use_matrices(ShardedMatrices(sharded, [local[id(p)] for p in sharded]))
+        use_matrices(optimizer, lambda: ShardedMatrices(sharded, [local[id(p)] for p in sharded]))
 
         def show_gradients(*_: Any) -> None:
             for p in sharded:
