@@ -23,6 +23,7 @@ RUNS: dict[str, list[str]] = {
     "torchrun": ["test_launch.py::test_torchrun_standalone"],
     "experiments of conf/": ["test_experiments.py::test_an_experiment_runs"],
     "language model, resume, validate, predict": ["test_resume.py"],
+    "loss without all logits": ["test_loss.py"],
     "packed documents": ["test_documents.py"],
     "samples in validation, generate": ["test_samples.py"],
     "mixture of corpora": ["test_mixture.py"],

@@ -124,7 +124,7 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Computes hidden states from tokens. It owns `head` and does not call it: the loss uses its weight (loss.py)."""
+    """Computes hidden states from tokens. It owns `head` and does not call it: the loss uses its weight."""
 
     _no_split_modules: ClassVar[list[str]] = ["TransformerBlock"]
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from recipes.language_modeling import hugging_face
 from recipes.language_modeling.data import TextData
-from recipes.language_modeling.loss import IGNORE, cross_entropy
 from recipes.language_modeling.model import Transformer
 from recipes.language_modeling.streams import StreamedText
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
 from shardwise.errors import ConfigError, count
 from shardwise.nn.generation import Sampling, continue_texts
 from shardwise.nn.key_value_cache import KeyValueCache
+from shardwise.nn.linear_cross_entropy import IGNORE, linear_cross_entropy
 from shardwise.nn.mean_metric import ExactMean
 from shardwise.protocols import gathered_weights, tokenizer_of_data
 
@@ -43,6 +43,7 @@ class LanguageModel(LightningModule):
         self.sample_prompt = sample_prompt
         self.sample_tokens = sample_tokens
         self.sample = ""
+        self.loss_name = "full"
 
     @staticmethod
     def check_data(node: Mapping[str, Any], data: Any) -> None:
@@ -75,6 +76,10 @@ class LanguageModel(LightningModule):
     def init_module_weights(self, module: nn.Module) -> None:
         """Fills the weights of `module`, without its children, if it is a part of the model."""
         self.model.init_module_weights(module)
+
+    def choose_loss(self, name: str) -> None:
+        """Compute the loss in this way of `linear_cross_entropy`."""
+        self.loss_name = name
 
     def loss_weight(self, batch: Batch) -> int:
         """The number of valid targets, which is the weight of the batch in its accumulation window."""
@@ -207,7 +212,8 @@ class LanguageModel(LightningModule):
         """The summed loss in nats, and the number of valid targets."""
         targets = batch["targets"]
         documents = {name: batch[key] for name, key in _DOCUMENTS.items() if key in batch}
-        total = cross_entropy(self.model(batch["tokens"], **documents), self.model.head.weight, targets)
+        hidden = self.model(batch["tokens"], **documents)
+        total = linear_cross_entropy(hidden, self.model.head.weight, targets, loss=self.loss_name)
         return total, (targets != IGNORE).sum()
 
     def _begin_evaluation(self, sets: int) -> None:

@@ -14,6 +14,7 @@ from shardwise.launch.local import launch
 from shardwise.launch.slurm import read_array_member, read_task
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.plan.location import number_run
+from shardwise.plan.loss import check_takes_loss, explain_loss
 from shardwise.plan.plan import headline
 from shardwise.process.console import outlive_console
 from shardwise.process.parent import die_with_parent
@@ -67,7 +68,7 @@ def _train(argv: list[str]) -> int:
                 notices = "".join(f"# {line}\n" for line in job.messages)
                 print(f"{notices}# config\n{job.yaml}\n# plan\n{plan.to_json()}")
             return 0
-        check_targets(plans)
+        plans = check_targets(plans)
         # In a job of our batch script the preflight has run already
         if host.launcher == "local" and job_folder() is None and any(job.config.preflight for job in jobs):
             from shardwise.preflight.run import run_alone
@@ -107,8 +108,12 @@ def make_run_plans(jobs: tuple[Job, ...], host: Host) -> tuple[tuple[Job, ...], 
     return jobs if member is None else (jobs[member],), plans
 
 
-def check_targets(plans: list[Plan]) -> None:
-    """Check what depends on the user's classes and data, before any rank starts."""
+def check_targets(plans: list[Plan]) -> list[Plan]:
+    """Check what depends on the user's classes and data, before any rank starts.
+
+    Returns:
+        The Plans, with what follows from the module's class.
+    """
     from importlib.util import find_spec
 
     from lightning.pytorch import LightningDataModule, LightningModule
@@ -120,6 +125,7 @@ def check_targets(plans: list[Plan]) -> None:
     from shardwise.optim.optimizers import try_optimizer
     from shardwise.optim.ownership import check_ownership
 
+    made = []
     for plan in plans:
         check_weights(plan)
         if plan.strategy.zero_stage and find_spec("deepspeed") is None:
@@ -141,6 +147,8 @@ def check_targets(plans: list[Plan]) -> None:
         target = locate(plan.module["_target_"], "module")
         if isinstance(target, type):
             check_ownership(plan, target)
+            plan = check_takes_loss(plan, target)
+        made.append(plan)
         try_optimizer(plan)
         data = build(plan.data, "data")
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -148,6 +156,7 @@ def check_targets(plans: list[Plan]) -> None:
                 check_data()
             if (check_fit := check_data_of(target)) is not None:
                 check_fit(plan.module, data)
+    return made
 
 
 def start_all(jobs: tuple[Job, ...], plans: list[Plan]) -> int:
@@ -198,7 +207,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
             raise ConfigError(
                 f"cannot write the run's folder {run_dir}: {error.strerror}; give another runs_dir="
             ) from None
-        print("\n".join([*job.messages, headline(plan), *notices]), flush=True)
+        print("\n".join([*job.messages, headline(plan), *explain_loss(plan), *notices]), flush=True)
     saved = list_checkpoints(run_dir)
     code = launch(plan, in_process=single)
     if code == 2 and list_checkpoints(run_dir) == saved:  # the run was refused: put the earlier records back

@@ -35,6 +35,11 @@ class Module(Protocol):
         """Initialise the parameters that `layer` itself owns. Then the module is built without memory for its
         parameters, and a model may be larger than the memory of a host."""
 
+    def choose_loss(self, name: str) -> None:
+        """Compute the loss as `loss=` says: "full", "chunked" or "fused" of nn/linear_cross_entropy.py. Called once,
+        before the module is set up. For `loss=auto` logits are counted by `vocab_size` and `max_seq_len` among the
+        arguments of the module, or of its argument `model`."""
+
     @staticmethod
     def hugging_face_names(node: dict[str, Any]) -> dict[str, str]:
         """This model's names of weights → Hugging Face's. `node`: the module's in the config."""
@@ -140,6 +145,12 @@ def loss_weight_of(module: Any) -> Callable[[Any], int] | None:
 def flops_of(module: Any) -> Callable[[Any], int] | None:
     found: Callable[[Any], int] | None = getattr(module, "flops", None)
     return found
+
+
+def choose_loss_of(module: Any) -> Callable[[str], None] | None:
+    """Of a module or its class."""
+    found = getattr(module, "choose_loss", None)
+    return found if callable(found) else None
 
 
 def loss_weight_unit_of(module: Any) -> str:

@@ -32,7 +32,8 @@ from shardwise.optim.ownership import check_ownership
 from shardwise.parallel.precision import default_dtype, set_parameter_dtype
 from shardwise.parallel.units import find_units
 from shardwise.plan import Plan
-from shardwise.protocols import initializes_itself
+from shardwise.plan.loss import check_takes_loss
+from shardwise.protocols import choose_loss_of, initializes_itself
 from shardwise.run_dir.environment import describe_environment
 from shardwise.run_dir.files import ENVIRONMENT, keep_earlier, stage_file, write_whole
 from shardwise.strategies import build_strategy
@@ -56,6 +57,9 @@ def build_module(plan: Plan) -> LightningModule:
         )
     _check_constructed(module, "LightningModule")
     check_ownership(plan, module)
+    check_takes_loss(plan, module)
+    if (choose_loss := choose_loss_of(module)) is not None:
+        choose_loss(plan.loss.name)
     set_parameter_dtype(module, plan.precision)
     if plan.optimizer is not None:
         matrices = _muon_matrices(plan, module)

@@ -191,10 +191,10 @@ def watch(run_dir: Path, ranks: int, words: list[str]) -> dict[str, Any]:
                 states = getattr(optimizer, "optimizer", optimizer).state.values()  # DeepSpeed's wraps torch's
                 seen["optimizer state"] = {s[key].dtype for s in states for key in ("exp_avg", "exp_avg_sq")}
 
-    def watched_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def watched_loss(hidden: Tensor, weight: Tensor, targets: Tensor, **how: Any) -> Tensor:
         seen["hidden"], seen["head weight"] = {hidden.dtype}, {weight.dtype}
         assert not isinstance(weight, DTensor)
-        out = loss(hidden, weight, targets)
+        out = loss(hidden, weight, targets, **how)
         seen["loss"] = {out.dtype}
         return out
 
@@ -209,10 +209,10 @@ def watch(run_dir: Path, ranks: int, words: list[str]) -> dict[str, Any]:
     def look_inside(attention: Any, args: Any) -> None:
         seen.setdefault("unit weight", set()).add(attention.wq.weight.dtype)
 
-    loss = lm.cross_entropy
+    loss = lm.linear_cross_entropy
     with (
         watched(seen),
-        patch.object(lm, "cross_entropy", watched_loss),
+        patch.object(lm, "linear_cross_entropy", watched_loss),
         patch("tests.harness.cells.build_trainer", build_with_look),
     ):
         cell = fit(lm_plan(run_dir, ranks, *words))

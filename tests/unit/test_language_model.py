@@ -15,12 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from recipes.language_modeling.data import TextData, python_files
-from recipes.language_modeling.loss import cross_entropy
 from recipes.language_modeling.model import Attention, RotaryEmbedding, Transformer, rotary_frequencies
 from recipes.language_modeling.module import LanguageModel
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.data.tokens import write_token_shards
 from shardwise.errors import ConfigError, DataError
+from shardwise.nn.linear_cross_entropy import linear_cross_entropy
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -235,13 +235,13 @@ def test_loss_is_cross_entropy_on_logits() -> None:
     kept = targets != -100
     log_p = (hidden.double() @ weight.double().T).log_softmax(-1)[kept]
     expected = -log_p.gather(1, targets[kept][:, None]).sum()
-    loss = cross_entropy(hidden, weight, targets)
-    assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert cross_entropy(hidden, weight, targets, reduction="mean").item() == pytest.approx(
-        expected.item() / 27, rel=1e-6
-    )
-    assert cross_entropy(hidden.bfloat16(), weight.bfloat16(), targets).dtype == torch.float32
+    for way in ("full", "chunked"):
+        loss = linear_cross_entropy(hidden, weight, targets, loss=way)
+        assert loss.dtype == torch.float32
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        mean = linear_cross_entropy(hidden, weight, targets, loss=way, reduction="mean")
+        assert mean.item() == pytest.approx(expected.item() / 27, rel=1e-6)
+        assert linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), targets, loss=way).dtype == torch.float32
 
 
 def test_loss_weight_counts_valid_targets_and_scales_the_step() -> None:

@@ -51,6 +51,13 @@ class ActivationCheckpointing(Enum):
     full = "full"
 
 
+class Loss(Enum):
+    auto = "auto"
+    full = "full"
+    chunked = "chunked"
+    fused = "fused"
+
+
 class ClipAlgorithm(Enum):
     norm = "norm"
     value = "value"
@@ -164,6 +171,9 @@ class RunConfig:
     )
     activation_checkpointing: ActivationCheckpointing = option(
         ActivationCheckpointing.none, "compute each repeated layer again in the backward pass"
+    )
+    loss: Loss = option(
+        Loss.auto, "a language model's logits all at once, some rows at a time, or so by a kernel: docs/large-models.md"
     )
     units: list[str] | None = option(
         None, "the repeated layers by their classes, where they are not found", form="[ClassName,…]"

@@ -19,6 +19,8 @@ def remedies(plan: Plan, memory: GpuMemory | None, requested: float | None) -> l
         words.append(f"micro_batch_size={smaller}" + (f" (global_batch_size={plan.global_batch_size} stays)" * trains))
     if trains and plan.activation_checkpointing == "none":
         words.append("activation_checkpointing=full (recomputes each repeated layer in backward)")
+    if plan.loss.name == "full" and not plan.loss.reason:
+        words.append("loss=chunked (the logits of some rows at a time)")
     if strategy.name.startswith("fsdp") and not strategy.reshard_after_forward:
         words.append("strategy.reshard_after_forward=true")
     if strategy.name.startswith("fsdp") and strategy.defer_gradient_sync:

@@ -10,6 +10,7 @@ from shardwise.config.schema import Accelerator, RunConfig, Stage
 from shardwise.errors import ConfigError
 from shardwise.plan.hardware import peak_tflops
 from shardwise.plan.location import initial_weights, run_name, runs_folder
+from shardwise.plan.loss import choose_loss
 from shardwise.plan.modes import QUICK_BATCHES, for_learning_rate_finder, for_quick_check
 from shardwise.plan.nodes import data_node, logger_nodes, named_nodes, target_node
 from shardwise.plan.optimizer import make_optimizer
@@ -127,6 +128,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         benchmark=config.benchmark,
         detect_anomaly=config.detect_anomaly,
         profiler=config.profiler.value,
+        loss=choose_loss(config, host, accelerator),
     )
 
 

@@ -1,0 +1,246 @@
+"""The cross-entropy of a linear head over a vocabulary, without the logits of all rows in memory at once."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.errors import ConfigError
+
+IGNORE = -100  # a target that does not count, as torch's cross_entropy has it
+
+# How many logits `chunked` computes at a time: 2,093 rows of a vocabulary of 128,256. In bf16 they and their copy in
+# fp32 take 1.5 GiB. Fewer rows would make the head slower: for each chunk the sum of the weight's gradients is read and
+# written once, and below about 700 rows that takes a GPU longer than the product that is added to it. `fused` needs no
+# copy in fp32, and computes twice as many.
+CHUNK_LOGITS = 2**28
+
+# Write the losses of rows, given their logits and targets, and gradients into the logits if they are asked for
+Rows = Callable[[Tensor, Tensor, Tensor, bool], None]
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    loss: str = "chunked",
+    reduction: str = "sum",
+    chunk_rows: int = 0,
+) -> Tensor:
+    """Cross-entropy in nats between `targets` and the logits `hidden @ weight.T`.
+
+    `hidden`: [..., D]. `weight`: [V, D], in the same dtype. `targets`: int64 [...], from 0 to V - 1; -100 does not
+    count. `reduction`: "sum" over the targets that count, or "mean".
+    `loss` says how it is computed, with equal results but for rounding:
+      "full": all logits at once. Only this one can be differentiated twice.
+      "chunked": the logits of some rows at a time, on every device and in every dtype. If a gradient is needed, the
+        forward pass computes it as well, so that nothing is computed twice; that of the weight adds up in fp32.
+      "fused": as chunked, and a kernel of quack-kernels turns logits into losses and gradients. On NVIDIA GPUs from
+        Hopper on, in 16 bits, with V a multiple of 8.
+    `chunk_rows`: how many rows at a time; 0: as many as suit the vocabulary.
+
+    Returns:
+        A scalar, in fp32 or in the dtype of `hidden` if that is wider.
+
+    Raises:
+        ConfigError: "fused" cannot run here, or a gradient of "chunked" or "fused" is differentiated.
+    """
+    if loss == "full":
+        logits = F.linear(hidden, weight)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction=reduction)
+    hidden, weight = _as_autocast_has_it(hidden), _as_autocast_has_it(weight)
+    needs = torch.is_grad_enabled()
+    total: Tensor
+    total, _, _ = _summed(
+        hidden.flatten(0, -2), weight, targets.flatten(), loss, chunk_rows,
+        needs and hidden.requires_grad, needs and weight.requires_grad,
+    )  # fmt: skip
+    return total if reduction == "sum" else total / (targets != IGNORE).sum()
+
+
+def _as_autocast_has_it(tensor: Tensor) -> Tensor:
+    """The tensor in the dtype in which autocast, where it is on, lets a linear layer compute."""
+    device = tensor.device.type
+    if torch.is_autocast_enabled(device) and tensor.dtype != torch.float64:
+        return tensor.to(torch.get_autocast_dtype(device))
+    return tensor
+
+
+# An operator of its own, so that torch.compile keeps it whole: one node in the graph, whose chunks nothing reorders and
+# whose sum of gradients is updated in place. Its gradients are further results, which the backward pass scales.
+@torch.library.custom_op("shardwise::linear_cross_entropy", mutates_args=())
+def _summed(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    loss: str,
+    chunk_rows: int,
+    needs_hidden: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss of `hidden` [N, D], and its gradients. One that is not needed is empty.
+
+    That of the weight has the dtype of the loss, since it is a sum over chunks.
+    """
+    rows = _rows_of(loss, hidden, weight)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    losses = hidden.new_empty(len(hidden), dtype=wide)
+    hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
+    weight_gradient = torch.empty_like(weight, dtype=wide) if needs_weight else None
+    most = CHUNK_LOGITS * (2 if loss == "fused" else 1)
+    step = chunk_rows or rows_of_a_chunk(len(hidden), len(weight), most)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for start in range(0, len(hidden), step):
+            part = slice(start, start + step)
+            gradient = None if hidden_gradient is None else hidden_gradient[part]
+            arguments = (hidden[part], weight, targets[part], losses[part], gradient, weight_gradient)
+            _compute_chunk(*arguments, rows=rows, is_first=start == 0)
+    if weight_gradient is not None and not len(hidden):
+        weight_gradient.zero_()
+    none = hidden.new_empty(0)
+    return (
+        losses.sum(),
+        none if hidden_gradient is None else hidden_gradient,
+        none.clone() if weight_gradient is None else weight_gradient,
+    )
+
+
+@_summed.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    loss: str,
+    chunk_rows: int,
+    needs_hidden: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return (
+        hidden.new_empty((), dtype=wide),
+        torch.empty_like(hidden) if needs_hidden else hidden.new_empty(0),
+        torch.empty_like(weight, dtype=wide) if needs_weight else hidden.new_empty(0),
+    )
+
+
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, weight, _, loss, *needs = inputs
+    ctx.save_for_backward(*output[1:])
+    ctx.set_materialize_grads(False)  # else the gradients of the gradients would be made, of zeros
+    ctx.call = loss, weight.dtype, *needs[1:]
+
+
+def _scale_gradients(ctx: Any, scale: Tensor | None, *of_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    loss, weight_dtype, needs_hidden, needs_weight = ctx.call
+    if torch.is_grad_enabled() or any(gradient is not None for gradient in of_gradients):
+        raise ConfigError(
+            f"a gradient of loss={loss} is differentiated (create_graph=True), and it is computed in the forward "
+            f"pass: use loss=full"
+        )
+    hidden, weight = ctx.saved_tensors
+    return (
+        _scaled(hidden, scale, hidden.dtype) if needs_hidden and scale is not None else None,
+        _scaled(weight, scale, weight_dtype) if needs_weight and scale is not None else None,
+        *[None] * 5,
+    )
+
+
+_summed.register_autograd(_scale_gradients, setup_context=_keep_gradients)
+
+
+def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`scale * gradient`, rounded once, and without a copy in fp32."""
+    # A scale without dims would first be rounded to the dtype of the gradient: an error of all its elements alike.
+    return torch.mul(gradient, scale.reshape(1, 1), out=torch.empty_like(gradient, dtype=dtype))
+
+
+def rows_of_a_chunk(rows: int, vocabulary: int, logits: int) -> int:
+    """How many rows are computed at a time: chunks of one size, a multiple of 128 rows, with no more than `logits`."""
+    most = max(logits // vocabulary // 128, 1) * 128
+    chunks = max(-(-rows // most), 1)
+    return max(-(-rows // chunks // 128), 1) * 128
+
+
+def _compute_chunk(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    hidden_gradient: Tensor | None,
+    weight_gradient: Tensor | None,
+    *,
+    rows: Rows,
+    is_first: bool,
+) -> None:
+    """Write the losses of some rows and the gradient of their hidden states, and add to that of the weight.
+
+    A function of its own, so that the logits of one chunk are gone before the next are made.
+    """
+    logits = torch.mm(hidden, weight.T)
+    rows(logits, targets, losses, hidden_gradient is not None or weight_gradient is not None)
+    if hidden_gradient is not None:
+        torch.mm(logits, weight, out=hidden_gradient)
+    if weight_gradient is not None:
+        _add_product(weight_gradient, logits.T, hidden, is_first)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
+    """`total += left @ right`, without rounding to the dtype of the two; the first product replaces what is there."""
+    beta = 0 if is_first else 1
+    if left.is_cuda and total.dtype != left.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=beta)
+
+
+def _plain_rows(logits: Tensor, targets: Tensor, losses: Tensor, with_gradients: bool) -> None:
+    """Cross-entropy of rows, computed in the dtype of `losses`: if it is wider, on one more copy of the logits."""
+    counts, at = targets != IGNORE, targets.clamp(min=0).unsqueeze(1)
+    highest = logits.amax(1, keepdim=True).to(losses.dtype)
+    below = torch.sub(logits, highest, out=logits if logits.dtype == losses.dtype else None)
+    at_target = below.gather(1, at)
+    powers = below.exp_()
+    sums = powers.sum(1, keepdim=True)
+    losses.copy_(torch.where(counts, (sums.log() - at_target).squeeze(1), 0.0))
+    if not with_gradients:
+        return
+    counts = counts.unsqueeze(1)
+    torch.mul(powers, counts / sums, out=logits)
+    logits.scatter_(1, at, ((at_target.exp() / sums - 1) * counts).to(logits.dtype))
+
+
+def _rows_of(loss: str, hidden: Tensor, weight: Tensor) -> Rows:
+    if loss == "chunked":
+        return _plain_rows
+    if loss != "fused":
+        raise ConfigError(f"loss={loss}: must be one of full, chunked, fused")
+    vocabulary = len(weight)
+    if not hidden.is_cuda or hidden.itemsize != 2 or vocabulary % 8:
+        raise ConfigError(
+            f"loss=fused runs on a GPU, in 16 bits, with a vocabulary that is a multiple of 8; here are "
+            f"{hidden.device.type}, {str(hidden.dtype).removeprefix('torch.')} and {vocabulary}: use loss=chunked"
+        )
+    return _quack_rows()
+
+
+@functools.cache
+def _quack_rows() -> Rows:
+    """QuACK's kernel. It reads the logits once and writes gradients over them, in their own dtype."""
+    try:
+        from quack.cross_entropy import cross_entropy_fwd_out
+    except (ImportError, RuntimeError, OSError) as error:  # of CUDA's libraries as well
+        raise ConfigError(
+            f"loss=fused needs quack-kernels, which cannot be used here ({type(error).__name__}: {error}): "
+            f"pip install -e '.[kernels]', or use loss=chunked"
+        ) from error
+
+    def rows(logits: Tensor, targets: Tensor, losses: Tensor, with_gradients: bool) -> None:
+        gradients = logits if with_gradients else None
+        cross_entropy_fwd_out(logits, targets, None, losses, None, gradients, None, IGNORE)
+
+    return rows

@@ -1,0 +1,128 @@
+"""Chooses how the loss of a language model is computed: `loss=`. nn/linear_cross_entropy.py does it."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from shardwise.config.schema import Loss, RunConfig
+from shardwise.errors import ConfigError
+from shardwise.plan.plan import Choice, Host, Plan
+from shardwise.protocols import choose_loss_of
+
+# Above this many logits in a micro-batch `auto` does not hold them at once. It is as many as a chunk has, so that below
+# it nothing would be saved: a micro-batch of gpt2_124m stays below, of 4,096 tokens, and one sequence of llama3_8b is
+# four times as large. In eager mode training keeps about 12 bytes for each logit, 3 GiB at this limit.
+LARGE_LOGITS = 2**28
+
+_CHUNKED = "use loss=chunked"
+
+
+@dataclasses.dataclass(frozen=True)
+class Obstacle:
+    """What keeps `fused` from running."""
+
+    reason: str
+    remedy: str
+
+
+def choose_loss(config: RunConfig, host: Host, accelerator: str) -> Choice:
+    """The way that the config names, or for `auto` the best one of those that can run.
+
+    Raises:
+        ConfigError: `fused` is named and cannot run.
+    """
+    shape = _shape_of_logits(config)
+    obstacle = _obstacle_to_fused(config, host, accelerator, None if shape is None else shape[1])
+    if config.loss is Loss.fused and obstacle is not None:
+        raise ConfigError(f"loss=fused: {obstacle.reason}; {obstacle.remedy}")
+    if config.loss is not Loss.auto:
+        return Choice(config.loss.value, "")
+    if shape is None:
+        return Choice("full", "the module's config names no vocab_size and max_seq_len, from which logits are counted")
+    rows, vocabulary = shape
+    logits = f"a micro-batch has {rows:,} × {vocabulary:,} logits"
+    if rows * vocabulary <= LARGE_LOGITS:
+        return Choice("full", f"{logits}, few enough to hold them at once")
+    if obstacle is None and host.gpu_capability is None:
+        obstacle = Obstacle("the GPUs' compute capability is not known", _CHUNKED)
+    if obstacle is None:
+        return Choice("fused", f"{logits}, too many to hold them at once")
+    return Choice("chunked", f"{logits}, too many to hold them at once; fused cannot run: {obstacle.reason}")
+
+
+def check_takes_loss(plan: Plan, module: Any) -> Plan:
+    """The Plan for a LightningModule or its class, which may not let the run choose its loss.
+
+    Raises:
+        ConfigError: the user named a way, and the module has no `choose_loss`.
+    """
+    if choose_loss_of(module) is not None:
+        return plan
+    name = plan.module["_target_"]
+    if not plan.loss.reason:
+        raise ConfigError(
+            f"loss={plan.loss.name}: {name} has no choose_loss, so its loss is its own; leave it out, or see "
+            f"recipes/README.md for how a module takes part"
+        )
+    return dataclasses.replace(plan, loss=Choice("full", f"{name} has no choose_loss, so its loss is its own"))
+
+
+def explain_loss(plan: Plan) -> list[str]:
+    """A line for the user, where `auto` does not hold all logits at once."""
+    if plan.loss.name == "full" or not plan.loss.reason or plan.stage == "predict":
+        return []
+    return [f"loss={plan.loss.name}: {plan.loss.reason}"]
+
+
+def _shape_of_logits(config: RunConfig) -> tuple[int, int] | None:
+    """How many rows of logits a micro-batch has at most, and the vocabulary, by the arguments of the module or of its
+    model; None: they do not say."""
+    module = config.module if isinstance(config.module, dict) else {}
+    model = module.get("model")
+    sizes = module | (model if isinstance(model, dict) else {})
+    vocabulary, longest = sizes.get("vocab_size"), sizes.get("max_seq_len")
+    if not isinstance(vocabulary, int) or not isinstance(longest, int):
+        return None
+    length = config.data.get("sequence_length") if isinstance(config.data, dict) else None
+    return config.micro_batch_size * (min(longest, length) if isinstance(length, int) else longest), vocabulary
+
+
+def _obstacle_to_fused(config: RunConfig, host: Host, accelerator: str, vocabulary: int | None) -> Obstacle | None:
+    """What keeps QuACK's kernel from running, as far as this machine can tell; None: nothing."""
+    if accelerator == "cpu":
+        return Obstacle("its kernel runs on GPUs alone", _CHUNKED)
+    dtype = config.precision.compute_dtype.value
+    if dtype not in ("bfloat16", "float16"):
+        name = config.precision.name.value
+        return Obstacle(
+            f"its kernel takes 16 bits, and precision={name} computes in {dtype}", f"{_CHUNKED}, or precision=bf16"
+        )
+    if vocabulary is not None and vocabulary % 8:
+        above = -(-vocabulary // 8) * 8
+        return Obstacle(
+            f"its kernel takes a vocabulary that is a multiple of 8, and vocab_size={vocabulary} is none",
+            f"{_CHUNKED}, or a vocab_size of {above}",
+        )
+    if host.gpu_capability is None:  # a login node, say: what it has says nothing of the machine that will run
+        return None
+    if host.gpu_capability < (9, 0):
+        found = ".".join(map(str, host.gpu_capability))
+        return Obstacle(
+            f"its kernel needs GPUs of compute capability 9.0 (Hopper) or later, and {host.gpu or 'this GPU'} has "
+            f"{found}",
+            _CHUNKED,
+        )
+    if not has_quack():
+        return Obstacle("quack-kernels is not installed", f"pip install -e '.[kernels]', or {_CHUNKED}")
+    return None
+
+
+def has_quack() -> bool:
+    """Whether quack-kernels is installed, without importing it."""
+    try:
+        version("quack-kernels")
+    except PackageNotFoundError:
+        return False
+    return True
