@@ -30,8 +30,8 @@ from shardwise.optim.muon import Muon  # noqa: E402
 Optimizer = torch.optim.Optimizer
 Make = Callable[[list[nn.Parameter]], Any]
 BETAS, DECAY = (0.9, 0.95), 0.1
-SHAPES = [(512, 1024), (67, 896), (64, 32, 3, 3), (1024,), (257, 257)]  # the last two have fp32 state in AdamW8bit
-STEPS = 20
+SHAPES = [(256, 512), (67, 896), (64, 32, 3, 3), (1024,), (257, 257)]  # the last two have fp32 state in AdamW8bit
+STEPS = 10
 DEVICE = torch.device("cuda")
 
 
@@ -87,7 +87,6 @@ def same_as_on_the_cpu() -> dict[str, Any]:
         "adamw_8bit": (adamw_of(AdamW8bit), 2e-3),
         "adamw_bf16": (adamw_of(AdamWBf16), 2e-3),
         "muon, float32": (lambda p: muon_of(p, "float32"), 2e-3),
-        "muon, bfloat16": (lambda p: muon_of(p, "bfloat16"), 5e-2),
     }
     found = {name: distance(updates(make, DEVICE), updates(make, torch.device("cpu"))) for name, (make, _) in
              makes.items()}  # fmt: skip

@@ -99,9 +99,10 @@ USED = {
     "strategies/base.py": "_forward_redirection",
     "strategies/ddp.py": "_compute_bucket_assignment_by_size _ddp_kwargs _setup_model",
     "strategies/fsdp.py": (
-        "_device_mesh _fsdp_param _fsdp_param_group _fully_shard _get_fsdp_state _lazy_init _local_tensor "
+        "_device_mesh _fsdp_param _fsdp_param_group _fully_shard _get_fsdp_state _lazy_init "
         "_module_info _parameters _setup_distributed _unsharded_param"
     ),
+    "strategies/step_on_shards.py": "_local_tensor",
     "strategies/whole_weights.py": (
         "_fsdp_common _fsdp_param_group _fsdp_param_groups _fully_shard _get_fsdp_state _is_view _pre_backward "
         "_root_post_backward_final_callback _state_ctx _training_state"

@@ -26,14 +26,14 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.chunks import slice_of
 from shardwise.distributed.collectives import broadcast_from_rank_zero, sum_over
 from shardwise.distributed.dtensor import local_part
-from shardwise.distributed.matrices import ShardedMatrices
 from shardwise.errors import ConfigError
-from shardwise.optim.optimizers import check_by_hand, steps_on_shards, use_matrices
+from shardwise.optim.optimizers import check_by_hand, steps_on_shards
 from shardwise.parallel.parallelize import roots_of
 from shardwise.parallel.precision import dtype_of, mixed_precision_policy
 from shardwise.plan import Plan
 from shardwise.strategies.base import PlannedStrategy
 from shardwise.strategies.sharded_state import DTensorState
+from shardwise.strategies.step_on_shards import step_on_shards
 from shardwise.strategies.whole_weights import InnerBackwards, explain, show_outputs
 from shardwise.weights.initialize import Materializer
 
@@ -91,7 +91,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                 if not self.module.automatic_optimization:
                     check_by_hand(optimizer, self.plan.strategy.name)
                 elif steps_on_shards(optimizer):
-                    self._step_on_shards(optimizer)
+                    step_on_shards(optimizer, self.sharded)
         self.setup_precision_plugin()
         self._read_initial_weights()
 
@@ -144,32 +144,6 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             self.float8.gather(change_within_steps=not module.automatic_optimization)
         self._backwards = InnerBackwards(module, module.automatic_optimization)
         broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("world"))
-
-    def _step_on_shards(self, optimizer: Optimizer) -> None:
-        """Let the optimizer step on local shards, because the arithmetic of DTensors takes the host too long."""
-        sharded = [p for group in optimizer.param_groups for p in group["params"]]
-        local = {id(p): nn.Parameter(local_part(p.detach()), requires_grad=False) for p in sharded}
-        self.sharded.step_on(local)
-        for group in optimizer.param_groups:
-            group["params"] = [local[id(p)] for p in group["params"]]
-        use_matrices(optimizer, lambda: ShardedMatrices(sharded, [local[id(p)] for p in sharded]))
-
-        def show_gradients(*_: Any) -> None:
-            for p in sharded:
-                local[id(p)].grad = p.grad._local_tensor if isinstance(p.grad, DTensor) else p.grad
-
-        def hide_gradients(*_: Any) -> None:
-            for p in sharded:
-                local[id(p)].grad = None
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            for p in sharded:
-                p.grad = None
-
-        optimizer.register_step_pre_hook(show_gradients)
-        optimizer.register_step_post_hook(hide_gradients)
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-        optimizer.sharded_parameters = sharded  # type: ignore[attr-defined] # the parameters that have the gradients
 
     def _keeps_whole(self, parameter: nn.Parameter) -> bool:
         """Whether FSDP2 cannot shard `parameter`, because it has no dimension or no elements. Every rank keeps it."""
