@@ -70,9 +70,8 @@ USED = {
     ),
     "lightning_internals/resume_validation.py": "_call_lightning_module_hook _first_loop_iter _logger_connector",
     "metrics/wandb_logger.py": "_wandb_init",
-    "optim/adamw.py": "_foreach_add_ _step_supports_amp_scaling",
+    "optim/adamw.py": "_foreach_add_",
     "optim/deepspeed_operators.py": "_get_build_directory",
-    "optim/muon.py": "_step_supports_amp_scaling",
     "parallel/activation_checkpointing.py": "_buffers",
     "parallel/float8.py": (
         "_aot_autograd _axiswise_dim _data _dynamo _foreach_norm _functorch _local_tensor _orig_dtype _parameters "

@@ -70,7 +70,8 @@ class _CompactAdamW(Optimizer):
         device = parameters[0].device
         found = found_inf_of(self)
         found = torch.zeros((), dtype=torch.float32, device=device) if found is None else found
-        torch._foreach_add_([self.state[p]["step"] for p in parameters], 1 - found)
+        # A list of the same, since the host would read a single tensor here.
+        torch._foreach_add_([self.state[p]["step"] for p in parameters], [1 - found] * len(parameters))
         # As tensors, so that a new rate does not compile the step anew; filled, since a copy would wait for the device.
         lr, decay = (torch.full((), float(group[key]), dtype=torch.float64, device=device)
                      for key in ("lr", "weight_decay"))  # fmt: skip
