@@ -6,8 +6,8 @@
 
 Each contender runs the same forward and backward passes in bf16, in turn with the others: without documents, with the
 kernel that the recipe uses on a GPU (torch's variable-length attention), with a boolean mask (what the recipe uses
-elsewhere), and with flex_attention, which the recipe does not use. Documents have random lengths of a given mean, and
-every step has others. Writes benchmarks/results/document-mask-<gpu>.json after every part.
+elsewhere), and with flex_attention (attention=flex). Documents have random lengths of a given mean, and every step has
+others. Writes benchmarks/results/document-mask-<gpu>.json after every part.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -71,28 +70,6 @@ def make_batches(size: Size, mean: int, device: torch.device) -> list[dict[str, 
     return batches
 
 
-def flex_parts() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The layout and the attention of flex_attention, which need no number on the host."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    attend, make_mask = torch.compile(flex_attention), torch.compile(create_block_mask)
-
-    def layout(documents: Tensor, starts: Tensor, dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
-        def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (q >= k) & (documents[b, q] == documents[b, k])
-
-        batch, length = documents.shape
-        block_mask = make_mask(inside, batch, None, length, length, device=str(documents.device))
-        begins = torch.cat([torch.ones_like(documents[:, :1]), documents.diff(dim=1)], 1).bool()
-        index = torch.arange(length, device=documents.device)
-        return {"positions": index - torch.where(begins, index, 0).cummax(1).values, "block_mask": block_mask}
-
-    def run(q: Tensor, k: Tensor, v: Tensor, layout: dict[str, Any]) -> Any:
-        return attend(q, k, v, block_mask=layout["block_mask"], enable_gqa=q.shape[1] != k.shape[1])
-
-    return layout, run
-
-
 class Contenders:
     """One model, and what differs between the contenders."""
 
@@ -107,7 +84,6 @@ class Contenders:
             for block in self.model.blocks:
                 block.forward = torch.compile(block.forward)  # as compile=layer does
         self.direction = torch.randn(size.dim, generator=torch.Generator().manual_seed(0)).to(device)
-        self.flex = flex_parts() if device.type == "cuda" else None
 
     @property
     def names(self) -> list[str]:
@@ -116,11 +92,8 @@ class Contenders:
     def step(self, name: str, batch: dict[str, Tensor]) -> Tensor:
         """Forward and backward; the hidden states."""
         documents = {} if name == NONE else {key: batch[key] for key in ("documents", "starts")}
-        with (
-            patch.object(attention, "runs_varlen", lambda *_: name == VARLEN),
-            patch.object(recipe, "document_layout", self.flex[0] if name == FLEX and self.flex else recipe_layout),
-            patch.object(recipe, "causal_attention", self.flex[1] if name == FLEX and self.flex else recipe_attention),
-        ):
+        self.model.choose_attention("flex" if name == FLEX else attention.SDPA)
+        with patch.object(attention, "runs_varlen", lambda *_: name == VARLEN):
             hidden: Tensor = self.model(batch["tokens"], **documents)
             # Not the mean square itself: the last norm keeps it constant, so that its gradient would be rounding alone.
             (hidden.float() @ self.direction).square().mean().backward()
@@ -138,9 +111,6 @@ class Contenders:
             wait_for(self.device)
             rates.append(self.size.timed * self.size.batch * self.size.length / (time.perf_counter() - begin))
         return rates
-
-
-recipe_layout, recipe_attention = recipe.document_layout, recipe.causal_attention
 
 
 def compare(size: Size, device: torch.device, name: str, mean: int, compiled: bool) -> dict[str, Any]:

@@ -38,6 +38,7 @@ RUNS: dict[str, list[str]] = {
     "scalar parameters": ["test_scalars.py"],
     "Lightning's hooks": ["test_like_lightning.py::test_hooks_come_in_lightnings_order_and_as_often[1]"],
     "callbacks, early stop": ["test_callbacks.py::test_an_early_stop_is_told_and_its_count_survives_a_resume[fsdp]"],
+    "attention kernels": ["test_attention.py"],
     "activation checkpointing": [
         "test_same_run.py::test_switches_change_no_number[activation_checkpointing=full-fsdp]"
     ],

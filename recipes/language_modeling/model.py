@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
-from shardwise.nn.attention import Layout, causal_attention, document_layout
+from shardwise.nn.attention import SDPA, Layout, cached_attention, causal_attention, document_layout, whole_layout
 from shardwise.nn.autocast import no_autocast_in_16_bits
 from shardwise.nn.key_value_cache import KeyValueCache, LayerCache
 
@@ -73,17 +73,18 @@ class Attention(nn.Module):
         self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
         self.wo = ResidualLinear(n_heads * self.head_dim, dim, bias=False)
         self.rotary = rotary
+        self.kernel = SDPA  # what computes attention: nn/attention.py
 
     def forward(self, x: Tensor, cache: LayerCache | None = None, layout: Layout | None = None) -> Tensor:
         """[B, T, D] -> [B, T, D]. With a cache, the tokens come after those that are in it."""
         # The number of heads comes from the weights: under tensor parallelism a rank holds only some heads.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        at = cache.positions if cache is not None else None if layout is None else layout["positions"]
+        at = cache.positions if cache is not None else None if layout is None else layout.get("positions")
         q, k, v = self.rotary(q, at).transpose(1, 2), self.rotary(k, at).transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
-            k, v, mask = cache.add(k, v)
-            layout = None if mask is None else {"mask": mask}
-        y = causal_attention(q, k, v, layout)
+            y = cached_attention(q, *cache.add(k, v))
+        else:
+            y = causal_attention(q, k, v, layout, self.kernel)
         out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
         return out
 
@@ -154,7 +155,7 @@ class Transformer(nn.Module):
             raise ConfigError(f"{n_heads=} is not a multiple of {n_kv_heads=}; use a divisor of {n_heads}")
         scaling = None if rope_scaling is None else {name: float(value) for name, value in rope_scaling.items()}
         self.vocab_size, self.dim, self.n_layers, self.max_seq_len = vocab_size, dim, n_layers, max_seq_len
-        self.tie_embeddings, self.head_dim = tie_embeddings, dim // n_heads
+        self.tie_embeddings, self.head_dim, self.attention_kernel = tie_embeddings, dim // n_heads, SDPA
         self.embedding = nn.Embedding(vocab_size, dim)
         self.blocks = nn.ModuleList()
         for _ in range(n_layers):
@@ -189,7 +190,11 @@ class Transformer(nn.Module):
                 "shorten the sequence or raise max_seq_len"
             )
         x: Tensor = self.embedding(tokens)
-        layout = None if documents is None else document_layout(documents, starts, x.dtype, self.head_dim)
+        layout: Layout | None
+        if documents is not None:
+            layout = document_layout(documents, starts, x.dtype, self.head_dim, self.attention_kernel)
+        else:
+            layout = whole_layout(tokens, self.attention_kernel) if cache is None else None
         for i, block in enumerate(self.blocks):
             # Only what there is: a hook on a block, and what is compiled of it, sees no more.
             more = {"layout": layout} if layout is not None else {"cache": cache.layers[i]} if cache is not None else {}
@@ -197,6 +202,13 @@ class Transformer(nn.Module):
         with no_autocast_in_16_bits(self.norm.weight):  # as in the blocks
             hidden: Tensor = self.norm(x)
             return hidden
+
+    def choose_attention(self, kernel: str) -> None:
+        """Let every layer compute attention with this kernel of `causal_attention`."""
+        self.attention_kernel = kernel
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.kernel = kernel
 
     @torch.no_grad()
     def init_module_weights(self, module: nn.Module) -> None:

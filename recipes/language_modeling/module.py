@@ -63,6 +63,10 @@ class LanguageModel(LightningModule):
             rows = count(self.vocab_size - tokens, "row")
             print(f"model.vocab_size={self.vocab_size}: {rows} of no token, since the data has {tokens}", flush=True)
 
+    def choose_attention(self, name: str) -> None:
+        """Compute attention with this kernel of `causal_attention`."""
+        self.model.choose_attention(name)
+
     @staticmethod
     def hugging_face_names(node: Mapping[str, Any]) -> dict[str, str]:
         """Map the parameters of the module in `node` to those of LlamaForCausalLM."""

@@ -13,6 +13,7 @@ from shardwise.launch.host import inspect_host
 from shardwise.launch.local import launch
 from shardwise.launch.slurm import read_array_member, read_task
 from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan.attention_kernel import check_takes_attention, explain_attention
 from shardwise.plan.location import number_run
 from shardwise.plan.loss import check_takes_loss, explain_loss
 from shardwise.plan.plan import headline
@@ -148,6 +149,7 @@ def check_targets(plans: list[Plan]) -> list[Plan]:
         if isinstance(target, type):
             check_ownership(plan, target)
             plan = check_takes_loss(plan, target)
+            plan = check_takes_attention(plan, target)
         made.append(plan)
         try_optimizer(plan)
         data = build(plan.data, "data")
@@ -207,7 +209,8 @@ def start(job: Job, plan: Plan, single: bool) -> int:
             raise ConfigError(
                 f"cannot write the run's folder {run_dir}: {error.strerror}; give another runs_dir="
             ) from None
-        print("\n".join([*job.messages, headline(plan), *explain_loss(plan), *notices]), flush=True)
+        choices = [*explain_loss(plan), *explain_attention(plan)]
+        print("\n".join([*job.messages, headline(plan), *choices, *notices]), flush=True)
     saved = list_checkpoints(run_dir)
     code = launch(plan, in_process=single)
     if code == 2 and list_checkpoints(run_dir) == saved:  # the run was refused: put the earlier records back

@@ -55,6 +55,11 @@ class Module(Protocol):
         Raises:
             ConfigError: it does not."""
 
+    def choose_attention(self, name: str) -> None:
+        """Compute attention with this kernel, a word of `attention=`, or "sdpa", which leaves the choice to torch:
+        `causal_attention` of nn/attention.py takes it. Called once, before the module is set up. The size of its heads
+        is `dim` / `n_heads` of the arguments of the module, or of its argument `model`."""
+
     # A module with these four can continue texts: `shardwise generate`, nn/generation.py.
 
     vocab_size: int
@@ -189,6 +194,12 @@ def lacks_to_continue_texts(module_class: Any) -> list[str]:
 
 def check_data_of(module_class: Any) -> Callable[[dict[str, Any], Any], None] | None:
     found = getattr(module_class, "check_data", None)
+    return found if callable(found) else None
+
+
+def choose_attention_of(module: Any) -> Callable[[str], None] | None:
+    """Of a module or its class."""
+    found = getattr(module, "choose_attention", None)
     return found if callable(found) else None
 
 

@@ -32,8 +32,9 @@ from shardwise.optim.ownership import check_ownership
 from shardwise.parallel.precision import default_dtype, set_parameter_dtype
 from shardwise.parallel.units import find_units
 from shardwise.plan import Plan
+from shardwise.plan.attention_kernel import check_takes_attention
 from shardwise.plan.loss import check_takes_loss
-from shardwise.protocols import choose_loss_of, initializes_itself
+from shardwise.protocols import choose_attention_of, choose_loss_of, initializes_itself
 from shardwise.run_dir.environment import describe_environment
 from shardwise.run_dir.files import ENVIRONMENT, keep_earlier, stage_file, write_whole
 from shardwise.strategies import build_strategy
@@ -61,6 +62,9 @@ def build_module(plan: Plan) -> LightningModule:
     if (choose_loss := choose_loss_of(module)) is not None:
         choose_loss(plan.loss.name)
     set_parameter_dtype(module, plan.precision)
+    check_takes_attention(plan, module)
+    if (choose_attention := choose_attention_of(module)) is not None:
+        choose_attention(plan.attention.name)
     if plan.optimizer is not None:
         matrices = _muon_matrices(plan, module)
         module.configure_optimizers = lambda: configure_optimizers(plan, module, matrices)  # type: ignore[method-assign]

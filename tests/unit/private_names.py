@@ -70,6 +70,8 @@ USED = {
     ),
     "lightning_internals/resume_validation.py": "_call_lightning_module_hook _first_loop_iter _logger_connector",
     "metrics/wandb_logger.py": "_wandb_init",
+    "nn/attention.py": "_fused_sdp_choice",
+    "nn/flash_attention_4.py": "_flash_attn_bwd _flash_attn_fwd",
     "optim/adamw.py": "_foreach_add_",
     "optim/deepspeed_operators.py": "_get_build_directory",
     "parallel/activation_checkpointing.py": "_buffers",
@@ -361,6 +363,15 @@ NAMES = {
         "torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"
     ),
     "_foreach_mul_": name("torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"),
+    "_flash_attn_bwd": name(
+        "flash_attn.cute.interface", "the public function is no operator of torch, and a graph cannot hold it"
+    ),
+    "_flash_attn_fwd": name(
+        "flash_attn.cute.interface", "the public function is no operator of torch, and a graph cannot hold it"
+    ),
+    "_fused_sdp_choice": name(
+        "torch", "which kernel scaled_dot_product_attention takes for such tensors; nothing else knows"
+    ),
     "_foreach_norm": name("torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"),
     "_foreach_sub": name("torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"),
     # DeepSpeed, transformers and Python

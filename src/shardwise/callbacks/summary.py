@@ -15,6 +15,7 @@ from shardwise.errors import count
 from shardwise.lightning_internals.patches import early_stop
 from shardwise.metrics.csv_logger import read_metrics
 from shardwise.metrics.meter import memory_gib
+from shardwise.nn.attention import kernels_that_ran
 from shardwise.plan import Plan
 from shardwise.protocols import baselines_of, loss_weight_unit_of
 from shardwise.run_dir.checkpoints import stopped_before
@@ -57,6 +58,7 @@ class Summary(Callback):
             "goodput": meter.goodput if self.steps.steps else None,
             # under DeepSpeed the inner optimizer, which may be another class than the config names
             "optimizers": [type(getattr(o, "optimizer", o)).__name__ for o in trainer.optimizers],
+            "attention": kernels_that_ran() or None,
             "graphs_compiled": self.steps.graphs or None,
             "graphs_compiled_after_the_first_step": self.steps.recompiled or None,
             "skipped_steps_this_process": trainer.strategy.skipped_steps,  # type: ignore[attr-defined]
@@ -100,6 +102,8 @@ class Summary(Callback):
         lines["waiting for data"] = f"{summary['data_wait']:.1%} of the time"
         if summary["goodput"] is not None:
             lines["goodput"] = f"{summary['goodput']:.1%} of the time since the run was first started became steps"
+        if (ran := summary["attention"]) is not None:
+            lines["attention"] = "; ".join(f"{' and '.join(kernels)} ({where})" for where, kernels in ran.items())
         if summary["graphs_compiled"] is not None:
             later = f", {self.steps.recompiled} of them after the first step" * (self.steps.recompiled > 0)
             lines["compiled"] = count(summary["graphs_compiled"], "graph") + later

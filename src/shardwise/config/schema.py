@@ -58,6 +58,16 @@ class Loss(Enum):
     fused = "fused"
 
 
+class AttentionKernel(Enum):
+    auto = "auto"
+    cudnn = "cudnn"
+    flash = "flash"
+    efficient = "efficient"
+    math = "math"
+    flex = "flex"
+    fa4 = "fa4"
+
+
 class ClipAlgorithm(Enum):
     norm = "norm"
     value = "value"
@@ -174,6 +184,11 @@ class RunConfig:
     )
     loss: Loss = option(
         Loss.auto, "a language model's logits all at once, some rows at a time, or so by a kernel: docs/large-models.md"
+    )
+    attention: AttentionKernel = option(
+        AttentionKernel.auto,
+        "what computes attention: auto is FlashAttention 4 where it is installed and can run, else torch's choice; "
+        "docs/large-models.md",
     )
     units: list[str] | None = option(
         None, "the repeated layers by their classes, where they are not found", form="[ClassName,…]"

@@ -1,14 +1,23 @@
-"""Causal attention, over whole sequences or inside each document of a packed sequence."""
+"""Causal attention, over whole sequences or inside each document of a packed sequence, by the kernel that is asked for.
+
+plan/attention_kernel.py decides which; docs/large-models.md says how to choose.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from shardwise.errors import ConfigError
+from shardwise.nn.flash_attention_4 import flash_attention_4
 
 try:
     from torch.nn.attention import varlen
@@ -22,9 +31,21 @@ _PARAMETERS = inspect.signature(varlen_attn).parameters if varlen_attn is not No
 _CAUSAL: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _PARAMETERS else {"is_causal": True}
 _NAMES_SHARED_HEADS = "enable_gqa" in _PARAMETERS
 
-# What attention needs to know of the documents in a batch, made once for all layers. It is a plain dict of integer and
-# boolean tensors, since strategies cast the floating-point inputs of a layer and hand on all others as they are.
-Layout = dict[str, Tensor]
+SDPA = "sdpa"  # scaled_dot_product_attention, which chooses a kernel by the tensors
+# The kernels of scaled_dot_product_attention by their words in a config
+_BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+# With a mask cuDNN gives gradients that are not numbers for some lengths (pytorch issue 196678), and on Blackwell GPUs
+# it continues texts wrongly (193893).
+_WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+# What attention needs to know of the documents in a batch, made once for all layers. It is a plain dict, mostly of
+# integer and boolean tensors, since strategies cast the floating-point inputs of a layer and hand on all others.
+Layout = dict[str, Any]
 
 
 def document_starts(documents: Tensor) -> Tensor:
@@ -41,44 +62,150 @@ def document_starts(documents: Tensor) -> Tensor:
     return F.pad(starts, (0, 1), value=documents.numel()).to(torch.int32)
 
 
-def document_layout(documents: Tensor, starts: Tensor | None, dtype: torch.dtype, head_dim: int) -> Layout:
-    """What `causal_attention` needs to stay inside documents, on the device of `documents` [B, T].
+def document_layout(
+    documents: Tensor, starts: Tensor | None, dtype: torch.dtype, head_dim: int, kernel: str = SDPA
+) -> Layout:
+    """What `causal_attention` with this `kernel` needs to stay inside documents, on the device of `documents` [B, T].
 
     `starts`: `document_starts(documents)`, where the data has made it already. `dtype`: that of queries and keys. In
     16 bits on a GPU a kernel reads `starts`; elsewhere the layout is a boolean mask.
 
     Returns:
-        `positions`: int64 [B, T], from 0 on in each document. And `starts`, or `mask`: bool [B, 1, T, T].
+        `positions`: int64 [B, T], from 0 on in each document. And `starts`, or `mask`: bool [B, 1, T, T], or
+        `block_mask`: flex_attention's.
+
+    Raises:
+        ConfigError: the kernel cannot keep documents apart.
     """
     length = documents.shape[1]
     index = torch.arange(length, device=documents.device)
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     positions = index - torch.where(begins, index, 0).cummax(dim=1).values
-    if runs_varlen(documents, dtype, head_dim):
-        return {"positions": positions, "starts": document_starts(documents) if starts is None else starts}
     number = begins.cumsum(dim=1)
+    if kernel == "flex":
+        return {"positions": positions, "block_mask": _block_mask(number)}
+    if kernel == "fa4" or (kernel in (SDPA, "flash") and runs_varlen(documents, dtype, head_dim)):
+        return {"positions": positions, "starts": document_starts(documents) if starts is None else starts}
+    if kernel == "cudnn" or (kernel == "flash" and documents.is_cuda):
+        raise ConfigError(
+            f"attention={kernel}: the batch has documents to keep apart, which this kernel cannot do for heads of "
+            f"{head_dim} in {dtype}; use attention=auto"
+        )
     same = number[:, :, None] == number[:, None, :]
     return {"positions": positions, "mask": (same & (index[:, None] >= index)).unsqueeze(1)}
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = None) -> Tensor:
+def whole_layout(tokens: Tensor, kernel: str) -> Layout | None:
+    """What `causal_attention` with this `kernel` needs for sequences without documents; most kernels need nothing.
+
+    `tokens`: [B, T].
+    """
+    if kernel != "flex":
+        return None
+    make = _causal_block_mask if torch.compiler.is_compiling() else _kept_block_mask
+    return {"block_mask": make(tokens.shape[1], tokens.device)}
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = None, kernel: str = SDPA) -> Tensor:
     """Attention in which a position looks at itself and what is before it; with `layout` only in its own document.
 
     `q`: [B, heads, T, head_dim]; `k` and `v`: the same, or with fewer heads, each of which several queries share.
+    `kernel`: cudnn, flash, efficient, math, flex or fa4 runs that one and no other; sdpa leaves the choice to torch.
+    `kernels_that_ran` knows which one ran.
 
     Returns:
         The shape and dtype of `q`.
+
+    Raises:
+        ConfigError: the kernel does not take such tensors.
     """
     shares = q.shape[1] != k.shape[1]
-    if layout is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shares)
-    if "mask" in layout:
-        if shares and q.is_cuda and q.shape[2] == k.shape[2]:
-            # With a mask and shared heads torch would hold a number for every pair of positions, heads times.
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-            shares = False
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=layout["mask"], enable_gqa=shares)
-    return _varlen(q, k, v, layout["starts"], shares)
+    layout = {} if layout is None else layout
+    mask, starts = layout.get("mask"), layout.get("starts")
+    where = "documents" if "positions" in layout else "whole sequences"
+    if shares and (kernel == "efficient" or (mask is not None and q.is_cuda)):
+        # With a mask and shared heads torch would hold a number for every pair of positions, heads times. Its
+        # memory-efficient kernel does not know shared heads before torch 2.13.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        shares = False
+    needs_gradient = torch.is_grad_enabled() and q.requires_grad
+    ran = "flash" if starts is not None and kernel == SDPA else kernel
+    asks = ran in (SDPA, *_BACKENDS) and starts is None
+    against = _note(where, ran, asks, q.device.type, q.dtype, q.shape[3], shares, mask is not None, needs_gradient)
+    if against is not None:
+        raise ConfigError(against)
+    if kernel == "fa4":
+        return _flash_attention_4(q, k, v, starts)
+    if kernel == "flex":
+        return _flex(q, k, v, layout["block_mask"], shares)
+    if starts is not None:
+        return _varlen(q, k, v, starts, shares)
+    if kernel == SDPA:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=shares)
+    with sdpa_kernel(_BACKENDS[kernel]):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=shares)
+
+
+def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of new tokens to those in a key-value cache. Its kernel is torch's choice.
+
+    `q`: [B, heads, T, head_dim]; `k` and `v`: the same, or with fewer heads, over all tokens so far. `mask`: bool
+    [B, 1, T, tokens], what each may look at; None: each new one at itself and those before it.
+    """
+    more: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": q.shape[1] != k.shape[1]}
+    if not q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, **more)
+    with sdpa_kernel(_WITHOUT_CUDNN):
+        return F.scaled_dot_product_attention(q, k, v, **more)
+
+
+# Which kernel ran, by what it was asked for: the arguments of `_note`
+_RAN: dict[tuple[Any, ...], str] = {}
+
+
+def kernels_that_ran() -> dict[str, list[str]]:
+    """The kernels that `causal_attention` has used in this process, for whole sequences and for documents."""
+    found: dict[str, list[str]] = {}
+    for (where, *_), kernel in _RAN.items():
+        if kernel not in found.setdefault(where, []):
+            found[where].append(kernel)
+    return found
+
+
+# What is compiled calls this once, while it is traced.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note(where: str, kernel: str, asks: bool, *kind: Any) -> str | None:
+    """Record the kernel. Where `asks`, torch is asked which one it takes for such tensors.
+
+    Returns:
+        Why the kernel cannot run, for an error that code which is being traced cannot raise from here; None: it can.
+    """
+    key = (where, kernel, *kind)
+    if key not in _RAN:
+        taken = _torchs_choice(kernel, *kind) if asks else kernel
+        if kernel not in (SDPA, taken):
+            device, dtype, head_dim, _, is_masked, _ = kind
+            return (
+                f"attention={kernel}: torch {torch.__version__} has no such kernel for {dtype} heads of {head_dim}"
+                f"{' and a mask' * is_masked} on {device}; use attention=auto"
+            )
+        _RAN[key] = taken
+    return None
+
+
+def _torchs_choice(
+    kernel: str, device: str, dtype: torch.dtype, head_dim: int, shares: bool, is_masked: bool, needs_gradient: bool
+) -> str:
+    """The kernel that scaled_dot_product_attention takes for such tensors: `kernel`, or where it cannot, math."""
+    if device == "meta" or not hasattr(torch, "_fused_sdp_choice"):
+        return kernel
+    k = torch.empty(1, 1, 2, head_dim, device=device, dtype=dtype)
+    q = torch.empty(1, 2 if shares else 1, 2, head_dim, device=device, dtype=dtype).requires_grad_(needs_gradient)
+    mask = torch.ones(1, 1, 2, 2, device=device, dtype=torch.bool) if is_masked else None
+    only = nullcontext() if kernel == SDPA else sdpa_kernel([_BACKENDS[kernel], SDPBackend.MATH], set_priority=True)
+    with only:
+        taken = torch._fused_sdp_choice(q, k, k, mask, is_causal=not is_masked, enable_gqa=shares)
+    return next((word for word, backend in _BACKENDS.items() if backend.value == taken), SDPA)
 
 
 def runs_varlen(documents: Tensor, dtype: torch.dtype, head_dim: int) -> bool:
@@ -97,3 +224,56 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, shares: bool) -> Te
     out = varlen_attn(*flat, starts, starts, length, length, **_CAUSAL, **more)
     joined: Tensor = out.unflatten(0, (batch, length)).transpose(1, 2)
     return joined
+
+
+def _flash_attention_4(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> Tensor:
+    if q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"attention=fa4: FlashAttention 4 computes in 16 bits, and the queries are {q.dtype}; use attention=auto"
+        )
+    batch, _, length, _ = q.shape
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    out: Tensor
+    if starts is None:
+        out, _ = flash_attention_4(q, k, v, None, length)
+    else:
+        out, _ = flash_attention_4(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts, length)
+        out = out.view(batch, length, *out.shape[1:])
+    return out.transpose(1, 2)
+
+
+def _block_mask(number: Tensor) -> Any:
+    """`number`: int64 [B, T], of each token's document."""
+    from torch.nn.attention.flex_attention import create_block_mask  # it takes long to import
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (number[b, q] == number[b, k])
+
+    batch, length = number.shape
+    return create_block_mask(visible, batch, None, length, length, device=number.device)
+
+
+def _causal_block_mask(length: int, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q >= k
+
+    return create_block_mask(visible, None, None, length, length, device=device)
+
+
+_kept_block_mask = cache(_causal_block_mask)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, shares: bool) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    attend: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+    out: Tensor = attend(q, k, v, block_mask=block_mask, enable_gqa=shares)
+    return out
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """flex_attention that is not compiled holds a number for every pair of positions."""
+    return torch.compile(function)

@@ -187,6 +187,7 @@ class Plan:
     benchmark: bool = False
     detect_anomaly: bool = False
     loss: Choice = Choice("full", "the run began before there was a choice")
+    attention: Choice = Choice("sdpa", "the run began before there was a choice")
 
     def logs(self, step: int) -> bool:
         """Whether the numbers of `step` are logged."""
@@ -217,7 +218,7 @@ class Plan:
         if (fp8 := raw["precision"].fp8) is not None:
             fp8 = Float8(**fp8 | {"keep_in_bf16": tuple(fp8["keep_in_bf16"])})
             raw["precision"] = dataclasses.replace(raw["precision"], fp8=fp8)
-        raw |= {key: Choice(**raw[key]) for key in ("loss",) if key in raw}  # an earlier plan.json has none
+        raw |= {key: Choice(**raw[key]) for key in ("loss", "attention") if key in raw}  # an earlier plan.json has none
         raw["logger"] = dataclasses.replace(raw["logger"], tags=tuple(raw["logger"].tags))
         raw["guard"] = dataclasses.replace(raw["guard"], pass_over=tuple(raw["guard"].pass_over))
         raw["resume_allow"] = tuple(raw["resume_allow"])

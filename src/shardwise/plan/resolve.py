@@ -8,6 +8,7 @@ from typing import Literal
 from shardwise.config.groups import ClusterConfig
 from shardwise.config.schema import Accelerator, RunConfig, Stage
 from shardwise.errors import ConfigError
+from shardwise.plan.attention_kernel import choose_attention
 from shardwise.plan.hardware import peak_tflops
 from shardwise.plan.location import initial_weights, run_name, runs_folder
 from shardwise.plan.loss import choose_loss
@@ -129,6 +130,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         detect_anomaly=config.detect_anomaly,
         profiler=config.profiler.value,
         loss=choose_loss(config, host, accelerator),
+        attention=choose_attention(config, host, accelerator),
     )
 
 

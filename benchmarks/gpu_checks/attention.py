@@ -1,0 +1,323 @@
+"""What only a GPU can show of `attention=`: each kernel beside fp32, with documents, in one graph, and its speed.
+
+    python benchmarks/gpu_checks/attention.py                  all; FlashAttention 4 compiles every kernel for 5 s
+    python benchmarks/gpu_checks/attention.py --only 'exact|speed'
+    python benchmarks/gpu_checks/attention.py --accelerator cpu       tries it out anywhere, with small tensors
+
+Prints a line for each check, writes benchmarks/results/attention-gpu-checks.json after each, and ends with 1 if one
+fails. Where flash-attn-4 is not installed, its checks are left out, and a line says so.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from benchmarks.harness import results  # noqa: E402
+from recipes.language_modeling.model import Transformer  # noqa: E402
+from shardwise.errors import ConfigError  # noqa: E402
+from shardwise.nn.attention import (  # noqa: E402
+    _RAN,
+    causal_attention,
+    document_layout,
+    document_starts,
+    kernels_that_ran,
+    whole_layout,
+)
+from shardwise.plan.attention_kernel import FLASH_ATTENTION_4, installed  # noqa: E402
+
+# A kernel in bf16 rounds what it keeps: the facts of one H200 are 2.0e-3 to 3.0e-3 of the norm for cuDNN.
+BOUND = 1e-2
+KERNELS = ["sdpa", "cudnn", "flash", "efficient", "math", "flex", "fa4"]
+KEEPS_DOCUMENTS = ["sdpa", "flash", "efficient", "math", "flex", "fa4"]
+DETERMINISTIC = ["sdpa", "flash", "efficient", "math", "flex", "fa4"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class Checks:
+    def __init__(self, device: torch.device, path: Path, content: dict[str, Any], only: str) -> None:
+        self.device, self.path, self.content, self.only, self.failed = device, path, content, only, 0
+        self.on_gpu = device.type == "cuda"
+        self.words = [k for k in KERNELS if self.on_gpu or k in ("sdpa", "flash", "math")]
+        if "fa4" in self.words and installed("flash-attn-4") != FLASH_ATTENTION_4:
+            print(f"flash-attn-4 {FLASH_ATTENTION_4} is not installed: no checks of fa4", flush=True)
+            self.words.remove("fa4")
+
+    def check(self, name: str, measure: Callable[[], tuple[bool, dict[str, Any]]]) -> None:
+        """Run one check, and record it. An exception is a failure."""
+        if not re.search(self.only, name):
+            return
+        begin = time.perf_counter()
+        try:
+            holds, numbers = measure()
+        except Exception as error:
+            holds, numbers = False, {"error": f"{type(error).__name__}: {error}"[:600]}
+        seconds = time.perf_counter() - begin
+        self.failed += not holds
+        self.content["checks"][name] = {"holds": holds, "seconds": round(seconds, 1), **numbers}
+        results.write(self.path, self.content)
+        shown = ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in numbers.items())
+        print(f"{'ok    ' if holds else 'FAILED'} {name}: {shown}  ({seconds:.1f} s)", flush=True)
+
+
+def drawn(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys, values and the output's gradient, as the model makes them: [B, T, H, D] seen as [B, H, T, D]."""
+    generator = torch.Generator(device).manual_seed(0)
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    made = [
+        torch.randn(shape.batch, shape.length, h, shape.head_dim, generator=generator, device=device) for h in heads
+    ]
+    return [x.to(dtype).transpose(1, 2) for x in made]
+
+
+def documents_of(shape: Shape, device: torch.device, mean: int) -> Tensor:
+    begins = torch.rand(shape.batch, shape.length, generator=torch.Generator().manual_seed(mean)) < 1 / mean
+    return begins.long().cumsum(1).to(device)
+
+
+def gradients(parts: list[Tensor], kernel: str, documents: Tensor | None) -> list[Tensor]:
+    """The output and the gradients of queries, keys and values."""
+    q, k, v = (x.detach().requires_grad_() for x in parts[:3])
+    if documents is None:
+        layout = whole_layout(torch.empty(q.shape[0], q.shape[2], device=q.device), kernel)
+    else:
+        layout = document_layout(documents, None, q.dtype, q.shape[3], kernel)
+    out = causal_attention(q, k, v, layout, kernel)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), parts[3])]
+
+
+def exact(checks: Checks, shape: Shape, kernel: str, mean: int | None) -> tuple[bool, dict[str, Any]]:
+    """The distance from fp32 by the norm, over the norm there."""
+    documents = None if mean is None else documents_of(shape, checks.device, mean)
+    parts = drawn(shape, checks.device, torch.bfloat16)
+    ours = gradients(parts, kernel, documents)
+    reference = gradients([x.float() for x in parts], "math", documents)
+    found = {
+        name: float((a.float() - b).norm() / b.norm())
+        for name, a, b in zip(("out", "dq", "dk", "dv"), ours, reference, strict=True)
+    }
+    count = {} if documents is None else {"documents": int(documents[:, -1].sum()) + shape.batch}
+    return max(found.values()) < BOUND, found | count
+
+
+def repeated(checks: Checks, shape: Shape, kernel: str, mean: int | None) -> tuple[bool, dict[str, Any]]:
+    """Whether every bit is the same in ten runs with deterministic=true."""
+    documents = None if mean is None else documents_of(shape, checks.device, mean)
+    parts = drawn(shape, checks.device, torch.bfloat16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = gradients(parts, kernel, documents)
+        others = [gradients(parts, kernel, documents) for _ in range(10)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    differ = sum(not torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    return differ == 0, {"tensors that differ": differ, "of": 4 * len(others)}
+
+
+def refused(
+    checks: Checks, kernel: str, dtype: torch.dtype, head_dim: int, documents: bool
+) -> tuple[bool, dict[str, Any]]:
+    shape = Shape(1, 256, 4, 2, head_dim)
+    try:
+        gradients(
+            drawn(shape, checks.device, dtype), kernel, documents_of(shape, checks.device, 64) if documents else None
+        )
+    except ConfigError as error:
+        return f"attention={kernel}" in str(error), {"message": str(error)}
+    return False, {"message": "it ran"}
+
+
+def model_on(device: torch.device, kernel: str) -> Transformer:
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Transformer(1024, 256, 2, 4, 2, 512, 512).to(torch.bfloat16)
+    model.choose_attention(kernel)
+    return model
+
+
+def in_a_graph(checks: Checks, kernel: str, mean: int | None, recomputed: bool) -> tuple[bool, dict[str, Any]]:
+    """A whole model in one graph, with the numbers of one that is not compiled; also where layers are recomputed."""
+    from torch.utils.checkpoint import checkpoint
+
+    shape = Shape(2, 512, 4, 2, 64)
+    tokens = torch.randint(0, 1024, (2, 512), generator=torch.Generator().manual_seed(1)).to(checks.device)
+    more = {}
+    if mean is not None:
+        documents = documents_of(shape, checks.device, mean)
+        more = {"documents": documents, "starts": document_starts(documents)}
+
+    def run(compiled: bool) -> list[Tensor]:
+        model = model_on(checks.device, kernel)
+        if recomputed:
+            for block in model.blocks:
+                forward = block.forward
+                block.forward = lambda *a, f=forward, **k: checkpoint(f, *a, use_reentrant=False, **k)  # type: ignore[method-assign,misc]
+        call = torch.compile(model) if compiled else model
+        hidden = call(tokens, **more)
+        (hidden.float() @ torch.linspace(-1, 1, 256, device=checks.device)).square().mean().backward()
+        return [hidden.detach(), model.blocks[0].attention.wq.weight.grad]
+
+    torch._dynamo.reset()
+    plain = run(False)
+    torch._dynamo.utils.counters.clear()
+    compiled = run(True)
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    found = {
+        name: float((a.float() - b.float()).norm() / b.float().norm())
+        for name, a, b in zip(("hidden", "dwq"), compiled, plain, strict=True)
+    }
+    return breaks == 0 and max(found.values()) < 3e-2, {"graph breaks": breaks, **found}
+
+
+def speed(checks: Checks, shape: Shape, kernel: str, mean: int | None) -> tuple[bool, dict[str, Any]]:
+    """TFLOP/s of forward and backward; the backward counts 2.5 forwards, and half of all pairs of positions."""
+    documents = None if mean is None else documents_of(shape, checks.device, mean)
+    parts = drawn(shape, checks.device, torch.bfloat16)
+    q, k, v = (x.detach().requires_grad_() for x in parts[:3])
+    tokens = torch.empty(shape.batch, shape.length, device=checks.device)
+    layout = (
+        whole_layout(tokens, kernel)
+        if documents is None
+        else document_layout(documents, None, q.dtype, shape.head_dim, kernel)
+    )
+
+    def step() -> None:
+        torch.autograd.grad(causal_attention(q, k, v, layout, kernel), (q, k, v), parts[3])
+
+    def wait() -> None:
+        if checks.on_gpu:
+            torch.cuda.synchronize()
+
+    rounds = 10 if checks.on_gpu else 1
+    for _ in range(3):
+        step()
+    wait()
+    begin = time.perf_counter()
+    for _ in range(rounds):
+        step()
+    wait()
+    seconds = (time.perf_counter() - begin) / rounds
+    pairs = shape.batch * shape.heads * shape.length**2 / 2
+    tflops = 3.5 * 4 * pairs * shape.head_dim / seconds / 1e12
+    return True, {"ms": seconds * 1e3} | ({"TFLOP/s": tflops} if documents is None else {})
+
+
+def recorded(checks: Checks, kernel: str) -> tuple[bool, dict[str, Any]]:
+    """That the record says which kernel ran, in eager mode and compiled; a Hopper GPU's own choice is cuDNN."""
+    found = {}
+    for mode in ("eager", "compiled"):
+        _RAN.clear()
+        torch._dynamo.reset()
+        model = model_on(checks.device, kernel)
+        call = model if mode == "eager" else torch.compile(model)
+        call(torch.zeros(2, 512, dtype=torch.long, device=checks.device)).float().square().mean().backward()
+        found[mode] = kernels_that_ran().get("whole sequences")
+    hopper = checks.on_gpu and torch.cuda.get_device_capability()[0] == 9
+    expected = (["cudnn"] if hopper else found["eager"]) if kernel == "sdpa" else [kernel]
+    return all(names == expected for names in found.values()), found
+
+
+def continued(checks: Checks) -> tuple[bool, dict[str, Any]]:
+    """That tokens one by one, from a cache, have the states of the whole sequence."""
+    from shardwise.nn.key_value_cache import KeyValueCache
+
+    model = model_on(checks.device, "sdpa").float()
+    tokens = torch.randint(0, 1024, (2, 24), generator=torch.Generator().manual_seed(2)).to(checks.device)
+    with torch.no_grad():
+        whole, cache, parts = model(tokens), KeyValueCache(2, 2, 24), []
+        for piece in (tokens[:, :9], *tokens[:, 9:].split(1, 1)):
+            cache.begin(piece, [piece.shape[1]] * 2)
+            parts.append(model(piece, cache))
+    distance = float((torch.cat(parts, 1) - whole).norm() / whole.norm())
+    return distance < 1e-4, {"distance": distance}
+
+
+def all_checks(checks: Checks) -> Iterator[tuple[str, Callable[[], tuple[bool, dict[str, Any]]]]]:
+    heads = [(64, 64), (128, 128)] if checks.on_gpu else [(64, 16)]
+    for name, head_dim in heads:
+        shape = Shape(2, 1024, 8, 2, head_dim) if checks.on_gpu else Shape(2, 96, 4, 2, head_dim)
+        for kernel in checks.words:
+            yield f"exact, heads of {name}, {kernel}", lambda s=shape, k=kernel: exact(checks, s, k, None)
+    last = shape
+    odd = Shape(1, 1000 - 40, 8, 2, 128) if checks.on_gpu else Shape(1, 77, 4, 2, 16)  # 960 is 64 beyond 128s
+    for kernel in checks.words:
+        yield f"exact, {odd.length} tokens, {kernel}", lambda k=kernel: exact(checks, odd, k, None)
+    for mean in (200, 4):  # few documents, and more than 256, for which FlashAttention 4 has other code
+        for kernel in checks.words:
+            if kernel in KEEPS_DOCUMENTS:
+                yield f"exact, documents of {mean}, {kernel}", lambda k=kernel, m=mean: exact(checks, last, k, m)
+    for kernel in checks.words:
+        yield f"recorded, {kernel}", lambda k=kernel: recorded(checks, k)
+    for kernel in checks.words:
+        yield f"graph, {kernel}", lambda k=kernel: in_a_graph(checks, k, None, False)
+    for kernel in ("fa4", "flex"):
+        if kernel in checks.words:
+            yield f"graph, recomputed, {kernel}", lambda k=kernel: in_a_graph(checks, k, None, True)
+            yield f"graph, documents, {kernel}", lambda k=kernel: in_a_graph(checks, k, 100, False)
+    for kernel in checks.words:
+        if kernel in DETERMINISTIC:
+            yield f"deterministic, {kernel}", lambda k=kernel: repeated(checks, last, k, None)
+    for kernel in ("flash", "fa4"):
+        if kernel in checks.words and checks.on_gpu:
+            yield f"deterministic, documents, {kernel}", lambda k=kernel: repeated(checks, last, k, 200)
+    if checks.on_gpu:
+        for kernel, dtype, size, documents in (
+            ("cudnn", torch.bfloat16, 64, True), ("cudnn", torch.float32, 64, False),
+            ("flash", torch.float32, 64, False), ("flash", torch.bfloat16, 60, True),
+            ("efficient", torch.float64, 64, False),
+        ):  # fmt: skip
+            yield (
+                f"refused, {kernel}, {dtype}, heads of {size}{', documents' * documents}",
+                lambda k=kernel, d=dtype, s=size, o=documents: refused(checks, k, d, s, o),
+            )
+        if "fa4" in checks.words:
+            yield "refused, fa4, torch.float32", lambda: refused(checks, "fa4", torch.float32, 64, False)
+            big = Shape(1, 512, 4, 2, 256)
+            yield "exact, heads of 256, fa4", lambda: exact(checks, big, "fa4", None)
+    yield "continued from a cache", lambda: continued(checks)
+    for head_dim, batch in ((128, 2), (64, 4)):
+        shape = Shape(batch, 8192, 32, 8, head_dim) if checks.on_gpu else Shape(1, 64, 4, 2, 16)
+        for kernel in checks.words:
+            if kernel not in ("sdpa", "math"):
+                yield f"speed, heads of {head_dim}, {kernel}", lambda s=shape, k=kernel: speed(checks, s, k, None)
+    packed = Shape(2, 8192, 32, 8, 128) if checks.on_gpu else Shape(1, 64, 4, 2, 16)
+    for kernel in ("flash", "flex", "fa4"):
+        if kernel in checks.words:
+            yield f"speed, documents of 1024, {kernel}", lambda k=kernel: speed(checks, packed, k, 1024)
+
+
+def main() -> int:
+    parser = results.command_line(__doc__)
+    parser.add_argument("--only", default="", help="a regular expression: the checks to run")
+    arguments = parser.parse_args()
+    environment, _ = results.measured_on(arguments.accelerator, arguments.commit)
+    content = {"command": results.command(), "environment": environment, "bound": BOUND, "checks": {}}
+    path = arguments.out / "attention-gpu-checks.json"
+    checks = Checks(torch.device(arguments.accelerator), path, content, arguments.only)
+    for name, measure in all_checks(checks):
+        checks.check(name, measure)
+    print(f"{checks.failed} of {len(content['checks'])} checks failed; written: {path}", flush=True)
+    return 1 if checks.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""Chooses which kernel computes attention: `attention=`. nn/attention.py runs it.
+
+`obstacle` says why a kernel cannot run. A word of the user's is refused with it, and `auto` passes over FlashAttention
+4 with it. Then torch chooses by the tensors: on the CPU its one kernel, on Hopper and Blackwell GPUs cuDNN, on Ampere
+and Ada GPUs FlashAttention 2, for 32 bits the memory-efficient kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from shardwise.config.schema import AttentionKernel, RunConfig
+from shardwise.errors import ConfigError
+from shardwise.plan.plan import Choice, Host, Plan
+from shardwise.protocols import choose_attention_of
+
+FLASH_ATTENTION_4 = "4.0.0b36"  # nn/flash_attention_4.py calls its private functions: exactly this version
+_CUDNN = (9, 15, 1)  # earlier ones read beyond the end of sequences whose length is no multiple of 128
+_16_BITS = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What decides whether a kernel can run. None: it is not known, and speaks against no kernel."""
+
+    accelerator: str
+    capability: tuple[int, int] | None  # of the GPUs
+    dtype: str  # of queries and keys
+    deterministic: bool
+    documents: bool  # whether batches hold documents to keep apart
+    head_size: int | None = None
+    flash_attention_4: str | None = None  # its version; None: it is not installed
+    cudnn: tuple[int, ...] | None = None  # its version
+
+
+def choose_attention(config: RunConfig, host: Host, accelerator: str) -> Choice:
+    """The kernel that the config names, or for `auto` FlashAttention 4 if it can run, else torch's choice.
+
+    Raises:
+        ConfigError: the config names a kernel that cannot run.
+    """
+    return choose_kernel(config.attention, gather_facts(config, host, accelerator))
+
+
+def choose_kernel(word: AttentionKernel, facts: Facts) -> Choice:
+    """The same by the facts."""
+    if word is not AttentionKernel.auto:
+        if (against := obstacle(word.value, facts)) is not None:
+            raise ConfigError(f"attention={word.value}: {against}; use {_others(word.value, facts)}")
+        return Choice(word.value, "")
+    against = obstacle("fa4", facts)
+    if facts.capability is None and against is None:
+        against = "the GPUs' compute capability is not known"
+    if against is None:
+        return Choice("fa4", "FlashAttention 4 is installed and can run")
+    return Choice("sdpa", f"torch chooses by the tensors; fa4 cannot run: {against}")
+
+
+def check_takes_attention(plan: Plan, module: Any) -> Plan:
+    """The Plan for a LightningModule or its class, which may not let the run choose what computes attention.
+
+    Raises:
+        ConfigError: the user named a kernel, and the module has no `choose_attention`.
+    """
+    if choose_attention_of(module) is not None:
+        return plan
+    name = plan.module["_target_"]
+    if not plan.attention.reason:
+        raise ConfigError(
+            f"attention={plan.attention.name}: {name} has no choose_attention, so its attention is its own; leave it "
+            f"out, or see recipes/README.md for how a module takes part"
+        )
+    return dataclasses.replace(
+        plan, attention=Choice("own", f"{name} has no choose_attention, so its attention is its own")
+    )
+
+
+def explain_attention(plan: Plan) -> list[str]:
+    """A line for the user about what `auto` became on a GPU."""
+    if plan.attention.name == "own" or not plan.attention.reason or plan.accelerator == "cpu":
+        return []
+    return [f"attention={plan.attention.name}: {plan.attention.reason}"]
+
+
+def obstacle(kernel: str, facts: Facts) -> str | None:
+    """Why `kernel` cannot run, as a part of a sentence; None: nothing that is known speaks against it."""
+    rules = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient, "flex": _flex, "fa4": _fa4}
+    rule = rules.get(kernel)
+    return None if rule is None else rule(facts)  # math takes everything
+
+
+def _others(kernel: str, facts: Facts) -> str:
+    fit = [word for word in ("cudnn", "flash", "efficient") if word != kernel and obstacle(word, facts) is None]
+    return " or ".join(f"attention={word}" for word in (*fit[:1], "auto"))
+
+
+def _fa4(facts: Facts) -> str | None:
+    major = None if facts.capability is None else facts.capability[0]
+    limit = 128 if major == 10 else 256
+    if facts.accelerator == "cpu":
+        return "FlashAttention 4 runs on Hopper and Blackwell GPUs, and this run is on the CPU"
+    if major not in (None, 9, 10):
+        return f"FlashAttention 4 runs on GPUs of compute capability 9.x and 10.x, and these have {_of(facts)}"
+    if facts.dtype not in _16_BITS:
+        return f"FlashAttention 4 computes in 16 bits, and the precision computes in {facts.dtype}"
+    if not _takes(facts, of=8, most=limit):
+        return f"FlashAttention 4 takes heads of a multiple of 8, up to {limit}, and the model's have {facts.head_size}"
+    if facts.flash_attention_4 != FLASH_ATTENTION_4 and facts.capability is not None:  # that of a login node is not
+        found = f"where {facts.flash_attention_4} is" if facts.flash_attention_4 else "which is not"
+        return f'it needs the package flash-attn-4 {FLASH_ATTENTION_4}, {found} installed: pip install -e ".[kernels]"'
+    return None
+
+
+def _cudnn(facts: Facts) -> str | None:
+    if facts.accelerator == "cpu":
+        return "cuDNN runs on GPUs, and this run is on the CPU"
+    if facts.capability is not None and facts.capability < (8, 0):
+        return f"cuDNN's attention needs compute capability 8.0, and these GPUs have {_of(facts)}"
+    if facts.dtype not in _16_BITS:
+        return f"cuDNN's attention computes in 16 bits, and the precision computes in {facts.dtype}"
+    if facts.deterministic:
+        return "with deterministic=true torch does not run it: its backward pass adds in any order"
+    if facts.documents:
+        return "torch has no cuDNN kernel that keeps documents apart, as data.document_mask=true asks for"
+    if not _takes(facts, of=8, most=128):
+        return f"cuDNN's attention takes heads of a multiple of 8, up to 128, and the model's have {facts.head_size}"
+    if facts.cudnn is not None and facts.cudnn < _CUDNN:
+        have, need = (".".join(map(str, numbers)) for numbers in (facts.cudnn, _CUDNN))
+        return f"cuDNN {have} is wrong for some lengths, and {need} is the first that is not: take a newer torch"
+    return None
+
+
+def _flash(facts: Facts) -> str | None:
+    if facts.accelerator == "cpu":
+        return None  # torch's CPU kernel of this name takes every dtype and any mask
+    if facts.capability is not None and facts.capability < (8, 0):
+        return f"FlashAttention 2 needs compute capability 8.0, and these GPUs have {_of(facts)}"
+    if facts.dtype not in _16_BITS:
+        return f"FlashAttention 2 computes in 16 bits, and the precision computes in {facts.dtype}"
+    if not _takes(facts, of=8 if facts.documents else 1, most=256):
+        rule = "a multiple of 8, up to 256," if facts.documents else "at most 256"
+        return f"FlashAttention 2 takes heads of {rule} and the model's have {facts.head_size}"
+    return None
+
+
+def _efficient(facts: Facts) -> str | None:
+    if facts.accelerator == "cpu":
+        return "torch's memory-efficient kernel runs on GPUs, and this run is on the CPU"
+    if facts.dtype == "float64":
+        return "torch's memory-efficient kernel does not compute in float64"
+    if facts.dtype == "bfloat16" and facts.capability is not None and facts.capability < (8, 0):
+        return f"torch's memory-efficient kernel needs compute capability 8.0 for bfloat16, and these have {_of(facts)}"
+    of = 8 if facts.dtype in _16_BITS else 4
+    if not _takes(facts, of=of, most=None):
+        return (
+            f"torch's memory-efficient kernel takes heads of a multiple of {of}, and the model's have {facts.head_size}"
+        )
+    return None
+
+
+def _flex(facts: Facts) -> str | None:
+    if facts.accelerator == "cpu":
+        return "flex_attention has no backward pass on the CPU"
+    if facts.capability is not None and facts.capability < (8, 0):
+        return f"flex_attention is tested from compute capability 8.0 on, and these GPUs have {_of(facts)}"
+    if facts.dtype == "float64":
+        return "flex_attention does not compute in float64"
+    if facts.head_size is not None and facts.head_size < 16:
+        return f"flex_attention takes heads of at least 16, and the model's have {facts.head_size}"
+    return None
+
+
+def _takes(facts: Facts, *, of: int, most: int | None) -> bool:
+    size = facts.head_size
+    return size is None or (size % of == 0 and (most is None or size <= most))
+
+
+def _of(facts: Facts) -> str:
+    assert facts.capability is not None
+    return ".".join(map(str, facts.capability))
+
+
+def gather_facts(config: RunConfig, host: Host, accelerator: str) -> Facts:
+    """What is known before a rank starts. Packages are looked up and not imported."""
+    cudnn = installed("nvidia-cudnn-cu13") or installed("nvidia-cudnn-cu12")
+    data = config.data if isinstance(config.data, dict) else {}
+    return Facts(
+        accelerator=accelerator,
+        capability=host.gpu_capability,
+        dtype=config.precision.compute_dtype.value,
+        deterministic=config.deterministic,
+        documents=bool(data.get("document_mask")),
+        head_size=_head_size(config.module),
+        flash_attention_4=installed("flash-attn-4"),
+        cudnn=None if cudnn is None else tuple(int(number) for number in cudnn.split(".")[:3] if number.isdigit()),
+    )
+
+
+def _head_size(module: Any) -> int | None:
+    """By the arguments of the module or of its model; None: they do not say."""
+    module = module if isinstance(module, dict) else {}
+    model = module.get("model")
+    sizes = module | (model if isinstance(model, dict) else {})
+    dim, heads = sizes.get("dim"), sizes.get("n_heads")
+    return dim // heads if isinstance(dim, int) and isinstance(heads, int) and heads > 0 else None
+
+
+def installed(package: str) -> str | None:
+    """Its version; None: it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
