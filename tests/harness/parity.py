@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def some_cells(ranks: int) -> list[Cell]:
     ]
 
 
-def plan_of(cell: Cell, ranks: int, run_dir: Path, accelerator: str = "cpu") -> Plan:
+def plan_of(cell: Cell, ranks: int, run_dir: Path, accelerator: str = "cpu", more: Sequence[str] = ()) -> Plan:
     run_dir.mkdir(parents=True, exist_ok=True)
     argv = [
         "recipe=custom", "module._target_=tests.harness.everything.Everything",
@@ -101,7 +102,9 @@ def plan_of(cell: Cell, ranks: int, run_dir: Path, accelerator: str = "cpu") -> 
         f"runs_dir={run_dir.parent}", f"name={run_dir.name}", f"accelerator={accelerator}", f"devices={ranks}",
         f"max_steps={STEPS}", "checkpoint=none", "log_every_n_steps=1",
     ]  # fmt: skip
-    return make_plan(compose([*argv, *cell.words(ranks)]).jobs[0].config, Host(cuda_devices=torch.cuda.device_count()))
+    return make_plan(
+        compose([*argv, *cell.words(ranks), *more]).jobs[0].config, Host(cuda_devices=torch.cuda.device_count())
+    )
 
 
 class Collectives(Callback):

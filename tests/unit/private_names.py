@@ -104,6 +104,7 @@ USED = {
         "_module_info _parameters _setup_distributed _unsharded_param"
     ),
     "strategies/step_on_shards.py": "_local_tensor",
+    "strategies/fsdp_gathering.py": "_fully_shard _get_fsdp_state _get_post_forward_mesh_info",
     "strategies/whole_weights.py": (
         "_fsdp_common _fsdp_param_group _fsdp_param_groups _fully_shard _get_fsdp_state _is_view _pre_backward "
         "_root_post_backward_final_callback _state_ctx _training_state"
@@ -278,6 +279,11 @@ NAMES = {
     "_fsdp_param_group": name(STATE, "hooks of FSDP2 are replaced for one module; of torch 2.11"),
     "_fsdp_param_groups": name(
         STATE, "hooks of FSDP2 are replaced for one module; of torch 2.11; of torch 2.12 and later"
+    ),
+    "_get_post_forward_mesh_info": name(
+        f"{FSDP}._fully_shard",
+        "units share one mesh of reshard_after_forward=N, and its groups",
+        "(reshard_after_forward, mesh_info)",
     ),
     "_lazy_init": name(STATE, "before a module that optimizes by hand toggles an optimizer", "(self)"),
     "_pre_backward": name(STATE, "tensors inside objects and views need the hook as well", "(self, grad)"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from enum import Enum
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from shardwise.config.schema import MISSING
@@ -24,11 +24,13 @@ def bind(kind: Any, value: Any, key: str = "") -> Any:
     """
     if kind is Any:
         return value
-    or_null = isinstance(kind, UnionType)
-    if or_null:
-        kind = get_args(kind)[0]
-        if value is None:
-            return None
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    or_null = NoneType in kinds
+    if or_null and value is None:
+        return None
+    kind, *others = (k for k in kinds if k is not NoneType)
+    if type(value) in others:
+        return value
     if dataclasses.is_dataclass(kind):
         return _bind_fields(cast(type[Any], kind), value, key)
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -57,7 +59,7 @@ def bind(kind: Any, value: Any, key: str = "") -> Any:
         remedy = f"; write {int(value)}"
     elif kind is str and isinstance(value, (float, bool)):
         remedy = f"; quote it: \"{key}='…'\""
-    raise ConfigError(f"{key}={as_yaml(value)}: must be {_TAKES[kind]}{remedy}")
+    raise ConfigError(f"{key}={as_yaml(value)}: must be {', or '.join(_TAKES[k] for k in (kind, *others))}{remedy}")
 
 
 def _bind_fields(kind: type[Any], value: Any, key: str) -> Any:

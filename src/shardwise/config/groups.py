@@ -4,6 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
+
+
+def option(default: Any, says: str, *, form: str = "", section: str = "") -> Any:
+    """A field that `--help` describes.
+
+    `default`: a value, or a dataclass of options. `says`: one sentence. `form`: what is written behind `=`, where its
+    type does not tell. `section`: the headline that begins with this field.
+    """
+    metadata = {"says": says, "form": form, "section": section}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 class StrategyName(Enum):
@@ -49,8 +64,19 @@ class DdpConfig:
 @dataclass
 class FsdpConfig:
     name: StrategyName = StrategyName.fsdp
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = option(
+        True,
+        "free a unit's gathered parameters after its forward pass; N: keep them sharded over groups of N ranks, and "
+        "gather them from there in the backward pass",
+        form="true|false|N",
+    )
     defer_gradient_sync: bool = False
+    forward_prefetch_units: int | None = option(
+        None, "all-gathers that a unit issues ahead in the forward pass; left out: FSDP2's own order"
+    )
+    backward_prefetch_units: int | None = option(
+        None, "the same in the backward pass; left out: FSDP2's own order, one ahead"
+    )
     timeout_minutes: float = 10.0
 
 
@@ -61,11 +87,23 @@ class FsdpHybridConfig(FsdpConfig):
 
 
 @dataclass
-class Zero1Config:
-    name: StrategyName = StrategyName.zero1
+class ZeroConfig:
+    """What the three stages have in common. DeepSpeed counts elements of tensors, not bytes."""
+
+    name: StrategyName
     find_unused_parameters: bool = False
     offload_optimizer: bool = False
+    reduce_bucket_elements: int = option(25_000_000, "gradients that are reduced together (reduce_bucket_size)")
+    overlap_comm: bool = option(True, "on GPUs: reduce gradients beside the backward pass")
     timeout_minutes: float = 10.0
+
+
+@dataclass
+class Zero1Config(ZeroConfig):
+    name: StrategyName = StrategyName.zero1
+    allgather_bucket_elements: int = option(
+        25_000_000, "updated parameters that are gathered together (allgather_bucket_size)"
+    )
 
 
 @dataclass
@@ -74,9 +112,24 @@ class Zero2Config(Zero1Config):
 
 
 @dataclass
-class Zero3Config(Zero1Config):
+class Zero3Config(ZeroConfig):
     name: StrategyName = StrategyName.zero3
     offload_parameters: bool = False
+    prefetch_bucket_elements: int = option(
+        50_000_000, "parameters that are gathered ahead of their layer (stage3_prefetch_bucket_size); 0: none"
+    )
+    persistence_threshold_elements: int = option(
+        100_000, "a parameter of at most this size stays gathered (stage3_param_persistence_threshold)"
+    )
+    max_live_elements: int = option(
+        1_000_000_000, "nothing is gathered ahead beyond so many gathered parameters (stage3_max_live_parameters)"
+    )
+    max_reuse_distance_elements: int = option(
+        1_000_000_000, "a parameter that is needed again this soon stays gathered (stage3_max_reuse_distance)"
+    )
+    sub_group_elements: int = option(
+        1_000_000_000, "of a rank's shard, what one step of the optimizer updates at a time (sub_group_size)"
+    )
 
 
 class Float8Recipe(Enum):
@@ -167,7 +220,7 @@ class ClusterConfig:
     environment: dict[str, str] = field(default_factory=dict)  # variables for NCCL, set unless the user has set them
 
 
-StrategyConfig = DdpConfig | FsdpConfig | Zero1Config
+StrategyConfig = DdpConfig | FsdpConfig | ZeroConfig
 STRATEGY_CONFIGS: dict[StrategyName, type[StrategyConfig]] = {
     StrategyName.ddp: DdpConfig,
     StrategyName.fsdp: FsdpConfig,

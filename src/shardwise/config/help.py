@@ -10,6 +10,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from shardwise.config.groups import STRATEGY_CONFIGS, StrategyName
 from shardwise.config.schema import MISSING, GuardConfig, RunConfig
 
 _LEFT, _WIDTH = 28, 118  # columns of the names, and of a line
@@ -30,20 +31,33 @@ def help_text(directories: list[Path]) -> str:
     for group, options in config_groups(directories).items():
         lines.append(f"  {group + '=':<13}{' | '.join(options)}")
     lines += [*_describe(RunConfig), "", "Steps that are not finite, and losses that leap:", ""]
-    lines += [*_describe(GuardConfig, "guard."), HELP_TAIL]
+    lines += [*_describe(GuardConfig, "guard."), *_describe_strategies(), HELP_TAIL]
     return "\n".join(lines)
 
 
-def _describe(kind: type[Any], prefix: str = "") -> Iterator[str]:
-    """The options of a dataclass, in the order of its fields."""
+def _describe(kind: type[Any], prefix: str = "", names: set[str] | None = None) -> Iterator[str]:
+    """The options of a dataclass, in the order of its fields. `names`: those that are described; None: all."""
     types = get_type_hints(kind)
     for field in dataclasses.fields(kind):
-        if "says" not in field.metadata:
+        if "says" not in field.metadata or (names is not None and field.name not in names):
             continue
         if field.metadata["section"]:
             yield from ("", f"{field.metadata['section']}:", "")
         form = field.metadata["form"] or _form_of(types[field.name])
         yield from _entry(f"{prefix}{field.name}={form}", field.metadata["says"] + _default_of(field))
+
+
+def _describe_strategies() -> Iterator[str]:
+    """The options of each strategy that trade memory for speed, once for all strategies that have them."""
+    described: dict[str, list[str]] = {}
+    for name, kind in STRATEGY_CONFIGS.items():
+        for field in dataclasses.fields(kind):
+            if "says" in field.metadata:
+                described.setdefault(field.name, []).append(name.value)
+    for owners in dict.fromkeys(map(tuple, described.values())):
+        yield from ("", f"Memory against speed under strategy={'|'.join(owners)} (docs/large-models.md):", "")
+        names = {name for name, having in described.items() if tuple(having) == owners}
+        yield from _describe(STRATEGY_CONFIGS[StrategyName[owners[0]]], "strategy.", names)
 
 
 def _entry(left: str, says: str) -> Iterator[str]:

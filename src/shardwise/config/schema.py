@@ -10,21 +10,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from shardwise.config.groups import CheckpointConfig, ClusterConfig, LoggerConfig, PrecisionConfig
+from shardwise.config.groups import CheckpointConfig, ClusterConfig, LoggerConfig, PrecisionConfig, option
 
 MISSING: Any = "???"  # YAML's and OmegaConf's word for a value that somebody has yet to give
-
-
-def option(default: Any, says: str, *, form: str = "", section: str = "") -> Any:
-    """A field that `--help` describes.
-
-    `says`: one sentence. `form`: what is written behind `=`, where its type does not tell. `section`: the headline that
-    begins with this field.
-    """
-    metadata = {"says": says, "form": form, "section": section}
-    if isinstance(default, list):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 class Stage(Enum):

@@ -42,5 +42,10 @@ class Mesh:
         axes = {"shard": topology.shard} if topology.replicate == 1 else topology.mesh
         mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         for axis in axes:  # their groups are made with NCCL's default time limit
-            _set_pg_timeout(group_timeout(self.plan), mesh.get_group(axis))
+            limit_wait(mesh.get_group(axis), self.plan)
         return mesh
+
+
+def limit_wait(group: dist.ProcessGroup, plan: Plan) -> None:
+    """Give `group` the time limit of every process group of the run."""
+    _set_pg_timeout(group_timeout(plan), group)

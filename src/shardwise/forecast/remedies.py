@@ -21,7 +21,7 @@ def remedies(plan: Plan, memory: GpuMemory | None, requested: float | None) -> l
         words.append("activation_checkpointing=full (recomputes each repeated layer in backward)")
     if plan.loss.name == "full" and not plan.loss.reason:
         words.append("loss=chunked (the logits of some rows at a time)")
-    if strategy.name.startswith("fsdp") and not strategy.reshard_after_forward:
+    if strategy.name.startswith("fsdp") and strategy.reshard_after_forward is not True:
         words.append("strategy.reshard_after_forward=true")
     if strategy.name.startswith("fsdp") and strategy.defer_gradient_sync:
         words.append("strategy.defer_gradient_sync=false")

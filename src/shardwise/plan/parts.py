@@ -8,8 +8,10 @@ from shardwise.config.bind import as_yaml
 from shardwise.config.groups import CheckpointConfig, ClusterConfig, DdpConfig, StrategyConfig
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
+from shardwise.plan.engine_knobs import check_knobs
 from shardwise.plan.float8 import make_float8
 from shardwise.plan.plan import Checkpointing, Host, Precision, Strategy
+from shardwise.plan.topology import Topology
 
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 _YEAR_MINUTES = 365 * 24 * 60
@@ -43,7 +45,7 @@ def make_checkpointing(config: CheckpointConfig, accelerator: str) -> Checkpoint
     )
 
 
-def make_strategy(config: StrategyConfig) -> Strategy:
+def make_strategy(config: StrategyConfig, topology: Topology) -> Strategy:
     options = {key: value for key, value in vars(config).items() if key not in ("name", "shard_size")}
     if not 0 < config.timeout_minutes <= _YEAR_MINUTES:
         raise ConfigError(
@@ -51,6 +53,7 @@ def make_strategy(config: StrategyConfig) -> Strategy:
         )
     if isinstance(config, DdpConfig) and config.bucket_cap_mb < 1:
         raise ConfigError(f"strategy.bucket_cap_mb={config.bucket_cap_mb}: must be at least 1")
+    check_knobs(config, topology)
     return Strategy(name=config.name.value, **options)
 
 

@@ -47,10 +47,20 @@ class Strategy:
     timeout_minutes: float
     find_unused_parameters: bool = False
     bucket_cap_mb: int = 25
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True  # N: the size of the groups that keep a unit's parameters
     defer_gradient_sync: bool = False
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    forward_prefetch_units: int | None = None  # None: the order of FSDP2's own
+    backward_prefetch_units: int | None = None
+    reduce_bucket_elements: int = 25_000_000
+    overlap_comm: bool = True  # on GPUs
+    allgather_bucket_elements: int = 25_000_000
+    prefetch_bucket_elements: int = 50_000_000
+    persistence_threshold_elements: int = 100_000
+    max_live_elements: int = 1_000_000_000
+    max_reuse_distance_elements: int = 1_000_000_000
+    sub_group_elements: int = 1_000_000_000
 
     @property
     def zero_stage(self) -> int:

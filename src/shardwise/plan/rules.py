@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.config.bind import as_yaml
 from shardwise.config.schema import RunConfig, Stage
 from shardwise.errors import ConfigError, a_or_an
+from shardwise.plan.engine_knobs import check_beside_precision
 from shardwise.plan.plan import RESUME_ALLOW, Checkpointing, Host
 
 
@@ -89,6 +90,7 @@ def check_pairs(config: RunConfig, accelerator: str) -> None:
             f"strategy={strategy} gradient_clip_algorithm=value: DeepSpeed bounds the norm and nothing else; use "
             f"gradient_clip_algorithm=norm, or strategy=ddp or fsdp"
         )
+    check_beside_precision(config)
     if strategy == "zero3" and config.compile.value == "model":
         raise ConfigError(
             "strategy=zero3 compile=model: parameters are gathered between layers, where one graph of the whole step "

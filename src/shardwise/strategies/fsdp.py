@@ -8,7 +8,7 @@ whose gradients are all-reduced once a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +31,7 @@ from shardwise.optim.optimizers import check_by_hand, steps_on_shards
 from shardwise.parallel.parallelize import roots_of
 from shardwise.parallel.precision import dtype_of, mixed_precision_policy
 from shardwise.plan import Plan
+from shardwise.strategies import fsdp_gathering
 from shardwise.strategies.base import PlannedStrategy
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.step_on_shards import step_on_shards
@@ -102,18 +103,20 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         self._begin_setup(module)
         units = self.units
         self._parallelize(module, units, casts_inputs=False)
+        fsdp_gathering.check_prefetch(module, units, self.plan)
         materializer = Materializer(module, self.root_device, self.plan.seed, self.mesh.group("world"))
         precision = self.plan.precision
-        for _, unit in units.modules:
-            materializer.materialize(unit)
-            fully_shard(
-                unit,
-                ignored_params=self._wholes(unit),
-                mesh=self.device_mesh,
-                reshard_after_forward=self.plan.strategy.reshard_after_forward,
-                mp_policy=mixed_precision_policy(precision, is_root=False),
-            )
-            show_outputs(unit)
+        with fsdp_gathering.one_mesh_for_all_units(self.plan):
+            for _, unit in units.modules:
+                materializer.materialize(unit)
+                fully_shard(
+                    unit,
+                    ignored_params=self._wholes(unit),
+                    mesh=self.device_mesh,
+                    reshard_after_forward=self.plan.strategy.reshard_after_forward,
+                    mp_policy=mixed_precision_policy(precision, is_root=False),
+                )
+                show_outputs(unit)
         materializer.materialize(module)
         owned = [p for p in module.parameters(recurse=False) if not self._keeps_whole(p)]
         if not module.automatic_optimization and owned:
@@ -129,6 +132,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                 fully_shard(root, mesh=self.device_mesh, mp_policy=policy, ignored_params=ignored, **fresh)
                 if root is not module:
                     show_outputs(root)
+        fsdp_gathering.set_prefetch(module, units, self.plan)
         for layer in module.modules():
             if isinstance(layer, FSDPModule) and (group := layer._get_fsdp_state()._fsdp_param_group):
                 _reduce_unused_as_zero(group)
@@ -213,19 +217,9 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         width = dtype_of(self.plan.precision.compute_dtype).itemsize
         return sum(p.numel() * width for unit in self._freed_units() for p in unit.parameters())
 
-    @contextmanager
-    def _gathering(self) -> Iterator[None]:
-        units = self._freed_units()
+    def _gathering(self) -> AbstractContextManager[None]:
         self._refresh_float8()
-        for unit in units:
-            unit.set_reshard_after_forward(False, recurse=False)
-            unit.unshard()
-        try:
-            yield
-        finally:
-            for unit in units:
-                unit.set_reshard_after_forward(True, recurse=False)
-                unit.reshard()
+        return fsdp_gathering.kept_gathered(self._freed_units())
 
     def _freed_units(self) -> list[Any]:
         """The units that are freed after their forward pass, and gathered again for the next one."""
@@ -234,9 +228,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     def _reshard(self) -> None:
         """Free the gathered copies that the root keeps after an evaluation, since they are not the master weights."""
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        fsdp_gathering.free_gathered(self.module)
 
     def _make_sharded_state(self, module: LightningModule) -> DTensorState:
         return DTensorState(module, lambda: self.optimizers, self._reshard)

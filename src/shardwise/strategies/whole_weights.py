@@ -184,7 +184,7 @@ class InnerBackwards:
 
         state._root_post_backward_final_callback = end_of_pass
         state._pre_backward = pre_backward
-        for group in _groups_of(state):
+        for group in groups_of(state):
             self._hold_back(group)
 
     def _hold_back(self, group: Any) -> None:
@@ -216,7 +216,7 @@ class InnerBackwards:
             layer.reshard()
 
 
-def _groups_of(state: Any) -> list[Any]:
+def groups_of(state: Any) -> list[Any]:
     """The parameter groups of a layer. In torch 2.11 there is at most one."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -228,7 +228,7 @@ def _mark_idle(state: Any) -> None:
 
     if state._training_state == TrainingState.PRE_BACKWARD:
         state._training_state = TrainingState.IDLE
-    for group in _groups_of(state):
+    for group in groups_of(state):
         if group._training_state == TrainingState.PRE_BACKWARD:
             group._training_state = TrainingState.IDLE
 

@@ -8,22 +8,27 @@ from typing import Any
 from shardwise.plan import Plan
 from shardwise.step.precision_plugin import LOSS_SCALE
 
-# The number of elements that are reduced or gathered at a time. DDP's 25 MiB would make too many small buckets, and
-# DeepSpeed's default takes 2 GB.
-_BUCKET = 25_000_000
-
 
 def engine_config(plan: Plan, training: bool) -> dict[str, Any]:
     """Make DeepSpeed's config: a new dict for each call, since DeepSpeed writes into it."""
     strategy, precision, cuda = plan.strategy, plan.precision, plan.accelerator == "cuda"
     zero: dict[str, Any] = {
         "stage": strategy.zero_stage,
-        "reduce_bucket_size": _BUCKET,
-        "allgather_bucket_size": _BUCKET,
-        "overlap_comm": cuda,
+        "reduce_bucket_size": strategy.reduce_bucket_elements,
+        "overlap_comm": cuda and strategy.overlap_comm,  # there are no streams on the CPU
         "contiguous_gradients": True,
-        "round_robin_gradients": False,
+        "round_robin_gradients": False,  # where a parameter's master lies is the order of its group
     }
+    if strategy.zero_stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": strategy.prefetch_bucket_elements,
+            "stage3_param_persistence_threshold": strategy.persistence_threshold_elements,
+            "stage3_max_live_parameters": strategy.max_live_elements,
+            "stage3_max_reuse_distance": strategy.max_reuse_distance_elements,
+            "sub_group_size": strategy.sub_group_elements,
+        }
+    else:
+        zero["allgather_bucket_size"] = strategy.allgather_bucket_elements
     if strategy.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cuda}
     if strategy.offload_parameters:

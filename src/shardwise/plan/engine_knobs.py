@@ -1,0 +1,80 @@
+"""Checks the options of FSDP2 and DeepSpeed that trade memory for speed. None of them changes a number."""
+
+from __future__ import annotations
+
+from shardwise.config.groups import FsdpConfig, StrategyConfig, Zero1Config, ZeroConfig
+from shardwise.config.schema import RunConfig
+from shardwise.errors import ConfigError
+from shardwise.plan.topology import Topology
+
+_LEAST = {
+    "forward_prefetch_units": (1, ", or null for FSDP2's own order"),
+    "backward_prefetch_units": (1, ", or null for FSDP2's own order"),
+    "reduce_bucket_elements": (1, ""),
+    "allgather_bucket_elements": (2, ""),
+    "prefetch_bucket_elements": (0, "; 0 gathers nothing ahead"),
+    "persistence_threshold_elements": (0, "; 0 shards every parameter"),
+    "max_live_elements": (0, "; 0 gathers nothing ahead"),
+    "max_reuse_distance_elements": (0, "; 0 frees every parameter behind its layer"),
+    "sub_group_elements": (1, ""),
+}
+
+
+def check_knobs(config: StrategyConfig, topology: Topology) -> None:
+    """Check the value of each of these options.
+
+    Raises:
+        ConfigError
+    """
+    for word, (least, remedy) in _LEAST.items():
+        value = getattr(config, word, None)
+        if value is not None and value < least:
+            raise ConfigError(f"strategy.{word}={value}: must be at least {least}{remedy}")
+    if isinstance(config, Zero1Config) and config.allgather_bucket_elements % 2:
+        raise ConfigError(
+            f"strategy.allgather_bucket_elements={config.allgather_bucket_elements}: must be even, because DeepSpeed "
+            f"aligns what it gathers to two elements"
+        )
+    if isinstance(config, FsdpConfig) and not isinstance(config.reshard_after_forward, bool):
+        _check_group_size(config.reshard_after_forward, topology.shard)
+
+
+def _check_group_size(size: int, ranks: int) -> None:
+    if 1 < size < ranks and ranks % size == 0:
+        return
+    between = [n for n in range(2, ranks) if ranks % n == 0]
+    remedy = f"{', '.join(map(str, between))}, true or false" if between else "true or false"
+    raise ConfigError(
+        f"strategy.reshard_after_forward={size}: must divide the {ranks} ranks that share the parameters into several "
+        f"groups of several ranks; use {remedy} (true: over all {ranks}, false: not at all)"
+    )
+
+
+def check_beside_precision(config: RunConfig) -> None:
+    """Refuse options that the engine would ignore, or cannot do, in this precision.
+
+    Raises:
+        ConfigError
+    """
+    strategy, precision = config.strategy, config.precision
+    if isinstance(strategy, FsdpConfig) and precision.name.value == "fp8":
+        if not isinstance(strategy.reshard_after_forward, bool):
+            raise ConfigError(
+                f"precision=fp8 strategy.reshard_after_forward={strategy.reshard_after_forward}: FSDP2 keeps no shards "
+                f"of weights that are gathered in fp8; use true or false"
+            )
+    if not isinstance(strategy, ZeroConfig) or strategy.name.value != "zero1":
+        return
+    if precision.compute_dtype.value != "bfloat16" or precision.parameter_dtype.value != "float32":
+        return
+    if strategy.offload_optimizer:  # then another optimizer of DeepSpeed's, which has buckets
+        return
+    usual = Zero1Config()
+    for word in ("reduce_bucket_elements", "overlap_comm"):
+        value = getattr(strategy, word)
+        if value != getattr(usual, word):
+            raise ConfigError(
+                f"strategy=zero1 precision={precision.name.value} strategy.{word}={str(value).lower()}: DeepSpeed's "
+                f"optimizer for bf16 masters in fp32 reduces all gradients at the end of a step and would ignore it; "
+                f"leave it out, or use strategy=zero2"
+            )

@@ -1,0 +1,101 @@
+"""When FSDP2 gathers a unit's parameters, and what it keeps of them between the forward and the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, _fully_shard
+
+from shardwise.distributed.mesh import limit_wait
+from shardwise.errors import ConfigError
+from shardwise.parallel.units import Units
+from shardwise.plan import Plan
+from shardwise.strategies.whole_weights import groups_of
+
+
+def check_prefetch(module: LightningModule, units: Units, plan: Plan) -> None:
+    """Refuse to prefetch where there is nothing to prefetch, or where weights change before they are used.
+
+    Raises:
+        ConfigError
+    """
+    words = {"forward_prefetch_units": plan.strategy.forward_prefetch_units,
+             "backward_prefetch_units": plan.strategy.backward_prefetch_units}  # fmt: skip
+    given = " ".join(f"strategy.{word}={value}" for word, value in words.items() if value is not None)
+    if given and not module.automatic_optimization:
+        raise ConfigError(
+            f"{given}: {type(module).__name__} optimizes by hand, and may change weights that were gathered ahead; "
+            f"leave it out"
+        )
+    if given and not units.modules:
+        raise ConfigError(
+            f"{given}: layers that repeat are gathered ahead, and {type(module).__name__} has none: leave it out, or "
+            f"name layers by their classes, e.g. units=[Block]"
+        )
+
+
+def set_prefetch(root: nn.Module, units: Units, plan: Plan) -> None:
+    """Let each unit issue the all-gathers of units that come after it, and in the backward pass of those before it.
+
+    The order is that of the module's definition. A unit that is gathered and then does not run costs time alone.
+    """
+    modules = [root, *(unit for _, unit in units.modules)]
+    layers: list[Any] = [layer for layer in modules if isinstance(layer, FSDPModule)]
+    forward, backward = plan.strategy.forward_prefetch_units, plan.strategy.backward_prefetch_units
+    for i, layer in enumerate(layers):
+        if forward is not None:
+            layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + forward])
+        if backward is not None:  # the root begins the backward pass, and stays gathered until its end
+            before = layers[1:i] if i else layers[1:]
+            layer.set_modules_to_backward_prefetch(before[::-1][:backward])
+
+
+@contextmanager
+def one_mesh_for_all_units(plan: Plan) -> Iterator[None]:
+    """Let units that are sharded inside share the mesh of `strategy.reshard_after_forward=N`.
+
+    FSDP2 would make groups of ranks for each unit, and NCCL needs memory for each group.
+    """
+    make, made = _fully_shard._fully_shard._get_post_forward_mesh_info, list[Any]()
+
+    def make_once(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
+        if isinstance(reshard_after_forward, bool):
+            return make(reshard_after_forward, mesh_info)
+        if not made:
+            made.append(make(reshard_after_forward, mesh_info))
+            limit_wait(made[0].shard_process_group, plan)
+        return made[0]
+
+    with patch.object(_fully_shard._fully_shard, "_get_post_forward_mesh_info", make_once):
+        yield
+
+
+@contextmanager
+def kept_gathered(units: Sequence[Any]) -> Iterator[None]:
+    """Gather units once for many forward passes, and free them at the end. Collective."""
+    groups = [group for unit in units for group in groups_of(unit._get_fsdp_state())]
+    before = [group.post_forward_mesh_info for group in groups]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for group, mesh_info in zip(groups, before, strict=True):
+            group.post_forward_mesh_info = mesh_info
+        for unit in units:
+            unit.reshard()
+
+
+def free_gathered(module: nn.Module) -> None:
+    """Free what is gathered, so that the next pass gathers the weights of then; also what was gathered ahead."""
+    for layer in module.modules():
+        if isinstance(layer, FSDPModule):
+            for group in groups_of(layer._get_fsdp_state()):
+                group.wait_for_unshard()
+            layer.reshard()
