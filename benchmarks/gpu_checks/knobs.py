@@ -26,7 +26,7 @@ from lightning.pytorch import Callback  # noqa: E402
 
 from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.clock import StepTimer  # noqa: E402
-from benchmarks.harness.data import NO_CORPUS, Held, batch_of_tokens  # noqa: E402
+from benchmarks.harness.data import Held, batch_of_tokens  # noqa: E402
 from benchmarks.harness.device import device_of, free_memory  # noqa: E402
 from benchmarks.harness.limits import note, noted, on_ranks  # noqa: E402
 from benchmarks.harness.trainers import on_all, our_trainer, resolve  # noqa: E402
@@ -40,8 +40,7 @@ MODEL = ["model=llama3_1b", "model.n_layers=8", "model.vocab_size=16384", "data.
 TINY = ["model.dim=64", "model.n_layers=4", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=96",
         "model.vocab_size=64", "data.sequence_length=16"]  # fmt: skip
 ALWAYS = ["precision=bf16", "optimizer.lr=1e-4", "schedule=none", "checkpoint=none", "module.sample_tokens=0",
-          "validate_every_n_steps=1000000", "log_every_n_steps=1000000", f"max_steps={WARM_UP + TIMED}",
-          "data._target_=benchmarks.harness.data.Held", *NO_CORPUS]  # fmt: skip
+          "validate_every_n_steps=1000000", "log_every_n_steps=1000000", f"max_steps={WARM_UP + TIMED}"]  # fmt: skip
 CELLS = {  # strategy → the knobs of each run; the first is the strategy as it is
     "fsdp": [
         "",
