@@ -57,12 +57,12 @@ def check_beside_precision(config: RunConfig) -> None:
         ConfigError
     """
     strategy, precision = config.strategy, config.precision
-    if isinstance(strategy, FsdpConfig) and precision.name.value == "fp8":
-        if not isinstance(strategy.reshard_after_forward, bool):
-            raise ConfigError(
-                f"precision=fp8 strategy.reshard_after_forward={strategy.reshard_after_forward}: FSDP2 keeps no shards "
-                f"of weights that are gathered in fp8; use true or false"
-            )
+    in_groups = isinstance(strategy, FsdpConfig) and not isinstance(strategy.reshard_after_forward, bool)
+    if in_groups and precision.name.value == "fp8":
+        raise ConfigError(
+            f"precision=fp8 strategy.reshard_after_forward={strategy.reshard_after_forward}: FSDP2 keeps no shards "
+            f"of weights that are gathered in fp8; use true or false"
+        )
     if not isinstance(strategy, ZeroConfig) or strategy.name.value != "zero1":
         return
     if precision.compute_dtype.value != "bfloat16" or precision.parameter_dtype.value != "float32":
