@@ -61,7 +61,8 @@ def one_mesh_for_all_units(plan: Plan) -> Iterator[None]:
 
     FSDP2 would make groups of ranks for each unit, and NCCL needs memory for each group.
     """
-    make, made = _fully_shard._fully_shard._get_post_forward_mesh_info, list[Any]()
+    fsdp: Any = _fully_shard._fully_shard
+    make, made = fsdp._get_post_forward_mesh_info, list[Any]()
 
     def make_once(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
         if isinstance(reshard_after_forward, bool):
@@ -71,7 +72,7 @@ def one_mesh_for_all_units(plan: Plan) -> Iterator[None]:
             limit_wait(made[0].shard_process_group, plan)
         return made[0]
 
-    with patch.object(_fully_shard._fully_shard, "_get_post_forward_mesh_info", make_once):
+    with patch.object(fsdp, "_get_post_forward_mesh_info", make_once):
         yield
 
 
