@@ -160,11 +160,12 @@ def nearest(values: Tensor, signed: bool) -> Tensor:
     """Each number as the nearest of the 256 shares of the largest of its block; what is not 0 stays so if unsigned."""
     blocks = values.reshape(-1, BLOCKS[values[0].numel()])
     largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True)).float().to(values.dtype)
-    table = torch.tensor(shares(signed)).to(values.dtype)
+    table = torch.tensor(shares(signed), dtype=values.dtype)
     share = (blocks / largest).nan_to_num()
     above = torch.searchsorted(table, share).clamp(1, 255)
     low, high = table[above - 1], table[above]
     read = torch.where((share - low < high - share) & (signed or low != 0), low, high)
+    read = read.float().to(values.dtype)  # the table is in fp32
     return torch.where((largest == 0) | (~torch.tensor(signed) & (blocks == 0)), 0.0, read * largest).reshape(
         values.shape
     )

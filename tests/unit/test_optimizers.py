@@ -43,16 +43,28 @@ def random_blocks(signed: bool) -> Tensor:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_numbers_that_were_kept_once_do_not_change_again(signed: bool) -> None:
-    values, (of, bounds) = random_blocks(signed), table(signed, CPU)
-    codes, scale = quantize(values, bounds)
+    values, of = random_blocks(signed), table(signed, CPU)
+    codes, scale = quantize(values, signed)
     read = dequantize(codes, scale, of, torch.float32)
     error = ((read - values).abs().amax(1) / values.abs().amax(1).clamp(min=1e-30)).max()
     assert error < 0.0075  # half of the widest step
-    again, scale_again = quantize(read, bounds)
+    again, scale_again = quantize(read, signed)
     assert torch.equal(scale_again, scale) and torch.equal(dequantize(again, scale, of, torch.float32), read)
     largest = values.abs().argmax(1, keepdim=True)
     assert torch.equal(read.gather(1, largest), values.gather(1, largest)), "the largest is exact, whatever its sign"
     assert signed or ((read == 0) == (values == 0)).all(), "what AdamW divides by is not rounded to 0"
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_number_becomes_the_nearest_share(signed: bool) -> None:
+    of = torch.tensor(shares(signed), dtype=torch.float64)
+    between = torch.cat([of[:-1] + (of[1:] - of[:-1]) * x for x in (1e-6, 0.49999, 0.50001, 1 - 1e-6)])
+    between = between.clamp(min=0.0 if not signed else -1.0)
+    nearest = (between[:, None] - of).abs().argmin(1)
+    if not signed:
+        nearest = nearest.clamp(min=1)
+    found, _ = quantize(torch.stack([between, torch.ones_like(between)], 1), signed)
+    assert torch.equal(found[:, 0].long(), nearest)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ class AdamW8bit(_CompactAdamW):
         blocks = [t.contiguous().view(-1, length) for t in (whole, gradient)]
         for codes, scale in (("exp_avg", "exp_avg_scale"), ("exp_avg_sq_root", "exp_avg_sq_root_scale")):
             blocks += [state[codes].view(-1, length), state[scale].view(-1)]
-        tables = [*table(True, parameter.device), *table(False, parameter.device)]
+        tables = [table(signed, parameter.device) for signed in (True, False)]
         _run(_update_8bit, *blocks, *tables, *numbers)
         if whole.data_ptr() != parameter.data_ptr():
             parameter.copy_(whole)
@@ -181,14 +181,14 @@ def _update(p: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *n
 
 def _update_8bit(
     p: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_scale: Tensor, root: Tensor, root_scale: Tensor,
-    signed: Tensor, signed_bounds: Tensor, unsigned: Tensor, unsigned_bounds: Tensor, *numbers: Any,
+    signed: Tensor, unsigned: Tensor, *numbers: Any,
 ) -> None:  # fmt: skip
     """All in blocks: [N, length], and the scales [N]."""
     dtype, found = _compute_dtype(p), numbers[1]
     first = dequantize(exp_avg, exp_avg_scale, signed, dtype)
     second = dequantize(root, root_scale, unsigned, dtype).square()
     new, first, second = _adamw(p.to(dtype), gradient.to(dtype), first, second, *numbers)
-    kept = [*quantize(first, signed_bounds), *quantize(second.sqrt(), unsigned_bounds)]
+    kept = [*quantize(first, signed=True), *quantize(second.sqrt(), signed=False)]
     _write([p, exp_avg, exp_avg_scale, root, root_scale], [new, *kept], found)
 
 

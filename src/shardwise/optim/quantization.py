@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from itertools import pairwise
 from math import prod
 
 import torch
@@ -42,28 +41,43 @@ def shares(signed: bool) -> list[float]:
 
 
 @functools.cache
-def table(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The shares, fp32 [256], and the bounds between them, fp32 [255].
+def table(signed: bool, device: torch.device) -> Tensor:
+    """The shares, fp32 [256]."""
+    return torch.tensor(shares(signed), dtype=torch.float32, device=device)
 
-    Between 0 and the smallest positive share the bound of the unsigned table is 0: what is not 0 is not kept as 0. The
-    optimizer divides by these numbers.
+
+@functools.cache
+def _positive(signed: bool) -> list[float]:
+    return [share for share in shares(signed) if share > 0]
+
+
+def quantize(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """Blocks of numbers [N, length] → the numbers of the nearest shares, uint8 [N, length], and the scales, fp32 [N].
+
+    Without signs, what is not 0 is not kept as 0: the optimizer divides by it. The nearest share is computed, since a
+    search in the table would take a GPU several times as long.
     """
-    values = shares(signed)
-    bounds = [(low + high) / 2 for low, high in pairwise(values)]
-    if not signed:
-        bounds[0] = 0.0
-    shares_of, bounds_of = (torch.tensor(one, dtype=torch.float32, device=device) for one in (values, bounds))
-    return shares_of, bounds_of
-
-
-def quantize(values: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks of numbers [N, length] → the numbers of their shares, uint8 [N, length], and their scales, fp32 [N]."""
     high, low = values.amax(1), values.amin(1)
     scale = torch.where(high >= -low, high, low).float()
     share = values / torch.where(scale == 0, torch.ones_like(scale), scale)[:, None]
-    return torch.bucketize(share, bounds.to(share.dtype), out_int32=True).to(torch.uint8), scale
+    size, positive, fewest = share.abs(), _positive(signed), 1 if signed else 2
+    steps = torch.full_like(size, fewest)  # in the decade of a number
+    within = size * 10.0 ** (_DECADES - 1)  # 0.1 to 1 in its decade
+    for decade in range(1, _DECADES):
+        first = fewest * (2**decade - 1)
+        is_above = size > (positive[first - 1] + positive[first]) / 2
+        steps = torch.where(is_above, fewest * 2.0**decade, steps)
+        within = torch.where(is_above, size * 10.0 ** (_DECADES - 1 - decade), within)
+    step = torch.minimum(((within - 0.1) / 0.9 * steps).floor().clamp(min=0), steps - 1)
+    number = torch.where(share > (positive[-2] + positive[-1]) / 2, len(positive) - 1, steps - fewest + step)
+    if signed:  # 127 shares are below 0
+        codes = torch.where(share > 0, 128 + number, 126 - number)
+        codes = torch.where(size <= positive[0] / 2, 127, codes)
+    else:
+        codes = torch.where(size > 0, 1 + number, 0)
+    return codes.to(torch.uint8), scale
 
 
 def dequantize(codes: Tensor, scale: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `quantize`. `values`: the table's shares."""
+    """The inverse of `quantize`. `values`: the table."""
     return values[codes.int()].to(dtype) * scale[:, None].to(dtype)
