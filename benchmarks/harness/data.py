@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 from shardwise.plan import Plan
 
 SAMPLES = 1 << 17  # no epoch ends within a run
-# What the data of the language-modelling recipe takes and these data do not
-NO_CORPUS = ["~data.corpus", "~data.directory", "~data.max_validation_sequences", "~data.num_workers",
-             "~data.document_mask", "~data.validation"]  # fmt: skip
+# In place of the recipe's data, whose arguments these data do not take; data._target_= says which
+NO_CORPUS = ["data=custom", "data.batch_size=${micro_batch_size}"]
 
 
 class OneBatch(Dataset[Any]):
