@@ -22,7 +22,6 @@ RUNS = {
     "ddp": ["strategy=ddp"],
     "fsdp": ["strategy=fsdp"],
     "fsdp, recomputed": ["strategy=fsdp", "activation_checkpointing=full"],
-    "fsdp_hybrid, replicas only": ["strategy=fsdp_hybrid", "strategy.shard_size=1"],
     "ddp, rowwise": ["strategy=ddp", ROWWISE],
     "fsdp, rowwise": ["strategy=fsdp", ROWWISE],
 }

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from shardwise.config.compose import compose
 from shardwise.plan import Host, Plan, make_plan
+from tests.harness import everything
 
 VOCABULARY, WIDTH, LENGTH, BATCH, MICRO = 48, 32, 12, 8, 2
 RATE, MOMENTUM = 0.2, 0.9
@@ -75,16 +76,12 @@ def rows() -> Tensor:
     return torch.randint(0, VOCABULARY, (4 * BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
 
 
-class Rows(LightningDataModule):
-    def __init__(self, batch_size: int) -> None:
-        super().__init__()
-        self.batch_size = batch_size
-
+class Rows(everything.Rows):
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(rows(), batch_size=self.batch_size)  # type: ignore[arg-type]
+        return DataLoader(rows(), self.batch_size)  # type: ignore[arg-type]
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(rows()[:5], batch_size=self.batch_size)  # type: ignore[arg-type]
+        return DataLoader(rows()[:5], self.batch_size)  # type: ignore[arg-type]
 
 
 def plan_of(folder: Path, ranks: int, steps: int, *words: str, accelerator: str = "cpu") -> Plan:

@@ -79,7 +79,7 @@ USED = {
         "_aot_autograd _axiswise_dim _data _dynamo _foreach_norm _functorch _local_tensor _orig_dtype _parameters "
         "_scale"
     ),
-    "parallel/parallelize.py": "_dynamo",
+    "parallel/parallelize.py": "_dynamo _pytree",
     "parallel/precision.py": "_NormBase _parameters _pytree",
     "parallel/units.py": "_no_split_modules _parameters",
     "preflight/judge.py": "_C _distributed_c10d",

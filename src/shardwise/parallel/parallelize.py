@@ -10,6 +10,7 @@ keeping them. FSDP2 and DeepSpeed use hooks on the unit's call, around all of th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,8 @@ def prepare_float8(module: nn.Module, plan: Plan) -> Float8Layers | None:
     """Let the large linear layers of `module` multiply in fp8, before `parallelize`. None: the Plan has no fp8."""
     if plan.precision.fp8 is None:
         return None
+    for name in ("torchao", "torch.utils._pytree"):  # on import torchao warns of parts of its own that nobody uses here
+        logging.getLogger(name).setLevel(logging.ERROR)
     from shardwise.parallel.float8 import Float8Layers
 
     layers = Float8Layers(module, plan.precision.fp8)

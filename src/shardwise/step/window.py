@@ -23,14 +23,14 @@ class AccumulationWindow:
         self.losses: list[
             Tensor
         ] = []  # what each micro-batch adds to the loss of the window: shares, not the losses of training_step
-        self._scale: Tensor | None = None  # the factor for the current micro-batch's loss
+        self._factor: Tensor | None = None  # the factor for the current micro-batch's loss
 
     def begin(self) -> None:
         self.losses = []
 
     def begin_micro_batch(self, scale: Tensor | None) -> None:
         """Begin the next micro-batch. `scale`: the factor of its loss; None: the loss is used as it is."""
-        self._scale = scale
+        self._factor = scale
 
     @property
     def is_complete(self) -> bool:
@@ -42,7 +42,7 @@ class AccumulationWindow:
 
         `loss`: of `training_step`, divided by the number of micro-batches already: Lightning does that.
         """
-        scaled = loss if self._scale is None else loss * self._scale.to(loss.dtype)
+        scaled = loss if self._factor is None else loss * self._factor.to(loss.dtype)
         self.losses.append(scaled.detach().reshape(()))
         return scaled
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -34,7 +34,7 @@ from shardwise.errors import ConfigError
 from shardwise.lightning_internals import counters
 from shardwise.lightning_internals.results import unrecorded
 from shardwise.optim.optimizers import check_one_owner, step_schedules_unless
-from shardwise.parallel.parallelize import copy_outside_units, parallelize, prepare_float8
+from shardwise.parallel.parallelize import copy_outside_units, parallelize
 from shardwise.parallel.precision import ParameterSites
 from shardwise.parallel.units import Units, units_for
 from shardwise.plan import Plan
@@ -46,16 +46,14 @@ from shardwise.step.record import StepRecord, StepRecorder
 from shardwise.step.verdict import StepVerdict
 from shardwise.step.window import AccumulationWindow, check_output
 from shardwise.strategies.checkpoint_hooks import CheckpointHooks
+from shardwise.strategies.copied_parameters import CopiedParameters
 from shardwise.strategies.gathered import GatheringHooks
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.whole_weights import weights_are_sharded
 from shardwise.weights.init_from import read_initial
 
-if TYPE_CHECKING:  # needs torchao
-    from shardwise.parallel.float8 import Float8Layers
 
-
-class PlannedStrategy(CheckpointHooks, GatheringHooks, ParallelStrategy):
+class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, ParallelStrategy):
     """The hooks that are the same under every strategy. Each strategy mixes them into one of Lightning's."""
 
     runs_inside_forward = True  # whether a step must run inside the forward of the wrapped module
@@ -63,7 +61,6 @@ class PlannedStrategy(CheckpointHooks, GatheringHooks, ParallelStrategy):
     hides_weights = False
     scales_by_gradient = True  # whether the backward pass may start from another gradient than 1
     train_loader: TrainLoader | None = None
-    float8: Float8Layers | None = None  # the layers that multiply in fp8
     sharded: DTensorState  # finds parameters and optimizer state
 
     def _use(self, plan: Plan, precision: Callable[[Plan, StepVerdict], PlannedPrecision] = PlannedPrecision) -> None:
@@ -106,19 +103,8 @@ class PlannedStrategy(CheckpointHooks, GatheringHooks, ParallelStrategy):
     def _make_sharded_state(self, module: LightningModule) -> DTensorState:
         return DTensorState(module, lambda: self.optimizers)
 
-    def _keeps_whole(self, parameter: nn.Parameter) -> bool:
-        """Whether every rank keeps the whole `parameter`."""
-        return False
-
-    def _is_copied(self, parameter: nn.Parameter) -> bool:
-        """Whether shardwise makes low-precision copies of `parameter`."""
-        return self._keeps_whole(parameter) and not (self.float8 and self.float8.cast_from_master(parameter))
-
     def _parallelize(self, module: LightningModule, units: Units, *, casts_inputs: bool) -> None:
-        self.float8 = prepare_float8(module, self.plan)
-        if self.float8 is not None and self.is_global_zero:
-            slow = self.plan.compile == "none" and self.plan.accelerator == "cuda"
-            print(f"{self.float8}{'; slow without compile=layer or model' if slow else ''}", flush=True)
+        self._prepare_float8(module)
         parallelize(module, units, self.plan, copied=self._is_copied, casts_inputs=casts_inputs)
         if self.plan.precision.is_mixed:
             self._outside_units = copy_outside_units(module, units, self.plan, self._is_copied)
@@ -211,11 +197,6 @@ class PlannedStrategy(CheckpointHooks, GatheringHooks, ParallelStrategy):
         if name != "training_step" or not self.window.losses:  # a step's further micro-batches see the same weights
             self._refresh_float8()
         return self.step_forward.run(self.model if self.runs_inside_forward else None, name, *args, **kwargs)
-
-    def _refresh_float8(self) -> None:
-        """Compute the scales of weights that are gathered in fp8. Collective."""
-        if self.float8 is not None:
-            self.float8.refresh_scales()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self._run_step("training_step", *args, **kwargs)

@@ -1,0 +1,42 @@
+"""Which parameters shardwise copies in low precision, and which are cast to fp8 instead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy
+from torch import nn
+
+from shardwise.parallel.parallelize import prepare_float8
+from shardwise.plan import Plan
+
+if TYPE_CHECKING:  # needs torchao
+    from shardwise.parallel.float8 import Float8Layers
+
+
+class CopiedParameters(Strategy):
+    """The answers that depend on whether a strategy shards parameters, and on `precision=fp8`."""
+
+    plan: Plan
+    float8: Float8Layers | None = None  # the layers that multiply in fp8
+
+    def _keeps_whole(self, parameter: nn.Parameter) -> bool:
+        """Whether every rank keeps the whole `parameter`."""
+        return False
+
+    def _is_copied(self, parameter: nn.Parameter) -> bool:
+        """Whether shardwise makes low-precision copies of `parameter`."""
+        return self._keeps_whole(parameter) and not (self.float8 and self.float8.cast_from_master(parameter))
+
+    def _prepare_float8(self, module: LightningModule) -> None:
+        """Let layers multiply in fp8 if the Plan says so, and tell the user which."""
+        self.float8 = prepare_float8(module, self.plan)
+        if self.float8 is not None and self.is_global_zero:
+            slow = self.plan.compile == "none" and self.plan.accelerator == "cuda"
+            print(f"{self.float8}{'; slow without compile=layer or model' if slow else ''}", flush=True)
+
+    def _refresh_float8(self) -> None:
+        """Compute the scales of weights that are gathered in fp8. Collective."""
+        if self.float8 is not None:
+            self.float8.refresh_scales()
