@@ -171,7 +171,7 @@ class RunConfig:
         ActivationCheckpointing.none, "compute each repeated layer again in the backward pass"
     )
     loss: Loss = option(
-        Loss.auto, "a language model's logits all at once, some rows at a time, or so by a kernel: docs/large-models.md"
+        Loss.auto, "a language model's loss from all logits at once, or from some rows at a time: docs/large-models.md"
     )
     attention: AttentionKernel = option(
         AttentionKernel.auto,
