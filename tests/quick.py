@@ -40,7 +40,8 @@ RUNS: dict[str, list[str]] = {
     "callbacks, early stop": ["test_callbacks.py::test_an_early_stop_is_told_and_its_count_survives_a_resume[fsdp]"],
     "attention kernels": ["test_attention.py"],
     "activation checkpointing": [
-        "test_same_run.py::test_switches_change_no_number[activation_checkpointing=full-fsdp]"
+        "test_same_run.py::test_switches_change_no_number[activation_checkpointing=full-fsdp]",
+        "test_checkpointing.py::test_what_is_computed_again_has_the_same_bits[selective-fsdp]",
     ],
     "compile": ["test_same_run.py::test_switches_change_no_number[compile=layer-ddp]"],
     "compact optimizers, Muon": ["test_optimizers.py::test_every_strategy_equals_the_plain_version"],

@@ -193,7 +193,7 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
         check_val_every_n_epoch=1 if validate_every is None else None,
         log_every_n_steps=plan.log_every_n_steps,
         deterministic=plan.deterministic or None,  # False would undo what a module has chosen
-        benchmark=plan.benchmark or None,  # False would do so here as well
+        benchmark=plan.cudnn_benchmark or None,  # False would do so here as well
         detect_anomaly=plan.detect_anomaly,
         use_distributed_sampler=False,
         num_sanity_val_steps=0,

@@ -1,6 +1,7 @@
 """conf/: every file composes, binds to what it names and says all that its schema has."""
 
 import dataclasses
+import json
 import shlex
 from pathlib import Path
 from typing import Any, cast
@@ -14,8 +15,10 @@ from shardwise.config.bind import bind
 from shardwise.config.compose import compose, read_clusters
 from shardwise.config.groups import (
     STRATEGY_CONFIGS,
+    ActivationCheckpointingConfig,
     CheckpointConfig,
     ClusterConfig,
+    CompileConfig,
     LoggerConfig,
     PeakTflopsConfig,
     PrecisionConfig,
@@ -25,7 +28,10 @@ from shardwise.config.help import config_groups
 from shardwise.config.paths import CONF
 from shardwise.config.schema import RunConfig
 from shardwise.config.targets import check
+from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan.layers import SAVED
+from shardwise.plan.plan import ActivationCheckpointing, Compile
 
 DGX = Host(cuda_devices=8, run_id="made-up")
 GROUPS = config_groups([CONF])
@@ -95,7 +101,14 @@ def test_the_llama_experiment_is_what_it_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "kind"), [("precision", PrecisionConfig), ("checkpoint", CheckpointConfig), ("cluster", ClusterConfig)]
+    ("group", "kind"),
+    [
+        ("precision", PrecisionConfig),
+        ("checkpoint", CheckpointConfig),
+        ("cluster", ClusterConfig),
+        ("compile", CompileConfig),
+        ("activation_checkpointing", ActivationCheckpointingConfig),
+    ],
 )
 def test_a_file_has_the_keys_of_its_schema(group: str, kind: type[Any]) -> None:
     for file in sorted((CONF / group).iterdir()):
@@ -223,6 +236,52 @@ def test_a_folder_of_your_own_adds_options_and_has_the_groups_of_ours(tmp_path: 
     assert (config.max_steps, config.optimizer["lr"]) == (3, 0.5)
     assert read("--config-dir", str(tmp_path), "optimizer=rprop").optimizer["_target_"] == "torch.optim.Rprop"
     assert "mine" in (compose(["--help", "--config-dir", str(tmp_path)]).print or "")
+
+
+def test_yaml_and_plans_of_before_the_groups_mean_what_they_meant(tmp_path: Path) -> None:
+    """`compile: model` was plain text in YAML and in plan.json. The command line still has the last word."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text(
+        "# @package _global_\ncompile: model\nactivation_checkpointing: full\nbenchmark: true\n"
+    )
+    mine = ["--config-dir", str(tmp_path), "experiment=mine", "accelerator=cpu"]
+    plan = make_plan(read(*mine), Host(cuda_devices=0, run_id="made-up"))
+    assert (plan.compile, plan.activation_checkpointing) == (Compile("model"), ActivationCheckpointing("full"))
+    assert plan.cudnn_benchmark
+    earlier = json.loads(plan.to_json()) | {"compile": "model", "activation_checkpointing": "full", "benchmark": True}
+    del earlier["cudnn_benchmark"]
+    assert Plan.from_json(json.dumps(earlier)) == plan
+    words = ["compile=layer", "activation_checkpointing=selective", "cudnn_benchmark=false"]
+    plan = make_plan(read(*mine, *words), Host(cuda_devices=0, run_id="made-up"))
+    assert (plan.compile.name, plan.activation_checkpointing.name, plan.cudnn_benchmark) == (
+        "layer",
+        "selective",
+        False,
+    )
+    with pytest.raises(
+        ConfigError, match=r"^compile\.memory_budget=0\.5: a YAML file says compile: model as plain text"
+    ):
+        read(*mine, "compile.memory_budget=0.5")
+
+
+def test_options_of_the_groups_reach_the_plan() -> None:
+    plan = make_plan(read("compile=model", "compile.memory_budget=0.5", "compile.mode=max-autotune"), DGX)
+    assert plan.compile == Compile("model", memory_budget=0.5, mode="max-autotune")
+    words = ["activation_checkpointing=selective", "activation_checkpointing.every_n_layers=2"]
+    plan = make_plan(read(*words, "activation_checkpointing.save=[every_second_matmul,aten.mm]"), DGX)
+    expected = ActivationCheckpointing("selective", every_n_layers=2, save=("every_second_matmul", "aten.mm"))
+    assert plan.activation_checkpointing == expected
+    assert set(make_plan(read(*words), DGX).activation_checkpointing.save) <= set(SAVED)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3"])
+def test_cuda_graphs_are_refused_where_memory_moves(strategy: str) -> None:
+    words = ["compile=layer", "compile.cudagraphs=true", f"strategy={strategy}"]
+    if strategy == "ddp":
+        assert make_plan(read(*words), DGX).compile.cudagraphs
+        return
+    with pytest.raises(ConfigError, match=rf"^compile\.cudagraphs=true strategy={strategy}: a CUDA graph replays"):
+        make_plan(read(*words), DGX)
 
 
 def test_values_come_from_the_environment_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

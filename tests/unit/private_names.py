@@ -38,7 +38,7 @@ SEEN_IN = {
 USED = {
     "callbacks/average.py": "_foreach_add_ _foreach_lerp_ _foreach_mul_ _foreach_sub",
     "callbacks/out_of_memory.py": "_dump_snapshot _record_memory_history",
-    "callbacks/steps.py": "_dynamo",
+    "callbacks/recompilations.py": "_dynamo",
     "checkpoint/chunks.py": "_utils",
     "checkpoint/metadata.py": "_MEM_FORMAT_ENCODING _StorageInfo _get_layout",
     "checkpoint/pickles.py": "_backward_hooks",
@@ -74,12 +74,13 @@ USED = {
     "nn/flash_attention_4.py": "_flash_attn_bwd _flash_attn_fwd",
     "optim/adamw.py": "_foreach_add_",
     "optim/deepspeed_operators.py": "_get_build_directory",
-    "parallel/activation_checkpointing.py": "_buffers",
+    "parallel/activation_checkpointing.py": "_buffers _cdata _pytree _schema",
+    "parallel/compile.py": "_dynamo _functorch",
     "parallel/float8.py": (
         "_aot_autograd _axiswise_dim _data _dynamo _foreach_norm _functorch _local_tensor _orig_dtype _parameters "
         "_scale"
     ),
-    "parallel/parallelize.py": "_dynamo _pytree",
+    "parallel/parallelize.py": "_pytree",
     "parallel/precision.py": "_NormBase _parameters _pytree",
     "parallel/units.py": "_no_split_modules _parameters",
     "preflight/judge.py": "_C _distributed_c10d",
@@ -317,13 +318,15 @@ NAMES = {
     "_StorageInfo": name("torch.distributed.checkpoint.filesystem", "a class that the pickle of .metadata names"),
     "_get_layout": name("torch.serialization", "a class that the pickle of .metadata names"),
     # torchao's products, and what torch's compiler keeps of them
-    "_functorch": name("torch", "where a node is said to belong into the backward graph: nothing public says it"),
+    "_functorch": name("torch", "the compiler's memory budget, and where a node belongs into the backward graph"),
     "_aot_autograd": name("torch._functorch", "as _functorch"),
     "_data": name(FLOAT8, "the bytes of a tensor in fp8, to lay them out anew"),
     "_scale": name(FLOAT8, "a gathered weight's scale of this step; the tensor itself stays"),
     "_orig_dtype": name(FLOAT8, "a tensor in fp8 is made like another"),
     "_axiswise_dim": name(FLOAT8, "a tensor in fp8 is made like another"),
-    "_dynamo": name("torch", "the limit of recompilations, and how many graphs there are"),
+    "_dynamo": name("torch", "the limit of recompilations, how many graphs there are, and why one was compiled again"),
+    "_schema": name("torch._ops.OpOverload", "which argument is the share of dropout, and which ones are written to"),
+    "_cdata": name("torch.UntypedStorage", "whether two tensors share memory"),
     "_record_memory_history": name("torch.cuda.memory", "documented by torch under this name"),
     "_dump_snapshot": name("torch.cuda.memory", "documented by torch under this name"),
     "_get_build_directory": name(

@@ -82,16 +82,21 @@ def tokens() -> Tensor:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_checkpointed_units_run_twice_and_give_the_same_bits(tokens: Tensor, precision: str) -> None:
+@pytest.mark.parametrize("name", ["full", "selective"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_checkpointed_units_run_twice_and_give_the_same_bits(
+    tokens: Tensor, precision: str, name: str, every: int
+) -> None:
     """Dropout draws the same numbers again, and BatchNorm counts a micro-batch once."""
     torch.manual_seed(0)
     model = Model(dropout=0.3)
     plain = prepared(model, f"precision={precision}")
-    ours = prepared(model, f"precision={precision}", "activation_checkpointing=full")
+    words = [f"activation_checkpointing={name}", f"activation_checkpointing.every_n_layers={every}"]
+    ours = prepared(model, f"precision={precision}", *words)
     for n in (1, 2):  # the second micro-batch of a window, on the statistics of the first
         check_bit_equal(step(ours, tokens), step(plain, tokens))
         assert [block.calls for block in plain.blocks] == [n] * 3
-        assert [block.calls for block in ours.blocks] == [2 * n] * 3
+        assert [block.calls for block in ours.blocks] == ([2 * n] * 3 if every == 1 else [2 * n, n, 2 * n])
         assert ours.blocks[0].batch_norm.num_batches_tracked == n
 
 
@@ -143,7 +148,8 @@ def test_checkpointed_units_keep_their_inputs_alone(tokens: Tensor, precision: s
 # What torch says to itself while it compiles
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("words", [[], ["activation_checkpointing=full"]], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("words", [[], ["activation_checkpointing=full"], ["activation_checkpointing=selective"]],
+                         ids=["plain", "full", "selective"])  # fmt: skip
 def test_compiled_units_give_the_same_numbers(tokens: Tensor, words: list[str]) -> None:
     """Three layers of one class are one graph. Inductor fuses, so bits may differ, and nothing more than bits."""
     torch.manual_seed(0)

@@ -59,6 +59,8 @@ READ = {
     "+trainer.precision=bf16-mixed": ["precision=bf16"],
     "trainer.num_nodes=2": ["nodes=2"],
     "trainer.logger=wandb": ["logger=wandb"],
+    "benchmark=true": ["cudnn_benchmark=true"],
+    "trainer.benchmark=false": ["cudnn_benchmark=false"],
     "logger=false": ["logger=csv"],
     "trainer.logger=False": ["logger=csv"],
     "enable_progress_bar=false": ["progress_bar=false"],
@@ -76,7 +78,7 @@ ANYWAY = [
 OURS = [
     "accelerator=cpu", "precision=bf16", "strategy=zero2", "strategy.offload_optimizer=true", "max_epochs=3",
     "devices=4",     "log_every_n_steps=3", "gradient_clip_val=1", "deterministic=true", "callbacks.stop.monitor=x",
-    "min_epochs=2", "min_steps=9", "gradient_clip_algorithm=value", "benchmark=true", "detect_anomaly=true",
+    "min_epochs=2", "min_steps=9", "gradient_clip_algorithm=value", "detect_anomaly=true",
     "strategy=a,b", "foo",
     "module.batch_size=3", "precision=[16]", "-m", "callbacks={stop: null}", "profiler=simple",
 ]  # fmt: skip

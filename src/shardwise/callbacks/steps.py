@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -14,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from shardwise.callbacks.configured import refuse_callbacks
+from shardwise.callbacks.recompilations import Recompilations
 from shardwise.distributed.collectives import largest_over
 from shardwise.lightning_internals.results import step_logging, step_results, validation_results
 from shardwise.metrics.csv_logger import CsvLogger
@@ -24,7 +24,6 @@ from shardwise.step.record import LAG, Readback, StepNumbers, StepRecord
 from shardwise.strategies.base import strategy_of
 
 LOSS, OTHER_LOSS = "train/loss", "train/global_batch_loss"
-_HANDFUL = 5  # with more compilations than this after the first step, the run warns
 
 
 class StepLog(Callback):
@@ -40,14 +39,12 @@ class StepLog(Callback):
         self.meter = Meter(plan)
         self.bar: tqdm[Any] | None = None
         self.steps = 0  # the steps that this process has made
-        self.graphs = 0  # the graphs compiled so far
-        self.recompiled = 0  # the graphs compiled after the first step
+        self.recompilations = Recompilations(plan.compile.name)
         self._shown: dict[int, tuple[list[str], Readback]] = {}  # step → what the module logs for the progress bar
         self._rows: deque[tuple[int, dict[str, float], Readback]] = deque()
         self._of_module: dict[int, Logged] = {}  # step that gets a row → what the module logged in it
         self._taken: set[str] = set()  # the names that the module logs under
         self._written: set[str] = set()  # the names of the run's own values
-        self._evaluated = False
         self._last_step = 0
         self._row_step = 0  # the step of the last row
 
@@ -86,23 +83,8 @@ class StepLog(Callback):
         if self.bar is not None:
             self.bar.n = step
             self.bar.update(0)
-        if self.plan.compile != "none":
-            self._count_graphs(trainer)
-
-    def _count_graphs(self, trainer: Trainer) -> None:
-        """Count the graphs compiled while training, without those of the first step and of evaluation."""
-        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        self.graphs, before = graphs, self.graphs
-        if self.steps > 1 and graphs > before and not self._evaluated:
-            self.recompiled += graphs - before
-            if self.recompiled > _HANDFUL >= self.recompiled - (graphs - before) and trainer.is_global_zero:
-                warnings.warn(
-                    f"compile={self.plan.compile}: {self.recompiled} graphs were compiled after the first step, each "
-                    f"in seconds: something changes from step to step (shapes, flags); TORCH_LOGS=recompiles "
-                    f"names it, compile=none avoids it",
-                    stacklevel=2,
-                )
-        self._evaluated = False
+        if self.plan.compile.name != "none":
+            self.recompilations.after_step(warns=trainer.is_global_zero)
 
     def add_step(self, trainer: Trainer, step: StepRecord, numbers: StepNumbers) -> None:
         """Add the next step. Collective."""
@@ -227,7 +209,7 @@ class StepLog(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit":
             return
-        self._evaluated = True
+        self.recompilations.expect()
         strategy_of(trainer).recorder.restart_clock()
         measured = _scalars(validation_results(trainer))
         if trainer.is_global_zero and measured:

@@ -59,8 +59,8 @@ class Summary(Callback):
             # under DeepSpeed the inner optimizer, which may be another class than the config names
             "optimizers": [type(getattr(o, "optimizer", o)).__name__ for o in trainer.optimizers],
             "attention": kernels_that_ran() or None,
-            "graphs_compiled": self.steps.graphs or None,
-            "graphs_compiled_after_the_first_step": self.steps.recompiled or None,
+            "graphs_compiled": self.steps.recompilations.graphs or None,
+            "graphs_compiled_after_the_first_step": self.steps.recompilations.count or None,
             "skipped_steps_this_process": trainer.strategy.skipped_steps,  # type: ignore[attr-defined]
             "memory_allocated_gib": round(allocated, 2) or None,  # this and the next are the peaks of rank 0
             "peak_memory_gib": round(reserved, 2) or None,
@@ -105,7 +105,8 @@ class Summary(Callback):
         if (ran := summary["attention"]) is not None:
             lines["attention"] = "; ".join(f"{' and '.join(kernels)} ({where})" for where, kernels in ran.items())
         if summary["graphs_compiled"] is not None:
-            later = f", {self.steps.recompiled} of them after the first step" * (self.steps.recompiled > 0)
+            again = self.steps.recompilations.count
+            later = f", {again} of them after the first step" * (again > 0)
             lines["compiled"] = count(summary["graphs_compiled"], "graph") + later
         if summary["skipped_steps_this_process"]:
             lines["skipped"] = f"{count(summary['skipped_steps_this_process'], 'step')} whose gradients were not finite"

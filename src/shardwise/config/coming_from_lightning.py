@@ -134,7 +134,7 @@ _ARGUMENTS = _rows(
             _BY_VALUE,
         ),
         "deterministic": _same("`true` or `false`; `warn` is `false` and `torch.use_deterministic_algorithms` by hand"),
-        "benchmark": _same("`true` or `false`"),
+        "benchmark": _word("`cudnn_benchmark=true`"),
         "inference_mode": _refused("always off: FSDP2 uses the parameters that validation has gathered again"),
         "use_distributed_sampler": _refused(
             "which rank gets which sample is the library's, so that a run can go on with other ranks"

@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from shardwise.config.bind import as_yaml, bind
+from shardwise.config.earlier_words import read_earlier_words
 from shardwise.config.explain import check_numbers, check_open, explain
 from shardwise.config.groups import STRATEGY_CONFIGS, ClusterConfig, StrategyName
 from shardwise.config.help import config_groups, help_text
@@ -214,6 +215,7 @@ def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str]
             given = next(w for w in words if w.partition("=")[0] in _LENGTHS and not w.endswith("=null"))
             messages += tuple(f"{given} is given, so the recipe's {old} does not count" for old in replaced)
         plain = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=False))
+        read_earlier_words(plain, words)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from None
     except (HydraException, OmegaConfBaseException) as error:

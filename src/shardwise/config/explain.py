@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from shardwise.config.bind import as_yaml
+from shardwise.config.earlier_words import GROUPS_SINCE
 from shardwise.config.paths import CONF
 from shardwise.config.schema import MISSING
 from shardwise.errors import ConfigError, did_you_mean
@@ -94,6 +95,11 @@ def _no_option(key: str, config_name: str, words: tuple[str, ...], searchpath: l
         hint = f", or give module.{option}={value} where it is an argument of the module's constructor"
         also = hint if parent == "optimizer" else ""
         return f"{parent} is none here, so it has no {option}; choose {parent}=… as well{also}"
+    if parent in GROUPS_SINCE and isinstance(node, str):
+        return (
+            f"a YAML file says {parent}: {node} as plain text, which has no options; write there "
+            f"{parent}: {{name: {node}}}, or `override /{parent}: {node}` among its defaults"
+        )
     if not isinstance(node, DictConfig):
         return f"{parent} is a single value; write {parent}=…"
     known = [str(k) for k in node]

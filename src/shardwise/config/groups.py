@@ -40,6 +40,22 @@ class PrecisionName(Enum):
     fp8 = "fp8"
 
 
+class CompileName(Enum):
+    none = "none"
+    layer = "layer"
+    model = "model"
+
+
+# torch.compile's own words, one of which has a hyphen.
+CompileMode = Enum("CompileMode", {"default": "default", "max-autotune": "max-autotune"})
+
+
+class ActivationCheckpointingName(Enum):
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
 class Dtype(Enum):
     float64 = "float64"
     float32 = "float32"
@@ -160,6 +176,33 @@ class PrecisionConfig:
     loss_scaling: bool = False  # dynamic; a step whose gradients overflow is skipped
     tf32: bool = False  # matrix products of float32 tensors on tensor cores, 10-bit mantissa
     fp8: Float8Config | None = None  # linear layers multiply in fp8; null: none does
+
+
+@dataclass
+class CompileConfig:
+    """What torch.compile compiles, and how."""
+
+    name: CompileName = CompileName.none
+    memory_budget: float | None = option(
+        None, "keep this share of what the compiler would keep for the backward pass, and compute the rest again",
+        form="0…1",
+    )  # fmt: skip
+    mode: CompileMode = option(
+        CompileMode.default, "max-autotune tries several kernels for each matrix product and takes the fastest"
+    )
+    cudagraphs: bool = option(False, "record the kernels and replay them, where the host is too slow to launch each")
+
+
+@dataclass
+class ActivationCheckpointingConfig:
+    """What the backward pass computes again instead of keeping it from the forward pass."""
+
+    name: ActivationCheckpointingName = ActivationCheckpointingName.none
+    every_n_layers: int = option(1, "of so many repeated layers one is checkpointed; the others keep everything")
+    save: list[str] = option(
+        [], "what selective keeps: matmul, every_second_matmul, convolution, attention, collective, fp8_maximum, or "
+        "operations of PyTorch by name, e.g. aten.mm", form="[matmul,attention,…]",
+    )  # fmt: skip
 
 
 class WhenBusy(Enum):

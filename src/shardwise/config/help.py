@@ -10,10 +10,20 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from shardwise.config.groups import STRATEGY_CONFIGS, StrategyName
+from shardwise.config.groups import (
+    STRATEGY_CONFIGS,
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    StrategyName,
+)
 from shardwise.config.schema import MISSING, GuardConfig, RunConfig
 
 _LEFT, _WIDTH = 28, 118  # columns of the names, and of a line
+_NODES = (
+    ("What is compiled, and how", CompileConfig, "compile."),
+    ("Activation checkpointing", ActivationCheckpointingConfig, "activation_checkpointing."),
+    ("Steps that are not finite, and losses that leap", GuardConfig, "guard."),
+)
 
 
 def config_groups(directories: list[Path]) -> dict[str, list[str]]:
@@ -27,12 +37,13 @@ def config_groups(directories: list[Path]) -> dict[str, list[str]]:
 
 def help_text(directories: list[Path]) -> str:
     """What can be said on the command line."""
-    lines = [HELP_HEAD]
-    for group, options in config_groups(directories).items():
-        lines.append(f"  {group + '=':<13}{' | '.join(options)}")
-    lines += [*_describe(RunConfig), "", "Steps that are not finite, and losses that leap:", ""]
-    lines += [*_describe(GuardConfig, "guard."), *_describe_strategies(), HELP_TAIL]
-    return "\n".join(lines)
+    groups = config_groups(directories)
+    width = max(map(len, groups)) + 2
+    lines = [HELP_HEAD, *(f"  {group + '=':<{width}}{' | '.join(options)}" for group, options in groups.items())]
+    lines += _describe(RunConfig)
+    for headline, kind, prefix in _NODES:
+        lines += ["", f"{headline}:", "", *_describe(kind, prefix)]
+    return "\n".join([*lines, *_describe_strategies(), HELP_TAIL])
 
 
 def _describe(kind: type[Any], prefix: str = "", names: set[str] | None = None) -> Iterator[str]:

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from shardwise.config.groups import CheckpointConfig, ClusterConfig, LoggerConfig, PrecisionConfig, option
+from shardwise.config.groups import (
+    ActivationCheckpointingConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    CompileConfig,
+    LoggerConfig,
+    PrecisionConfig,
+    option,
+)
 
 MISSING: Any = "???"  # YAML's and OmegaConf's word for a value that somebody has yet to give
 
@@ -26,17 +34,6 @@ class Accelerator(Enum):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
-
-
-class Compile(Enum):
-    none = "none"
-    layer = "layer"
-    model = "model"
-
-
-class ActivationCheckpointing(Enum):
-    none = "none"
-    full = "full"
 
 
 class Loss(Enum):
@@ -164,11 +161,16 @@ class RunConfig:
     progress_bar: bool | None = option(None, "a bar, or lines; left out: a bar in a terminal")
     profiler: Profiler = option(Profiler.none, "Lightning's: rank 0's report in the run's folder")
 
-    compile: Compile = option(
-        Compile.none, "torch.compile on each repeated layer, or on the whole step", section="Speed, memory and numerics"
+    compile: CompileConfig = option(
+        CompileConfig,
+        "torch.compile on each repeated layer, or on the whole step",
+        form="none|layer|model",
+        section="Speed, memory and numerics",
     )
-    activation_checkpointing: ActivationCheckpointing = option(
-        ActivationCheckpointing.none, "compute each repeated layer again in the backward pass"
+    activation_checkpointing: ActivationCheckpointingConfig = option(
+        ActivationCheckpointingConfig,
+        "compute each repeated layer again in the backward pass: all of it, or what is cheap to compute",
+        form="none|selective|full",
     )
     loss: Loss = option(
         Loss.auto, "a language model's loss from all logits at once, or from some rows at a time: docs/large-models.md"
@@ -184,7 +186,7 @@ class RunConfig:
     memory_history: bool = option(
         False, "on CUDA: the snapshot of a rank that runs out of memory says what allocated each block"
     )
-    benchmark: bool = option(False, "cuDNN tries its algorithms for each new shape and takes the fastest")
+    cudnn_benchmark: bool = option(False, "cuDNN tries its algorithms for each new shape and takes the fastest")
     deterministic: bool = option(
         False, "the same bits in every run on the same GPUs, at some cost; an operation that cannot is an error"
     )

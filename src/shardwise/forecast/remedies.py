@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from shardwise.plan import Plan
+from shardwise.plan.plan import ActivationCheckpointing
 
 
 def remedies(plan: Plan, memory: GpuMemory | None, requested: float | None) -> list[str]:
@@ -17,7 +18,7 @@ def remedies(plan: Plan, memory: GpuMemory | None, requested: float | None) -> l
     words = []
     if (smaller := smaller_micro_batch_size(plan)) is not None:
         words.append(f"micro_batch_size={smaller}" + (f" (global_batch_size={plan.global_batch_size} stays)" * trains))
-    if trains and plan.activation_checkpointing == "none":
+    if trains and plan.activation_checkpointing != ActivationCheckpointing("full"):
         words.append("activation_checkpointing=full (recomputes each repeated layer in backward)")
     if plan.loss.name == "full" and not plan.loss.reason:
         words.append("loss=chunked (the logits of some rows at a time)")
@@ -25,7 +26,7 @@ def remedies(plan: Plan, memory: GpuMemory | None, requested: float | None) -> l
         words.append("strategy.reshard_after_forward=true")
     if strategy.name.startswith("fsdp") and strategy.defer_gradient_sync:
         words.append("strategy.defer_gradient_sync=false")
-    sharded = "zero3" if strategy.zero_stage and plan.compile != "model" else "fsdp"
+    sharded = "zero3" if strategy.zero_stage and plan.compile.name != "model" else "fsdp"
     if strategy.name not in ("fsdp", "zero3") and ranks > 1:
         words.append(f"strategy={sharded} (parameters, gradients and optimizer state sharded over the {ranks} ranks)")
     if trains and plan.accelerator == "cuda" and plan.precision.name != "fp64":

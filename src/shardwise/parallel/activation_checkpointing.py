@@ -1,50 +1,191 @@
-"""Activation checkpointing: the backward pass computes a layer's activations again."""
+"""Activation checkpointing: the backward pass computes a layer's activations again.
+
+`full` keeps the inputs of a layer alone. `selective` also keeps the results of operations that are expensive to compute
+(the Plan names them), so that what is computed again is cheap: norms, activations, additions, casts.
+"""
 
 from __future__ import annotations
 
 import functools
+import re
+from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shardwise.errors import ConfigError
+from shardwise.plan.layers import SAVED
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # around the forward, the recomputation
+
+_MATMUL = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addbmm", "aten::mv", "aten::addmv",
+           "aten::linear", "aten::_scaled_mm", "aten::_grouped_mm", "aten::_scaled_grouped_mm",
+           "aten::_addmm_activation", "aten::_int_mm"}  # fmt: skip
+_CONVOLUTION = {"aten::convolution", "aten::_convolution", "aten::convolution_overrideable"}
+_MAXIMUM = {"aten::max", "aten::amax", "aten::aminmax"}  # of which fp8 makes the scale of a tensor
+# Every kernel of scaled_dot_product_attention, variable lengths, flex_attention, and FlashAttention as a custom op
+_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
+_WRITES = "writes into a result that activation_checkpointing=selective keeps"
+_REMEDY = "use activation_checkpointing=full"
+_COLLECTIVE = re.compile(r"_?c10d_functional(_autograd)?::")
 
 
-def recomputed(unit: nn.Module) -> Callable[..., Any]:
-    """Wrap `unit.forward` so that its activations are computed again in the backward pass instead of being kept.
+def recomputed(
+    unit: nn.Module, forward: Callable[..., Any], contexts: Callable[[], Contexts] | None = None
+) -> Callable[..., Any]:
+    """Wrap `forward` of `unit` so that its activations are computed again in the backward pass instead of being kept.
 
     Buffers that the forward updates (running statistics) are updated only once, because the recomputation works on
     copies. All buffers are copied, since BatchNorm's kernel does not show (by `_version`) to which ones it has written.
+    A compiled graph has no side effects that could happen twice.
+
+    `contexts`: from `keep_results_of`; None: no result is kept. It is the same object for all layers, since a compiled
+    layer depends on which one it is.
     """
-    forward = unit.forward
+    compiled: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+
+    def eager_contexts() -> Contexts:
+        while_forward, while_recomputing = (nullcontext(), nullcontext()) if contexts is None else contexts()
+        return while_forward, _CopiedBuffers(unit, while_recomputing)
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if torch.compiler.is_compiling():  # a compiled graph has no side effects that could happen twice
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        return checkpoint(
-            forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _CopiedBuffers(unit)), **kwargs
-        )
+        if torch.compiler.is_compiling():
+            return checkpoint(forward, *args, use_reentrant=False, **compiled, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=eager_contexts, **kwargs)
 
     return run
 
 
 class _CopiedBuffers:
-    """Lets `unit` work on copies of its buffers. Entered again for every backward pass through one forward pass."""
+    """Lets `unit` work on copies of its buffers, inside `context`. Entered again for every backward pass."""
 
-    def __init__(self, unit: nn.Module) -> None:
-        self.unit = unit
+    def __init__(self, unit: nn.Module, context: AbstractContextManager[Any]) -> None:
+        self.unit, self.context = unit, context
 
     def __enter__(self) -> None:
         modules = self.unit.modules()
         self.originals = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
         for module, name, buffer in self.originals:
             module._buffers[name] = buffer.clone()
+        self.context.__enter__()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
+        with ExitStack() as stack:
+            stack.callback(self._put_back)
+            self.context.__exit__(*error)
+
+    def _put_back(self) -> None:
         for module, name, buffer in self.originals:
             module._buffers[name] = buffer
+
+
+def keep_results_of(words: tuple[str, ...]) -> Callable[[], Contexts]:
+    """What `checkpoint` needs to keep the results of the operations that `words` name (see `SAVED` in plan/layers.py).
+
+    Raises:
+        ConfigError: PyTorch has no such operation.
+    """
+    for word in words:
+        if word not in SAVED and not _exists(word):
+            raise ConfigError(
+                f"activation_checkpointing.save=[{','.join(words)}]: PyTorch has no operation {word}; known are "
+                f"{', '.join(SAVED)}, and its own by name, e.g. aten.mm"
+            )
+    return functools.partial(_contexts, words)
+
+
+def _contexts(words: tuple[str, ...]) -> Contexts:
+    pair: Contexts = create_selective_checkpoint_contexts(_Policy(words))  # type: ignore[no-untyped-call]
+    return pair
+
+
+class _Policy:
+    """Says for each operation of one forward pass whether its result is kept."""
+
+    def __init__(self, words: tuple[str, ...]) -> None:
+        self.words = frozenset(words)
+        self.products: Counter[bool] = Counter()  # matrix products so far, in the forward pass and in recomputing it
+        self.kept: set[int] = set()  # the memory of the results that are kept
+
+    def __call__(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if not (context.is_recompute or torch.compiler.is_compiling()):
+            self._refuse_write(operation, args, kwargs)
+        words = self.words & _words_for(operation)
+        keeps = bool(words)
+        if "every_second_matmul" in words:
+            keeps = self.products[context.is_recompute] % 2 == 0 or len(words) > 1
+            self.products[context.is_recompute] += 1
+        if keeps and not _draws_random_numbers(operation, args, kwargs):
+            results = tree_leaves(getattr(context, "op_output", None))  # which torch gives since 2.12
+            self.kept.update(_memory(result) for result in results if isinstance(result, Tensor))
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _refuse_write(self, operation: Any, args: Any, kwargs: Any) -> None:
+        """Refuse to write into a kept result. Behind a view torch itself would not notice it: the result of a linear
+        layer is one, and `relu_` behind it would run a second time on what it has written."""
+        if not self.kept or not _writes(operation):
+            return
+        for argument, value in zip(operation._schema.arguments, args, strict=False):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and isinstance(value, Tensor) and _memory(value) in self.kept:
+                raise ConfigError(f"{operation} {_WRITES}; {_REMEDY}")
+
+
+@functools.cache
+def _words_for(operation: Any) -> frozenset[str]:
+    """The words by which `save` may name an operation: those that stand for a kind, and its own names."""
+    full = operation.name()  # namespace::name.overload, where the default overload has no name
+    name, _, overload = full.partition(".")
+    own = name.replace("::", ".")
+    kinds = {
+        "matmul": name in _MATMUL, "every_second_matmul": name in _MATMUL, "convolution": name in _CONVOLUTION,
+        "attention": _ATTENTION.search(name) is not None, "collective": _COLLECTIVE.match(name) is not None,
+        "fp8_maximum": name in _MAXIMUM,
+    }  # fmt: skip
+    return frozenset({own, f"{own}.{overload or 'default'}", *(kind for kind, is_it in kinds.items() if is_it)})
+
+
+@functools.cache
+def _writes(operation: Any) -> bool:
+    return hasattr(operation, "_schema") and bool(operation._schema.is_mutable)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _draws_random_numbers(operation: Any, args: Any, kwargs: Any) -> bool:
+    """Whether this call draws random numbers, which it must do again: those that are drawn after it would be others."""
+    if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
+        return False
+    names = [argument.name for argument in operation._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) > 0
+
+
+def _exists(word: str) -> bool:
+    namespace, name, *overload = word.split(".")
+    found = getattr(getattr(torch.ops, namespace), name, None)
+    return found is not None and (not overload or overload[0] in found.overloads())
+
+
+def explain(error: RuntimeError, module: str) -> ConfigError | None:
+    """What is wrong with using `selective` for this module, if that is what `error` is about."""
+    text = str(error)
+    if "cached during selective activation checkpoint has been mutated" in text:
+        what = _WRITES
+    elif "region computed under selective activation checkpoint" in text:
+        what = "takes gradients twice through one forward pass, and activation_checkpointing=selective keeps results "
+        what += "for one backward pass"
+    else:
+        return None
+    return ConfigError(f"{module} {what}; {_REMEDY}")

@@ -1,24 +1,28 @@
 """Wraps the `forward` of each unit in one order under every strategy, the innermost wrapper first:
 
-    statistics in fp32, products in fp8 → low precision → compile → activation checkpointing        then the strategy
+    statistics in fp32, products in fp8 → low precision → activation checkpointing → compile        then the strategy
     shards the unit
 
 The low-precision copies are made inside what is compiled: dynamo guards on the identity of parameters, and copies made
-outside would compile every step anew. Checkpointing is outermost, so that recomputing makes the copies again instead of
-keeping them. FSDP2 and DeepSpeed use hooks on the unit's call, around all of this.
+outside would compile every step anew. They are made inside what is checkpointed, too, so that recomputing makes them
+again instead of keeping them. Checkpointing is inside what is compiled: the compiler then computes again only what the
+backward pass needs, fused with it. Around a compiled layer, checkpointing would run all of its forward graph again, the
+last matrix product included, which no gradient needs, and write out everything that the forward pass keeps. A layer
+that is not one graph has its checkpointing outside nevertheless (see `one_graph_or`). FSDP2 and DeepSpeed use hooks on
+the unit's call, around all of this.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from shardwise.parallel.activation_checkpointing import recomputed
+from shardwise.parallel.activation_checkpointing import Contexts, keep_results_of, recomputed
+from shardwise.parallel.compile import compiled, one_graph_or, prepare_compiler
 from shardwise.parallel.precision import (
     ParameterSites,
     cast_forward,
@@ -44,17 +48,33 @@ def parallelize(
     precision = plan.precision
     if precision.is_low:
         keep_statistics_in_fp32(root)
-    if plan.compile != "none":
-        # Each kind of layer needs a graph for training and one for evaluation. Above the limit dynamo stops compiling.
-        torch._dynamo.config.recompile_limit = max(8, 4 * len(units.modules))
-    for _, unit in units.modules:
+    if plan.compile.name != "none":
+        prepare_compiler(plan.compile, len(units.modules))
+    checkpointing = plan.activation_checkpointing
+    contexts = keep_results_of(checkpointing.save) if checkpointing.name == "selective" else None
+    for number, (_, unit) in enumerate(units.modules):
         where = parameter_sites(unit, of=copied) if precision.is_mixed else []
         if precision.is_low and (casts_inputs or where):
             cast_forward(unit, dtype_of(precision.compute_dtype), where, cast_inputs=casts_inputs)
-        if plan.compile == "layer":
-            unit.forward = torch.compile(unit.forward)
-        if plan.activation_checkpointing == "full":
-            unit.forward = recomputed(unit)
+        is_checkpointed = checkpointing.name != "none" and number % checkpointing.every_n_layers == 0
+        _compile_and_checkpoint(unit, plan, contexts, is_checkpointed)
+
+
+def _compile_and_checkpoint(
+    unit: nn.Module, plan: Plan, contexts: Callable[[], Contexts] | None, is_checkpointed: bool
+) -> None:
+    forward, options = unit.forward, plan.compile
+
+    def checkpointed_pieces() -> Callable[..., Any]:  # inside a compiled piece no result can be told from another
+        return recomputed(unit, compiled(forward, options))
+
+    if is_checkpointed:
+        unit.forward = recomputed(unit, forward, contexts)
+    if options.name == "layer":
+        whole = unit.forward
+        unit.forward = (
+            one_graph_or(whole, checkpointed_pieces, options) if is_checkpointed else compiled(whole, options)
+        )
 
 
 def prepare_float8(module: nn.Module, plan: Plan) -> Float8Layers | None:

@@ -70,8 +70,9 @@ def units_for(module: nn.Module, plan: Plan) -> tuple[Units, str | None]:
     Raises:
         ConfigError: see `find_units`; or there is nothing to train.
     """
-    options = {"compile=layer": plan.compile == "layer",
-               "activation_checkpointing=full": plan.activation_checkpointing == "full"}  # fmt: skip
+    checkpointing = plan.activation_checkpointing.name
+    options = {"compile=layer": plan.compile.name == "layer",
+               f"activation_checkpointing={checkpointing}": checkpointing != "none"}  # fmt: skip
     needed_by = [option for option, given in options.items() if given]
     units = find_units(module, plan.units, needed_by)
     if not any(p.requires_grad for p in module.parameters()) and plan.stage == "fit":

@@ -22,7 +22,8 @@ RESUME_ALLOW = ("data", "global_batch_size", "optimizer", "seed")
 Launcher = Literal["local", "torchrun", "slurm"]
 StageName = Literal["fit", "validate", "test", "predict"]
 CompileName = Literal["none", "layer", "model"]
-ActivationCheckpointingName = Literal["none", "full"]
+CompileModeName = Literal["default", "max-autotune"]
+ActivationCheckpointingName = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,21 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class Compile:
+    name: CompileName = "none"
+    memory_budget: float | None = None  # the share of activations that the compiler keeps; None: as many as it likes
+    mode: CompileModeName = "default"
+    cudagraphs: bool = False
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing:
+    name: ActivationCheckpointingName = "none"
+    every_n_layers: int = 1  # of so many units one is checkpointed
+    save: tuple[str, ...] = ()  # the operations whose results selective keeps
+
+
+@dataclass(frozen=True)
 class Checkpointing:
     save_every_n_steps: int | None
     keep_last: int
@@ -174,8 +190,8 @@ class Plan:
     optimizer: dict[str, Any] | None
     optimizer_override: bool
     deterministic: bool  # whether runs on the same hardware give the same bits
-    compile: CompileName
-    activation_checkpointing: ActivationCheckpointingName
+    compile: Compile
+    activation_checkpointing: ActivationCheckpointing
     ema_decay: float | None  # the decay of the average of the weights; None: no average
     max_restarts: int  # how often the local launcher restarts a run that crashed or hung
     memory_history: bool  # whether to record allocations, for when memory runs out
@@ -194,7 +210,7 @@ class Plan:
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
     min_steps: int | None = None  # an early stop waits for this step
     min_epochs: int | None = None
-    benchmark: bool = False
+    cudnn_benchmark: bool = False
     detect_anomaly: bool = False
     loss: Choice = Choice("full", "the run began before there was a choice")
     attention: Choice = Choice("sdpa", "the run began before there was a choice")
@@ -229,11 +245,24 @@ class Plan:
             fp8 = Float8(**fp8 | {"keep_in_bf16": tuple(fp8["keep_in_bf16"])})
             raw["precision"] = dataclasses.replace(raw["precision"], fp8=fp8)
         raw |= {key: Choice(**raw[key]) for key in ("loss", "attention") if key in raw}  # an earlier plan.json has none
+        _read_earlier_words(raw)
+        raw["compile"] = Compile(**raw["compile"])
+        saved = raw["activation_checkpointing"]
+        raw["activation_checkpointing"] = ActivationCheckpointing(**saved | {"save": tuple(saved.get("save", ()))})
         raw["logger"] = dataclasses.replace(raw["logger"], tags=tuple(raw["logger"].tags))
         raw["guard"] = dataclasses.replace(raw["guard"], pass_over=tuple(raw["guard"].pass_over))
         raw["resume_allow"] = tuple(raw["resume_allow"])
         raw["units"] = None if raw["units"] is None else tuple(raw["units"])
         return Plan(**raw)
+
+
+def _read_earlier_words(raw: dict[str, Any]) -> None:
+    """Replace what an earlier version has written into a plan.json by what it means now, in place."""
+    for key in ("compile", "activation_checkpointing"):
+        if isinstance(raw[key], str):
+            raw[key] = {"name": raw[key]}
+    if "benchmark" in raw:
+        raw["cudnn_benchmark"] = raw.pop("benchmark")
 
 
 def headline(plan: Plan) -> str:

@@ -10,6 +10,7 @@ from shardwise.config.schema import Accelerator, RunConfig, Stage
 from shardwise.errors import ConfigError
 from shardwise.plan.attention_kernel import choose_attention
 from shardwise.plan.hardware import peak_tflops
+from shardwise.plan.layers import make_activation_checkpointing, make_compile
 from shardwise.plan.location import initial_weights, run_name, runs_folder
 from shardwise.plan.loss import choose_loss
 from shardwise.plan.modes import QUICK_BATCHES, for_learning_rate_finder, for_quick_check
@@ -107,8 +108,8 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         optimizer=optimizer,
         optimizer_override=config.optimizer_override,
         deterministic=config.deterministic,
-        compile=config.compile.value,
-        activation_checkpointing=config.activation_checkpointing.value,
+        compile=make_compile(config, accelerator),
+        activation_checkpointing=make_activation_checkpointing(config),
         ema_decay=config.ema_decay,
         max_restarts=config.max_restarts,
         memory_history=config.memory_history,
@@ -126,7 +127,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         gradient_clip_algorithm=config.gradient_clip_algorithm.value,
         min_steps=config.min_steps,
         min_epochs=config.min_epochs,
-        benchmark=config.benchmark,
+        cudnn_benchmark=config.cudnn_benchmark,
         detect_anomaly=config.detect_anomaly,
         profiler=config.profiler.value,
         loss=choose_loss(config, host, accelerator),

@@ -91,7 +91,7 @@ def check_pairs(config: RunConfig, accelerator: str) -> None:
             f"gradient_clip_algorithm=norm, or strategy=ddp or fsdp"
         )
     check_beside_precision(config)
-    if strategy == "zero3" and config.compile.value == "model":
+    if strategy == "zero3" and config.compile.name.value == "model":
         raise ConfigError(
             "strategy=zero3 compile=model: parameters are gathered between layers, where one graph of the whole step "
             "cannot stop; use compile=layer, or strategy=zero2"

@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from shardwise.parallel.precision import ParameterSites, cast_parameters, dtype_of
+from shardwise.parallel.compile import compiled
+from shardwise.parallel.precision import ParameterSites, cast_parameters, dtype_of, map_tensors
 from shardwise.plan import Plan
 from shardwise.step.precision_plugin import PlannedPrecision
 
@@ -35,9 +36,11 @@ class StepForward:
 
     def run(self, root: nn.Module | None, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run the step `name`. `root`: the module as the strategy has wrapped it; None: call the step directly."""
+        if self.plan.compile.cudagraphs:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         method = self._method(name)
-        if name == "training_step" and self.plan.compile == "model":
-            self._training_step = method = self._training_step or torch.compile(method)
+        if name == "training_step" and self.plan.compile.name == "model":
+            self._training_step = method = self._training_step or self._compiled(method)
 
         def inside(*args: Any, **kwargs: Any) -> Any:
             with self.precision.forward_context():  # here, since DeepSpeed's engine switches autocast off
@@ -47,6 +50,13 @@ class StepForward:
             return inside(*args, **kwargs)
         self.module.__dict__["_planned_step"] = inside
         return self.redirect(root, self.module, "_planned_step", *args, **kwargs)
+
+    def _compiled(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+        step = compiled(training_step, self.plan.compile)
+        if not self.plan.compile.cudagraphs:
+            return step
+        # The next replay writes over what a recorded graph has returned, and the loss is read later than that.
+        return lambda *args, **kwargs: map_tensors(torch.clone, step(*args, **kwargs))
 
     def _method(self, name: str) -> Callable[..., Any]:
         method: Callable[..., Any] = getattr(self.module, name)

@@ -34,6 +34,7 @@ from shardwise.errors import ConfigError
 from shardwise.lightning_internals import counters
 from shardwise.lightning_internals.results import unrecorded
 from shardwise.optim.optimizers import check_one_owner, step_schedules_unless
+from shardwise.parallel.activation_checkpointing import explain
 from shardwise.parallel.parallelize import copy_outside_units, parallelize
 from shardwise.parallel.precision import ParameterSites
 from shardwise.parallel.units import Units, units_for
@@ -279,6 +280,8 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, Paralle
         try:
             return super().backward(scaled, optimizer, *args, **kwargs)
         except RuntimeError as error:
+            if (explained := explain(error, self.module_name)) is not None:
+                raise explained from None
             if "does not currently support double backward" not in str(error):
                 raise
             raise ConfigError(

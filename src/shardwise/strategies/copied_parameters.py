@@ -33,7 +33,7 @@ class CopiedParameters(Strategy):
         """Let layers multiply in fp8 if the Plan says so, and tell the user which."""
         self.float8 = prepare_float8(module, self.plan)
         if self.float8 is not None and self.is_global_zero:
-            slow = self.plan.compile == "none" and self.plan.accelerator == "cuda"
+            slow = self.plan.compile.name == "none" and self.plan.accelerator == "cuda"
             print(f"{self.float8}{'; slow without compile=layer or model' if slow else ''}", flush=True)
 
     def _refresh_float8(self) -> None:

@@ -65,12 +65,26 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
                 if parameter.ndim == 4:
                     parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         if not module.automatic_optimization:
+            if self.plan.compile.cudagraphs:
+                raise ConfigError(
+                    f"compile.cudagraphs=true: {self.module_name} optimizes by hand, and may still need what a replay "
+                    f"writes over; leave it out"
+                )
             self._ddp_kwargs["find_unused_parameters"] = True  # each loss uses only some of the networks
         self._parallelize(module, self.units, casts_inputs=True)
         super().setup(trainer)
         for optimizer in self.optimizers if self.world_size > 1 else ():
             use_matrices(optimizer, lambda: CopiedMatrices(self.mesh.group("loss")))
         self._read_initial_weights()
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().backward(*args, **kwargs)
+        if self.plan.compile.cudagraphs and not self.window.is_complete:
+            # They lie in memory of a recorded graph, which the next micro-batch's replay writes over.
+            for p in self.module.parameters():
+                if p.grad is not None and len(self.window.losses) == 1:
+                    p.grad = p.grad.clone()
+        return loss
 
     def _keeps_whole(self, parameter: nn.Parameter) -> bool:
         return True

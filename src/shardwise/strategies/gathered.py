@@ -33,7 +33,7 @@ class GatheringHooks(Strategy):
         Layers that training has compiled are not compiled again for each length of a text. Collective.
         """
         # A stance imports the compiler, which a run without it does not wait for.
-        eager: Any = torch.compiler.set_stance("force_eager") if self.plan.compile == "layer" else nullcontext()
+        eager: Any = torch.compiler.set_stance("force_eager") if self.plan.compile.name == "layer" else nullcontext()
         needed = self._bytes_to_gather()
         has_room = needed == 0 or bool(smallest(int(needed <= _free_bytes(self.root_device)), self.file_group))
         with eager, self._gathering() if needed and has_room else nullcontext():

@@ -1,0 +1,23 @@
+"""Reads YAML that was written for an earlier version: words that have another name or form today."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+GROUPS_SINCE = ("compile", "activation_checkpointing")  # options that were plain text before they became groups
+
+
+def read_earlier_words(plain: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Read what YAML of earlier versions says in words of today, in place: `compile: model`, `benchmark: true`.
+
+    The command line has the last word over such YAML, as it has over a group.
+    """
+    given = dict(word.split("=", 1) for word in overrides if "=" in word)
+    for group in GROUPS_SINCE:
+        if isinstance(name := plain.get(group), str):
+            plain[group] = {"name": given.get(group, name)}
+    if "benchmark" in plain:
+        before = plain.pop("benchmark")
+        if "cudnn_benchmark" not in given:
+            plain["cudnn_benchmark"] = before

@@ -1,0 +1,55 @@
+"""torch.compile with the options of the Plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.plan.plan import Compile
+
+Function = Callable[..., Any]
+
+
+def prepare_compiler(options: Compile, layers: int) -> None:
+    """Set what torch has as settings of the whole process. `layers`: the number of repeated layers."""
+    # Each kind of layer needs a graph for training and one for evaluation. Above the limit dynamo stops compiling.
+    torch._dynamo.config.recompile_limit = max(8, 4 * layers)
+    # A checkpointed layer puts low-precision copies of its weights into its modules, and takes them out at its end.
+    # Dynamo traces such writes only with this setting, and a graph has no need to repeat them in the backward pass.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    budget = 1.0 if options.memory_budget is None else options.memory_budget
+    torch._functorch.config.activation_memory_budget = budget
+
+
+def compiled(function: Function, options: Compile, *, as_one_graph: bool = False) -> Function:
+    """`function`, compiled when it is first called. `as_one_graph`: raise an error if that is not possible."""
+    settings: dict[str, Any] = {}
+    if options.mode == "max-autotune":  # torch's own mode of this name also switches CUDA graphs on
+        settings |= {"max_autotune": True, "coordinate_descent_tuning": True}
+    if options.cudagraphs:
+        settings["triton.cudagraphs"] = True
+    return torch.compile(function, fullgraph=as_one_graph, options=settings or None)
+
+
+def one_graph_or(function: Function, otherwise: Callable[[], Function], options: Compile) -> Function:
+    """`function` as one graph; or what `otherwise` makes, from the first call on that shows that this is not possible.
+
+    torch finds that out while it compiles, before anything of the call has run. An error of another kind comes again.
+    """
+    chosen, is_one_graph = compiled(function, options, as_one_graph=True), True
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal chosen, is_one_graph
+        if not is_one_graph:
+            return chosen(*args, **kwargs)
+        try:
+            return chosen(*args, **kwargs)
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit):
+            chosen, is_one_graph = otherwise(), False
+            return chosen(*args, **kwargs)
+
+    return run

@@ -1,0 +1,95 @@
+"""Decides what is compiled, and what the backward pass computes again, and refuses options that would do nothing."""
+
+from __future__ import annotations
+
+import re
+
+from shardwise.config.bind import as_yaml
+from shardwise.config.schema import RunConfig
+from shardwise.errors import ConfigError, did_you_mean
+from shardwise.plan.plan import (
+    ActivationCheckpointing,
+    ActivationCheckpointingName,
+    Compile,
+    CompileModeName,
+    CompileName,
+)
+
+# What `save` may name. parallel/activation_checkpointing.py says which operations of PyTorch these are.
+SAVED = ("matmul", "every_second_matmul", "convolution", "attention", "collective", "fp8_maximum")
+_OPERATION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){1,2}")  # namespace.name or namespace.name.overload
+
+_NO_GRAPHS = {
+    "fsdp": "gathers weights into other memory in each step",
+    "fsdp_hybrid": "gathers weights into other memory in each step",
+    "zero1": "collects gradients by hooks that a replay does not call",
+    "zero2": "collects gradients by hooks that a replay does not call",
+    "zero3": "gathers weights into other memory in each step",
+}
+
+
+def make_compile(config: RunConfig, accelerator: str) -> Compile:
+    """Raises: ConfigError: an option that compile=none or this strategy, accelerator or checkpointing rules out."""
+    options = config.compile
+    name: CompileName = options.name.value
+    mode: CompileModeName = options.mode.value
+    budget = options.memory_budget
+    given = {"memory_budget": budget is not None, "mode": mode != "default", "cudagraphs": options.cudagraphs}
+    for word, is_given in given.items():
+        if name == "none" and is_given:
+            raise ConfigError(
+                f"compile.{word}={as_yaml(mode if word == 'mode' else getattr(options, word))}: compile=none compiles "
+                f"nothing; give compile=model or compile=layer as well, or leave it out"
+            )
+    if budget is not None and not 0 < budget <= 1:
+        raise ConfigError(
+            f"compile.memory_budget={budget}: must be above 0 and at most 1, the share of what the compiler would keep "
+            f"for the backward pass, or null"
+        )
+    checkpointing = config.activation_checkpointing.name.value
+    if budget is not None and checkpointing != "none":
+        raise ConfigError(
+            f"compile.memory_budget={budget} activation_checkpointing={checkpointing}: both decide what is kept for "
+            f"the backward pass; leave out one of them"
+        )
+    if options.cudagraphs:
+        _check_cudagraphs(config, accelerator)
+    return Compile(name=name, memory_budget=budget, mode=mode, cudagraphs=options.cudagraphs)
+
+
+def _check_cudagraphs(config: RunConfig, accelerator: str) -> None:
+    strategy = config.strategy.name.value
+    if accelerator == "cpu":
+        raise ConfigError("compile.cudagraphs=true: a CUDA graph is a GPU's; leave it out on the CPU")
+    if strategy in _NO_GRAPHS:
+        raise ConfigError(
+            f"compile.cudagraphs=true strategy={strategy}: a CUDA graph replays kernels on the memory that it was "
+            f"recorded with, and {strategy} {_NO_GRAPHS[strategy]}; leave it out, or use strategy=ddp"
+        )
+
+
+def make_activation_checkpointing(config: RunConfig) -> ActivationCheckpointing:
+    """Raises: ConfigError: an unknown operation, or an option that does nothing."""
+    options = config.activation_checkpointing
+    name: ActivationCheckpointingName = options.name.value
+    every, save = options.every_n_layers, tuple(options.save)
+    if every < 1:
+        raise ConfigError(f"activation_checkpointing.every_n_layers={every}: must be at least 1")
+    if name == "none" and every != 1:
+        raise ConfigError(
+            f"activation_checkpointing.every_n_layers={every}: activation_checkpointing=none checkpoints no layer; "
+            f"give activation_checkpointing=full or selective as well"
+        )
+    key = f"activation_checkpointing.save=[{','.join(save)}]"
+    if name != "selective" and save:
+        raise ConfigError(f"{key}: activation_checkpointing={name} keeps no operation's result; give "
+                          f"activation_checkpointing=selective as well, or leave it out")  # fmt: skip
+    if name == "selective" and not save:
+        raise ConfigError(f"{key}: nothing would be kept, which is activation_checkpointing=full")
+    for word in save:
+        if word not in SAVED and not _OPERATION.fullmatch(word):
+            raise ConfigError(f"{key}: there is no operation {word}{did_you_mean(word, SAVED)}; known are "
+                              f"{', '.join(SAVED)}, and PyTorch's own by name, e.g. aten.mm")  # fmt: skip
+    if {"matmul", "every_second_matmul"} <= set(save):
+        raise ConfigError(f"{key}: matmul keeps every one, every_second_matmul every second one; leave out one of them")
+    return ActivationCheckpointing(name=name, every_n_layers=every, save=save)
