@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -233,9 +235,17 @@ def test_what_is_compiled_is_recorded_and_stays_one_graph() -> None:
         torch._dynamo.reset()
         plain = run(kernel)
         attention._RAN.clear()
-        compiled = torch.compile(causal_attention, backend="aot_eager", fullgraph=True)
+        graphs: list[set[str]] = []
+
+        def look(graph: torch.fx.GraphModule, _: Any, into: list[set[str]] = graphs) -> Any:
+            into.append({str(node.target) for node in graph.graph.nodes})
+            return make_boxed_func(graph.forward)
+
+        compiled = torch.compile(causal_attention, backend=aot_autograd(fw_compiler=look), fullgraph=True)
         for ours, theirs in zip(run(kernel, call=compiled), plain, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+        assert len(graphs) == 2 and (FUSED in graphs[0]) == (name == "flash")  # forward and backward
+        assert ("shardwise.flash_attention_4.default" in graphs[0]) == (name == "fa4")
         assert kernels_that_ran() == {"whole sequences": [name]}
 
 
