@@ -127,6 +127,10 @@ class Optimizer(Protocol):
     """The keys of its state whose tensors have not the form of the parameter, but its rows: their first dimension is
     the parameter's, and with a row of the parameter goes a row of them."""
 
+    reads_found_inf: bool
+    """Its step changes nothing where the tensor `found_inf`, an attribute that it is given, is not 0. So the device
+    alone needs to know whether the step counts, and the host does not wait. (torch's fused optimizers do so.)"""
+
     def make_state(self, parameter: Any) -> dict[str, Any]:
         """What it keeps for a parameter before its first step: a checkpoint is read into these tensors."""
 
@@ -261,6 +265,10 @@ def is_rowwise(optimizer: Any) -> bool:
 
 def kept_by_rows_of(optimizer: Any) -> tuple[str, ...]:
     return tuple(getattr(optimizer, "kept_by_rows", ()))
+
+
+def reads_found_inf(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "reads_found_inf", False))
 
 
 def state_maker_of(optimizer: Any) -> Callable[[Any], dict[str, Any]] | None:

@@ -132,7 +132,7 @@ def test_the_reader_of_fields_sees_a_second_writer() -> None:
 # What users define: the names of protocols.py
 OPTIONAL = ("loss_weight", "loss_weight_unit", "flops", "channels_last", "init_module_weights", "_no_split_modules",
             "hugging_face_names", "is_elementwise", "is_rowwise", "kept_by_rows",
-            "make_state", "baselines", "rows_are_steps", "leaves")  # fmt: skip
+            "make_state", "reads_found_inf", "baselines", "rows_are_steps", "leaves")  # fmt: skip
 
 
 @pytest.mark.parametrize("module", sorted(MODULES.keys() - {"shardwise.protocols"}))

@@ -260,4 +260,4 @@ def test_state_of_another_choice_of_matrices_is_not_taken() -> None:
     names = [[["a"], ["b"]]]
     saved = describe_optimizers([made("muon", "adamw")], names)
     assert optimizer_difference(saved, [made("muon", "adamw")], names) is None
-    assert optimizer_difference(saved, [made("adamw", "adamw")], names) == "a was trained by muon, and now by adamw"
+    assert optimizer_difference(saved, [made("adamw", "adamw")], names) == "a: trained by muon before, and by adamw now"

@@ -244,7 +244,7 @@ def optimizer_difference(
               for g, n in zip(o.param_groups, all_names, strict=True)]  # fmt: skip
     was, is_now = _algorithms(groups_before), _algorithms(groups)
     if changed := sorted(name for name in was.keys() & is_now.keys() if was[name] != is_now[name]):
-        return f"{', '.join(changed[:4])} was trained by {was[changed[0]]}, and now by {is_now[changed[0]]}"
+        return f"{', '.join(changed[:4])}: trained by {was[changed[0]]} before, and by {is_now[changed[0]]} now"
     return None
 
 

@@ -28,7 +28,7 @@ class _CompactAdamW(Optimizer):
     A step leaves everything as it was where `found_inf` is not 0: the device decides, and the host does not wait.
     """
 
-    _step_supports_amp_scaling = True  # torch's name for an optimizer that reads `found_inf`
+    reads_found_inf = True
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ class Muon(Optimizer):
     A parameter of a group of Muon's with more than two dimensions counts as a matrix of its first against all others.
     """
 
-    _step_supports_amp_scaling = True  # torch's name for an optimizer that reads `found_inf`
+    reads_found_inf = True
 
     def __init__(
         self,

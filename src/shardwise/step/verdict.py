@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from shardwise.distributed.collectives import mean_over
 from shardwise.distributed.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.protocols import reads_found_inf
 from shardwise.step.spikes import SpikeDetector
 
 
@@ -81,7 +82,8 @@ class StepVerdict:
                 stopped |= found if self.skip_requested is None else found & ~self.skip_requested
             self._stopped = torch.maximum(self._stopped, stopped.float())
         # A fused SGD that has no state yet would read its momentum from uninitialised memory.
-        if getattr(optimizer, "_step_supports_amp_scaling", False) and optimizer.state:
+        reads = getattr(optimizer, "_step_supports_amp_scaling", False) or reads_found_inf(optimizer)
+        if reads and optimizer.state:
             optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
             self.step_skipped = self._found_inf
         else:
