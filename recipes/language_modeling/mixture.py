@@ -1,6 +1,6 @@
 """The data of several corpora, from which a run takes its samples by weight."""
 
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -75,7 +75,7 @@ def _check_corpus(option: str, corpus: Any) -> None:
         if key not in _OPTIONS:
             raise ConfigError(f"{option}.{key}: a corpus has {', '.join(_OPTIONS)}{did_you_mean(str(key), _OPTIONS)}")
     weight = corpus["weight"]
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight <= sys.float_info.max:
         raise ConfigError(
             f"{option}.weight={weight}: a weight is a number above 0; leave the corpus out to read none of it"
         )

@@ -65,6 +65,21 @@ def test_a_corpus_is_read_whole_before_it_comes_again(mixture: Mixture) -> None:
     assert mixture.draw_for_run(1, np.arange(50)).tolist() != drawn[:50].tolist()
 
 
+@pytest.mark.parametrize("seed", [0, 5])
+def test_each_pass_over_a_corpus_is_whole_wherever_the_positions_are_cut(mixture: Mixture, seed: int) -> None:
+    drawn = mixture.draw_for_run(seed, np.arange(3 * BLOCK))
+    for c, size in enumerate(mixture.sizes.tolist()):
+        of_corpus = drawn[(drawn >= mixture.ends[c] - size) & (drawn < mixture.ends[c])]
+        for begin in range(0, len(of_corpus), size):  # an end of a pass lies anywhere in a block
+            passed = of_corpus[begin : begin + size]
+            assert len(set(passed.tolist())) == len(passed), (mixture.names[c], begin)
+    for cut in (1, 7, 999, 1001, 2500):
+        parts = [mixture.draw_for_run(seed, part) for part in np.split(np.arange(3 * BLOCK), [cut])]
+        np.testing.assert_array_equal(np.concatenate(parts), drawn)
+    some = np.random.default_rng(seed).permutation(3 * BLOCK)[:300]
+    np.testing.assert_array_equal(mixture.draw_for_run(seed, some), drawn[some])
+
+
 def test_samples_are_those_of_the_corpora(mixture: Mixture) -> None:
     for c, corpus in enumerate(mixture.corpora):
         offset = int(mixture.ends[c] - mixture.sizes[c])
@@ -104,6 +119,8 @@ def test_weights_are_shares_of_any_unit() -> None:
     assert counts_of({"a": 1, "b": 1, "c": 1}) == {"a": 334, "b": 333, "c": 333}
     with pytest.raises(ConfigError, match=r"b.weight=0.0003 is 0.030% of all weights.*1,000: give it at least 0.0010"):
         counts_of({"a": 1, "b": 0.0003})
+    with pytest.raises(ConfigError, match=r"the weights \(a 1e\+308, b 1e\+308\) add up to more than .*: divide all"):
+        counts_of({"a": 1e308, "b": 1e308})
 
 
 def test_the_identity_names_tokens_and_shares(tmp_path: Path, mixture: Mixture) -> None:
@@ -187,6 +204,7 @@ def test_validation_sets_have_names(tmp_path: Path) -> None:
     [
         ({"books": {"directory": "d", "weight": 0}}, r"data.corpora.books.weight=0: a weight is a number above 0"),
         ({"books": {"directory": "d", "weight": "7"}}, r"weight=7: a weight is a number above 0"),
+        ({"books": {"directory": "d", "weight": 10**400}}, r"weight=1000.*: a weight is a number above 0"),
         ({"books": {"directory": "d", "weight": float("nan")}}, r"weight=nan: a weight is a number above 0"),
         ({"a/b": {"directory": "d", "weight": 1}}, r"data.corpora.a/b: a name has letters"),
         ({"books": "data/books"}, r"data.corpora.books=data/books: a corpus has a directory and a weight"),

@@ -8,6 +8,7 @@ position, however far that is, and a run can go on from there on any number of r
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,25 +58,38 @@ class Mixture:
 
     def draw_for_run(self, seed: int, positions: Indices) -> Indices:
         """The index of the sample at each position of a run."""
-        blocks, places = np.divmod(positions, BLOCK)
-        slots = _permuted_by_group(places, blocks, BLOCK, (seed, "block"))
+        chosen, draws = self._draws(seed, positions)
         indices = np.empty(len(positions), np.int64)
         for c, name in enumerate(self.names):
-            end = int(self.shares[: c + 1].sum())
-            begin = end - int(self.shares[c])
-            here = (begin <= slots) & (slots < end)
-            draws = blocks[here] * (end - begin) + slots[here] - begin  # the number of each draw from this corpus
-            epochs, at = np.divmod(draws, self.sizes[c])
+            here = chosen == c
+            epochs, at = np.divmod(draws[here], self.sizes[c])
             sequences = _permuted_by_group(at, epochs, int(self.sizes[c]), (seed, "corpus", name))
             indices[here] = sequences + self.ends[c] - self.sizes[c]
         return indices
 
+    def _draws(self, seed: int, positions: Indices) -> tuple[Indices, Indices]:
+        """For each position its corpus, and how often that corpus was drawn from before it in the run."""
+        blocks, places = np.divmod(positions, BLOCK)
+        chosen, draws = np.empty_like(positions), np.empty_like(positions)
+        for block in np.unique(blocks).tolist():
+            here = blocks == block
+            corpora = self._corpora_of_block(seed, block)
+            earlier = np.empty(BLOCK, np.int64)  # draws from the same corpus before each place, within the block
+            for c, share in enumerate(self.shares.tolist()):
+                earlier[corpora == c] = np.arange(share)
+            chosen[here] = corpora[places[here]]
+            draws[here] = block * self.shares[chosen[here]] + earlier[places[here]]
+        return chosen, draws
+
+    def _corpora_of_block(self, seed: int, block: int) -> Indices:
+        """int64 [BLOCK]: the number of the corpus that each place of a block takes its sample from."""
+        slots = _permuted_by_group(np.arange(BLOCK), np.full(BLOCK, block), BLOCK, (seed, "block"))
+        return np.searchsorted(self.shares.cumsum(), slots, side="right")
+
     def progress_of_run(self, seed: int, samples: int) -> dict[str, float]:
         """How often each corpus has been read when a run has taken so many samples: `<name>/epochs`."""
         block, rest = divmod(samples, BLOCK)
-        slots = _permuted_by_group(np.arange(rest), np.full(rest, block), BLOCK, (seed, "block"))
-        ends = self.shares.cumsum()
-        begun = np.bincount(np.searchsorted(ends, slots, side="right"), minlength=len(ends))
+        begun = np.bincount(self._corpora_of_block(seed, block)[:rest], minlength=len(self.shares))
         epochs = (block * self.shares + begun) / self.sizes
         return {f"{name}/epochs": float(value) for name, value in zip(self.names, epochs, strict=True)}
 
@@ -103,14 +117,21 @@ def counts_of(weights: Mapping[str, float]) -> dict[str, int]:
     """How many samples of a block each corpus gives: its share rounded down, and the rest to the largest remainders.
 
     Raises:
-        ConfigError: a corpus gives none.
+        ConfigError: a corpus gives none, or the weights are too large to be added.
     """
     total = sum(weights.values())
+    if not math.isfinite(total):
+        told = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
+        raise ConfigError(
+            f"data.corpora: the weights ({told}) add up to more than a floating point number can hold: divide all of "
+            f"them by the same number, since only their shares count"
+        )
     exact = {name: weights[name] / total * BLOCK for name in sorted(weights)}
     counts = {name: int(share) for name, share in exact.items()}
     by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
     for name in by_remainder[: BLOCK - sum(counts.values())]:
         counts[name] += 1
+    assert sum(counts.values()) == BLOCK, counts
     for name, number in counts.items():
         if not number:
             raise ConfigError(
