@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -73,23 +74,16 @@ class Mixture:
         chosen, draws = np.empty_like(positions), np.empty_like(positions)
         for block in np.unique(blocks).tolist():
             here = blocks == block
-            corpora = self._corpora_of_block(seed, block)
-            earlier = np.empty(BLOCK, np.int64)  # draws from the same corpus before each place, within the block
-            for c, share in enumerate(self.shares.tolist()):
-                earlier[corpora == c] = np.arange(share)
+            corpora, earlier = _layout(tuple(self.shares.tolist()), seed, block)
             chosen[here] = corpora[places[here]]
             draws[here] = block * self.shares[chosen[here]] + earlier[places[here]]
         return chosen, draws
 
-    def _corpora_of_block(self, seed: int, block: int) -> Indices:
-        """int64 [BLOCK]: the number of the corpus that each place of a block takes its sample from."""
-        slots = _permuted_by_group(np.arange(BLOCK), np.full(BLOCK, block), BLOCK, (seed, "block"))
-        return np.searchsorted(self.shares.cumsum(), slots, side="right")
-
     def progress_of_run(self, seed: int, samples: int) -> dict[str, float]:
         """How often each corpus has been read when a run has taken so many samples: `<name>/epochs`."""
         block, rest = divmod(samples, BLOCK)
-        begun = np.bincount(self._corpora_of_block(seed, block)[:rest], minlength=len(self.shares))
+        corpora, _ = _layout(tuple(self.shares.tolist()), seed, block)
+        begun = np.bincount(corpora[:rest], minlength=len(self.shares))
         epochs = (block * self.shares + begun) / self.sizes
         return {f"{name}/epochs": float(value) for name, value in zip(self.names, epochs, strict=True)}
 
@@ -164,6 +158,17 @@ def check_one_tokenizer(directories: Mapping[str, Path]) -> None:
                     f"{first} ({directories[first]}) has {has[first]}, and {option} ({directories[option]}) {words}: a "
                     f"model reads the tokens of one tokenizer; prepare one of them again with the other's"
                 )
+
+
+@lru_cache(maxsize=8)
+def _layout(shares: tuple[int, ...], seed: int, block: int) -> tuple[Indices, Indices]:
+    """Of each place in a block the number of its corpus, and how many places of that corpus lie before it."""
+    slots = _permuted_by_group(np.arange(BLOCK), np.full(BLOCK, block), BLOCK, (seed, "block"))
+    corpora = np.searchsorted(np.cumsum(shares), slots, side="right")
+    earlier = np.empty(BLOCK, np.int64)
+    for c, share in enumerate(shares):
+        earlier[corpora == c] = np.arange(share)
+    return corpora, earlier
 
 
 def _permuted_by_group(values: Indices, groups: Indices, size: int, key: tuple[Any, ...]) -> Indices:
