@@ -111,7 +111,8 @@ class Samples(Protocol):
         """Lines for the user before training. `samples`: how many the run will take; None: that is not known."""
 
     def identity_of_data(self) -> dict[str, str]:
-        """What the samples are, in words by name. A run that goes on with another identity is refused."""
+        """What the samples are, in words by name. A run that goes on with another identity is refused. A later version
+        of the class may append a part after "; ", which is not compared with a checkpoint that lacks it."""
 
 
 class Optimizer(Protocol):

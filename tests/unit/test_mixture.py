@@ -126,7 +126,9 @@ def test_weights_are_shares_of_any_unit() -> None:
 def test_the_identity_names_tokens_and_shares(tmp_path: Path, mixture: Mixture) -> None:
     same, other = Mixture(corpora(tmp_path), WEIGHTS), Mixture(corpora(tmp_path / "b"), {**WEIGHTS, "web": 4})
     assert same.identity_of_data() == mixture.identity_of_data() != other.identity_of_data()
-    assert re.fullmatch(r"sha256 [0-9a-f]{16}, 625 of 1,000 samples", same.identity_of_data()["web"])
+    assert re.fullmatch(
+        r"sha256 [0-9a-f]{16}, 625 of 1,000 samples; content [0-9a-f]{16}", same.identity_of_data()["web"]
+    )
 
 
 def plan(ranks: int, micro: int, *words: str) -> Plan:
@@ -176,6 +178,28 @@ def test_a_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"since the checkpoint: {name} was sha256 0 and is sha256 \w{{16}}"):
             loader.load_state_dict(changed)
         allowed.load_state_dict(changed)
+        older = {key: value.partition("; content")[0] for key, value in state["data"].items()}
+        loader.load_state_dict({**state, "data": older})  # it is compared by what it has
+
+
+@pytest.mark.parametrize("file", ["train-00000.bin", "train-00000.ends"])
+def test_bytes_that_were_overwritten_since_the_checkpoint_are_noticed(tmp_path: Path, file: str) -> None:
+    corpora(tmp_path)
+
+    def loaders() -> list[TrainLoader]:
+        made = data(tmp_path), TextData(str(tmp_path / "web"), 4, 1, corpus=None)
+        for one in made:
+            one.train = one._train()
+        return [TrainLoader(one.train_dataloader(), plan(1, 1), 0, torch.device("cpu"), None) for one in made]
+
+    states = [loader.state_dict() for loader in loaders()]
+    path = tmp_path / "web" / file
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1 if file.endswith("bin") else 8
+    path.write_bytes(content)
+    for loader, state, name in zip(loaders(), states, ("web", "split train"), strict=True):
+        with pytest.raises(ConfigError, match=rf"changed since the checkpoint: {name} was .* content \w+ and is "):
+            loader.load_state_dict(state)
 
 
 def test_validation_sets_have_names(tmp_path: Path) -> None:

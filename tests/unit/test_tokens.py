@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.data import baselines
+from shardwise.data import baselines, shard_content
 from shardwise.data.baselines import unigram_bigram_baselines
 from shardwise.data.tokenizer import ByteTokenizer, digest, load_tokenizer
 from shardwise.data.tokens import TokenSequences, TokenShards, tokenizer_of, write_token_shards
@@ -85,6 +85,11 @@ def _truncate(directory: Path) -> None:
     (directory / "train-00003.bin").write_bytes(b"\0" * 30)
 
 
+def _set_ends(directory: Path, value: int) -> None:
+    path = directory / "train-00000.ends"
+    path.write_bytes(np.full(path.stat().st_size // 8, value, "<u8").tobytes())
+
+
 def _empty_shard(directory: Path) -> None:
     (directory / "empty.bin").touch()
     (directory / "empty.ends").touch()
@@ -106,6 +111,11 @@ def _empty_shard(directory: Path) -> None:
         (lambda d: _edit(d, version=3), "version 3.*reads 2 and older"),
         (lambda d: (d / "train-00003.ends").unlink(), "train-00003.ends must be a readable file: No such file"),
         (lambda d: (d / "train-00003.ends").write_bytes(b"\0" * 9), "train-00003.ends has 9 bytes.*documents.*copy"),
+        (
+            lambda d: _set_ends(d, 2**40),
+            "train-00000.ends holds ends of doc.* from 1 to at most 16",
+        ),
+        (lambda d: _set_ends(d, 0), "train-00000.ends holds ends of documents that do not rise"),
         (lambda d: _edit(d, splits={"test": []}), r"no split 'train'.*\['test'\]"),
     ],
 )
@@ -129,6 +139,34 @@ def test_verify_finds_a_changed_shard_of_the_same_size(directory: Path) -> None:
     path.write_bytes(path.read_bytes()[::-1])
     with pytest.raises(DataError, match="train-00002.bin has sha256"):
         TokenShards(directory, "train").verify()
+
+
+def test_the_digest_of_content_covers_every_byte_of_small_data_and_samples_of_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    size = 40 * shard_content.BLOCK
+    whole = {}
+
+    def digest_with(number: int, offset: int | None) -> str:
+        for path in paths:
+            path.write_bytes(bytes(size))
+        if offset is not None:
+            with paths[number].open("r+b") as file:
+                file.seek(offset)
+                file.write(b"x")
+        return shard_content.content_digest(paths)
+
+    between = size // 15 - shard_content.BLOCK // 2  # of samples of a large file
+    for most in (shard_content.WHOLE, 0):
+        monkeypatch.setattr(shard_content, "WHOLE", most)
+        whole[most] = digest_with(0, None)
+        for number in (0, 1):
+            for offset in (0, size - 1, (size - shard_content.BLOCK) * 7 // 15 + 9):
+                assert digest_with(number, offset) != whole[most]
+            assert (digest_with(number, between) == whole[most]) == (most == 0)
+    paths[1].write_bytes(bytes(size - 1))
+    assert shard_content.content_digest(paths) != whole[0]
 
 
 def test_the_first_of_two_writers_wins(directory: Path) -> None:

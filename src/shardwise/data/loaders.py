@@ -70,6 +70,7 @@ class TrainLoader:
         self.has_ended = False  # whether the last micro-batch was the epoch's last; known for streams only
         self.stream: Stream | None = None
         self._positions: dict[int, dict[str, Any]] = {}  # clock → position of the stream, after the last few windows
+        self._identity = identity_of(self._samples)  # when the run begins
         check_batch_size(loader, plan)
         if is_stream(loader):
             if plan.guard.on_spike == "rollback":
@@ -156,8 +157,8 @@ class TrainLoader:
             state["micro_batch_size"] = self.plan.micro_batch_size
         if self.stream is None and isinstance(self.order, DrawnOrder):
             state["order"] = self.order.digest
-        if identity := identity_of(self._samples):
-            state["data"] = identity
+        if self._identity:
+            state["data"] = self._identity
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -171,12 +172,12 @@ class TrainLoader:
                 f"give micro_batch_size={before}, or resume_allow=[data] to go on elsewhere in the data"
             )
         before, is_now = (of.get("data") or {} for of in (state, now))
-        if before and before != is_now:  # checkpoints from before there was an identity lack it
-            changed = [
-                f"{name} was {before.get(name, 'not there')} and is {is_now.get(name, 'not there')}"
-                for name in sorted(before | is_now)
-                if before.get(name) != is_now.get(name)
-            ]
+        changed = [
+            f"{name} was {before.get(name, 'not there')} and is {is_now.get(name, 'not there')}"
+            for name in sorted(before | is_now)
+            if not _is_same(before.get(name), is_now.get(name))
+        ]
+        if before and changed:  # checkpoints from before there was an identity lack it
             raise ConfigError(
                 f"resume={resume}: the training data has changed since the checkpoint: {'; '.join(changed)}; give the "
                 f"data as it was, or resume_allow=[data] to go on with what is there now"
@@ -247,6 +248,11 @@ class TrainLoader:
         # The strategy divides by the number of ranks, and Lightning by that of micro-batches. This undoes both.
         per_weight = len(window) * self.plan.topology.data_parallel_size / total.clamp(min=1)
         return [weight * per_weight for weight in weights]
+
+
+def _is_same(before: str | None, now: str | None) -> bool:
+    """Whether two identities agree in the parts, separated by "; ", that the older one has."""
+    return before == now or (before is not None and now is not None and now.startswith(f"{before}; "))
 
 
 def _order_of(loader: DataLoader[Any], plan: Plan, group: Group) -> tuple[bool, GlobalOrder | DrawnOrder]:

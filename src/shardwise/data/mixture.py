@@ -99,11 +99,12 @@ class Mixture:
         return [f"mixture: {'; '.join(told)}{warning}"]
 
     def identity_of_data(self) -> dict[str, str]:
-        """Of each corpus its digest and its share."""
+        """Of each corpus its digests and its share."""
         found = {}
         for name, corpus in zip(self.names, self.corpora, strict=True):
-            [digest] = corpus.identity_of_data().values()
-            found[name] = f"{digest}, {self.counts[name]} of {BLOCK:,} samples"
+            [told] = corpus.identity_of_data().values()
+            digest, _, content = told.partition("; ")
+            found[name] = f"{digest}, {self.counts[name]} of {BLOCK:,} samples; {content}"
         return found
 
 

@@ -3,12 +3,14 @@
 import hashlib
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.data.shard_content import content_digest
 from shardwise.data.shard_index import DTYPES, ENDS_DTYPE, INDEX, TOKENIZER, Tokens, load_index, unreadable
 from shardwise.data.shard_writer import write_token_shards
 from shardwise.data.tokenizer import Tokenizer, digest, load_tokenizer
@@ -16,12 +18,14 @@ from shardwise.errors import DataError, count
 
 __all__ = ["INDEX", "TokenSequences", "TokenShards", "Tokens", "tokenizer_of", "write_token_shards"]
 
+_ENDS_READ = 1 << 22  # ends of documents in a shard, up to which all of them are checked when it is opened
+
 
 class TokenShards:
     """One split of a shard directory, as one long sequence of tokens in mapped files.
 
     Raises:
-        DataError: a shard cannot be opened, or has another size than the index says.
+        DataError: a shard cannot be opened, has another size than the index says, or ends of documents that cannot be.
     """
 
     def __init__(self, directory: str | os.PathLike[str], split: str) -> None:
@@ -71,8 +75,21 @@ class TokenShards:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of its shards' digests: the same tokens in the same shards have the same, wherever they lie."""
+        """The SHA-256 of the digests in the index, which does not depend on where the shards lie."""
         return hashlib.sha256("".join(shard["sha256"] for shard in self.shards).encode()).hexdigest()
+
+    @cached_property
+    def content_digest(self) -> str:
+        """The SHA-256 of what lies in the files: of all bytes up to 1 GB, of samples of each file above that.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        names = [shard[key] for shard in self.shards for key in ("file", "ends") if key in shard]
+        try:
+            return content_digest([self.directory / name for name in names])
+        except OSError as error:
+            raise unreadable(Path(error.filename or self.directory), error) from error
 
     @property
     def documents(self) -> int:
@@ -133,9 +150,21 @@ class TokenShards:
                     f"{ENDS_DTYPE.itemsize}; the copy is incomplete: copy or prepare it again"
                 )
             # An empty file cannot be mapped.
-            return np.memmap(path, dtype=ENDS_DTYPE, mode="r") if documents else np.empty(0, ENDS_DTYPE)
+            ends = np.memmap(path, dtype=ENDS_DTYPE, mode="r") if documents else np.empty(0, ENDS_DTYPE)
+            _check_ends(path, ends, shard["tokens"])
+            return ends
         except OSError as error:
             raise unreadable(path, error) from error
+
+
+def _check_ends(path: Path, ends: Tokens, tokens: int) -> None:
+    """Refuse ends of documents that do not rise, or lie outside the shard. Of many the first and the last are read."""
+    for part in [ends] if len(ends) <= _ENDS_READ else [ends[: _ENDS_READ // 2], ends[-_ENDS_READ // 2 :]]:
+        if len(part) and (part[0] < 1 or part[-1] > tokens or not (part[1:] > part[:-1]).all()):
+            raise DataError(
+                f"{path} holds ends of documents that do not rise from 1 to at most {tokens:,}, the tokens of the "
+                f"shard; the file changed after it was written: copy or prepare it again"
+            )
 
 
 def tokenizer_of(directory: str | os.PathLike[str]) -> Tokenizer | None:
@@ -169,8 +198,9 @@ class TokenSequences:
         return (len(self.shards) - 1) // self.sequence_length
 
     def identity_of_data(self) -> dict[str, str]:
-        """The digest of the tokens, by which a resumed run knows whether they have changed."""
-        return {f"split {self.shards.split}": f"sha256 {self.shards.digest[:16]}"}
+        """Digests of the index and of the files, by which a resumed run knows whether they have changed."""
+        digests = f"sha256 {self.shards.digest[:16]}; content {self.shards.content_digest[:16]}"
+        return {f"split {self.shards.split}": digests}
 
     def __getitem__(self, i: int) -> dict[str, npt.NDArray[np.int64]]:
         """`tokens` and `targets`, both int64 [sequence_length]."""
