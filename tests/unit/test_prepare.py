@@ -24,7 +24,7 @@ from shardwise.data.prepare.options import OnError, PrepareConfig
 from shardwise.data.prepare.run import prepare
 from shardwise.data.prepare.worker import held_out_number
 from shardwise.data.tokens import TokenShards, tokenizer_of
-from shardwise.errors import DataError
+from shardwise.errors import ConfigError, DataError
 from tests.harness.patience import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -276,6 +276,88 @@ def test_inputs_that_have_changed_since_are_refused(begun: Path) -> None:
     source.write_text(source.read_text().replace("{broken\n", ""))
     with pytest.raises(DataError, match="begun with other inputs: .*a.jsonl has changed since"):
         make(begun / "s", source)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+def test_an_input_of_the_same_size_and_time_is_refused_if_what_was_done_of_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    source = tmp_path / f"a.{kind}"
+
+    def write(word: str) -> None:
+        documents = [f"{word} {n:05d}" + " x" * 50 for n in range(400)]
+        if kind == "parquet":
+            import pyarrow
+            import pyarrow.parquet
+
+            table = pyarrow.table({"text": documents})
+            pyarrow.parquet.write_table(table, source, row_group_size=40, compression="none", use_dictionary=False)
+        else:
+            lines = "".join(json.dumps({"text": text}) + "\n" for text in documents).encode()
+            source.write_bytes(gzip.compress(lines, 0, mtime=0) if kind.endswith("gz") else lines)
+        os.utime(source, ns=(0, 0))
+
+    def stop(work: Any, *_: Any) -> None:
+        raise KeyboardInterrupt
+
+    write("one")
+    monkeypatch.setattr(prepare_work, "_COMMIT_SECONDS", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_work.Work, "finish", stop)
+        patch.setattr(prepare_run.Progress, "show", stop)
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path / "s", source)
+    write("two")
+    with pytest.raises(DataError, match=rf"a.{kind} has changed since a part of it was prepared: .* remove .*.s.prep"):
+        make(tmp_path / "s", source)
+    write("one")
+    assert content(make(tmp_path / "s", source)) == content(make(tmp_path / "fresh", source))
+
+
+def test_folders_behind_links_are_read(tmp_path: Path) -> None:
+    write_lines(tmp_path / "elsewhere/b.jsonl", texts(30, 2))
+    write_lines(tmp_path / "in/a.jsonl", texts(30, 1))
+    (tmp_path / "in/linked").symlink_to(tmp_path / "elsewhere")
+    assert read_back(make(tmp_path / "s", tmp_path / "in", validation=0.0)) == [*texts(30, 1), *texts(30, 2)]
+    (tmp_path / "elsewhere/up").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="in/linked/up links to .*, a folder that it lies in: remove the link"):
+        make(tmp_path / "t", tmp_path / "in")
+
+
+def test_texts_are_cut_at_empty_lines_of_windows_too(tmp_path: Path) -> None:
+    paragraphs = [f"paragraph {n}\n" + "words and words\n" * 5 + "\n" for n in range(40)]
+    (tmp_path / "unix.txt").write_bytes("".join(paragraphs).encode())
+    (tmp_path / "windows.txt").write_bytes("".join(paragraphs).replace("\n", "\r\n").encode())
+    for name in ("unix", "windows"):
+        made = read_back(make(tmp_path / name, tmp_path / f"{name}.txt", validation=0.0, cut_texts=90))
+        assert [text.replace("\r\n", "\n") for text in made] == paragraphs
+
+
+def test_a_folder_that_is_not_whole_or_was_made_by_skipping_is_not_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = write_lines(tmp_path / "a.jsonl", texts(200)), tmp_path / "s"
+    source.write_text(source.read_text() + "{broken\n")
+    words = ["prepare", f"input={source}", f"output={output}", "tokenizer=bytes", "processes=1"]
+    assert tools.main([*words, "on_error=skip"]) == 0
+    assert tools.main(words) == 2
+    assert "made with on_error=skip, which left out 1 document or file (see skipped.jsonl)" in capsys.readouterr().err
+    for name, rule in [
+        ("inputs.jsonl", "inputs.jsonl, which lists the inputs, is not there"),
+        ("train-00000.bin", "train-00000.bin must be a readable file: No such file"),
+        ("validation-00000.ends", "validation-00000.ends must be a readable file"),
+        ("tokenizer/tokenizer.json", "tokenizer.json cannot be read"),
+    ]:
+        (output / name).rename(tmp_path / "gone")
+        assert tools.main([*words, "on_error=skip"]) == 2
+        said = capsys.readouterr().err
+        assert f"{output} is damaged: remove it to make it again. " in said and rule in said, said
+        (tmp_path / "gone").rename(output / name)
+    raw = bytearray((output / "train-00000.bin").read_bytes())
+    raw[77] ^= 1
+    (output / "train-00000.bin").write_bytes(raw)
+    assert tools.main([*words, "on_error=skip"]) == 2
+    assert "train-00000.bin has sha256" in capsys.readouterr().err
 
 
 def test_a_second_writer_is_refused_or_waits(tmp_path: Path) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from shardwise.data.prepare.job import Job
-from shardwise.data.prepare.work import INPUTS
+from shardwise.data.prepare.options import OnError
+from shardwise.data.prepare.work import INPUTS, SKIPPED
 from shardwise.data.shard_index import INDEX, load_index
 from shardwise.data.tokenizer import digest
-from shardwise.errors import DataError
+from shardwise.data.tokens import TokenShards, tokenizer_of
+from shardwise.errors import ConfigError, DataError, count
 
 
 def compare(job: Job, output: Path) -> None:
@@ -27,6 +30,13 @@ def compare(job: Job, output: Path) -> None:
             raise DataError(f"{output} was made with {key}={before}, and now {key}={value}: {remedy}")
     if job.tokenizer is not None and index["tokenizer"]["sha256"] != digest(job.tokenizer):
         raise DataError(f"{output} was made with another tokenizer, {index['tokenizer']['name']}: {remedy}")
+    skipped = made_of.get("skipped", 0)
+    if skipped and job.config.on_error is OnError.stop:
+        raise DataError(
+            f"{output} was made with on_error=skip, which left out {count(skipped, 'document')} or file "
+            f"(see {SKIPPED}), and now on_error=stop: give on_error=skip to keep it, or {remedy}"
+        )
+    _check_whole(output, index)
     rows = [json.loads(line) for line in (output / INPUTS).read_text(encoding="utf-8").splitlines()]
     before, now = ([(row["path"], row["size"]) for row in rows], [(file.path, file.size) for file in job.files])
     changed = next((pair[0] for pair in sorted(set(before) ^ set(now))), None)
@@ -37,3 +47,15 @@ def compare(job: Job, output: Path) -> None:
                 break
     if changed is not None or before != now:
         raise DataError(f"{output} was made from other inputs (see {changed or 'their order'}): {remedy}")
+
+
+def _check_whole(output: Path, index: dict[str, Any]) -> None:
+    """Raises `DataError` if a file is missing or is not what the index says."""
+    try:
+        for split in index["splits"]:
+            TokenShards(output, split).verify()
+        tokenizer_of(output)
+        if not (output / INPUTS).is_file():
+            raise DataError(f"{output / INPUTS}, which lists the inputs, is not there")
+    except ConfigError as error:
+        raise DataError(f"{output} is damaged: remove it to make it again. {error}") from error

@@ -98,13 +98,22 @@ def _below(folder: str) -> list[str]:
         raise ConfigError(f"{error.filename} cannot be read ({error.strerror}): grant this user permission")
 
     found = []
-    for parent, folders, names in os.walk(folder, onerror=refuse):
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        _refuse_loops(parent, folders)
         if INDEX in names and any(name.endswith(".bin") for name in names):  # token shards, perhaps our own
             folders.clear()
             continue
         found += [os.path.normpath(os.path.join(parent, name)) for name in names if not name.startswith(".")]
     return sorted(found)
+
+
+def _refuse_loops(parent: str, folders: list[str]) -> None:
+    here = os.path.realpath(parent)
+    for path in (os.path.join(parent, name) for name in folders):
+        target = os.path.realpath(path)
+        if os.path.islink(path) and os.path.commonpath([here, target]) == target:
+            raise ConfigError(f"{path} links to {target}, a folder that it lies in: remove the link, or name the files")
 
 
 def _look_at(path: str) -> InputFile:

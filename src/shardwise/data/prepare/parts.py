@@ -7,6 +7,7 @@ SHA-256 is made.
 from __future__ import annotations
 
 import hashlib
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from shardwise.data.prepare.inputs import InputFile
 from shardwise.errors import ConfigError
 
 _CHUNK = 1 << 20
+_EMPTY_LINE = re.compile(rb"\n\r?\n")  # lines end with \n or \r\n
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # it says that a file is UTF-8, and is no part of its text
 
 
@@ -33,10 +35,18 @@ class Flaw:
 
 @dataclass(frozen=True)
 class Position:
-    """Where the next part begins: of the file with this number, after so many of its parts."""
+    """Where the next part begins: of the file with this number, after so many of its parts.
+
+    `sha256`: of the file's bytes that were read for these parts; empty: it is not known.
+    """
 
     file: int = 0
     part: int = 0
+    sha256: str = ""
+
+
+class InputChanged(Exception):
+    """A file does not begin with the bytes that were read of it before. Its text is the path."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +70,20 @@ def read_parts(
 
     `size`: bytes of text after which a part ends. `cut`: bytes after which a document of a text file ends;
     None: the file is one document.
+
+    Raises:
+        InputChanged: the file in which `begin` lies has other bytes before it than those that were read.
     """
     for number in range(begin.file, len(files)):
         file = files[number]
         skip = begin.part if number == begin.file else 0
         reader = _Reader(file, number, size, cut)
+        known = begin.sha256 if skip else ""
         for part in reader.parts():
+            if known and (part.after.part == skip or part.record is not None):
+                if part.after.sha256 != known:
+                    raise InputChanged(file.path)
+                known = ""
             if part.after.part > skip or part.record is not None:
                 yield part
 
@@ -108,7 +126,8 @@ class _Reader:
         self.made += 1
         read = self.position - self.told if read is None else read
         self.told += read
-        return Part(self.file.path, self.file.kind, Position(self.number, self.made), content, first, read)
+        after = Position(self.number, self.made, self.sha256.hexdigest())
+        return Part(self.file.path, self.file.kind, after, content, first, read)
 
     def _lines(self) -> Iterator[Part]:
         held: list[bytes] = []
@@ -151,11 +170,14 @@ class _Reader:
             yield self._part(tuple(pieces) or (held,), first)
 
     def _row_groups(self) -> Iterator[Part]:
-        groups, first = _row_group_sizes(self.file.path), 1
-        for number, rows in enumerate(groups):
+        groups, first = _row_groups_of(self.file.path), 1
+        raw = self._raw()
+        for number, (rows, end) in enumerate(groups):
+            while self.position < end and next(raw, b""):
+                pass  # the SHA-256 has the bytes of the row group then
             yield self._part(number, first, self.file.size // len(groups))
             first += rows
-        for _ in self._raw():
+        for _ in raw:
             pass
 
     def _raw(self) -> Iterator[bytes]:
@@ -195,10 +217,9 @@ class _Reader:
 
 def _end_of_piece(text: bytes, cut: int) -> int:
     """Where the document at the beginning of `text` ends; 0: that is not read yet."""
-    end = text.find(b"\n\n", cut, 2 * cut) + 2
-    if end < 2 and len(text) >= 2 * cut:
-        end = text.find(b"\n", 2 * cut) + 1
-    return end if end >= 2 else 0
+    if found := _EMPTY_LINE.search(text, cut, 2 * cut):
+        return found.end()
+    return text.find(b"\n", 2 * cut) + 1 if len(text) >= 2 * cut else 0
 
 
 class _Damaged(Exception):
@@ -232,13 +253,24 @@ def import_parquet() -> Any:
     return pyarrow.parquet
 
 
-def _row_group_sizes(path: str) -> list[int]:
+def _row_groups_of(path: str) -> list[tuple[int, int]]:
+    """(rows, position in the file at which it ends) of each row group."""
     parquet = import_parquet()
     try:
         with parquet.ParquetFile(path) as file:
-            return [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
+            groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+            return [(group.num_rows, max(map(_end_of_column, _columns(group)), default=0)) for group in groups]
     except Exception as error:  # pyarrow has several kinds, some of them plain OSError and ValueError
         raise _Damaged(f"is damaged, or no Parquet file ({_first_line(error)}); copy it again") from error
+
+
+def _columns(group: Any) -> list[Any]:
+    return [group.column(number) for number in range(group.num_columns)]
+
+
+def _end_of_column(column: Any) -> int:
+    begin = column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset
+    return int(begin) + int(column.total_compressed_size)
 
 
 def _first_line(error: Exception) -> str:

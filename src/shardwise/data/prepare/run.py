@@ -14,7 +14,7 @@ from shardwise.data.prepare.compare import compare
 from shardwise.data.prepare.finish import check_splits, write_results
 from shardwise.data.prepare.job import Job
 from shardwise.data.prepare.options import OnError, PrepareConfig
-from shardwise.data.prepare.parts import Part
+from shardwise.data.prepare.parts import InputChanged, Part
 from shardwise.data.prepare.progress import Progress, magnitude
 from shardwise.data.prepare.report import PAGE, REPORT, summary
 from shardwise.data.prepare.training import END, save_tokenizer, train_tokenizer
@@ -127,6 +127,11 @@ def _tokenize(job: Job, pool: Pool, work: Work) -> None:
         while pending:
             _add(job, work, *pending.popleft())
             progress.show(work.totals)
+    except InputChanged as error:
+        raise DataError(
+            f"{error} has changed since a part of it was prepared: its shards would hold both versions; put it back as "
+            f"it was, or remove {work.folder} to begin anew"
+        ) from error
     finally:
         progress.close()
 
