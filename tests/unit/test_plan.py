@@ -307,25 +307,29 @@ class Nvml:
         name.value = self.names[device.value - 1].encode()
         return 0
 
+    def nvmlDeviceGetCudaComputeCapability(self, device: Any, major: Any, minor: Any) -> int:
+        major._obj.value = 9 if "H200" in self.names[device.value - 1] else 8
+        return 0
+
 
 @pytest.mark.parametrize(
-    ("nvml", "visible", "devices", "gpu"),
+    ("nvml", "visible", "devices", "gpu", "capability"),
     [
-        (Nvml("NVIDIA H200", "NVIDIA H200"), None, 2, "NVIDIA H200"),
-        (Nvml("NVIDIA H200", "NVIDIA H200"), "1", 1, "NVIDIA H200"),
-        (Nvml("NVIDIA H200"), "", 0, None),
-        (Nvml("NVIDIA H200", "NVIDIA A100-SXM4-80GB"), "0", 1, None),
-        (Nvml("NVIDIA H200", mig=True), None, 1, None),
-        (Nvml("NVIDIA H200"), "MIG-1b2c", 1, None),
-        (Nvml(), None, 0, None),
+        (Nvml("NVIDIA H200", "NVIDIA H200"), None, 2, "NVIDIA H200", (9, 0)),
+        (Nvml("NVIDIA H200", "NVIDIA H200"), "1", 1, "NVIDIA H200", (9, 0)),
+        (Nvml("NVIDIA H200"), "", 0, None, None),
+        (Nvml("NVIDIA H200", "NVIDIA A100-SXM4-80GB"), "0", 1, None, (8, 0)),
+        (Nvml("NVIDIA H200", mig=True), None, 1, None, (9, 0)),
+        (Nvml("NVIDIA H200"), "MIG-1b2c", 1, None, (9, 0)),
+        (Nvml(), None, 0, None, None),
     ],
 )
 def test_the_host_names_its_gpus(
-    nvml: Nvml, visible: str | None, devices: int, gpu: str | None, monkeypatch: pytest.MonkeyPatch
+    nvml: Nvml, visible: str | None, devices: int, gpu: str | None, capability: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
     host = inspect_host({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-    assert (host.cuda_devices, host.gpu) == (devices, gpu)
+    assert (host.cuda_devices, host.gpu, host.gpu_capability) == (devices, gpu, capability)
 
 
 # --- names
