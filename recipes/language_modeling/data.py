@@ -21,7 +21,7 @@ from shardwise.data.packing import DocumentSequences, collate_documents
 from shardwise.data.shard_index import load_index
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
 from shardwise.data.tokens import INDEX, Tokens, TokenSequences, TokenShards, tokenizer_of, write_token_shards
-from shardwise.errors import ConfigError, count
+from shardwise.errors import ConfigError, DataError, count
 from shardwise.protocols import takes_documents
 
 STDLIB, STDLIB_DIRECTORY = "python_stdlib", "data/python_stdlib"
@@ -78,11 +78,29 @@ class TextData(LightningDataModule):
 
     def check(self) -> None:
         """Raises `DataError` unless both splits can be read, or are still to be built by `prepare_data`."""
+        self._check_directory()
         self.prepare_own_text()
         if self.corpus != STDLIB or (self.directory / INDEX).exists():
             check_one_tokenizer(self.directories())
             self._train()
             self._validation()
+
+    def _check_directory(self) -> None:
+        """Refuse what would read another text than the words name, or a file in the place of a folder."""
+        if self.own_text is None and self.directory.is_file():
+            raise DataError(
+                f"data.directory={self.directory} is a file, and must be a folder of token shards: run "
+                f"`shardwise prepare {self.directory} tokenizer=bytes output=data/{self.directory.stem}`, then give "
+                f"data.directory=data/{self.directory.stem}"
+            )
+        if self.corpus == STDLIB and (self.directory / INDEX).exists():
+            source = load_index(self.directory)["source"]
+            if not source.startswith(f"{STDLIB}:"):
+                raise ConfigError(
+                    f"data.directory={self.directory} holds shards of another text ({source}) than "
+                    f"data.corpus={STDLIB}: give data=token_shards data.directory={self.directory} to read them, or "
+                    f"leave data.directory out"
+                )
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -132,6 +150,22 @@ class TextData(LightningDataModule):
                 f'data.document_mask=false, or let it read batch["documents"] and say so with takes_documents = True'
             )
         self.train, self.validation_sets = self._train(), self._validation()
+        if stage == "fit" and getattr(self.trainer, "is_global_zero", False):
+            for line in self.described():
+                print(line, flush=True)
+
+    def described(self) -> list[str]:
+        """A line for the user about each text that is trained on."""
+        read = [TokenShards(directory, "train") for directory in self.training_directories()]
+        return [
+            f"reads {shards.directory}: {count(len(shards), 'token')}, vocabulary {shards.vocab_size:,}, of "
+            f"{shards.description}"
+            for shards in read
+        ]
+
+    def training_directories(self) -> list[Path]:
+        """The folders whose train split is read."""
+        return [self.directory]
 
     def train_dataloader(self) -> DataLoader[Any]:
         return self._loader(self.train, shuffle=True)
@@ -173,6 +207,12 @@ class TextData(LightningDataModule):
         return cast(Dataset[Any], sequences)  # not derived from it: shards are also read where torch is not installed
 
     def _validation(self) -> dict[str, Dataset[Any]]:
+        for directory in self.validation_directories.values():
+            if "validation" not in load_index(directory)["splits"]:
+                raise DataError(
+                    f"{directory} has no validation split, as with validation=0: prepare it with a validation= above "
+                    f"0, or name another folder by 'data.validation={{name: folder}}'"
+                )
         return {
             name: _dataset(self._sequences(TokenShards(directory, "validation")), self.max_validation_sequences)
             for name, directory in self.validation_directories.items()

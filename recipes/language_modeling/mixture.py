@@ -58,6 +58,10 @@ class MixtureData(TextData):
         del named["data.directory"]
         return {f"data.corpora.{name}": directory for name, directory in self.corpora.items()} | named
 
+    def training_directories(self) -> list[Path]:
+        """The folders whose train split is read."""
+        return list(self.corpora.values())
+
     def _train(self) -> Dataset[Any]:
         corpora = {name: self._sequences(TokenShards(folder, "train")) for name, folder in self.corpora.items()}
         return cast(Dataset[Any], Mixture(corpora, self.weights))

@@ -62,6 +62,13 @@ class LanguageModel(LightningModule):
         if stage == "fit" and tokens < self.vocab_size and self.trainer.is_global_zero:
             rows = count(self.vocab_size - tokens, "row")
             print(f"model.vocab_size={self.vocab_size}: {rows} of no token, since the data has {tokens}", flush=True)
+        trained, seen = data.sequence_length, self.model.max_seq_len
+        if stage == "fit" and trained < seen and self.trainer.is_global_zero:
+            print(
+                f"the model sees up to {seen} tokens and is trained on {trained}: what it writes beyond is worse; "
+                f"model.max_seq_len={trained} or data.sequence_length={seen} makes them equal",
+                flush=True,
+            )
 
     def choose_attention(self, name: str) -> None:
         """Compute attention with this kernel of `causal_attention`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,17 +43,20 @@ class OwnText:
         try:
             files, _ = find_inputs(split_words(self.corpus))
         except ConfigError as error:
-            raise ConfigError(f"data.corpus={self.corpus}: {error}; or give data.corpus=python_stdlib") from error
+            is_word = not any(sign in self.corpus for sign in "/.*")  # perhaps meant as the name of a corpus
+            names = "; or give data.corpus=python_stdlib, the only corpus that has a name" * is_word
+            raise ConfigError(f"data.corpus={self.corpus}: {error}{names}") from error
         size = sum(file.size for file in files)
         tokenizer = "bytes" if self.tokenizer is None else self.tokenizer
         vocab_size = self.vocab_size or (VOCABULARY if tokenizer == "train" else None)
+        words = f"tokenizer={tokenizer}" + (f" vocab_size={vocab_size}" if vocab_size else "")
         if size > MOST_BYTES:
-            more = f" vocab_size={vocab_size}" if vocab_size else ""
             raise ConfigError(
                 f"data.corpus={self.corpus} has {size:,} bytes, and at most {MOST_BYTES:,} are prepared in passing: "
-                f"run `shardwise prepare {self.corpus} tokenizer={tokenizer}{more} output={directory}`, then train "
-                f"with data=token_shards data.directory={directory}"
+                f"{self._by_hand(words, directory)}"
             )
+        if size == 0:
+            raise DataError(f"data.corpus={self.corpus} has 0 bytes: give a file with text in it")
         config = PrepareConfig(
             str(directory),
             tokenizer=tokenizer,
@@ -64,4 +69,23 @@ class OwnText:
         try:
             prepare(split_words(self.corpus), config, waits=True, quiet=True)
         except DataError as error:
-            raise DataError(f"data.corpus={self.corpus}, data.directory={directory}: {error}") from error
+            said = str(error)
+            if "leaves no document" in said:  # training needs a held-out part, which prepare can leave out
+                said = f"{said.partition(': ')[0]}: give more text"
+            elif (option := _option_of_prepare(said)) is not None:
+                said += f"; data.corpus= has no such option: {self._by_hand(f'{words} {option}', directory)}"
+            raise DataError(f"data.corpus={self.corpus}, data.directory={directory}: {said}") from error
+
+    def _by_hand(self, words: str, directory: Path) -> str:
+        return (
+            f"run `shardwise prepare {shlex.quote(self.corpus)} {words} output={directory}`, then train with "
+            f"data=token_shards data.directory={directory}"
+        )
+
+
+def _option_of_prepare(said: str) -> str | None:
+    """The option that a message of prepare advises, with its value where the message has only one; None: none."""
+    if "field=" in said:
+        only = re.search(r"it has ([^,]+): name one by field=", said)
+        return f"field={only[1] if only else '…'}"
+    return "on_error=skip" if "on_error=skip" in said else None

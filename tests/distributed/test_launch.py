@@ -241,6 +241,6 @@ def _check_last_words(running: Running, says: str) -> None:
     others = [
         line
         for line in (after or before).splitlines()[1 if after else 2 :]
-        if line.strip() and not line.startswith("step ")
+        if line.strip() and not line.startswith(("step ", "reads "))
     ]
     assert others == ([says] if says else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def data(corpus: str, directory: str = STDLIB_DIRECTORY, **more: Any) -> TextData:
+def data(corpus: str | None, directory: str = STDLIB_DIRECTORY, **more: Any) -> TextData:
     return TextData(directory, sequence_length=16, batch_size=4, corpus=corpus, **more)
 
 
@@ -62,8 +63,9 @@ def test_a_text_that_is_too_large_or_absent_is_refused_with_the_remedy(
     )
     with pytest.raises(ConfigError, match=message):
         data("my.txt", "tokens", tokenizer="train").check()
-    with pytest.raises(ConfigError, match=r"data.corpus=gone.txt: .*there is no such file or folder"):
+    with pytest.raises(ConfigError, match=r"data.corpus=gone.txt: .*there is no such file or folder") as absent:
         data("gone.txt").check()
+    assert "python_stdlib" not in str(absent.value)
     assert not Path("data").exists() and not Path("tokens").exists()
 
 
@@ -91,3 +93,38 @@ def test_json_lines_may_be_a_corpus_too(text: Path, tmp_path: Path) -> None:
     made = data("books/*.jsonl", "shards")
     made.check()
     assert len(read_back(tmp_path / "shards")) + len(read_back(tmp_path / "shards", "validation")) == 200
+
+
+def test_what_is_wrong_with_a_text_is_told_with_words_that_work(text: Path, tmp_path: Path) -> None:
+    """prepare's own options are none of train.py's."""
+    fields = tmp_path / "fields.jsonl"
+    fields.write_text("".join(json.dumps({"content": line}) + "\n" for line in texts(50)))
+    for content, name in ((b"", "no.txt"), (b"one\n", "one.txt"), (b"a\n" * 300 + b"\xff\n", "wrong.txt")):
+        Path(name).write_bytes(content)
+
+    def refused(corpus: str, **more: Any) -> str:
+        with pytest.raises(ConfigError) as error:
+            data(corpus, "data/x", **more).check()
+        return str(error.value)
+
+    then = "output=data/x`, then train with data=token_shards data.directory=data/x"
+    assert f"run `shardwise prepare fields.jsonl tokenizer=bytes field=content {then}" in refused("fields.jsonl")
+    assert f"`shardwise prepare wrong.txt tokenizer=bytes on_error=skip {then}" in refused("wrong.txt")
+    assert "0 bytes: give a file with text in it" in refused("no.txt")
+    few = refused("one.txt")
+    assert few.endswith("1 document leaves no document for validation: give more text") and "validation=0," not in few
+
+
+def test_shards_of_another_text_are_not_taken_for_pythons_library(text: Path, tmp_path: Path) -> None:
+    made = make(tmp_path / "man", text, cut_texts=2000, validation=0.2)
+    unmeasured = make(tmp_path / "all", text, cut_texts=2000, validation=0.0)
+    with pytest.raises(ConfigError, match=r"man holds shards of another text \(1 file, such as .*data=token_shards"):
+        data("python_stdlib", str(made)).check()
+    own = data(None, str(made))
+    own.check()
+    tokens = len(TokenShards(made, "train"))
+    assert own.described() == [f"reads {made}: {tokens:,} tokens, vocabulary 256, of 1 file, such as {text}"]
+    with pytest.raises(ConfigError, match=r"all has no validation split.*above 0, or .*data.validation="):
+        data(None, str(unmeasured)).check()
+    with pytest.raises(ConfigError, match=r"my.txt is a file, .* `shardwise prepare .*my.txt .* output=data/my`"):
+        data(None, str(text)).check()
