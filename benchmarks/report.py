@@ -18,6 +18,7 @@ from benchmarks.pages import (  # noqa: E402
     checkpointing,
     data,
     gpu,
+    large_models,
     lightning,
     metrics,
     overhead,
@@ -30,6 +31,7 @@ WHOLE = {"gpu.md": gpu.page, "overhead.md": overhead.page, "parity.md": parity.p
 WITH_TABLES = {
     "checkpointing.md": checkpointing.TABLES,
     "data.md": data.TABLES,
+    "large-models.md": large_models.TABLES,
     "lightning.md": lightning.TABLES,
     "metrics.md": metrics.TABLES,
     "reliability.md": reliability.TABLES,
