@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from shardwise.errors import ConfigError
 from shardwise.run_dir.files import checkpoint_path
-from tests.harness.cells import fit
+from tests.harness.cells import cell_plan, fit
 from tests.harness.float8 import EMULATED, Network, plain_loop, plan_of
 from tests.harness.processes import spawn
 from tests.harness.reference import update_deviation
@@ -39,7 +40,19 @@ def run_all(folder: Path) -> dict[str, Any]:
         found[name] = fit(plan_of(folder / name.replace(" ", "-"), 2, steps, *words, *resume))
         if not name.startswith("again"):
             before = checkpoint_path(folder / name.replace(" ", "-"), steps)
-    return found
+    for strategy in ("ddp", "fsdp"):
+        found[f"language, {strategy}"] = fit(cell_plan(folder / strategy, 2, *LANGUAGE, f"strategy={strategy}"))
+    with pytest.raises(ConfigError) as caught:
+        fit(plan_of(folder / "reaches", 2, 1, *EMULATED, "strategy=fsdp", "+module.reaches=true"))
+    return found | {"reaches": str(caught.value)}
+
+
+# All that a run may do with the weights besides: a tied head, an average, validation, samples
+LANGUAGE = [
+    *EMULATED, "model.dim=32", "model.ffn_dim=48", "max_steps=2", "micro_batch_size=2", "global_batch_size=8",
+    "ema_decay=0.9", "module.sample_tokens=3", "validate_every_n_steps=1", "checkpoint=none", "optimizer=sgd",
+    "schedule=none",
+]  # fmt: skip
 
 
 CHAIN = [
@@ -87,6 +100,17 @@ def test_a_run_goes_on_under_the_other_precision(runs: Any) -> None:
     assert [len(found[name]["losses"]) for name, _, _ in CHAIN] == [2, 2, 1, 1, 1]
     assert found["again under ddp"]["losses"] == pytest.approx(found["again under fsdp"]["losses"], rel=1e-5)
     assert found["again under ddp"]["losses"] != found["back in bf16"]["losses"], "these are two precisions"
+
+
+def test_a_language_model_validates_with_its_average_and_writes_samples_alike(runs: Any) -> None:
+    ddp, fsdp = (runs[1][f"language, {strategy}"] for strategy in ("ddp", "fsdp"))
+    assert len(ddp["losses"]) == 2 and ddp["losses"] == pytest.approx(fsdp["losses"], rel=1e-4)
+    assert ddp["validation"] == pytest.approx(fsdp["validation"], rel=1e-3) and ddp["validation"]
+
+
+def test_who_computes_with_a_weight_that_is_gathered_in_fp8_is_told(runs: Any) -> None:
+    assert "Module: under fsdp precision=fp8 a weight is in fp8, and something computes with it" in runs[1]["reaches"]
+    assert "name that layer in precision.fp8.keep_in_bf16" in runs[1]["reaches"]
 
 
 def test_the_files_are_those_of_bf16(runs: Any) -> None:

@@ -57,13 +57,15 @@ class Network(nn.Module):
 
 
 class Module(LightningModule):
-    def __init__(self) -> None:
+    """`reaches`: its loss takes a weight of a linear layer, outside the forward of that layer."""
+
+    def __init__(self, reaches: bool = False) -> None:
         super().__init__()
-        self.network = Network()
+        self.network, self.reaches = Network(), reaches
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.network(batch)
-        return loss
+        return loss + self.network.between.weight.square().mean() if self.reaches else loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("loss", self.network(batch), sync_dist=True)

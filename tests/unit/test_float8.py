@@ -13,6 +13,7 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.decomposition import select_decomp_table
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.config import e4m3_dtype
@@ -154,9 +155,16 @@ def saved_by(block: nn.Module, x: Tensor) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("kind", ["gathered in fp8", "rowwise, gathered in bf16", "whole in fp32"])
-def test_compiled_code_keeps_no_copy_of_a_weight_for_the_backward_pass(kind: str) -> None:
-    """The compiler's own partition of one layer: what leaves the forward graph besides its output."""
+@pytest.mark.parametrize(
+    ("kind", "known"),
+    [("gathered in fp8", True), ("gathered in fp8", False), ("rowwise, gathered in bf16", True),
+     ("rowwise, gathered in bf16", False), ("whole in fp32", True)],
+)  # fmt: skip
+def test_compiled_code_keeps_no_copy_of_a_weight_for_the_backward_pass(kind: str, known: bool) -> None:
+    """The compiler's own partition of one layer: what leaves the forward graph besides its output.
+
+    `known`: whether the compiler knows that parameters are there in the backward pass anyway.
+    """
     torch._dynamo.reset()
     block = Block()
     layers = Float8Layers(block, fp8("rowwise" if "rowwise" in kind else "tensorwise"))
@@ -170,9 +178,22 @@ def test_compiled_code_keeps_no_copy_of_a_weight_for_the_backward_pass(kind: str
             layer.weight = gathered_in_fp8(layer.weight)
         elif kind == "rowwise, gathered in bf16":
             layer.weight = nn.Parameter(layer.weight.detach().bfloat16())
-    kept = saved_by(block, torch.randn(160, 64).bfloat16())
+    with torch._functorch.config.patch(treat_parameters_as_free_to_save=known):
+        kept = saved_by(block, torch.randn(160, 64).bfloat16())
     weights = {64 * 192, 192 * 64}
     assert [size for size in kept if size in weights] == [], kept
+
+
+def test_layers_of_one_kind_share_their_graphs() -> None:
+    """As compile=layer makes them: one graph for all, whatever layer comes."""
+    torch._dynamo.reset()
+    blocks = nn.Sequential(*(Block() for _ in range(3))).bfloat16()
+    Float8Layers(blocks, fp8()).compute()
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in blocks:
+        block.forward = torch.compile(block.forward, backend=counter)
+        block(torch.randn(32, 64).bfloat16()).sum().backward()
+    assert counter.frame_count == 1
 
 
 def planned(host: Host, *words: str) -> Plan:

@@ -144,8 +144,8 @@ def _why_not(name: str, layer: nn.Linear, fp8: Float8, uses: Counter[int]) -> st
 class _Product(matmul_with_hp_or_float8_args):
     """torchao's product. The backward pass makes what it needs of the weight from the weight itself.
 
-    Compiled, torchao's own would keep a transposed copy of the weight from the forward pass on: the compiler cannot
-    know that the weight is there anyway, or is gathered once more.
+    Compiled, torchao's own may keep a transposed copy of the weight from the forward pass on, wherever the compiler
+    does not see that the weight is a parameter, which is there anyway or is gathered once more.
     """
 
     @staticmethod
