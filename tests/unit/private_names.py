@@ -74,7 +74,7 @@ USED = {
     "nn/flash_attention_4.py": "_flash_attn_bwd _flash_attn_fwd",
     "optim/adamw.py": "_foreach_add_",
     "optim/deepspeed_operators.py": "_get_build_directory",
-    "parallel/activation_checkpointing.py": "_buffers _cdata _pytree _schema",
+    "parallel/activation_checkpointing.py": "_buffers _cdata _higher_order_ops _pytree _schema",
     "parallel/compile.py": "_dynamo _functorch",
     "parallel/float8.py": (
         "_aot_autograd _axiswise_dim _data _dynamo _foreach_norm _functorch _local_tensor _orig_dtype _parameters "
@@ -326,6 +326,7 @@ NAMES = {
     "_axiswise_dim": name(FLOAT8, "a tensor in fp8 is made like another"),
     "_dynamo": name("torch", "the limit of recompilations, how many graphs there are, and why one was compiled again"),
     "_schema": name("torch._ops.OpOverload", "which argument is the share of dropout, and which ones are written to"),
+    "_higher_order_ops": name("torch", "the name of the logger that would advise against operations in place"),
     "_cdata": name("torch.UntypedStorage", "whether two tensors share memory"),
     "_record_memory_history": name("torch.cuda.memory", "documented by torch under this name"),
     "_dump_snapshot": name("torch.cuda.memory", "documented by torch under this name"),

@@ -225,6 +225,23 @@ class InPlace(Layer):
         return x + self.narrow(F.relu_(self.wide(x)))
 
 
+class Doubling(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(self.wide(x).mul_(2).exp())
+
+
+def test_a_graph_has_no_operation_in_place() -> None:
+    """What is written into a kept result is not written twice."""
+    gradients = []
+    for words in ([], ["compile=layer", SELECTIVE], ["compile=layer", "activation_checkpointing=full"]):
+        model = prepared(Doubling, *words)
+        model(0.1 * batch()).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    for plain, *others in zip(*gradients, strict=True):
+        for ours in others:
+            assert (ours - plain).norm() <= 1e-4 * plain.norm()
+
+
 def test_what_selective_cannot_do_gets_one_message() -> None:
     with pytest.raises(
         ConfigError, match=r"^aten\.relu_\.default writes into a result that activation_checkpointing=sel"

@@ -97,8 +97,8 @@ def _no_option(key: str, config_name: str, words: tuple[str, ...], searchpath: l
         return f"{parent} is none here, so it has no {option}; choose {parent}=… as well{also}"
     if parent in GROUPS_SINCE and isinstance(node, str):
         return (
-            f"a YAML file says {parent}: {node} as plain text, which has no options; write there "
-            f"{parent}: {{name: {node}}}, or `override /{parent}: {node}` among its defaults"
+            f"a YAML file says {parent}: {node} as plain text, which has no options; write "
+            f"`- override /{parent}: {node}` among its defaults in place of it"
         )
     if not isinstance(node, DictConfig):
         return f"{parent} is a single value; write {parent}=…"

@@ -10,14 +10,12 @@ from typing import Any
 def option(default: Any, says: str, *, form: str = "", section: str = "") -> Any:
     """A field that `--help` describes.
 
-    `default`: a value, or a dataclass of options. `says`: one sentence. `form`: what is written behind `=`, where its
-    type does not tell. `section`: the headline that begins with this field.
+    `says`: one sentence. `form`: what is written behind `=`, where its type does not tell. `section`: the headline that
+    begins with this field.
     """
     metadata = {"says": says, "form": form, "section": section}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
-    if isinstance(default, type):
-        return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 

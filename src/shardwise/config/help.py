@@ -20,10 +20,12 @@ from shardwise.config.schema import MISSING, GuardConfig, RunConfig
 
 _LEFT, _WIDTH = 28, 118  # columns of the names, and of a line
 _NODES = (
-    ("What is compiled, and how", CompileConfig, "compile."),
-    ("Activation checkpointing", ActivationCheckpointingConfig, "activation_checkpointing."),
+    ("compile=layer compiles each repeated layer with torch.compile, compile=model the whole step",
+     CompileConfig, "compile."),
+    ("activation_checkpointing=full computes layers again in the backward pass, selective what is cheap of them",
+     ActivationCheckpointingConfig, "activation_checkpointing."),
     ("Steps that are not finite, and losses that leap", GuardConfig, "guard."),
-)
+)  # fmt: skip
 
 
 def config_groups(directories: list[Path]) -> dict[str, list[str]]:

@@ -161,19 +161,12 @@ class RunConfig:
     progress_bar: bool | None = option(None, "a bar, or lines; left out: a bar in a terminal")
     profiler: Profiler = option(Profiler.none, "Lightning's: rank 0's report in the run's folder")
 
-    compile: CompileConfig = option(
-        CompileConfig,
-        "torch.compile on each repeated layer, or on the whole step",
-        form="none|layer|model",
-        section="Speed, memory and numerics",
-    )
-    activation_checkpointing: ActivationCheckpointingConfig = option(
-        ActivationCheckpointingConfig,
-        "compute each repeated layer again in the backward pass: all of it, or what is cheap to compute",
-        form="none|selective|full",
-    )
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     loss: Loss = option(
-        Loss.auto, "a language model's loss from all logits at once, or from some rows at a time: docs/large-models.md"
+        Loss.auto,
+        "a language model's loss from all logits at once, or from some rows at a time: docs/large-models.md",
+        section="Speed, memory and numerics",
     )
     attention: AttentionKernel = option(
         AttentionKernel.auto,

@@ -85,7 +85,8 @@ def make_activation_checkpointing(config: RunConfig) -> ActivationCheckpointing:
         raise ConfigError(f"{key}: activation_checkpointing={name} keeps no operation's result; give "
                           f"activation_checkpointing=selective as well, or leave it out")  # fmt: skip
     if name == "selective" and not save:
-        raise ConfigError(f"{key}: nothing would be kept, which is activation_checkpointing=full")
+        raise ConfigError(f"{key}: nothing would be kept, which is activation_checkpointing=full; name some, e.g. "
+                          f"[matmul,attention]")  # fmt: skip
     for word in save:
         if word not in SAVED and not _OPERATION.fullmatch(word):
             raise ConfigError(f"{key}: there is no operation {word}{did_you_mean(word, SAVED)}; known are "
