@@ -50,6 +50,7 @@ class OwnText:
         tokenizer = "bytes" if self.tokenizer is None else self.tokenizer
         vocab_size = self.vocab_size or (VOCABULARY if tokenizer == "train" else None)
         words = f"tokenizer={tokenizer}" + (f" vocab_size={vocab_size}" if vocab_size else "")
+        words += " cut_texts=10000" if any(file.kind == "text" for file in files) else ""
         if size > MOST_BYTES:
             raise ConfigError(
                 f"data.corpus={self.corpus} has {size:,} bytes, and at most {MOST_BYTES:,} are prepared in passing: "

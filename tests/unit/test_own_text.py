@@ -59,7 +59,7 @@ def test_a_text_that_is_too_large_or_absent_is_refused_with_the_remedy(
     monkeypatch.setattr(own_text, "MOST_BYTES", size - 1)
     message = (
         rf"my.txt has {size:,} bytes, and at most {size - 1:,} are prepared in passing: run `shardwise prepare my.txt "
-        r"tokenizer=train vocab_size=8192 output=tokens`, then train with data=token_shards data.directory=tokens"
+        r"tokenizer=train vocab_size=8192 cut_texts=10000 output=tokens`, then train with data=token_shards"
     )
     with pytest.raises(ConfigError, match=message):
         data("my.txt", "tokens", tokenizer="train").check()
@@ -109,7 +109,7 @@ def test_what_is_wrong_with_a_text_is_told_with_words_that_work(text: Path, tmp_
 
     then = "output=data/x`, then train with data=token_shards data.directory=data/x"
     assert f"run `shardwise prepare fields.jsonl tokenizer=bytes field=content {then}" in refused("fields.jsonl")
-    assert f"`shardwise prepare wrong.txt tokenizer=bytes on_error=skip {then}" in refused("wrong.txt")
+    assert f"`shardwise prepare wrong.txt tokenizer=bytes cut_texts=10000 on_error=skip {then}" in refused("wrong.txt")
     assert "0 bytes: give a file with text in it" in refused("no.txt")
     few = refused("one.txt")
     assert few.endswith("1 document leaves no document for validation: give more text") and "validation=0," not in few

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import gzip
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ import pytest
 
 from shardwise import tools
 from shardwise.data.prepare import worker
-from tests.unit.test_prepare import read_back, texts, write_lines
+from tests.harness.patience import wait_until
+from tests.unit.test_prepare import ROOT, read_back, texts, write_lines
 
 GOOD = json.dumps({"text": "one"}).encode() + b"\n"
 
@@ -39,6 +43,11 @@ def zst(content: bytes) -> bytes:
 CONTENTS: list[tuple[str, bytes, str, str]] = [
     ("a.jsonl", GOOD * 2 + b'{"text": \n', ":3", "is not one JSON object (Expecting value: line 1 column 10 (char 9)): corr"),
     ("a.json", b'[\n{"text": "x"}\n]\n', ":1", "each line must hold a whole object"),
+    ("a.json", GOOD + b'{\n"text": "x"\n}\n', ":2", "convert the file to JSON lines, with `jq -c '.'` for example"),
+    ("a.json", b'[\n{"text": "x"}\n]\n', ":1", "begins a JSON value of several lines, and each line must hold a whole object"),
+    ("a.jsonl", GOOD + b'{"\\ud800": 1}\n', ":2", "has no field text; it has \\ud800: name one by field="),
+    ("a.jsonl", json.dumps(dict.fromkeys(map(str, range(200)))).encode(), ":1", "it has 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, … (200 in all): name"),
+    ("a.jsonl.gz", b"", ":1", "has no byte of gzip data; copy it again"),
     ("a.jsonl", GOOD + b'["x"]\n', ":2", "is a list, and must be an object with the field text"),
     ("a.jsonl", GOOD + b'\n{"texd": 1, "id": 2}\n', ":3", "has no field text (did you mean texd?); it has texd, id: name"),
     ("a.jsonl", GOOD + b'{"text": 7}\n', ":2", "the field text is a number, and must be text; name another by field="),
@@ -46,7 +55,7 @@ CONTENTS: list[tuple[str, bytes, str, str]] = [
     ("a.jsonl", GOOD + b'{"text": " \\n"}\n', ":2", "the document is empty: remove it, or leave it out with on_error=skip"),
     ("a.jsonl", GOOD + b'{"text": "\xe9"}\n', ":2", "is not UTF-8 (byte 0xe9 at position 10 of its line or file): convert it"),
     ("a.jsonl", GOOD + b'{"text": "\\ud800"}\n', ":2", "the text holds half a surrogate pair at character 0"),
-    ("a.jsonl", GOOD + b'{"text": "a\\u0000b"}\n', ":2", "the text holds '\\x00', the token that ends a document: take it out"),
+    ("a.jsonl", GOOD + b'{"text": "a\\u0000b"}\n', ":2", "the text holds '\\x00', the token that ends a document: take it out (on_error"),
     ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", ":2", "its brackets are nested too deep"),
     ("a.txt", b"one\ntw\xff\n", ":2", "is not UTF-8 (byte 0xff at position 6 of its line or file)"),
     ("a.txt", b"", "", "the document is empty"),
@@ -110,8 +119,18 @@ WORDS: list[tuple[str, str]] = [
     ("TMP/good.jsonl tokenizer=bytes output=TMP/s proceses=2", "proceses: there is no such option (did you mean processes?)"),
     ("TMP/good.jsonl tokenizer=bytes output=TMP/s validation=0.0001 processes=1",
      "validation=0.0001 of 20 documents leaves no document for validation: give at least validation=0."),
-    ("TMP/one.txt tokenizer=bytes output=TMP/s processes=1", "of 1 document leaves no document for validation: give validation=0"),
-    ("TMP/empty.jsonl tokenizer=bytes output=TMP/s processes=1", "of 0 documents leaves no document for train: check the inputs"),
+    ("TMP/one.txt tokenizer=bytes output=TMP/s processes=1", "one.txt is one document; give cut_texts=10000 to cut it"),
+    ("TMP/empty.jsonl tokenizer=train vocab_size=300 output=TMP/s", "error: TMP/empty.jsonl is empty"),
+    ("TMP/one.txt tokenizer=train vocab_size=300 output=TMP/s", "error: validation=0.01 of 1 document"),
+    ("TMP/good.jsonl field=txt tokenizer=train vocab_size=300 output=TMP/s", "error: TMP/good.jsonl:1: has no field txt"),
+    ("TMP/one.txt TMP/two.txt tokenizer=bytes output=TMP/s validation=0.0001 processes=1", "give cut_texts=10000 to cut it at empty lines, "),
+    ("TMP/good.jsonl tokenizer=bytes output=.", "output=.: name a folder that is to be made, such as output=data/books"),
+    ("TMP/good.jsonl tokenizer=bytes output=/", "output=/: name a folder that is to be made"),
+    ("kind=images input=TMP/other output=..", "output=..: name a folder that is to be made"),
+    ("TMP/good.jsonl tokenizer=bytes output=TMP/link", "link is a symbolic link to other2, in whose place no folder can be put: remove"),
+    ("TMP/pipe.txt tokenizer=bytes output=TMP/s", "pipe.txt is not a regular file: give a file, or leave it out"),
+    ("TMP/good.jsonl tokenizer=TMP/shards output=TMP/s", "has its tokenizer in a folder of its own; give tokenizer=TMP/shards/tokenizer"),
+    ("TMP/empty.jsonl tokenizer=bytes output=TMP/s processes=1", "empty.jsonl is empty: there is no document to prepare"),
 ]  # fmt: skip
 
 
@@ -126,9 +145,15 @@ def test_words_that_cannot_work_are_one_message(
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     (tmp_path / "other").mkdir()
     (tmp_path / "other/notes.md").write_text("notes")
+    (tmp_path / "two.txt").write_text("another text")
+    (tmp_path / "link").symlink_to("other2")
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "shards/tokenizer").mkdir(parents=True)
+    (tmp_path / "shards/tokenizer/tokenizer.json").write_text("{}")
     before = sorted(tmp_path.rglob("*"))
     assert tools.main(["prepare", *words.replace("TMP", str(tmp_path)).split()]) == 2
     said = capsys.readouterr().err
+    assert "trains a tokenizer" not in said
     assert message.replace("TMP", str(tmp_path)) in said and said.count("error: ") == 1, said
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -184,6 +209,84 @@ def test_inputs_may_be_given_in_every_way(
         assert tools.main(["prepare", *words]) == 0, capsys.readouterr().err
         made.append((tmp_path / f"shards{number}/index.json").read_bytes())
     assert len(set(made)) == 1
+
+
+def test_when_all_is_left_out_the_list_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_lines(tmp_path / "a.jsonl", texts(20))
+    words = ["prepare", str(source), f"output={tmp_path / 's'}", "on_error=skip", "processes=1"]
+    listed = tmp_path / "s.skipped.jsonl"
+    for more, reason in [
+        (["tokenizer=train", "vocab_size=300", "field=txt"], "(20 × has no field txt)"),
+        (["tokenizer=bytes"], "(20 × the text holds '\\x00', the token that ends a document)"),
+    ]:
+        assert tools.main([*words, *more]) == 2
+        said = capsys.readouterr().err
+        assert f"leaves out all 20 documents or files {reason}" in said and f"listed in {listed}" in said, said
+        assert len(listed.read_text().splitlines()) == 20 and "trains" not in said
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "s.skipped.jsonl"]
+        write_lines(source, [f"\0{n}" for n in range(20)])
+
+
+def test_a_file_whose_name_is_no_utf8_is_prepared_and_listed(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.jsonl")
+    source = write_lines(tmp_path / name, texts(20))
+    source.write_text(source.read_text() + "{broken\n")
+    words = [str(tmp_path), "tokenizer=bytes", f"output={tmp_path / 's'}", "validation=0", "processes=1"]
+    for _ in range(2):
+        assert tools.main(["prepare", *words, "on_error=skip"]) == 0
+    assert json.loads((tmp_path / "s/inputs.jsonl").read_text())["path"] == str(source)
+    assert "caf\\udce9.jsonl:21" in (tmp_path / "s/report.md").read_text()
+
+
+def children_of(process: int) -> list[str]:
+    found = []
+    for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
+        with contextlib.suppress(OSError):
+            found.append(Path(f"/proc/{child}/cmdline").read_text())
+    return found
+
+
+def test_ctrl_c_while_processes_start_is_one_line_and_keeps_the_trained_tokenizer(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", texts(300))
+    words = [
+        "-m",
+        "shardwise",
+        "prepare",
+        str(source),
+        "tokenizer=train",
+        "vocab_size=9999",
+        f"output={tmp_path / 's'}",
+    ]
+    command = [sys.executable, *words, "processes=3"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}/src"}
+    with subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        wait_until(lambda: "spawn_main" in "".join(children_of(process.pid)), "a process of the pool", 60, pause=0.001)
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.communicate()[1].splitlines()
+    kept = tmp_path / ".s.preparing"
+    assert process.returncode == 130 and len(said) == 4, said
+    assert said[1].startswith("the tokenizer has ") and said[1].endswith(
+        " not 9,999: the inputs have no more pairs that stand there twice"
+    )
+    assert said[-1] == (
+        f"shardwise: stopped by Ctrl-C: start with the same words, which takes the trained tokenizer; it alone is kept, in {kept}"
+    )
+    done = subprocess.run([*command[:-1], "processes=1"], env=environment, capture_output=True, text=True, check=True)
+    assert "trains a tokenizer" not in done.stderr and not kept.exists()
+
+
+def test_nobody_has_to_read_what_is_said(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", texts(50))
+    words = [str(source), "tokenizer=bytes", f"output={tmp_path / 's'}", "processes=1"]
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "shardwise", "prepare", *words]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}/src"}
+    subprocess.run(command, env=environment, stdout=write, stderr=write, check=True)
+    os.close(write)
+    assert (tmp_path / "s/index.json").exists() and not (tmp_path / ".s.preparing").exists()
 
 
 def be_killed(parts: Any) -> None:

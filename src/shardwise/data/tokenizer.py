@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from shardwise.data.shard_index import TOKENIZER
 from shardwise.errors import ConfigError, count
 from shardwise.run_dir.files import tokenizer_folder
 
@@ -69,6 +70,11 @@ def load_tokenizer(given: str | Path, end_of_document: str | None = None) -> Tok
     try:
         content = path.read_text(encoding="utf-8")
     except OSError as error:
+        if (inner := path.parent / TOKENIZER / FILE).is_file():
+            raise ConfigError(
+                f"tokenizer={given}: this folder has its tokenizer in a folder of its own; give "
+                f"tokenizer={inner.parent}"
+            ) from error
         raise ConfigError(
             f"tokenizer={given}: {path} cannot be read ({error.strerror}); give {BYTES}, a {FILE}, or a folder with one"
         ) from error

@@ -53,8 +53,8 @@ def main(argv: list[str] | None = None) -> int:
         return tool.run(words[1:]) or 0
     except ConfigError as error:
         return report(error)
-    except KeyboardInterrupt:
-        sys.stderr.write("shardwise: stopped by Ctrl-C\n")
+    except KeyboardInterrupt as error:
+        sys.stderr.write(": ".join(["shardwise: stopped by Ctrl-C", *map(str, error.args)]) + "\n")
         return 130
 
 

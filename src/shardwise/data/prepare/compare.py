@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.data.prepare.job import Job
 from shardwise.data.prepare.options import OnError
-from shardwise.data.prepare.work import INPUTS, SKIPPED
+from shardwise.data.prepare.work import INPUTS, SKIPPED, other_word
 from shardwise.data.shard_index import INDEX, load_index
 from shardwise.data.tokenizer import digest
 from shardwise.data.tokens import TokenShards, tokenizer_of
@@ -25,9 +25,8 @@ def compare(job: Job, output: Path) -> None:
     made_of = index.get("made_of")
     if made_of is None:
         raise DataError(f"{output} holds token shards that were not made by shardwise prepare: {remedy}")
-    for key, value in job.words().items():
-        if (before := made_of["words"].get(key)) != value:
-            raise DataError(f"{output} was made with {key}={before}, and now {key}={value}: {remedy}")
+    if other := other_word(made_of["words"], job.words()):
+        raise DataError(f"{output} was made with {other}: {remedy}")
     if job.tokenizer is not None and index["tokenizer"]["sha256"] != digest(job.tokenizer):
         raise DataError(f"{output} was made with another tokenizer, {index['tokenizer']['name']}: {remedy}")
     skipped = made_of.get("skipped", 0)

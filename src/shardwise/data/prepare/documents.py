@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.data.prepare.parts import Flaw, Part, import_parquet
 from shardwise.errors import a_or_an, did_you_mean
 
+_MOST_NAMES = 10  # of fields in a message
 _JSON_NAMES = {dict: "object", list: "list", str: "text", bool: "truth value", int: "number", float: "number"}
 
 
@@ -57,11 +58,18 @@ def _of_line(raw: bytes, field: str) -> tuple[str, bytes] | _Wrong:
     except UnicodeDecodeError as error:
         return _not_utf8(error)
     except ValueError as error:
+        if raw.strip() in (b"[", b"{"):
+            return _Wrong(
+                f"begins a JSON value of several lines, and each line must hold a whole object: convert the file to "
+                f"JSON lines, with `jq -c '{'.[]' if raw.strip() == b'[' else '.'}'` for example"
+            )
         return _Wrong(f"is not one JSON object ({error}): correct the line; each line must hold a whole object")
     except RecursionError:
         return _Wrong("is not one JSON object that can be read: its brackets are nested too deep")
     if not isinstance(row, dict):
-        return _Wrong(f"is {_json_name(row)}, and must be an object with the field {field}")
+        return _Wrong(
+            f"is {_json_name(row)}, and must be an object with the field {field}: JSON lines have one on each line"
+        )
     if field not in row:
         return _missing(field, list(row))
     return _checked(row[field], field)
@@ -100,9 +108,11 @@ def _checked(value: Any, field: str) -> tuple[str, bytes] | _Wrong:
 
 
 def _missing(field: str, names: list[str]) -> _Wrong:
-    return _Wrong(
-        f"has no field {field}{did_you_mean(field, names)}; it has {', '.join(names) or 'none'}: name one by field=…"
-    )
+    shown = [name if len(name) <= 40 else f"{name[:40]}…" for name in names[:_MOST_NAMES]]
+    shown += [f"… ({len(names):,} in all)"] if len(names) > _MOST_NAMES else []
+    near = did_you_mean(field, names[:1000])
+    told = f"has no field {field}{near}; it has {', '.join(shown) or 'none'}: name one by field=…"
+    return _Wrong(told.encode(errors="backslashreplace").decode())  # a name may be no Unicode
 
 
 def _not_utf8(error: UnicodeDecodeError) -> _Wrong:

@@ -8,29 +8,37 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from shardwise.data.prepare.first_look import CUT, refuse_all_left_out
 from shardwise.data.prepare.job import Job
+from shardwise.data.prepare.parts import Flaw
 from shardwise.data.prepare.report import write_report
 from shardwise.data.prepare.training import every_nth
-from shardwise.data.prepare.work import INPUTS, Totals, Work
+from shardwise.data.prepare.work import INPUTS, SKIPPED, Totals, Work
 from shardwise.data.prepare.worker import VALIDATION
 from shardwise.data.shard_index import VERSION, dtype_for
 from shardwise.data.shard_writer import write_index
 from shardwise.data.tokenizer import Tokenizer, digest
 from shardwise.errors import DataError, count
 
+FEW_PAIRS = "the inputs have no more pairs that stand there twice"
 
-def check_splits(job: Job, folder: Path, totals: Totals) -> None:
+
+def check_splits(job: Job, folder: Path, output: Path, totals: Totals) -> None:
     """Raises `DataError`, and removes the work, if a split has no document."""
     documents, share = totals.documents, job.config.validation
     total = sum(documents.values())
     empty = [split for split, number in documents.items() if not number and (split != VALIDATION or share)]
     if not empty:
         return
+    skipped = folder / "shards" / SKIPPED
+    rows = skipped.read_text(encoding="utf-8").splitlines() if not total and totals.skipped else []
     shutil.rmtree(folder)  # a small corpus: the next start makes it again
+    refuse_all_left_out(output, [Flaw(**json.loads(row)) for row in rows])
+    cut = f"{CUT}, " if job.has_whole_texts else ""
     if total < 2 or not share:
-        remedy = "give validation=0, or more documents" if total else "check the inputs and field="
+        remedy = f"give {cut}validation=0, or more documents" if total else "check the inputs and field="
     elif empty == [VALIDATION]:
-        remedy = f"give at least validation={_slightly_above(totals.smallest)}, more documents, or validation=0"
+        remedy = f"give {cut}at least validation={_slightly_above(totals.smallest)}, more documents, or validation=0"
     else:
         remedy = "give a smaller validation="
     raise DataError(f"validation={share} of {count(total, 'document')} leaves no document for {empty[0]}: {remedy}")
@@ -80,10 +88,7 @@ def _notes(job: Job, tokenizer: Tokenizer, vocab_size: int, skipped: int) -> lis
     if job.other_endings:
         notes.append(f"{count(len(job.other_endings), 'file')} with other endings left out")
     if tokenizer.vocab_size < wanted:
-        notes.append(
-            f"the tokenizer has {count(tokenizer.vocab_size, 'token')}, not {wanted:,}: the inputs have no more "
-            f"pairs that stand there twice"
-        )
+        notes.append(f"the tokenizer has {count(tokenizer.vocab_size, 'token')}, not {wanted:,}: {FEW_PAIRS}")
     if job.config.is_trained and (step := every_nth(job.files)) > 1:
         notes.append(f"the tokenizer was trained on every {step}. part of the inputs")
     if vocab_size > tokenizer.vocab_size:

@@ -20,9 +20,11 @@ from typing import Any
 from shardwise.config.schema import MISSING
 from shardwise.data.prepare.image_folder import Image, find_images
 from shardwise.data.prepare.image_report import page, summary
-from shardwise.data.prepare.options import OnError
+from shardwise.data.prepare.options import OnError, check_output
+from shardwise.data.prepare.progress import say
 from shardwise.data.prepare.report import PAGE, REPORT
-from shardwise.data.prepare.work import SKIPPED, locked
+from shardwise.data.prepare.work import LONE, SKIPPED, locked
+from shardwise.data.prepare.worker import interrupts_held
 from shardwise.data.shard_writer import flush, flush_directory
 from shardwise.devices import count_cpus
 from shardwise.errors import ConfigError, DataError
@@ -51,8 +53,7 @@ class ImagesConfig:
             raise ConfigError(
                 f"validation={self.validation:g}: must be above 0 and below 1, the share of images held out"
             )
-        if not self.output:
-            raise ConfigError("output is empty: name the folder that is to be made")
+        check_output(self.output)
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def prepare_images(given: list[str], config: ImagesConfig, *, quiet: bool = Fals
                 f"permission, and start again"
             ) from error
     if not quiet:
-        print(f"{output} holds the shards and {PAGE}", file=sys.stderr, flush=True)
+        say(f"{output} holds the shards and {PAGE}")
     return output
 
 
@@ -118,7 +119,10 @@ def _make(
     pixels: list[int] = []
     counts = {split: Counter[int]() for split in splits}
     sizes, made = Counter[str](), Counter[str]()
-    with _processes(config.processes or count_cpus()) as run, (folder / SKIPPED).open("w") as skipped:
+    with (
+        _processes(config.processes or count_cpus()) as run,
+        (folder / SKIPPED).open("w", errors=LONE) as skipped,
+    ):
         results = run(_write_shard, [shard for _, shard in shards])
         for (split, shard), written in zip(shards, _shown(results, len(shards), quiet), strict=True):
             if written.flaws and not skips:
@@ -147,11 +151,11 @@ def _make(
         }
     pixels.sort()
     report["pixels"] = {"least": pixels[0], "median": pixels[len(pixels) // 2], "most": pixels[-1]}
-    (folder / CLASSES).write_text("".join(f"{name}\n" for name in classes))
-    (folder / REPORT).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-    (folder / PAGE).write_text("\n".join(page(report, folder)) + "\n")
+    (folder / CLASSES).write_text("".join(f"{name}\n" for name in classes), errors=LONE)
+    (folder / REPORT).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", errors=LONE)
+    (folder / PAGE).write_text("\n".join(page(report, folder)) + "\n", errors=LONE)
     if not quiet:
-        print("\n".join(summary(report)), file=sys.stderr, flush=True)
+        say("\n".join(summary(report)))
 
 
 def _shards(folder: Path, split: str, images: list[Image], config: ImagesConfig, skips: bool) -> Iterator[Shard]:
@@ -223,9 +227,14 @@ def _processes(number: int) -> Iterator[Any]:
         return
     executor = ProcessPoolExecutor(number, get_context("spawn"), kill_with_parent)
     try:
-        yield executor.map
+        yield lambda *given: _started(executor, *given)
     finally:
         executor.shutdown(cancel_futures=True)
+
+
+def _started(executor: ProcessPoolExecutor, *given: Any) -> Iterator[Any]:
+    with interrupts_held():
+        return executor.map(*given)
 
 
 def _shown(results: Iterator[Written], shards: int, quiet: bool) -> Iterator[Written]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,5 +122,7 @@ def _look_at(path: str) -> InputFile:
         found = os.stat(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): correct or remove it") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{path} is not a regular file: give a file, or leave it out")
     kind, packed = kind_of(path) or ("", "")
     return InputFile(path, kind, packed, found.st_size, found.st_mtime_ns)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from shardwise.data.prepare.inputs import InputFile, find_inputs
 from shardwise.data.prepare.options import PrepareConfig
 from shardwise.data.prepare.parts import Part, Position, read_parts
+from shardwise.data.prepare.progress import say
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.errors import ConfigError, count
 
@@ -46,10 +46,15 @@ class Job:
 
     def say(self, line: str) -> None:
         if not self.quiet:
-            print(line, file=sys.stderr, flush=True)
+            say(line)
 
     def parts(self, begin: Position) -> Iterator[Part]:
         return read_parts(self.files, self.part_bytes, begin, self.config.cut_texts)
+
+    @property
+    def has_whole_texts(self) -> bool:
+        """Whether some file is one document."""
+        return self.config.cut_texts is None and any(file.kind == "text" for file in self.files)
 
     @property
     def size(self) -> int:

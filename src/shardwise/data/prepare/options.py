@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 from shardwise.config.schema import MISSING
 from shardwise.data.shard_index import dtype_for
@@ -17,6 +18,14 @@ SMALLEST_VOCABULARY = 257  # of such a tokenizer: the bytes, and the token that 
 class OnError(Enum):
     stop = "stop"
     skip = "skip"
+
+
+def check_output(output: str) -> None:
+    """Raises `ConfigError` if `output` cannot be the name of a folder that is made."""
+    if not output:
+        raise ConfigError("output is empty: name the folder that is to be made")
+    if Path(output).name in ("", ".."):
+        raise ConfigError(f"output={output}: name a folder that is to be made, such as output=data/books")
 
 
 @dataclass
@@ -52,8 +61,7 @@ class PrepareConfig:
             raise ConfigError(
                 f"validation={self.validation}: must be at least 0 and below 1, the share of documents that is held out"
             )
-        if not self.output:
-            raise ConfigError("output is empty: name the folder that is to be made")
+        check_output(self.output)
         if self.pad_vocabulary_to is not None:
             dtype_for(self.pad_vocabulary_to)
         self._check_trained()

@@ -211,7 +211,9 @@ class _Reader:
                 except failure as error:
                     raise _Damaged(f"is damaged, or no {name} file ({error}); copy it again") from error
                 piece = unpacker.unused_data if unpacker.eof else b""
-        if begun and not unpacker.eof:
+        if not begun:
+            raise _Damaged(f"has no byte of {name} data; copy it again")
+        if not unpacker.eof:
             raise _Damaged(f"ends in the middle of its {name} data; copy it again")
 
 

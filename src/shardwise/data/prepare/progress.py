@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 from shardwise.data.prepare.work import Totals
@@ -19,6 +20,12 @@ def magnitude(value: float, unit: str = "") -> str:
         value /= 1000
     digits = f"{value:.3g}" if value < 100 or letter else f"{value:.0f}"
     return f"{digits} {letter}{unit}".rstrip()
+
+
+def say(line: str) -> None:
+    """Show a line, unless nobody reads it any more: the work goes on without, after `2>&1 | head` for example."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 class Progress:
@@ -47,7 +54,7 @@ class Progress:
             self._told = now
             left = (self.size - totals.read) / max(rate, 1e-6)
             share = f"{totals.read / max(self.size, 1):.0%}"
-            print(f"{share}: {words}, {magnitude(rate, 'B/s')}, {clock(left)} left", file=sys.stderr, flush=True)
+            say(f"{share}: {words}, {magnitude(rate, 'B/s')}, {clock(left)} left")
 
     def close(self) -> None:
         if self._bar is not None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.prepare.progress import clock, magnitude
-from shardwise.data.prepare.work import INPUTS, SKIPPED
+from shardwise.data.prepare.work import INPUTS, LONE, SKIPPED
 from shardwise.data.shard_index import ENDS_DTYPE
 from shardwise.errors import count
 
@@ -25,8 +25,8 @@ def write_report(folder: Path, report: dict[str, Any], splits: dict[str, list[di
     """Write the three files. `report` gets the histogram of lengths."""
     histogram = length_histogram(folder, splits)
     report["lengths_in_tokens"] = [{"from": a, "below": b, "documents": n} for a, b, n in histogram]
-    (folder / REPORT).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    (folder / PAGE).write_text("\n".join(_page(report, folder)) + "\n", encoding="utf-8")
+    (folder / REPORT).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", "utf-8", LONE)
+    (folder / PAGE).write_text("\n".join(_page(report, folder)) + "\n", "utf-8", LONE)
     draw(folder / PICTURE, histogram)
 
 

@@ -11,14 +11,15 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from shardwise.data.prepare.compare import compare
-from shardwise.data.prepare.finish import check_splits, write_results
+from shardwise.data.prepare.finish import FEW_PAIRS, check_splits, write_results
+from shardwise.data.prepare.first_look import look_first
 from shardwise.data.prepare.job import Job
 from shardwise.data.prepare.options import OnError, PrepareConfig
 from shardwise.data.prepare.parts import InputChanged, Part
 from shardwise.data.prepare.progress import Progress, magnitude
 from shardwise.data.prepare.report import PAGE, REPORT, summary
 from shardwise.data.prepare.training import END, save_tokenizer, train_tokenizer
-from shardwise.data.prepare.work import Work, begin_or_go_on, locked
+from shardwise.data.prepare.work import TRAINED, Work, begin_or_go_on, has_begun, how_to_go_on, locked
 from shardwise.data.prepare.worker import Pool, Result, Rules, threads_off, worker_pool
 from shardwise.data.shard_index import TOKENIZER
 from shardwise.data.shard_writer import publish
@@ -54,18 +55,29 @@ def prepare(
                 compare(job, output)
                 job.say(f"{output} is complete already, from these inputs and with these words: nothing to do")
             else:
+                _refuse_link(output)
                 _make(job, folder, output)
         except OSError as error:
             raise DataError(
                 f"{error.filename or folder} cannot be written ({error.strerror or error}): make room or grant "
-                f"permission, then start with the same words, which goes on from what is done"
+                f"permission, then {how_to_go_on(folder)}"
             ) from error
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(how_to_go_on(folder)) from None
         except BrokenProcessPool as error:
             raise DataError(
                 f"one of {count(config.count_processes(), 'process')} was killed, perhaps because memory ran out: "
-                f"start with the same words, which goes on from what is done, and with fewer processes="
+                f"{how_to_go_on(folder)}; give fewer processes="
             ) from error
     return output
+
+
+def _refuse_link(output: Path) -> None:
+    if output.is_symlink():
+        raise DataError(
+            f"output={output} is a symbolic link to {output.readlink()}, in whose place no folder can be put: remove "
+            f"the link, or give output={output.resolve()}"
+        )
 
 
 def _make(job: Job, folder: Path, output: Path) -> None:
@@ -76,6 +88,8 @@ def _make(job: Job, folder: Path, output: Path) -> None:
         "on_error": config.on_error.value,
     }
     begin_or_go_on(folder, identity, [[file.path, file.size, file.changed] for file in job.files])
+    if not has_begun(folder):
+        look_first(job, output)
     tokenizer = job.tokenizer or _trained(job, folder)
     save_tokenizer(tokenizer, folder / TOKENIZER)
     vocab_size, processes = job.vocab_size(tokenizer), config.count_processes()
@@ -91,7 +105,7 @@ def _make(job: Job, folder: Path, output: Path) -> None:
                 job.say(f"goes on after {done}, which an earlier start has made")
             _tokenize(job, pool, work)
             splits = work.finish()
-        check_splits(job, folder, work.totals)
+        check_splits(job, folder, output, work.totals)
         bare = pool.measure()
     write_results(job, work, splits, tokenizer, bare)
     publish(work.shards, output)
@@ -104,14 +118,17 @@ def _make(job: Job, folder: Path, output: Path) -> None:
 
 def _trained(job: Job, folder: Path) -> Tokenizer:
     """The tokenizer that is trained on the inputs, once."""
-    place = folder / TOKENIZER
+    place, wanted = folder / TRAINED, job.config.vocab_size or 0
     if not place.exists():
-        job.say(f"trains a tokenizer with {count(job.config.vocab_size or 0, 'token')}")
+        job.say(f"trains a tokenizer with {count(wanted, 'token')}")
         beside = partial_path(place)
         shutil.rmtree(beside, ignore_errors=True)
         save_tokenizer(train_tokenizer(job), beside)
         put_in_place(place)
-    return HuggingFaceTokenizer((place / FILE).read_text(encoding="utf-8"), {"eos_token": END}, "train")
+    found = HuggingFaceTokenizer((place / FILE).read_text(encoding="utf-8"), {"eos_token": END}, "train")
+    if found.vocab_size < wanted:
+        job.say(f"the tokenizer has {count(found.vocab_size, 'token')}, not {wanted:,}: {FEW_PAIRS}")
+    return found
 
 
 def _tokenize(job: Job, pool: Pool, work: Work) -> None:

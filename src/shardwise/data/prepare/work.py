@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import shutil
 import time
@@ -21,12 +22,28 @@ from shardwise.run_dir.files import partial_path, put_in_place
 
 INPUTS = "inputs.jsonl"  # path, size and SHA-256 of each input
 SKIPPED = "skipped.jsonl"  # what was left out: path, line and rule
+TRAINED = "trained"  # the tokenizer that was trained on the inputs
+LONE = "backslashreplace"  # how half a surrogate pair is encoded: as JSON writes it. Names that are no UTF-8 have such
 _STATE, _IDENTITY, _LISTING = "state.json", "identity.json", "listing.json"
 _COMMIT_SECONDS = 2.0  # a killed process has lost this much work
 
 
 def work_folder(output: Path) -> Path:
     return output.with_name(f".{output.name}.preparing")
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether documents are kept from which a later start goes on."""
+    return (folder / _STATE).exists()
+
+
+def how_to_go_on(folder: Path) -> str:
+    """What a later start takes over from this one."""
+    if has_begun(folder):
+        return f"start with the same words, which goes on from what is done; it is kept in {folder}"
+    if (folder / TRAINED).exists():
+        return f"start with the same words, which takes the trained tokenizer; it alone is kept, in {folder}"
+    return "start with the same words, which begins anew: nothing was done yet that could be kept"
 
 
 @contextmanager
@@ -59,7 +76,7 @@ def locked(output: Path, waits: bool) -> Iterator[Path]:
         yield folder
         shutil.rmtree(folder, ignore_errors=True)  # all is done
     except BaseException:
-        if not (folder / _STATE).exists():  # there is nothing to go on from
+        if not has_begun(folder) and not (folder / TRAINED).exists():  # there is nothing to go on from
             shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
@@ -88,7 +105,8 @@ class Work:
         self._writers = {split: SplitWriter(self.shards, split, vocab_size, shard_tokens) for split in SPLITS}
         self._logs: dict[str, BinaryIO] = {}
         self._before = 0.0  # seconds of earlier starts
-        self._begun = self._kept = time.monotonic()
+        self._begun = time.monotonic()
+        self._kept = -math.inf  # the first parts of a start are kept at once, so that each start comes further
         self._stack = ExitStack()
 
     def __enter__(self) -> Work:
@@ -168,7 +186,8 @@ class Work:
         return file
 
     def _log(self, name: str, row: dict[str, Any]) -> None:
-        (self._logs.get(name) or self._open(name)).write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        line = json.dumps(row, ensure_ascii=False).encode(errors=LONE)
+        (self._logs.get(name) or self._open(name)).write(line + b"\n")
 
 
 def begin_or_go_on(folder: Path, identity: dict[str, Any], listing: list[Any]) -> None:
@@ -192,12 +211,8 @@ def begin_or_go_on(folder: Path, identity: dict[str, Any], listing: list[Any]) -
 
 def _refuse_others(folder: Path, before: dict[str, Any], now: dict[str, Any], listing: list[Any]) -> None:
     remedy = f"start it as before to go on, or remove {folder} to begin anew"
-    for key, value in now["words"].items():
-        if before["words"].get(key) != value:
-            raise DataError(
-                f"{folder} holds work that was begun with {key}={before['words'].get(key)}, and now {key}={value}: "
-                f"{remedy}"
-            )
+    if other := other_word(before["words"], now["words"]):
+        raise DataError(f"{folder} holds work that was begun with {other}: {remedy}")
     if before["tokenizer"] != now["tokenizer"]:
         raise DataError(f"{folder} holds work that was begun with another tokenizer of this name: {remedy}")
     earlier = json.loads(_read(folder / _LISTING))
@@ -211,6 +226,16 @@ def _refuse_others(folder: Path, before: dict[str, Any], now: dict[str, Any], li
     skipped = json.loads(_read(folder / _STATE) or "{}").get("totals", {}).get("skipped", 0)
     if before["on_error"] == "skip" and now["on_error"] == "stop" and skipped:
         raise DataError(f"{folder} holds work with on_error=skip, which has left out {skipped:,}: {remedy}")
+
+
+def other_word(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """The first word that differs: "validation=0.1, and now validation=0.2"; nothing: none does."""
+    kinds = {"given": "a tokenizer that was there already", "train": "tokenizer=train"}
+    for key, value in now.items():
+        if before.get(key) != value:
+            was, is_now = (kinds[str(v)] if key == "tokenizer" else f"{key}={v}" for v in (before.get(key), value))
+            return f"{was}, and now {is_now}"
+    return ""
 
 
 def write_flushed(path: Path, content: Any) -> None:

@@ -88,10 +88,9 @@ class Worker:
         arrays = [array for batch in _batches(read) for array in self._encode(*batch)]
         end = self.tokenizer.end_of_document
         wrong = {number for number, array in enumerate(arrays) if np.count_nonzero(array == end) > 1}
-        rule = (
-            f"the text holds {self.tokenizer.decode([end])!r}, the token that ends a document: take it out, or name "
-            f"another token by end_of_document=…"
-        )
+        rule = f"the text holds {self.tokenizer.decode([end])!r}, the token that ends a document: take it out"
+        if not isinstance(self.tokenizer, ByteTokenizer):
+            rule += ", or name another token by end_of_document=…"
         flaws = sorted(
             [*read.flaws, *((number, Flaw(*read.places[number], rule)) for number in wrong)], key=lambda found: found[0]
         )
@@ -164,11 +163,17 @@ class Pool:
 
     def submit(self, parts: Sequence[Part]) -> Future[Result]:
         if self._executor is not None:
-            return self._executor.submit(_tokenize, parts)
+            with interrupts_held():  # a call may start a process
+                return self._executor.submit(_tokenize, parts)
         assert self._worker is not None
         done: Future[Result] = Future()
         done.set_result(self._worker.tokenize(parts))
         return done
+
+    def _submit_measures(self) -> list[Future[tuple[int, float]]]:
+        assert self._executor is not None
+        with interrupts_held():
+            return [self._executor.submit(_measure) for _ in range(self.processes)]
 
     def measure(self) -> float:
         """Bytes a second of the bare tokenizer, in all processes at once. 0: there is nothing to measure with."""
@@ -176,9 +181,19 @@ class Pool:
             assert self._worker is not None
             measured = [self._worker.measure()]
         else:
-            measured = [done.result() for done in [self._executor.submit(_measure) for _ in range(self.processes)]]
+            measured = [done.result() for done in self._submit_measures()]
         used = [(size, seconds) for size, seconds in measured if size]
         return sum(size / max(seconds, 1e-9) for size, seconds in used)
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back while processes are started. These inherit that, and so never see one: we end them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
