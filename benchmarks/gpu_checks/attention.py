@@ -14,7 +14,8 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from benchmarks.harness import results  # noqa: E402
+from benchmarks.harness.device import wait_for  # noqa: E402
 from recipes.language_modeling.model import Transformer  # noqa: E402
 from shardwise.errors import ConfigError  # noqa: E402
 from shardwise.nn.attention import (  # noqa: E402
@@ -40,8 +42,6 @@ from shardwise.plan.attention_kernel import FLASH_ATTENTION_4, installed  # noqa
 # A kernel in bf16 rounds what it keeps: the facts of one H200 are 2.0e-3 to 3.0e-3 of the norm for cuDNN.
 BOUND = 1e-2
 KERNELS = ["sdpa", "cudnn", "flash", "efficient", "math", "flex", "fa4"]
-KEEPS_DOCUMENTS = ["sdpa", "flash", "efficient", "math", "flex", "fa4"]
-DETERMINISTIC = ["sdpa", "flash", "efficient", "math", "flex", "fa4"]
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,16 @@ def documents_of(shape: Shape, device: torch.device, mean: int) -> Tensor:
     return begins.long().cumsum(1).to(device)
 
 
+def layout_of(q: Tensor, kernel: str, documents: Tensor | None) -> dict[str, Any] | None:
+    if documents is None:
+        return whole_layout(torch.empty(q.shape[0], q.shape[2], device=q.device), kernel)
+    return document_layout(documents, None, q.dtype, q.shape[3], kernel)
+
+
 def gradients(parts: list[Tensor], kernel: str, documents: Tensor | None) -> list[Tensor]:
     """The output and the gradients of queries, keys and values."""
     q, k, v = (x.detach().requires_grad_() for x in parts[:3])
-    if documents is None:
-        layout = whole_layout(torch.empty(q.shape[0], q.shape[2], device=q.device), kernel)
-    else:
-        layout = document_layout(documents, None, q.dtype, q.shape[3], kernel)
-    out = causal_attention(q, k, v, layout, kernel)
+    out = causal_attention(q, k, v, layout_of(q, kernel, documents), kernel)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), parts[3])]
 
 
@@ -193,28 +195,19 @@ def speed(checks: Checks, shape: Shape, kernel: str, mean: int | None) -> tuple[
     documents = None if mean is None else documents_of(shape, checks.device, mean)
     parts = drawn(shape, checks.device, torch.bfloat16)
     q, k, v = (x.detach().requires_grad_() for x in parts[:3])
-    tokens = torch.empty(shape.batch, shape.length, device=checks.device)
-    layout = (
-        whole_layout(tokens, kernel)
-        if documents is None
-        else document_layout(documents, None, q.dtype, shape.head_dim, kernel)
-    )
+    layout = layout_of(q, kernel, documents)
 
     def step() -> None:
         torch.autograd.grad(causal_attention(q, k, v, layout, kernel), (q, k, v), parts[3])
 
-    def wait() -> None:
-        if checks.on_gpu:
-            torch.cuda.synchronize()
-
     rounds = 10 if checks.on_gpu else 1
     for _ in range(3):
         step()
-    wait()
+    wait_for(checks.device)
     begin = time.perf_counter()
     for _ in range(rounds):
         step()
-    wait()
+    wait_for(checks.device)
     seconds = (time.perf_counter() - begin) / rounds
     pairs = shape.batch * shape.heads * shape.length**2 / 2
     tflops = 3.5 * 4 * pairs * shape.head_dim / seconds / 1e12
@@ -252,57 +245,41 @@ def continued(checks: Checks) -> tuple[bool, dict[str, Any]]:
 
 
 def all_checks(checks: Checks) -> Iterator[tuple[str, Callable[[], tuple[bool, dict[str, Any]]]]]:
-    heads = [(64, 64), (128, 128)] if checks.on_gpu else [(64, 16)]
-    for name, head_dim in heads:
-        shape = Shape(2, 1024, 8, 2, head_dim) if checks.on_gpu else Shape(2, 96, 4, 2, head_dim)
-        for kernel in checks.words:
-            yield f"exact, heads of {name}, {kernel}", lambda s=shape, k=kernel: exact(checks, s, k, None)
-    last = shape
-    odd = Shape(1, 1000 - 40, 8, 2, 128) if checks.on_gpu else Shape(1, 77, 4, 2, 16)  # 960 is 64 beyond 128s
+    small, gpu = Shape(2, 96, 4, 2, 16), checks.on_gpu
+    odd = Shape(1, 960, 8, 2, 128) if gpu else small  # 64 beyond a multiple of 128
+    middle = Shape(2, 1024, 8, 2, 128) if gpu else small
     for kernel in checks.words:
-        yield f"exact, {odd.length} tokens, {kernel}", lambda k=kernel: exact(checks, odd, k, None)
-    for mean in (200, 4):  # few documents, and more than 256, for which FlashAttention 4 has other code
-        for kernel in checks.words:
-            if kernel in KEEPS_DOCUMENTS:
-                yield f"exact, documents of {mean}, {kernel}", lambda k=kernel, m=mean: exact(checks, last, k, m)
+        yield f"exact, heads of 64, {kernel}", partial(exact, checks, replace(middle, head_dim=64), kernel, None)
+        yield f"exact, heads of 128, {kernel}", partial(exact, checks, middle, kernel, None)
+        yield f"exact, 960 tokens, {kernel}", partial(exact, checks, odd, kernel, None)
+        yield f"recorded, {kernel}", partial(recorded, checks, kernel)
+        yield f"graph, {kernel}", partial(in_a_graph, checks, kernel, None, False)
+        if kernel != "cudnn":  # few documents, and more than 256, for which FlashAttention 4 has other code
+            yield f"exact, documents of 200, {kernel}", partial(exact, checks, middle, kernel, 200)
+            yield f"exact, documents of 4, {kernel}", partial(exact, checks, middle, kernel, 4)
+            yield f"deterministic, {kernel}", partial(repeated, checks, middle, kernel, None)
+        if kernel in ("fa4", "flex"):
+            yield f"graph, recomputed, {kernel}", partial(in_a_graph, checks, kernel, None, True)
+            yield f"graph, documents, {kernel}", partial(in_a_graph, checks, kernel, 100, False)
+        if kernel in ("fa4", "flash"):
+            yield f"deterministic, documents, {kernel}", partial(repeated, checks, middle, kernel, 200)
+        if kernel == "fa4":
+            yield "exact, heads of 256, fa4", partial(exact, checks, replace(middle, head_dim=256), kernel, None)
+    for kernel, dtype, size, documents in (
+        ("cudnn", torch.bfloat16, 64, True), ("cudnn", torch.float32, 64, False), ("flash", torch.float32, 64, False),
+        ("flash", torch.bfloat16, 60, True), ("efficient", torch.float64, 64, False), ("fa4", torch.float32, 64, False),
+    ):  # fmt: skip
+        if gpu and kernel in checks.words:
+            name = f"refused, {kernel}, {dtype}, heads of {size}{', documents' * documents}"
+            yield name, partial(refused, checks, kernel, dtype, size, documents)
+    yield "continued from a cache", partial(continued, checks)
     for kernel in checks.words:
-        yield f"recorded, {kernel}", lambda k=kernel: recorded(checks, k)
-    for kernel in checks.words:
-        yield f"graph, {kernel}", lambda k=kernel: in_a_graph(checks, k, None, False)
-    for kernel in ("fa4", "flex"):
-        if kernel in checks.words:
-            yield f"graph, recomputed, {kernel}", lambda k=kernel: in_a_graph(checks, k, None, True)
-            yield f"graph, documents, {kernel}", lambda k=kernel: in_a_graph(checks, k, 100, False)
-    for kernel in checks.words:
-        if kernel in DETERMINISTIC:
-            yield f"deterministic, {kernel}", lambda k=kernel: repeated(checks, last, k, None)
-    for kernel in ("flash", "fa4"):
-        if kernel in checks.words and checks.on_gpu:
-            yield f"deterministic, documents, {kernel}", lambda k=kernel: repeated(checks, last, k, 200)
-    if checks.on_gpu:
-        for kernel, dtype, size, documents in (
-            ("cudnn", torch.bfloat16, 64, True), ("cudnn", torch.float32, 64, False),
-            ("flash", torch.float32, 64, False), ("flash", torch.bfloat16, 60, True),
-            ("efficient", torch.float64, 64, False),
-        ):  # fmt: skip
-            yield (
-                f"refused, {kernel}, {dtype}, heads of {size}{', documents' * documents}",
-                lambda k=kernel, d=dtype, s=size, o=documents: refused(checks, k, d, s, o),
-            )
-        if "fa4" in checks.words:
-            yield "refused, fa4, torch.float32", lambda: refused(checks, "fa4", torch.float32, 64, False)
-            big = Shape(1, 512, 4, 2, 256)
-            yield "exact, heads of 256, fa4", lambda: exact(checks, big, "fa4", None)
-    yield "continued from a cache", lambda: continued(checks)
-    for head_dim, batch in ((128, 2), (64, 4)):
-        shape = Shape(batch, 8192, 32, 8, head_dim) if checks.on_gpu else Shape(1, 64, 4, 2, 16)
-        for kernel in checks.words:
-            if kernel not in ("sdpa", "math"):
-                yield f"speed, heads of {head_dim}, {kernel}", lambda s=shape, k=kernel: speed(checks, s, k, None)
-    packed = Shape(2, 8192, 32, 8, 128) if checks.on_gpu else Shape(1, 64, 4, 2, 16)
-    for kernel in ("flash", "flex", "fa4"):
-        if kernel in checks.words:
-            yield f"speed, documents of 1024, {kernel}", lambda k=kernel: speed(checks, packed, k, 1024)
+        large = Shape(2, 8192, 32, 8, 128) if gpu else small
+        if kernel not in ("sdpa", "math"):
+            yield f"speed, heads of 128, {kernel}", partial(speed, checks, large, kernel, None)
+            yield f"speed, heads of 64, {kernel}", partial(speed, checks, replace(large, head_dim=64), kernel, None)
+        if kernel in ("flash", "flex", "fa4"):
+            yield f"speed, documents of 1024, {kernel}", partial(speed, checks, large, kernel, 1024)
 
 
 def main() -> int:
