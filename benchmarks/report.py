@@ -1,6 +1,6 @@
 """Writes docs/gpu.md, docs/parity.md and docs/overhead.md from benchmarks/results/*.json, the tables of
-docs/metrics.md, docs/checkpointing.md, docs/data.md, docs/reliability.md and docs/lightning.md, and docs/floors.svg:
-see pages/.
+docs/metrics.md, docs/checkpointing.md, docs/data.md, docs/large-models.md, docs/reliability.md and docs/lightning.md,
+and docs/floors.svg: see pages/.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from benchmarks.pages import (  # noqa: E402
     checkpointing,
     data,
     gpu,
+    host_memory,
     large_models,
     lightning,
     metrics,
@@ -31,7 +32,7 @@ WHOLE = {"gpu.md": gpu.page, "overhead.md": overhead.page, "parity.md": parity.p
 WITH_TABLES = {
     "checkpointing.md": checkpointing.TABLES,
     "data.md": data.TABLES,
-    "large-models.md": large_models.TABLES,
+    "large-models.md": large_models.TABLES | host_memory.TABLES,
     "lightning.md": lightning.TABLES,
     "metrics.md": metrics.TABLES,
     "reliability.md": reliability.TABLES,

@@ -77,6 +77,7 @@ RUNS: dict[str, list[str]] = {
         "test_out_of_memory.py::test_a_single_rank_within_the_launchers_process[training-training, in step 2]"
     ],
     "the engines' knobs": ["test_engine_knobs.py"],
+    "the host's memory": ["test_host_memory.py"],
     "preflight": [
         "test_preflight.py::test_nodes_that_are_well",
         "test_preflight.py::test_alone_it_starts_its_own_processes",

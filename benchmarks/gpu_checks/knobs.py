@@ -12,7 +12,9 @@ DeepSpeed the zero strategies are left out.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import sys
 import tempfile
 from pathlib import Path
@@ -93,8 +95,9 @@ def run_all(folder: Path, ranks: int, accelerator: str, tiny: bool) -> None:
             init_process_group(plan)
         free_memory(device)
         timer, losses = StepTimer(device, WARM_UP, TIMED, 2), Losses()
-        module = build_module(plan)
-        our_trainer(plan, module, timer, losses).fit(module, datamodule=Held(batch_of_tokens(plan), 2))
+        with contextlib.redirect_stdout(io.StringIO()):
+            module = build_module(plan)
+            our_trainer(plan, module, timer, losses).fit(module, datamodule=Held(batch_of_tokens(plan), 2))
         note(folder, {"strategy": strategy, "knobs": knobs, **timer.result(),
                       "losses": [float(loss) for loss in losses.losses]})  # fmt: skip
         del module, timer

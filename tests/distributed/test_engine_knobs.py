@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.errors import ConfigError
 from shardwise.parallel.units import units_for
+from shardwise.plan import Plan
 from shardwise.strategies.fsdp_gathering import check_prefetch
 from shardwise.trainer import build_module
 from tests.harness.anybodys_module import plan_for as plan_for_module
@@ -190,3 +192,13 @@ def test_a_run_goes_on_with_other_sub_groups(tmp_path: Path) -> None:
     straight, resumed = found["straight"], found["resumed"]
     assert resumed["losses"] == pytest.approx(straight["losses"], rel=1e-5)
     assert max(update_deviation(straight["start"], resumed["final"], straight["final"]).values()) <= 1e-3
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+def test_a_plan_that_was_written_before_has_the_usual_knobs(tmp_path: Path, strategy: str) -> None:
+    plan = plan_for(tmp_path / "run", 2, STEPS, f"strategy={strategy}")
+    written = json.loads(plan.to_json())
+    for word in [word for word in written["strategy"] if word.endswith(("_units", "_elements", "overlap_comm"))]:
+        del written["strategy"][word]
+    assert len(written["strategy"]) == 8
+    assert Plan.from_json(json.dumps(written)) == plan

@@ -38,6 +38,15 @@ def mean_over(group: dist.ProcessGroup, value: Tensor) -> Tensor:
     return sum_over(group, value.to(torch.float64, copy=True)) / group.size()
 
 
+def gather_in_order(group: dist.ProcessGroup, values: Tensor) -> Tensor:
+    """Put together the `values` of all ranks, in the order of ranks. Every rank has equally many."""
+    if group.size() == 1:
+        return values
+    whole = values.new_empty(group.size() * values.numel())
+    dist.all_gather_into_tensor(whole, values, group=group)
+    return whole
+
+
 def gather_objects(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
     """Gather the `value` of every rank of the group, in the order of ranks. None is the group of all ranks."""
     found: list[Any] = [value] * dist.get_world_size(group)

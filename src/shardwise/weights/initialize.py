@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,9 @@ class Materializer:
     ) -> None:
         self.root, self.device, self.seed, self.group = root, device, seed, group
         self.names = {id(module): name for name, module in root.named_modules(remove_duplicate=True)}
-        self.made: dict[int, nn.Parameter] = {}  # by id, so that tied parameters stay one object
+        # By id, so that tied parameters stay one object. A strategy that shards a parameter drops the whole one, and
+        # what is kept here must not keep it in memory.
+        self.made: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
         self.done: set[int] = set()  # ids of layers
         self.initializes_itself = initializes_itself(root)
 
@@ -82,7 +85,8 @@ class Materializer:
                     self.root.init_module_weights(layer)  # type: ignore[operator]
 
     def _on_device(self, parameter: nn.Parameter) -> nn.Parameter:
-        if id(parameter) not in self.made:
+        made = self.made.get(id(parameter))
+        if made is None:
             data = (
                 torch.empty_like(parameter, device=self.device)
                 if parameter.device.type == "meta"
@@ -91,4 +95,4 @@ class Materializer:
             made = nn.Parameter(data, requires_grad=parameter.requires_grad)
             self.made[id(parameter)] = made
             self.made[id(made)] = made
-        return self.made[id(parameter)]
+        return made

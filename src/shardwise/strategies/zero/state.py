@@ -44,7 +44,7 @@ class ZeroState(DTensorState):
 
     def master_parts(self) -> Iterator[tuple[str, int, Tensor]]:
         """The name, first element and storage of this rank's flat range of every trainable fp32 master."""
-        trained = self._trained()
+        trained = self.trained_names()
         for name, p in self.module.named_parameters():
             if name not in trained:
                 continue
@@ -57,7 +57,7 @@ class ZeroState(DTensorState):
             elif p._hp_mapping is not None:  # type: ignore[attr-defined]
                 yield name, p._hp_mapping.lp_fragment_address.start, p._hp_mapping.hp_fragment.detach()  # type: ignore[attr-defined]
 
-    def _trained(self) -> set[str]:
+    def trained_names(self) -> set[str]:
         """The names of the parameters of which DeepSpeed's optimizer has masters."""
         needs = {name for name, p in self.module.named_parameters() if p.requires_grad}
         return {name for group in self._names for name in group} & needs
@@ -84,7 +84,7 @@ class ZeroState(DTensorState):
         from deepspeed.utils import safe_get_full_fp32_param
 
         whole: dict[str, Tensor] = {}
-        trained = self._trained()
+        trained = self.trained_names()
         for name, p in self.module.named_parameters():
             if name in trained:
                 master = safe_get_full_fp32_param(p).detach().cpu().clone()
@@ -97,7 +97,7 @@ class ZeroState(DTensorState):
 
     def parameter_shards(self) -> Iterator[ParameterShard]:
         masters = {name: (start, part) for name, start, part in self.master_parts()} if self.is_training else {}
-        trained = self._trained()
+        trained = self.trained_names()
         for name, p in self.module.named_parameters():
             shape = tuple(getattr(p, "ds_shape", p.shape))
             if name in trained and self.is_training:

@@ -22,7 +22,7 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.distributed.collectives import broadcast_from_rank_zero
@@ -34,6 +34,7 @@ from shardwise.plan import Plan
 from shardwise.strategies.base import PlannedStrategy
 from shardwise.strategies.whole_weights import gives_tensors, tensors_in_objects, weights_are_sharded
 from shardwise.strategies.zero.engine import engine_config
+from shardwise.strategies.zero.initial import InitialValues
 from shardwise.strategies.zero.internals import (
     count_elements,
     full_shapes,
@@ -54,8 +55,6 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
     def __init__(self, plan: Plan) -> None:
         super().__init__(timeout=timedelta(minutes=plan.strategy.timeout_minutes))
         self._use(plan, ZeroPrecision)
-        # The fp32 weights until they are copied into the masters: name → (first element, values).
-        self._initial: dict[str, tuple[int, Tensor]] = {}
 
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
@@ -67,7 +66,8 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         config = engine_config(self.plan, training)
         self._begin_setup(module)
         self._parallelize(module, self.units, casts_inputs=True)
-        self._make(deepspeed, module, config)
+        initial = InitialValues(self.plan, self.mesh.group("world"))
+        self._make(deepspeed, module, config, initial if training and self.plan.precision.is_mixed else None)
         with full_shapes(module):
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module) if training else ([], [])
         if not module.automatic_optimization or len(optimizers) > 1:
@@ -94,11 +94,11 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
             )
         self.zero_precision.use(self.model, partial(weights_are_sharded, self.module_name, self.plan.strategy.name))
         if training:
-            self._begin_training(engine_optimizer, group_names)
+            self._begin_training(engine_optimizer, group_names, initial)
         self._read_initial_weights()
         self.barrier()
 
-    def _begin_training(self, engine_optimizer: Any, group_names: list[list[str]]) -> None:
+    def _begin_training(self, engine_optimizer: Any, group_names: list[list[str]], initial: InitialValues) -> None:
         units = {unit for _, unit in self.units.modules}
         if self.plan.strategy.find_unused_parameters:
             touch_all(self.module, units, self.plan.strategy.zero_stage)
@@ -107,10 +107,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         self.optimizers = [engine_optimizer]
         self.zero_state.use(engine_optimizer, group_names)
         self.zero_precision.watch_gradients(engine_optimizer)
-        for name, start, part in self.zero_state.master_parts() if self._initial else ():
-            before, values = self._initial[name]
-            part.copy_(values[start - before : start - before + part.numel()])
-        self._initial = {}
+        initial.fill(self.zero_state.master_parts(), self.zero_state.trained_names(), self.root_device)
 
     def _make_sharded_state(self, module: LightningModule) -> ZeroState:
         # Before an average, for example, replaces the weights, what hooks have written into them is checked.
@@ -170,8 +167,13 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                 f"True on it"
             )
 
-    def _make(self, deepspeed: Any, module: LightningModule, config: dict[str, Any]) -> None:
-        """Make the parameters, initialised as under every strategy. ZeRO-3 shards each unit before the next is made."""
+    def _make(
+        self, deepspeed: Any, module: LightningModule, config: dict[str, Any], initial: InitialValues | None
+    ) -> None:
+        """Make the parameters, initialised as under every strategy. ZeRO-3 shards each unit before the next is made.
+
+        `initial` keeps what the masters begin with; None: there will be none, or the parameters are the masters.
+        """
         materializer = Materializer(module, self.root_device, self.plan.seed, self.mesh.group("world"))
         precision, three = self.plan.precision, self.plan.strategy.zero_stage == 3
         empty = [name for name, p in module.named_parameters() if not p.numel()]
@@ -187,10 +189,8 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
             done.update(id(p) for _, p in fresh)
             if precision.is_mixed:
                 for n, p in fresh:
-                    share = -(-p.numel() // dist.get_world_size()) if three else p.numel()
-                    start = share * dist.get_rank() if three else 0
-                    values = p.detach().flatten()[start : start + share]
-                    self._initial[n] = (start, values.clone() if three else values.cpu())
+                    if initial is not None:
+                        initial.keep(n, p)
                     p.data = p.data.to(dtype_of(precision.compute_dtype))
             if three:
                 if self.state.is_training:
