@@ -14,7 +14,7 @@ import torch
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from recipes.language_modeling.own_text import OwnText
+from recipes.language_modeling.own_text import STDLIB, OwnText, check_directory
 from shardwise.data.baselines import unigram_bigram_baselines
 from shardwise.data.mixture import check_one_tokenizer
 from shardwise.data.packing import DocumentSequences, collate_documents
@@ -24,7 +24,7 @@ from shardwise.data.tokens import INDEX, Tokens, TokenSequences, TokenShards, to
 from shardwise.errors import ConfigError, DataError, count
 from shardwise.protocols import takes_documents
 
-STDLIB, STDLIB_DIRECTORY = "python_stdlib", "data/python_stdlib"
+STDLIB_DIRECTORY = "data/python_stdlib"
 NOT_CORPUS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
 
@@ -78,29 +78,12 @@ class TextData(LightningDataModule):
 
     def check(self) -> None:
         """Raises `DataError` unless both splits can be read, or are still to be built by `prepare_data`."""
-        self._check_directory()
+        check_directory(self.corpus, self.directory)
         self.prepare_own_text()
         if self.corpus != STDLIB or (self.directory / INDEX).exists():
             check_one_tokenizer(self.directories())
             self._train()
             self._validation()
-
-    def _check_directory(self) -> None:
-        """Refuse what would read another text than the words name, or a file in the place of a folder."""
-        if self.own_text is None and self.directory.is_file():
-            raise DataError(
-                f"data.directory={self.directory} is a file, and must be a folder of token shards: run "
-                f"`shardwise prepare {self.directory} tokenizer=bytes output=data/{self.directory.stem}`, then give "
-                f"data.directory=data/{self.directory.stem}"
-            )
-        if self.corpus == STDLIB and (self.directory / INDEX).exists():
-            source = load_index(self.directory)["source"]
-            if not source.startswith(f"{STDLIB}:"):
-                raise ConfigError(
-                    f"data.directory={self.directory} holds shards of another text ({source}) than "
-                    f"data.corpus={STDLIB}: give data=token_shards data.directory={self.directory} to read them, or "
-                    f"leave data.directory out"
-                )
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -11,8 +11,10 @@ from pathlib import Path
 from shardwise.data.prepare.inputs import find_inputs, split_words
 from shardwise.data.prepare.options import PrepareConfig
 from shardwise.data.prepare.run import prepare
+from shardwise.data.shard_index import INDEX, load_index
 from shardwise.errors import ConfigError, DataError
 
+STDLIB = "python_stdlib"  # the only corpus that has a name
 MOST_BYTES = 100_000_000  # of the files; more is prepared before, with a progress bar and many processes
 VALIDATION = 0.05
 VOCABULARY = 8192  # of tokenizer=train
@@ -44,7 +46,7 @@ class OwnText:
             files, _ = find_inputs(split_words(self.corpus))
         except ConfigError as error:
             is_word = not any(sign in self.corpus for sign in "/.*")  # perhaps meant as the name of a corpus
-            names = "; or give data.corpus=python_stdlib, the only corpus that has a name" * is_word
+            names = f"; or give data.corpus={STDLIB}, the only corpus that has a name" * is_word
             raise ConfigError(f"data.corpus={self.corpus}: {error}{names}") from error
         size = sum(file.size for file in files)
         tokenizer = "bytes" if self.tokenizer is None else self.tokenizer
@@ -82,6 +84,26 @@ class OwnText:
             f"run `shardwise prepare {shlex.quote(self.corpus)} {words} output={directory}`, then train with "
             f"data=token_shards data.directory={directory}"
         )
+
+
+def check_directory(corpus: str | None, directory: Path) -> None:
+    """Refuse what would read another text than the words name, or a file in the place of a folder.
+
+    Raises:
+        ConfigError: with the words that read it.
+    """
+    if corpus in (None, STDLIB) and directory.is_file():
+        raise DataError(
+            f"data.directory={directory} is a file, and must be a folder of token shards: run `shardwise prepare "
+            f"{directory} tokenizer=bytes output=data/{directory.stem}`, then give data.directory=data/{directory.stem}"
+        )
+    if corpus == STDLIB and (directory / INDEX).exists():
+        source = load_index(directory)["source"]
+        if not source.startswith(f"{STDLIB}:"):
+            raise ConfigError(
+                f"data.directory={directory} holds shards of another text ({source}) than data.corpus={STDLIB}: give "
+                f"data=token_shards data.directory={directory} to read them, or leave data.directory out"
+            )
 
 
 def _option_of_prepare(said: str) -> str | None:

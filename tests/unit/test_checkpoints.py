@@ -64,6 +64,14 @@ def test_a_run_that_goes_on_with_other_values_says_which(tmp_path: Path) -> None
         (["seed=1"], "seed 0 → 1: the run would not see the samples that it was to see; give the same seed"),
         (["global_batch_size=64"], r"global_batch_size 32 → 64: .*resume_allow=\[global_batch_size\]"),
         (["data.sequence_length=64", "resume_allow=[seed]"], "data.sequence_length .* → 64: .*give the same data"),
+        (
+            ["data.directory=b c", "data.corpus=null"],
+            r"give the same data \(data.corpus=python_stdlib data.directory=data/python_stdlib\), or resume_allow",
+        ),
+        (
+            ["data=mixture", "data.corpora={a: {directory: b, weight: 1}}"],
+            r"give the same data \(.*config.yaml has its",
+        ),
     ],
 )
 def test_other_samples_are_refused(tmp_path: Path, words: list[str], said: str) -> None:

@@ -245,3 +245,8 @@ def test_webdataset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for ranks, workers in ((1, 0), (2, 2)):
         found = read_by_all(monkeypatch, make, ranks, workers, field="txt")
         assert is_nearly_all(found, ranks * max(1, workers))
+
+
+def test_half_a_surrogate_pair_is_told_with_its_document() -> None:
+    with pytest.raises(ConfigError, match="sample 2 of Plain holds half a surrogate pair at character 1 of text"):
+        list(stream(Plain(["a" * 40, "b\ud800" * 20])))

@@ -126,8 +126,8 @@ def test_prompts_of_a_file_are_continued_as_each_alone(tmp_path: Path, capsys: p
         str(tmp_path / "run"),
         ["once", "upon a time there was 日本", "größe \u2028 more", "x", "the end"],
     )
-    (tmp_path / "p.txt").write_text("\n".join(prompts) + "\n")
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": p, "id": 1}) + "\n" for p in prompts))
+    (tmp_path / "p.txt").write_text("\n".join(prompts[:2]) + "\n\n" + "\n".join(prompts[2:]) + "\n\n")
+    (tmp_path / "p.jsonl").write_text("\ufeff" + "".join(json.dumps({"prompt": p, "id": 1}) + "\n" for p in prompts))
     lines = [json.loads(line) for line in written(capsys, run, f"input={tmp_path}/p.txt", "seed=3").split("\n")[:-1]]
     assert [line["prompt"] for line in lines] == prompts
     for number, line in enumerate(lines):
@@ -227,6 +227,10 @@ def test_words_that_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ([run, "prompt=a", "max_new_tokens=0"], "max_new_tokens=0: must be at least 1"),
         ([run, "prompt=a", "seed=-1"], "seed=-1: must be at least 0"),
         ([run, "prompt=a", "output=x"], "output=x is for input=FILE"),
+        ([run, "Print the"], 'give the text to continue as prompt="Print the"'),
+        ([run, "prompt=a\udcff"], "prompt is no Unicode at character 1"),
+        ([run, "prompt=a", f"seed={2**64}"], "must be below 2^64; give a smaller one"),
+        ([run, "prompt=a", "temperature=1e-45"], "must be at least 1e-06, or 0, which takes the most likely token"),
         ([run, "prompt=a", "device=tpu"], "device=tpu: must be one of auto, cpu, cuda"),
         ([run, "prompt=a", "temprature=1"], "temprature: there is no such option (did you mean temperature?)"),
         ([run, f"input={tmp_path}/none"], "none cannot be read: No such file or directory; give another file"),
@@ -238,6 +242,8 @@ def test_words_that_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ('{"prompt": "a"}\n{"text": "a"}', 'p.jsonl, line 2 needs a "prompt" that is text'),
         ('{"prompt": 3}', 'p.jsonl, line 1 needs a "prompt" that is text'),
         ('{"prompt": "a"}\n{"prompt": ""}', "line 2, has no tokens"),
+        ('{"prompt": "a"}\n\n{"prompt": "b\\ud800"}', "line 3, is no Unicode at character 1"),
+        ("\n \n", "p.jsonl is empty"),
     ):
         file.write_text(content)
         assert said in refused(capsys, run, f"input={file}"), content
@@ -252,3 +258,18 @@ def test_a_model_of_256_tokens_without_a_tokenizer_has_bytes(
 ) -> None:
     run_of(tmp_path, None, 256)
     assert written(capsys, str(tmp_path), "prompt=once", "max_new_tokens=3").startswith("once")
+
+
+def test_a_space_at_the_end_is_noted_and_a_damaged_checkpoint_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, checkpoint = run_of(tmp_path, trained_tokenizer(), 300)
+    for prompt, noted in (("once ", True), ("once", False)):
+        assert main(["generate", str(tmp_path), f"prompt={prompt}", "max_new_tokens=2"]) == 0
+        out, err = capsys.readouterr()
+        assert out.startswith(prompt) and ("a prompt ends in a space" in err) is noted
+    tensors = next(checkpoint.rglob("*.distcp"))
+    content = bytearray(tensors.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    tensors.write_bytes(content)
+    assert f"{tensors.name} is not what was written" in refused(capsys, str(tmp_path), "prompt=once")

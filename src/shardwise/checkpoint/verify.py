@@ -77,6 +77,12 @@ def changed(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
         return next(filter(None, pool.map(check, sorted(files)[rank::ranks])), None)
 
 
+def refuse_changed(checkpoint: Path) -> None:
+    """Raises `ConfigError` if a file of the checkpoint has another checksum than when it was written."""
+    if found := changed(checkpoint):
+        raise ConfigError(f"{checkpoint} is damaged: {found}; give another checkpoint")
+
+
 def load_rest(folder: Path, trust: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
     """Read what is the same on all ranks, except the tensors; also which keys are missing, with their classes."""
     return _load(folder / TRAINER_STATE, trust)

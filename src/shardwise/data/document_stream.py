@@ -83,6 +83,11 @@ class Documents:
             ) from None
         if not isinstance(text, str):
             raise self._bad(sample, f"has {a_or_an(type(text).__name__)} in {self.field}, and must have text there")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            where = f"at character {error.start} of {self.field}"
+            raise self._bad(sample, f"holds half a surrogate pair {where}, which is no Unicode: correct it") from None
         return text
 
     def _bad(self, sample: Any, what: str) -> BadSample:

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+_LOWEST_TEMPERATURE = 1e-6
+
 
 class Generates(Protocol):
     """What a module must offer so that texts can be continued with it. protocols.py says the same for users."""
@@ -43,6 +45,11 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature}: must be at least 0; 0 takes the most likely token")
+        if 0 < self.temperature < _LOWEST_TEMPERATURE:  # the logits divided by it would be infinite
+            raise ValueError(
+                f"temperature={self.temperature}: must be at least {_LOWEST_TEMPERATURE}, or 0, which takes the most "
+                f"likely token"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k}: must be at least 1, or null for all tokens")
         if not 0 < self.top_p <= 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from shardwise.run_dir.checkpoints import (
     stopped_before,
     was_trained,
 )
-from shardwise.run_dir.files import MANIFEST, PLAN
+from shardwise.run_dir.files import CONFIG, MANIFEST, PLAN
 from shardwise.run_dir.job_folder import has_begun
 
 
@@ -131,9 +132,10 @@ def resumption(plan: Plan) -> list[str]:
         for name in ("data", "global_batch_size", "seed"):
             lines = [line for line in changed if line.startswith((f"{name} ", f"{name}."))]
             if lines and name not in plan.resume_allow:
+                again = _words_of(before["data"], now["data"], plan.run_dir) if name == "data" else ""
                 raise ConfigError(
                     f"resume={plan.resume}: {'; '.join(lines)}: the run would not see the samples that it was to see; "
-                    f"give the same {name}, or resume_allow=[{name}]"
+                    f"give the same {name}{again}, or resume_allow=[{name}] to go on with other samples"
                 )
         if any(line.startswith(("optimizer", "schedule")) for line in changed):
             notices.append("the checkpoint's optimizer state, its learning rate included, is kept")
@@ -152,6 +154,16 @@ def resumption(plan: Plan) -> list[str]:
 _RUN_KEYS = ("module", "data", "optimizer", "schedule", "seed", "global_batch_size", "gradient_clip_val", "ema_decay")
 # The keys of `data` that change how batches are loaded, not which samples come
 _LOADER_KEYS = ("batch_size", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+
+
+def _words_of(before: dict[str, Any], now: dict[str, Any], run_dir: str | Path) -> str:
+    """How to say the data of before again: the words that were left out or are others now."""
+    if before.get("_target_") != now.get("_target_"):
+        return f" ({Path(run_dir) / CONFIG} has its words)"
+    changed = [key for key in before | now if before.get(key) != now.get(key)]
+    values = {key: before.get(key) for key in changed}
+    words = [f"data.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()]
+    return f" ({' '.join(map(shlex.quote, words))})"
 
 
 def differences(before: Any, now: Any, key: str = "") -> Iterator[str]:

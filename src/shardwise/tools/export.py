@@ -68,6 +68,8 @@ def run(words: list[str]) -> None:
     Raises:
         ConfigError: a word is wrong, the checkpoint is damaged, the folder is not empty, or a name is unknown.
     """
+    from shardwise.checkpoint.verify import refuse_changed
+
     alone, config = read_words(words, ExportConfig)
     if len(alone) != 1:
         raise ConfigError(f"export takes one run or checkpoint, and got {' '.join(alone) or 'none'}; --help shows how")
@@ -80,7 +82,7 @@ def run(words: list[str]) -> None:
     # The export is not put into the checkpoint, which is removed when there are newer ones.
     out = run_dir / f"export-{config.format.value}" if config.out is None else Path(config.out).expanduser().absolute()
     _check_free(out)
-    _check_bytes(checkpoint)
+    refuse_changed(checkpoint)
     export = Export(checkpoint, config)
     _publish(out, export.write)
     size = sum(file.stat().st_size for file in out.iterdir())
@@ -95,13 +97,6 @@ def _check_free(out: Path) -> None:
         raise ConfigError(f"out={out} is a file: give another out=, a folder that is new or empty")
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"out={out} is not empty, and nothing is overwritten: give another out=, or remove it")
-
-
-def _check_bytes(checkpoint: Path) -> None:
-    from shardwise.checkpoint.verify import changed
-
-    if found := changed(checkpoint):
-        raise ConfigError(f"{checkpoint} is damaged: {found}; give another checkpoint")
 
 
 def _publish(out: Path, write: Callable[[Path], None]) -> None:

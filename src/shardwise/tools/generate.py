@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardwise.config.targets import locate
-from shardwise.data.prompts import read_prompts
+from shardwise.data.prompts import check_unicode, read_prompts
 from shardwise.data.text_stream import TextStream
 from shardwise.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer, saved_tokenizer
 from shardwise.devices import count_cuda_devices
@@ -42,7 +42,7 @@ The text is shown as it is written. It ends at the token that ends a document, o
   temperature=0.8           0 takes the most likely token; above 1 is more varied than the model
   top_k=50                  only from the 50 most likely tokens (all)
   top_p=0.9                 only from the fewest tokens that together have this probability (1)
-  seed=0                    of the random numbers; line n of input=, counted from 0, has seed + n
+  seed=0                    of the random numbers; prompt n of input=, counted from 0, has seed + n
   weights=model|average     those that training goes on with, or their moving average (model)
   device=auto|cpu|cuda      (auto: cuda where there is a GPU)
   dtype=fp32|bf16|fp16|fp64 of the weights and of what is computed (as they were saved)
@@ -89,20 +89,29 @@ def run(words: list[str]) -> None:
     Raises:
         ConfigError: a word is wrong, a file cannot be read or written, or the run's module cannot continue texts.
     """
+    from shardwise.checkpoint.verify import refuse_changed
+
     alone, config = read_words(words, GenerateConfig)
     if len(alone) != 1:
-        raise ConfigError(
-            f"generate takes one run or checkpoint, and got {' '.join(alone) or 'none'}; --help shows how"
-        )
+        hint = f'give the text to continue as prompt="{alone[1]}"' if len(alone) == 2 else "--help shows how"
+        raise ConfigError(f"generate takes one run or checkpoint, and got {' '.join(alone) or 'none'}; {hint}")
     _check(config)
-    prompts = [config.prompt] if config.prompt is not None else read_prompts(str(config.input))
+    numbered = {1: config.prompt} if config.prompt is not None else read_prompts(str(config.input))
+    prompts = list(numbered.values())
+    if (last := config.seed + len(prompts) - 1) >= 2**64:
+        raise ConfigError(f"seed={config.seed}: the seeds go up to {last}, and must be below 2^64; give a smaller one")
     checkpoint, damaged = named_checkpoint(alone[0])
     for line in damaged:
         sys.stderr.write(f"{line}; taking {checkpoint.name}\n")
     node = module_node(checkpoint)
     _check_target(node)
+    refuse_changed(checkpoint)
     writer = Writer(checkpoint, node, config)
-    tokens = writer.encode(prompts)
+    tokens = writer.encode(numbered)
+    if writer.tokenizer.name != BYTES and any(prompt.endswith(" ") for prompt in prompts):
+        sys.stderr.write(
+            "a prompt ends in a space, which tokenizers mostly join to the word behind it: the text is better without\n"
+        )
     try:
         if config.prompt is not None:
             _show(writer, config.prompt, tokens[0])
@@ -181,15 +190,21 @@ class Writer:
         model: Generates = self.model
         return int(model.vocab_size)
 
-    def encode(self, prompts: list[str]) -> list[list[int]]:
-        """The tokens of each prompt.
+    def encode(self, prompts: dict[int, str]) -> list[list[int]]:
+        """The tokens of each prompt. `prompts`: by their lines.
 
         Raises:
-            ConfigError: a prompt has no tokens, more than the model sees, or one that the model does not know.
+            ConfigError: a prompt is no Unicode, has no tokens, or more than the model sees or knows.
         """
-        longest, rows = self.model.context_length, self.tokenizer.encode(prompts)
-        for number, tokens in enumerate(rows, start=1):
-            where = "prompt" if self.config.input is None else f"input={self.config.input}, line {number},"
+
+        def name(line: int) -> str:
+            return "prompt" if self.config.input is None else f"input={self.config.input}, line {line},"
+
+        for number, prompt in prompts.items():
+            check_unicode(prompt, name(number))
+        longest, rows = self.model.context_length, self.tokenizer.encode(list(prompts.values()))
+        for number, tokens in zip(prompts, rows, strict=True):
+            where = name(number)
             if not tokens:
                 raise ConfigError(f"{where} has no tokens, and the model continues at least one: give it some text")
             if len(tokens) > longest:
