@@ -126,7 +126,8 @@ def check_orders(cells: Cells) -> Iterator[tuple[str, bool, Row]]:
     yield "eager, none", True, plain
     for name in ("selective", "full"):
         row = cells.run([*FEW, *CHECKPOINTING[name].split()])
-        yield f"eager, {name}", row["losses"] == plain["losses"] and row["kept_gib"] <= plain["kept_gib"], row
+        # cuDNN's attention adds up gradients in any order, so that two equal runs differ in their last bits.
+        yield f"eager, {name}", is_close(row, plain, 1e-3) and row["kept_gib"] <= plain["kept_gib"], row
     by_layer = cells.run([*FEW, "compile=layer"])
     yield "layer, none", is_close(by_layer, plain, 1e-2), by_layer
     for name in ("selective, every second product", "full"):
