@@ -24,7 +24,7 @@ SMALL = [
 def test_an_experiment_runs(tmp_path: Path, experiment: str) -> None:
     tokens = np.random.default_rng(0).integers(0, 256, 2000)
     write_token_shards(tmp_path / "data", {s: [tokens] for s in ("train", "validation")}, vocab_size=256)
-    words = [f"experiment={experiment}", *SMALL, f"data.directory={tmp_path / 'data'}", "name=run"]
+    words = [f"experiment={experiment}", *SMALL, "data=token_shards", f"data.directory={tmp_path / 'data'}", "name=run"]
     check(run(tmp_path, *words))
     rows = read_metrics(tmp_path / "runs" / "run" / "metrics.csv")
     assert [row["step"] for row in rows if row["train/loss"]] == ["1", "2", "3"]
