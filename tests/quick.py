@@ -76,8 +76,7 @@ RUNS: dict[str, list[str]] = {
     "out of memory": [
         "test_out_of_memory.py::test_a_single_rank_within_the_launchers_process[training-training, in step 2]"
     ],
-    "the engines' knobs": ["test_engine_knobs.py"],
-    "the host's memory": ["test_host_memory.py"],
+    "the engines' knobs": ["test_engine_knobs.py::test_a_run_goes_on_with_other_sub_groups"],
     "preflight": [
         "test_preflight.py::test_nodes_that_are_well",
         "test_preflight.py::test_alone_it_starts_its_own_processes",
@@ -86,6 +85,7 @@ RUNS: dict[str, list[str]] = {
 
 # Files that no test of this tier is in, and why
 LEFT_OUT = {
+    "tests/distributed/test_host_memory.py": "half a minute of large models; test_initial_weights is in",
     "tests/distributed/test_chaos.py": "two minutes a case; a signal and a failed save are in",
     "tests/slurm/test_slurm.py": "needs a real Slurm; tests/unit/test_slurm.py has what needs none",
     "tests/foreign_packages/test_foreign_packages.py": "minutes; test_anybodys_module is in",
