@@ -22,10 +22,8 @@ RUNS: dict[str, list[str]] = {
     "two devices, one word": ["test_launch.py::test_two_devices_need_one_word"],
     "torchrun": ["test_launch.py::test_torchrun_standalone"],
     "experiments of conf/": ["test_experiments.py::test_an_experiment_runs"],
-    "language model, resume, validate, predict": ["test_resume.py"],
     "loss without all logits": ["test_loss.py"],
     "packed documents": ["test_documents.py"],
-    "samples in validation, generate": ["test_samples.py"],
     "mixture of corpora": ["test_mixture.py"],
     "images": ["test_digits.py::test_digits_are_learned_alike_under_every_strategy"],
     "own module": [
@@ -34,7 +32,6 @@ RUNS: dict[str, list[str]] = {
         "test_door.py::test_a_class_method_of_lightnings_other_name_with_loaders_of_its_own",
     ],
     "manual optimization": ["test_by_hand.py"],
-    "gradients of gradients": ["test_backward.py"],
     "scalar parameters": ["test_scalars.py"],
     "Lightning's hooks": ["test_like_lightning.py::test_hooks_come_in_lightnings_order_and_as_often[1]"],
     "callbacks, early stop": ["test_callbacks.py::test_an_early_stop_is_told_and_its_count_survives_a_resume[fsdp]"],
@@ -85,6 +82,9 @@ RUNS: dict[str, list[str]] = {
 
 # Files that no test of this tier is in, and why
 LEFT_OUT = {
+    "tests/distributed/test_resume.py": "a minute; test_exact_resume and test_experiments are in",
+    "tests/distributed/test_samples.py": "half a minute; tests/unit/test_generate.py is in",
+    "tests/distributed/test_backward.py": "half a minute; test_by_hand is in",
     "tests/distributed/test_host_memory.py": "half a minute of large models; test_initial_weights is in",
     "tests/distributed/test_chaos.py": "two minutes a case; a signal and a failed save are in",
     "tests/slurm/test_slurm.py": "needs a real Slurm; tests/unit/test_slurm.py has what needs none",
