@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from shardwise.optim.muon import found_inf_of
+from shardwise.optim.by_groups import StepsByGroups, found_inf_of
 from shardwise.optim.quantization import block_length, dequantize, quantize, table
 
 _SCALES = ("exp_avg_scale", "exp_avg_sq_root_scale")
 
 
-class _CompactAdamW(Optimizer):
+class _CompactAdamW(StepsByGroups):
     """The parts that both have in common. The state of a parameter lies on its device, the count of steps too.
 
     A step leaves everything as it was where `found_inf` is not 0: the device decides, and the host does not wait.
@@ -40,31 +39,18 @@ class _CompactAdamW(Optimizer):
     ) -> None:
         if not lr >= 0:
             raise ValueError(f"Invalid learning rate: {lr}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas={list(betas)}: each must be at least 0 and below 1")
+        self._check_betas(betas)
         if not (eps >= 0 and weight_decay >= 0):
             raise ValueError(f"eps={eps} weight_decay={weight_decay}: neither may be below 0")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
                                   "capturable": True})  # fmt: skip
 
-    def make_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """What is kept for a parameter before its first step."""
-        raise NotImplementedError
+    def _check_betas(self, betas: tuple[float, float]) -> None:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas={list(betas)}: each must be at least 0 and below 1")
 
     def _update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], *numbers: Any) -> None:
         raise NotImplementedError
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            for p in parameters:
-                if not self.state[p]:
-                    self.state[p].update(self.make_state(p))
-            if parameters:
-                self._step_group(group, parameters)
-        return loss
 
     def _step_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         device = parameters[0].device
@@ -87,20 +73,13 @@ class AdamWBf16(_CompactAdamW):
 
     is_elementwise = True
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-    ) -> None:
+    def _check_betas(self, betas: tuple[float, float]) -> None:
+        super()._check_betas(betas)
         if len(betas) == 2 and betas[1] > 1 - 2**-8:
             raise ValueError(
                 f"betas={list(betas)}: a second moment in bfloat16, which has 8 bits, could never fall by the share "
                 f"1 - {betas[1]}; use at most 0.996, or optimizer=adamw_8bit or adamw"
             )
-        super().__init__(params, lr, betas, eps, weight_decay)
 
     def make_state(self, parameter: Tensor) -> dict[str, Tensor]:
         return _plain_state(parameter, torch.bfloat16)

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.adamw import adamw
+
+from shardwise.optim.by_groups import StepsByGroups, found_inf_of
 
 MATRICES, OTHERS = "muon", "adamw"  # the algorithms of groups
 SCALES = ("match_rms_adamw", "original")
@@ -59,7 +60,7 @@ class WholeMatrices:
             take(parameter, function(give(parameter)))
 
 
-class Muon(Optimizer):
+class Muon(StepsByGroups):
     """Muon for groups with `algorithm="muon"`, AdamW for those with `algorithm="adamw"`.
 
     The numbers are those of torch.optim.Muon and torch.optim.AdamW.
@@ -125,17 +126,8 @@ class Muon(Optimizer):
         moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
         return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments}
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            for p in parameters:
-                if not self.state[p]:
-                    self.state[p].update(self.make_state(p))
-            if parameters:
-                (self._step_matrices if group["algorithm"] == MATRICES else self._step_others)(group, parameters)
-        return loss
+    def _step_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        (self._step_matrices if group["algorithm"] == MATRICES else self._step_others)(group, parameters)
 
     def _step_matrices(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         rate, decay, momentum = float(group["lr"]), 1 - float(group["lr"]) * group["weight_decay"], group["momentum"]
@@ -179,12 +171,6 @@ class Muon(Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-
-
-def found_inf_of(optimizer: Optimizer) -> Tensor | None:
-    """What torch's fused optimizers read too: a step changes nothing where it is not 0. The guard sets it."""
-    found: Tensor | None = getattr(optimizer, "found_inf", None)
-    return found
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:

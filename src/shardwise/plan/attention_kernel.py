@@ -7,13 +7,12 @@ and Ada GPUs FlashAttention 2, for 32 bits the memory-efficient kernel.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from shardwise.config.schema import AttentionKernel, RunConfig
 from shardwise.errors import ConfigError
+from shardwise.plan.choices import arguments_of, for_module, installed
 from shardwise.plan.plan import Choice, Host, Plan
 from shardwise.protocols import choose_attention_of
 
@@ -65,17 +64,7 @@ def check_takes_attention(plan: Plan, module: Any) -> Plan:
     Raises:
         ConfigError: the user named a kernel, and the module has no `choose_attention`.
     """
-    if choose_attention_of(module) is not None:
-        return plan
-    name = plan.module["_target_"]
-    if not plan.attention.reason:
-        raise ConfigError(
-            f"attention={plan.attention.name}: {name} has no choose_attention, so its attention is its own; leave it "
-            f"out, or see recipes/README.md for how a module takes part"
-        )
-    return dataclasses.replace(
-        plan, attention=Choice("own", f"{name} has no choose_attention, so its attention is its own")
-    )
+    return for_module(plan, "attention", choose_attention_of(module) is not None, otherwise="own")
 
 
 def explain_attention(plan: Plan) -> list[str]:
@@ -201,16 +190,6 @@ def gather_facts(config: RunConfig, host: Host, accelerator: str) -> Facts:
 
 def _head_size(module: Any) -> int | None:
     """By the arguments of the module or of its model; None: they do not say."""
-    module = module if isinstance(module, dict) else {}
-    model = module.get("model")
-    sizes = module | (model if isinstance(model, dict) else {})
+    sizes = arguments_of(module)
     dim, heads = sizes.get("dim"), sizes.get("n_heads")
     return dim // heads if isinstance(dim, int) and isinstance(heads, int) and heads > 0 else None
-
-
-def installed(package: str) -> str | None:
-    """Its version; None: it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from shardwise.config.schema import Loss, RunConfig
 from shardwise.errors import ConfigError
+from shardwise.plan.choices import arguments_of, for_module, installed
 from shardwise.plan.plan import Choice, Host, Plan
 from shardwise.protocols import choose_loss_of
 
@@ -58,15 +58,7 @@ def check_takes_loss(plan: Plan, module: Any) -> Plan:
     Raises:
         ConfigError: the user named a way, and the module has no `choose_loss`.
     """
-    if choose_loss_of(module) is not None:
-        return plan
-    name = plan.module["_target_"]
-    if not plan.loss.reason:
-        raise ConfigError(
-            f"loss={plan.loss.name}: {name} has no choose_loss, so its loss is its own; leave it out, or see "
-            f"recipes/README.md for how a module takes part"
-        )
-    return dataclasses.replace(plan, loss=Choice("full", f"{name} has no choose_loss, so its loss is its own"))
+    return for_module(plan, "loss", choose_loss_of(module) is not None, otherwise="full")
 
 
 def explain_loss(plan: Plan) -> list[str]:
@@ -79,9 +71,7 @@ def explain_loss(plan: Plan) -> list[str]:
 def _shape_of_logits(config: RunConfig) -> tuple[int, int] | None:
     """How many rows of logits a micro-batch has at most, and the vocabulary, by the arguments of the module or of its
     model; None: they do not say."""
-    module = config.module if isinstance(config.module, dict) else {}
-    model = module.get("model")
-    sizes = module | (model if isinstance(model, dict) else {})
+    sizes = arguments_of(config.module)
     vocabulary, longest = sizes.get("vocab_size"), sizes.get("max_seq_len")
     if not isinstance(vocabulary, int) or not isinstance(longest, int):
         return None
@@ -120,9 +110,5 @@ def _obstacle_to_fused(config: RunConfig, host: Host, accelerator: str, vocabula
 
 
 def has_quack() -> bool:
-    """Whether quack-kernels is installed, without importing it."""
-    try:
-        version("quack-kernels")
-    except PackageNotFoundError:
-        return False
-    return True
+    """Whether quack-kernels is installed."""
+    return installed("quack-kernels") is not None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from shardwise.plan.choices import installed
 
 _PACKAGES = ("torch", "lightning", "torchmetrics", "hydra-core", "omegaconf", "numpy", "wandb")
 
@@ -19,7 +20,7 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "hostname": platform.node(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: installed(name) for name in _PACKAGES},
         "cuda": torch.version.cuda,
         "nccl": _nccl(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
@@ -39,13 +40,6 @@ def _nccl() -> str | None:
     if not torch.cuda.is_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _git(*arguments: str) -> str | None:
