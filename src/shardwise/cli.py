@@ -23,9 +23,11 @@ from shardwise.process.report import report
 from shardwise.process.signals import ignore_save_signal
 from shardwise.protocols import check_data_of, check_of
 from shardwise.run_dir.checkpoints import list_checkpoints, was_trained
+from shardwise.run_dir.events import append_event
 from shardwise.run_dir.files import (
     CONFIG,
     ENVIRONMENT,
+    EVENTS,
     LOGS,
     PLAN,
     keep_earlier,
@@ -213,6 +215,8 @@ def start(job: Job, plan: Plan, single: bool) -> int:
         print("\n".join([*job.messages, headline(plan), *choices, *notices]), flush=True)
     saved = list_checkpoints(run_dir)
     code = launch(plan, in_process=single)
+    if plan.stage == "fit" and os.environ.get("RANK", "0") == "0":
+        append_event(run_dir, "end", None, f"the run ended with exit code {code}", exit_code=code)
     if code == 2 and list_checkpoints(run_dir) == saved:  # the run was refused: put the earlier records back
         for path, kept in earlier.items():
             put_back(path, kept)
@@ -226,7 +230,8 @@ def start(job: Job, plan: Plan, single: bool) -> int:
 
 def _is_refused(run_dir: Path, stage: str) -> bool:
     """Whether a run's folder holds only the records of a start that was refused."""
-    written = {stage_file(name, stage) for name in (CONFIG, PLAN, ENVIRONMENT)} | {LOGS, tokenizer_folder(run_dir).name}
+    written = {stage_file(name, stage) for name in (CONFIG, PLAN, ENVIRONMENT)}
+    written |= {EVENTS, LOGS, tokenizer_folder(run_dir).name}
     return {path.name for path in run_dir.glob("*")} <= written
 
 

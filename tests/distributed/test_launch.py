@@ -20,7 +20,8 @@ import pytest
 from tests.harness.commands import OWN, RECIPE, TRAIN, Running, check, environment, make_home, metrics, run
 from tests.harness.patience import exit_code, run_patiently
 
-FILES = {"config.yaml", "plan.json", "environment.json", "starts.json", "metrics.csv", "summary.json", "loss.png",
+FILES = {"config.yaml", "plan.json", "environment.json", "starts.json", "metrics.csv", "ranks.csv", "events.jsonl",
+         "summary.json", "loss.png",
          "checkpoints", "logs"}  # fmt: skip
 SHORT = [*RECIPE, "max_steps=3", "validate_every_n_steps=3"]
 

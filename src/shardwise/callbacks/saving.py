@@ -20,6 +20,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.lightning_internals.resume_validation import validate_now
 from shardwise.plan import Plan
 from shardwise.process.watchdog import progress
+from shardwise.run_dir.events import append_event
 from shardwise.run_dir.files import CHECKPOINTS, PARTIAL, best_checkpoint_path, checkpoint_path
 from shardwise.run_dir.job_folder import write_job_file
 from shardwise.strategies.base import strategy_of
@@ -133,9 +134,9 @@ class Saving(Callback):
         sign = -1 if self.plan.checkpoint.mode == "max" else 1
         if math.isnan(score) or (self.best_score is not None and sign * score >= sign * self.best_score):
             return
-        path = best_checkpoint_path(self.plan.run_dir, trainer.global_step)
+        step, path = trainer.global_step, best_checkpoint_path(self.plan.run_dir, trainer.global_step)
         # The writer that has this step's checkpoint, or is writing it
-        with_step = self.writer if self.saved_step == trainer.global_step else None
+        with_step = self.writer if self.saved_step == step else None
         if with_step is None:
             if self._leaves_out(trainer, path):
                 return
@@ -144,11 +145,12 @@ class Saving(Callback):
 
         def published() -> None:
             write_best(path, monitor, score)
+            append_event(self.plan.run_dir, "best", step, f"{monitor} is at its best, {score:.6g}", score=score)
             if previous is not None and previous != str(path):
                 remove(Path(previous))
 
         if with_step is not None:
-            written = checkpoint_path(self.plan.run_dir, trainer.global_step)
+            written = checkpoint_path(self.plan.run_dir, step)
 
             def again() -> None:
                 publish_again(written, path)
@@ -204,6 +206,7 @@ class Saving(Callback):
 
         def published() -> None:
             write_job_file("saved", str(step))
+            append_event(self.plan.run_dir, "save", step, f"{path.name} is saved", path=str(path))
             remove_superseded(self.plan, step)
 
         path = checkpoint_path(self.plan.run_dir, step)
@@ -282,6 +285,10 @@ class Saving(Callback):
         self._announced = outcome
         for logger in trainer.loggers:
             logger.log_metrics({"checkpoint/failures": float(failures)}, trainer.global_step)
+        if trainer.is_global_zero:
+            append_event(
+                self.plan.run_dir, "save failed", None, f"{outcome.path} could not be written: {outcome.error}"
+            )
         if trainer.is_global_zero and not raised:
             does = "stops" if failures > self.plan.checkpoint.max_failures else "goes on, and tries again"
             print(

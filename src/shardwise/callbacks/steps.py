@@ -14,16 +14,18 @@ from tqdm import tqdm
 
 from shardwise.callbacks.configured import refuse_callbacks
 from shardwise.callbacks.recompilations import Recompilations
-from shardwise.distributed.collectives import largest_over
 from shardwise.lightning_internals.results import step_logging, step_results, validation_results
 from shardwise.metrics.csv_logger import CsvLogger
 from shardwise.metrics.meter import SPENT, Meter, Sums, memory_gib
+from shardwise.metrics.rank_values import Gathered, RanksCsv, RankValues
 from shardwise.plan import Plan
 from shardwise.protocols import loss_weight_unit_of
+from shardwise.run_dir.events import append_event
 from shardwise.step.record import LAG, Readback, StepNumbers, StepRecord
 from shardwise.strategies.base import strategy_of
 
 LOSS, OTHER_LOSS = "train/loss", "train/global_batch_loss"
+MEMORY = ("train/memory_allocated_gib", "train/memory_reserved_gib")
 
 
 class StepLog(Callback):
@@ -41,12 +43,18 @@ class StepLog(Callback):
         self.steps = 0  # the steps that this process has made
         self.recompilations = Recompilations(plan.compile.name)
         self._shown: dict[int, tuple[list[str], Readback]] = {}  # step → what the module logs for the progress bar
-        self._rows: deque[tuple[int, dict[str, float], Readback]] = deque()
+        self._rows: deque[tuple[int, dict[str, float], Gathered]] = deque()
         self._of_module: dict[int, Logged] = {}  # step that gets a row → what the module logged in it
         self._taken: set[str] = set()  # the names that the module logs under
         self._written: set[str] = set()  # the names of the run's own values
         self._last_step = 0
         self._row_step = 0  # the step of the last row
+        self.rank_values = RankValues()
+        self.ranks_csv: RanksCsv | None = None  # rank 0 writes it
+        self._waited = 0.0  # the share of the time since the last row in which this rank waited for data
+        self.rank_values.add_source(("train/data_wait",), lambda: {"train/data_wait": self._waited}, "largest")
+        if plan.accelerator == "cuda":
+            self.rank_values.add_source(MEMORY, lambda: dict(zip(MEMORY, memory_gib(plan), strict=True)), "largest")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         refuse_callbacks(trainer.callbacks)  # type: ignore[attr-defined] # now the module's are among them
@@ -60,6 +68,9 @@ class StepLog(Callback):
                 logger.wait_for_rows(partial(self._is_awaited, trainer))
         if trainer.is_global_zero:
             self.meter.on_start()
+            self.ranks_csv = RanksCsv(self.plan.run_dir)
+            self.ranks_csv.rewind(trainer.global_step)
+            append_event(self.plan.run_dir, "start", trainer.global_step, "training starts", resume=self.plan.resume)
         self._row_step = trainer.global_step
         self._last_step = trainer.global_step
         step_logging(trainer).between_steps(trainer.global_step)
@@ -108,16 +119,10 @@ class StepLog(Callback):
         sums = self.meter.take_interval()
         row |= self._speeds(strategy.lightning_module, sums)
         row |= {SPENT: self.meter.training_seconds, "train/goodput": self.meter.goodput}
-        # The row has the largest values of any rank
-        worst = torch.tensor([sums.waiting_seconds / max(sums.seconds, 1e-9), *memory_gib(self.plan)])
-        world = strategy.mesh.group("world")
-        if world.size() > 1:
-            worst = (worst.pin_memory() if strategy.root_device.type == "cuda" else worst).to(
-                strategy.root_device, non_blocking=True
-            )
-            largest_over(world, worst)
-        self._rows.append((step.number, row, Readback(worst)))
-        if world.size() == 1:
+        self._waited = sums.waiting_seconds / max(sums.seconds, 1e-9)
+        gathered = self.rank_values.gather(strategy.mesh, strategy.root_device)
+        self._rows.append((step.number, row, gathered))
+        if trainer.world_size == 1:
             self.flush(trainer)
 
     def collect(self, trainer: Trainer, step: int) -> None:
@@ -148,20 +153,22 @@ class StepLog(Callback):
         return speeds
 
     def _write_row(self, trainer: Trainer) -> None:
-        step, row, worst = self._rows.popleft()
+        step, row, gathered = self._rows.popleft()
         self._row_step = step
-        waiting, allocated, reserved = worst.read()
-        row["train/data_wait"] = waiting
-        if self.plan.accelerator == "cuda":
-            row |= {"train/memory_allocated_gib": allocated, "train/memory_reserved_gib": reserved}
+        values = gathered.read()
+        row |= self.rank_values.row(values)
+        if self.ranks_csv is not None:
+            self.ranks_csv.append(step, values)
+        for listen in self.rank_values.listeners:
+            listen(step, values)
         self._written.update(row)
         whole = {_untaken(key, self._taken): value for key, value in row.items()}
         logged = self._of_module.pop(step, None)
-        values = {} if logged is None else logged.read()
-        if "step" in values:  # by Lightning's rule, a module may log its values under a step that it counts itself
-            self._log(trainer, values, int(values.pop("step")))
+        own = {} if logged is None else logged.read()
+        if "step" in own:  # by Lightning's rule, a module may log its values under a step that it counts itself
+            self._log(trainer, own, int(own.pop("step")))
         else:
-            whole |= values
+            whole |= own
         self._log(trainer, whole, step)
         self._show(trainer, step, row)
 

@@ -16,6 +16,7 @@ from shardwise.mistakes import describe_mistake, would_fail_again
 from shardwise.plan import Plan
 from shardwise.process.console import console
 from shardwise.process.watchdog import progress
+from shardwise.run_dir.events import append_event
 from shardwise.run_dir.files import rank_log
 from shardwise.run_dir.job_folder import claim_exit_code
 
@@ -54,6 +55,8 @@ def report(error: Exception, plan: Plan | None = None) -> int:
             if plan is not None and (not rank or os.environ["RANK"] == "0"):
                 text += _keep_traceback(error, plan)
     send_report(code, text, is_alone)
+    if plan is not None and plan.stage == "fit":
+        append_event(plan.run_dir, "error", None, text[-_MOST:].strip(), rank=int(os.environ.get("RANK", "0")))
     return code
 
 

@@ -17,6 +17,8 @@ ENVIRONMENT = "environment.json"  # versions, hardware and the state of the code
 STARTS = "starts.json"  # when each process of the run was started
 # Written while it runs
 METRICS = "metrics.csv"  # a row a step
+RANKS = "ranks.csv"  # a row a logged step and rank: what each rank measured
+EVENTS = "events.jsonl"  # a line for everything that happened: starts, saves, verdicts, the end
 GUARD = "guard.jsonl"  # a row for every step that the guard objected to, with its samples
 WANDB_GONE = "wandb-gone"  # the first step that W&B has not got
 # Written at its end

@@ -1,0 +1,54 @@
+"""Records what happens in a run in `events.jsonl`, a line each: starts, saves, verdicts, the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.run_dir.files import EVENTS
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened in a run."""
+
+    time: float  # seconds since 1970
+    kind: str  # "start", "save", "verdict", "profile", "end", …
+    step: int | None  # the step that the run had made; None: not known
+    text: str  # a sentence for the user
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+def append_event(run_dir: str | Path, kind: str, step: int | None, text: str, **data: Any) -> None:
+    """Append an event. One process of a run calls this: rank 0, or its launcher. A full disk does not end the run."""
+    line = json.dumps({"time": round(time.time(), 3), "kind": kind, "step": step, "text": text, "data": data}) + "\n"
+    try:
+        descriptor = os.open(Path(run_dir) / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            os.write(descriptor, line.encode())  # in one call, which a kill cannot cut in two
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        sys.stderr.write(f"shardwise: {Path(run_dir) / EVENTS} could not be written: {error.strerror}\n")
+
+
+def read_events(run_dir: str | Path) -> list[Event]:
+    """The events of a run, the oldest first; none where there is no file. Lines that are damaged are left out."""
+    try:
+        lines = (Path(run_dir) / EVENTS).read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    return [event for line in lines if (event := _parse(line)) is not None]
+
+
+def _parse(line: str) -> Event | None:
+    try:
+        event = Event(**json.loads(line))
+    except (ValueError, TypeError):
+        return None
+    return event if isinstance(event.time, (int, float)) and isinstance(event.data, dict) else None
