@@ -1,0 +1,94 @@
+"""Compares the profiles of several ranks: which rank is slow, and why?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from shardwise.metrics.profile.summary import ProfileSummary
+
+DIFFERS = 0.1  # of the median: smaller differences are noise
+MATTERS = 0.01  # of the step
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """A rank's step, in ms."""
+
+    rank: int
+    host_name: str
+    span_ms: float
+    compute_ms: float
+    communication_ms: float
+    exposed_communication_ms: float
+    idle_ms: float
+
+
+@dataclass(frozen=True)
+class RanksSummary:
+    """The ranks of a run side by side.
+
+    Collectives end on all ranks together and begin on each when it arrives. So the rank whose collectives are shortest
+    is the one that the others wait for.
+    """
+
+    ranks: tuple[RankTime, ...]
+    slow_rank: int | None  # None: the ranks are alike, there is one rank, or nothing communicates
+    reason: str | None  # "slow_gpu": its kernels take longer; "late": it is idle for longer; "unknown": neither
+    idle_cause: str | None  # of a late rank: what it waits for most beyond the others, one of idle.CAUSES
+    others_wait_ms: float  # how much longer the collectives of the median rank take than the slow one's
+    text: str  # a sentence that says it
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def summarize_ranks(summaries: Sequence[ProfileSummary]) -> RanksSummary:
+    """Compare the profiles of the same steps on several ranks.
+
+    Raises:
+        ValueError: there is none, or two are of the same rank.
+    """
+    if not summaries or len({summary.rank for summary in summaries}) < len(summaries):
+        raise ValueError("summarize_ranks takes the summary of each rank once")
+    ordered = sorted(summaries, key=lambda summary: summary.rank)
+    ranks = tuple(
+        RankTime(
+            one.rank, one.host_name, one.step.span_ms, one.step.compute_ms, one.step.communication_ms,
+            one.step.exposed_communication_ms, one.step.idle_ms,
+        )
+        for one in ordered
+    )  # fmt: skip
+    slow = min(ordered, key=lambda one: one.step.communication_ms)
+    others = [one for one in ordered if one is not slow]
+    if not others or not any(one.step.communication_ms for one in ordered):
+        said = "one rank was profiled" if not others else "no rank communicates"
+        return RanksSummary(ranks, None, None, None, 0.0, f"{said}: there is nothing to compare")
+    median = float(np.median([one.step.communication_ms for one in others]))
+    waits = median - slow.step.communication_ms
+    if waits < DIFFERS * median or waits < MATTERS * slow.step.span_ms:
+        return RanksSummary(ranks, None, None, None, waits, "the ranks are alike: no rank waits for another")
+    reason, cause, why = _reason(slow, others)
+    text = f"rank {slow.rank} is slow: the others wait {waits:.1f} ms a step for it. {why}"
+    return RanksSummary(ranks, slow.rank, reason, cause, waits, text)
+
+
+def _reason(slow: ProfileSummary, others: Sequence[ProfileSummary]) -> tuple[str, str | None, str]:
+    compute = float(np.median([one.step.compute_ms for one in others]))
+    if slow.step.compute_ms > (1 + DIFFERS) * compute:
+        more = f"it computes {slow.step.compute_ms:.1f} ms, the others {compute:.1f} ms"
+        return "slow_gpu", None, f"Its GPU is slow, or has more to do: {more}"
+    causes = ("waiting_for_data", "synchronising", "launching", "between_kernels")
+    longer = {
+        cause: getattr(slow.step, f"{cause}_ms")
+        - float(np.median([getattr(one.step, f"{cause}_ms") for one in others]))
+        for cause in causes
+    }
+    cause = max(longer, key=lambda name: longer[name])
+    if longer[cause] <= 0:
+        return "unknown", None, "Neither its compute nor its idle time explains it"
+    words = cause.replace("_", " ")
+    return "late", cause, f"It comes late: it is idle for {longer[cause]:.1f} ms more than the others, {words}"
