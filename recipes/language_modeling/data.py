@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from recipes.language_modeling.own_text import STDLIB, OwnText, check_directory
+from shardwise.accelerator import pins_memory
 from shardwise.data.baselines import unigram_bigram_baselines
 from shardwise.data.mixture import check_one_tokenizer
 from shardwise.data.packing import DocumentSequences, collate_documents
@@ -212,7 +212,7 @@ class TextData(LightningDataModule):
             num_workers=self.num_workers,
             collate_fn=collate_documents if self.document_mask else None,
             drop_last=False,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=pins_memory(),
             persistent_workers=self.num_workers > 0,
         )
 

@@ -9,11 +9,11 @@ import logging
 import warnings
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from shardwise import accelerator
 from shardwise.callbacks.guard import RollBack
 from shardwise.callbacks.out_of_memory import OutOfMemoryWatch, start_history
 from shardwise.callbacks.predict import Predictions
@@ -120,8 +120,7 @@ def check_stage(plan: Plan, stage: Literal["test", "predict"], defined: bool) ->
 def collect_garbage(plan: Plan) -> None:
     """Free a module and its optimizer that nobody needs any more."""
     gc.collect()
-    if plan.accelerator == "cuda":
-        torch.cuda.empty_cache()
+    accelerator.empty_cache(plan.accelerator)
 
 
 def quiet_lightning() -> None:

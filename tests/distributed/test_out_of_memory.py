@@ -228,9 +228,9 @@ def test_fragments_are_spoken_of_where_they_matter(
 def test_a_gpus_numbers_and_its_snapshot_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CUDA calls answered by hand: what is measured stands in the message, and the snapshot in the run's folder."""
     answers: dict[str, Any] = {"mem_get_info": (1 << 30, 80 << 30), "memory_allocated": 60 << 30,
-                               "memory_reserved": 61 << 30, "current_device": 3}  # fmt: skip
+                               "memory_reserved": 61 << 30, "current_device": 3, "is_initialized": True}  # fmt: skip
     for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("blocks"))
     monkeypatch.setenv("RANK", "3")
     made = planned(f"runs_dir={tmp_path}", gpus=4)

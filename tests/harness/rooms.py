@@ -36,7 +36,7 @@ def imports(path: Path, everywhere: bool = True) -> set[str]:
 
 # Rooms (a folder of shardwise, or a file in its root) on floors, the lowest first
 FLOORS = [
-    {"errors", "mistakes", "devices", "schedules", "protocols"},
+    {"errors", "mistakes", "devices", "accelerator", "schedules", "protocols"},
     {"nn"},
     {"config"},
     {"plan"},

@@ -36,8 +36,8 @@ SEEN_IN = {
 
 # File → private names of others in it.
 USED = {
+    "accelerator.py": "_dump_snapshot _record_memory_history",
     "callbacks/average.py": "_foreach_add_ _foreach_lerp_ _foreach_mul_ _foreach_sub",
-    "callbacks/out_of_memory.py": "_dump_snapshot _record_memory_history",
     "callbacks/recompilations.py": "_dynamo",
     "checkpoint/chunks.py": "_utils",
     "checkpoint/metadata.py": "_MEM_FORMAT_ENCODING _StorageInfo _get_layout",

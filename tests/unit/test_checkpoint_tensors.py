@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from shardwise import accelerator
 from shardwise.checkpoint import dcp as tensors
 from shardwise.checkpoint import files, pinned_memory
 from shardwise.checkpoint.chunks import Chunk, ChunkedTensor, range_of, whole
@@ -189,11 +190,8 @@ def test_one_thread_writes_beside_the_training_and_all_once_it_waits(tmp_path: P
 def test_pinned_memory_is_cut_into_parts_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """And lie in what is registered. Copies into them: benchmarks/exact_resume.py, on GPUs."""
     registered: dict[int, int] = {}
-    monkeypatch.setattr(pinned_memory, "cudart", lambda: SimpleNamespace(
-        cudaHostRegister=lambda address, size, flags: registered.update({address: size}) or 0,
-        cudaHostUnregister=registered.pop,
-    ))  # fmt: skip
-    monkeypatch.setattr(pinned_memory, "check_error", lambda code: None)
+    monkeypatch.setattr(accelerator, "register_pinned", lambda address, size: registered.update({address: size}))
+    monkeypatch.setattr(accelerator, "unregister_pinned", registered.pop)
     memory = pinned_memory.PinnedMemory()
     sizes = [3, 0, pinned_memory._SLAB // 16, 1, pinned_memory._SLAB // 4, 7, *[pinned_memory._SLAB // 40] * 12, 5]
     values = [torch.randn(size) for size in sizes] + [torch.tensor(2.0), torch.randn(5, 7).bfloat16()]

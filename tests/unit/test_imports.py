@@ -31,8 +31,8 @@ def on_import(module: str) -> set[str]:
 
 def test_the_reader_of_imports_sees_what_it_should() -> None:
     assert len(MODULES) > 15 and RECIPES
-    assert knows(imports(SRC / "shardwise/run_dir/environment.py"), "torch")
-    assert not knows(imports(SRC / "shardwise/run_dir/environment.py", everywhere=False), "torch")
+    assert knows(imports(SRC / "shardwise/launch/local.py"), "torch")
+    assert not knows(imports(SRC / "shardwise/launch/local.py", everywhere=False), "torch")
     assert knows(on_import("shardwise.trainer"), "torch.distributed.fsdp")  # through shardwise.parallel.precision
 
 
@@ -220,7 +220,7 @@ def test_recipes_know_no_rank_no_strategy_and_no_launcher(recipe: str) -> None:
 
 
 # The rooms of shardwise that a recipe may use
-SEEN_BY_RECIPES = {"data", "nn", "weights", "protocols", "errors", "schedules"}
+SEEN_BY_RECIPES = {"data", "nn", "weights", "protocols", "errors", "schedules", "accelerator"}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -230,6 +230,23 @@ def test_recipes_see_a_few_rooms_of_shardwise(recipe: str) -> None:
             assert name != "shardwise" and room_of(name) in SEEN_BY_RECIPES, (
                 f"{recipe} imports {name}; recipes may use {', '.join(sorted(SEEN_BY_RECIPES))}"
             )
+
+
+TORCH_OF_ONE_KIND = re.compile(
+    r"torch\.(cuda|xpu|mps|hip)\b|torch\.version\.|backends\.(cuda|cudnn|mps)\b|torch import cuda"
+)
+
+
+@pytest.mark.parametrize("module", sorted((MODULES | RECIPES).keys() - {"shardwise.accelerator"}))
+def test_one_module_knows_the_device(module: str) -> None:
+    """In comments too: a sentence about torch.cuda would be about what another file does."""
+    said = [line for line in (MODULES | RECIPES)[module].read_text().splitlines() if TORCH_OF_ONE_KIND.search(line)]
+    assert not said, f"{module} says {said}; shardwise/accelerator.py does that for every kind of device"
+
+
+def test_the_reader_of_devices_sees_them() -> None:
+    assert TORCH_OF_ONE_KIND.search(MODULES["shardwise.accelerator"].read_text())
+    assert TORCH_OF_ONE_KIND.search("torch.cuda.synchronize()") and TORCH_OF_ONE_KIND.search("torch.backends.cudnn.x")
 
 
 def test_a_dry_run_leaves_torch_alone() -> None:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
+from shardwise.accelerator import pins_memory
 from shardwise.errors import ConfigError
 
 Sample = dict[str, Any]
@@ -80,6 +80,6 @@ class ImageData(LightningDataModule):
             shuffle=shuffle,
             num_workers=self.num_workers,
             drop_last=False,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=pins_memory(),
             persistent_workers=self.num_workers > 0,
         )

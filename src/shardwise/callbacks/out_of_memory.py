@@ -10,15 +10,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from shardwise import accelerator
 from shardwise.errors import OutOfMemoryError, RunStopped
 from shardwise.forecast.remedies import GpuMemory, host_remedies, remedies
 from shardwise.plan import Plan
 from shardwise.run_dir.files import memory_snapshot
 
-_GPU_TEXTS = ("CUDA out of memory", "CUDA error: out of memory")
 _HOST_TEXT = "DefaultCPUAllocator: can't allocate memory"
 _HISTORY_ENTRIES = 100_000  # the newest allocations, a few hundred bytes each
 _GIB = {"bytes": 2**-30, "KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
@@ -50,7 +49,7 @@ class OutOfMemoryWatch(Callback):
 def start_history(plan: Plan) -> None:
     """Record where each block of memory comes from, for the snapshot. The rank's device must be set before."""
     if plan.memory_history:
-        torch.cuda.memory._record_memory_history(max_entries=_HISTORY_ENTRIES, stacks="python")
+        accelerator.record_memory_history(_HISTORY_ENTRIES)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -60,9 +59,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _root(error: BaseException) -> BaseException | None:
     """The out-of-memory error in the chain of causes; None: there is none."""
-    texts = (*_GPU_TEXTS, _HOST_TEXT)
+    texts = (*accelerator.OUT_OF_MEMORY_TEXTS, _HOST_TEXT)
     for each in _chain(error):
-        if isinstance(each, torch.OutOfMemoryError | MemoryError) or any(text in str(each) for text in texts):
+        if isinstance(each, accelerator.OutOfMemory | MemoryError) or any(text in str(each) for text in texts):
             return each
     return None
 
@@ -97,7 +96,7 @@ def explain(plan: Plan, error: BaseException, doing: str) -> str:
     if memory is not None:
         numbers.append(
             f"{memory.allocated:.2f} GiB are allocated, {memory.reserved:.2f} reserved (these included), "
-            f"{memory.free:.2f} of {memory.total:.2f} free on GPU {torch.cuda.current_device()}"
+            f"{memory.free:.2f} of {memory.total:.2f} free on GPU {_gpu_index()}"
         )
     lines += ["  " + "; ".join(numbers)] if numbers else []
     changes = host_remedies(plan) if on_host else remedies(plan, memory, requested)
@@ -115,12 +114,19 @@ def requested_gib(text: str) -> float | None:
 
 
 def measure() -> GpuMemory | None:
-    """The memory of this rank's GPU; None: CUDA does not answer any more."""
+    """The memory of this rank's GPU; None: it does not answer any more."""
     with suppress(RuntimeError):
-        free, total = torch.cuda.mem_get_info()
-        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        if (device := accelerator.current_device()) is None:
+            return None
+        free, total = accelerator.free_and_total(device)
+        allocated, reserved = accelerator.allocated(device), accelerator.reserved(device)
         return GpuMemory(*(size / 2**30 for size in (allocated, reserved, free, total)))
     return None
+
+
+def _gpu_index() -> int:
+    device = accelerator.current_device()
+    return 0 if device is None else device.index
 
 
 def write_snapshot(plan: Plan, rank: int) -> Path | None:
@@ -130,6 +136,6 @@ def write_snapshot(plan: Plan, rank: int) -> Path | None:
     """
     path = memory_snapshot(plan.run_dir, rank)
     with suppress(OSError, RuntimeError):
-        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+        accelerator.dump_memory_snapshot(str(path))
         return path
     return None

@@ -53,7 +53,7 @@ class StepLog(Callback):
         self.ranks_csv: RanksCsv | None = None  # rank 0 writes it
         self._waited = 0.0  # the share of the time since the last row in which this rank waited for data
         self.rank_values.add_source(("train/data_wait",), lambda: {"train/data_wait": self._waited}, "largest")
-        if plan.accelerator == "cuda":
+        if plan.accelerator != "cpu":
             self.rank_values.add_source(MEMORY, lambda: dict(zip(MEMORY, memory_gib(plan), strict=True)), "largest")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -20,7 +20,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, DTensor) or hasattr(value, "ds_tensor"):
             raise pickle.PicklingError("one rank's shard would come back as the whole")
-        if isinstance(value, Tensor) and (value.is_cuda or value._backward_hooks):
+        if isinstance(value, Tensor) and (value.device.type != "cpu" or value._backward_hooks):
             bare: Any = value.detach().cpu()
             if isinstance(value, nn.Parameter):
                 bare = nn.Parameter(bare, value.requires_grad)

@@ -7,7 +7,8 @@ from contextlib import suppress
 
 import torch
 from torch import Tensor
-from torch.cuda import CudaError, check_error, cudart
+
+from shardwise import accelerator
 
 SPARE_SHARE = 0.05  # the share of a device's memory that a save leaves free
 _SLAB = 2**26  # bytes that are allocated at a time for small tensors
@@ -46,8 +47,8 @@ class PinnedMemory:
             with suppress(OSError):  # some kernels have no huge pages
                 slab.madvise(mmap.MADV_HUGEPAGE)
             address = torch.frombuffer(slab, dtype=torch.uint8).zero_().data_ptr()
-            check_error(int(cudart().cudaHostRegister(address, bytes_, 0)))  # type: ignore[no-untyped-call]
-        except (OSError, CudaError) as error:
+            accelerator.register_pinned(address, bytes_)
+        except (OSError, accelerator.PinError) as error:
             raise MemoryError(
                 f"Tried to allocate {bytes_ / 2**20:.0f} MiB of the host's memory, pinned, for a checkpoint: {error}"
             ) from None
@@ -56,5 +57,5 @@ class PinnedMemory:
 
     def close(self) -> None:
         while self._slabs:
-            cudart().cudaHostUnregister(self._slabs.pop()[1])  # type: ignore[no-untyped-call]
+            accelerator.unregister_pinned(self._slabs.pop()[1])
         self._shared, self._used = mmap.mmap(-1, 1), 1

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise import accelerator
 from shardwise.checkpoint.chunks import Chunk, ChunkedTensor
 from shardwise.checkpoint.dcp import TensorWriter
 from shardwise.checkpoint.files import Pace
@@ -60,11 +61,11 @@ class Writer:
         group = dist.new_group(backend="gloo", timeout=self.timeout) if dist.get_world_size() > 1 else None
         self._writer = TensorWriter(group)
         self._thread = ThreadPoolExecutor(1, "checkpoint") if self.asynchronous else None
-        self._copies: torch.cuda.Stream | None = None
+        self._copies: accelerator.Stream | None = None
         if self._thread is not None and self.device.type == "cuda":
             # Without this the thread would open a CUDA context on the first GPU
-            self._thread.submit(torch.cuda.set_device, self.device)
-            self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._thread.submit(accelerator.set_device, self.device)
+            self._copies = accelerator.new_stream(self.device)
 
     @property
     def busy(self) -> bool:
@@ -76,7 +77,7 @@ class Writer:
         pending = self._pending
         return pending.result() if pending is not None and pending.done() and not pending.exception() else None
 
-    def save(self, path: Path, snapshot: Snapshot, then: Callable[[], None]) -> torch.cuda.Event | None:
+    def save(self, path: Path, snapshot: Snapshot, then: Callable[[], None]) -> accelerator.Event | None:
         """Write `snapshot`, and call `then` on rank 0 when it is published. Collective; waits for the save before.
 
         Returns:
@@ -121,7 +122,7 @@ class Writer:
             self._staged.clear()
             self._pinned.close()
 
-    def _stage(self, snapshot: Snapshot) -> tuple[Callable[[], dict[str, ChunkedTensor]], torch.cuda.Event | None]:
+    def _stage(self, snapshot: Snapshot) -> tuple[Callable[[], dict[str, ChunkedTensor]], accelerator.Event | None]:
         """Start to copy the tensors.
 
         Returns:
@@ -131,9 +132,9 @@ class Writer:
         if self._copies is None:
             staged = _each(snapshot.tensors, self._stage_one)
             return lambda: staged, None
-        computing = torch.cuda.current_stream(self.device)
+        computing = accelerator.current_stream(self.device)
         self._copies.wait_stream(computing)
-        with torch.cuda.stream(self._copies):
+        with accelerator.in_stream(self._copies):
             copies = self._copy_on_device(snapshot.tensors)
             if copies is not None:
                 computing.wait_stream(self._copies)
@@ -142,7 +143,7 @@ class Writer:
             staged = _each(volatile, self._stage_one)
             computing.wait_stream(self._copies)
             staged |= _each({n: s for n, s in snapshot.tensors.items() if n not in volatile}, self._stage_one)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied = accelerator.new_event(self.device)
             copied.record(self._copies)
 
         def arrived() -> dict[str, ChunkedTensor]:
@@ -156,8 +157,7 @@ class Writer:
 
         Their memory stays with the copying stream, until the allocator runs out of memory and takes it back.
         """
-        stats = torch.cuda.memory_stats(self.device)
-        ran_out, reserved = stats["num_alloc_retries"], stats["reserved_bytes.all.current"]
+        ran_out, reserved = accelerator.retries(self.device), accelerator.reserved(self.device)
         needed = sum(chunk.values.nbytes for s in tensors.values() for chunk in s.chunks if chunk.values.is_cuda)
         kept = (
             self._kept is not None
@@ -165,27 +165,27 @@ class Writer:
             and needed <= self._kept[1]
             and reserved >= self._kept[2]
         )
-        free, total = torch.cuda.mem_get_info(self.device)
+        free, total = accelerator.free_and_total(self.device)
         if free - (0 if kept else needed) < SPARE_SHARE * total:
             return None
         try:
             copies = _each(
                 tensors, lambda n, chunk: chunk.values.clone() if chunk.values.is_cuda else self._stage_one(n, chunk)
             )
-        except torch.OutOfMemoryError:
+        except accelerator.OutOfMemory:
             self._kept = None
             return None
         if not kept:
-            self._kept = ran_out, needed, torch.cuda.memory_reserved(self.device)
+            self._kept = ran_out, needed, accelerator.reserved(self.device)
         return copies
 
-    def _copy_to_host(self, copies: dict[str, ChunkedTensor], stream: torch.cuda.Stream) -> dict[str, ChunkedTensor]:
+    def _copy_to_host(self, copies: dict[str, ChunkedTensor], stream: accelerator.Stream) -> dict[str, ChunkedTensor]:
         """Move the device's copies to the host: `copies` is empty afterwards. The thread calls this.
 
         It queues one piece at a time, since whatever the training reads back, even one number, waits behind all copies
         that are queued (94 ms behind 5 GB on an H200).
         """
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event = accelerator.new_event(self.device, sleeps=True)
         staged: dict[str, ChunkedTensor] = {}
         queued = 0
 
@@ -205,14 +205,14 @@ class Writer:
                         queued = 0
             return memory
 
-        with torch.cuda.stream(stream):
+        with accelerator.in_stream(stream):
             for name in list(copies):
                 staged |= _each({name: copies.pop(name)}, copy)
             wait_for_queue()
         return staged
 
     def _stage_one(self, name: str, chunk: Chunk) -> Tensor:
-        return self._host_memory(name, chunk).copy_(chunk.values, non_blocking=True)
+        return self._host_memory(name, chunk).copy_(chunk.values, non_blocking=self._copies is not None)
 
     def _host_memory(self, name: str, chunk: Chunk) -> Tensor:
         """Memory of the host for a chunk: that of the save before, where its form is the same."""

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from shardwise import accelerator
 from shardwise.data.streams import has_state
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.errors import ConfigError, DataError, a_or_an, count
@@ -165,7 +166,7 @@ class DocumentStream(DataLoader[dict[str, Any]]):
         documents = Documents(source, field, rank, ranks, num_workers)
         packed = PackedDocuments(documents, tokenizer, sequence_length, batch_size, keep_last)
         super().__init__(packed, batch_size=None, num_workers=num_workers, collate_fn=_as_it_is,
-                         pin_memory=torch.cuda.is_available())  # fmt: skip
+                         pin_memory=accelerator.pins_memory())  # fmt: skip
         self.packed, self.parts, self.epoch = packed, max(1, num_workers), 0
         self._states: list[dict[str, Any] | None] = [None] * self.parts
         self._next_part = 0

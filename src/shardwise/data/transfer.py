@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+from shardwise import accelerator
 from shardwise.parallel.precision import map_tensors
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -22,24 +23,24 @@ class BatchTransfer:
     def __init__(self, device: torch.device, *hosts: Any) -> None:
         self.device = device
         self._hooks = {name for name in _HOOKS for host in hosts if is_overridden(name, host)}
-        self._copies: torch.cuda.Stream | None = None
+        self._copies: accelerator.Stream | None = None
 
     def copy(self, batch: Any) -> Any:
         """Copy the tensors of a batch to the device, unless the module or its data copies them itself."""
-        if self.device.type != "cuda" or "transfer_batch_to_device" in self._hooks:
+        if not accelerator.has_streams(self.device) or "transfer_batch_to_device" in self._hooks:
             return batch
         tensors: list[Tensor] = []
 
         def copy(tensor: Tensor) -> Tensor:
-            copied = tensor if tensor.is_cuda else tensor.to(self.device, non_blocking=True)
+            copied = tensor if tensor.device.type != "cpu" else tensor.to(self.device, non_blocking=True)
             tensors.append(copied)
             return copied
 
         if _is_plain(batch) and _is_small_and_pinned(batch):
             return map_tensors(copy, batch)
-        self._copies = self._copies or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        computing = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self._copies):
+        self._copies = self._copies or accelerator.new_stream(self.device)
+        computing = accelerator.current_stream(self.device)
+        with accelerator.in_stream(self._copies):
             batch = map_tensors(copy, batch)
         for tensor in tensors:
             tensor.record_stream(computing)
@@ -60,7 +61,7 @@ def _is_small_and_pinned(batch: Any) -> bool:
     From memory that is not pinned, the host would wait for the copy.
     """
     tensors = [batch] if isinstance(batch, Tensor) else list(batch.values() if isinstance(batch, dict) else batch)
-    return sum(t.nbytes for t in tensors) < 2**20 and all(t.is_cuda or t.is_pinned() for t in tensors)
+    return sum(t.nbytes for t in tensors) < 2**20 and all(t.device.type != "cpu" or t.is_pinned() for t in tensors)
 
 
 def _is_plain(batch: Any) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from shardwise import accelerator
 from shardwise.plan import Plan
 from shardwise.run_dir.files import nccl_trace
 
@@ -32,13 +32,14 @@ def keep_nccl_record(run_dir: str) -> None:
 def init_process_group(plan: Plan) -> None:
     """Make the process group of the run, under every strategy and also for a single process."""
     timeout = group_timeout(plan)
-    backend = "nccl" if plan.accelerator == "cuda" else "gloo"
+    backend = accelerator.backend(plan.accelerator)
     if plan.topology.world_size == 1 and "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     device = None
-    if plan.accelerator == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    if backend != "gloo":
+        device = accelerator.device_of_rank(plan.accelerator, int(os.environ["LOCAL_RANK"]))
+        accelerator.set_device(device)
+    if backend == "nccl":
         keep_nccl_record(plan.run_dir)
     if plan.topology.world_size == 1:  # no port, no rendezvous
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=device)

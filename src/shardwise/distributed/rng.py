@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from shardwise import accelerator
+
 
 def derived_seed(seed: int, *purpose: object) -> int:
     """A different seed for each `purpose`, the same on every platform."""
@@ -27,8 +29,8 @@ def seed_streams(seed: int) -> None:
 def random_state(device: torch.device) -> dict[str, Any]:
     """The states of this process's random streams: torch on the host and on `device`, Python, and NumPy if imported."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type != "cpu":
+        state[device.type] = accelerator.random_state(device)
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = (kind, torch.tensor(keys.tolist()), *rest)
@@ -38,8 +40,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if device.type != "cpu" and device.type in state:
+        accelerator.set_random_state(state[device.type], device)
     if "numpy" in state:
         import numpy
 

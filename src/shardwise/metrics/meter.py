@@ -8,8 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from shardwise import accelerator
 from shardwise.metrics.csv_logger import read_metrics
 from shardwise.plan import Plan
 from shardwise.run_dir.files import METRICS, STARTS, write_whole
@@ -98,10 +97,8 @@ class Meter:
 
 def memory_gib(plan: Plan) -> tuple[float, float]:
     """This rank's peaks in GiB: allocated by tensors, and reserved by the allocator. Zero on the CPU."""
-    if plan.accelerator != "cuda":
-        return 0.0, 0.0
-    peaks = torch.cuda.memory_stats_as_nested_dict()  # torch's functions for a single peak flatten all of them first
-    return peaks["allocated_bytes"]["all"]["peak"] / 2**30, peaks["reserved_bytes"]["all"]["peak"] / 2**30
+    allocated, reserved = accelerator.peaks(plan.accelerator)
+    return allocated / 2**30, reserved / 2**30
 
 
 def process_start() -> float:

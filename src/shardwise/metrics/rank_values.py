@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from shardwise.accelerator import has_streams
 from shardwise.distributed.collectives import gather_in_order
 from shardwise.distributed.mesh import Mesh
 from shardwise.run_dir.files import RANKS, partial_path, put_in_place
@@ -63,7 +64,7 @@ class RankValues:
         values = torch.tensor(own, dtype=torch.float32)
         world = mesh.group("world")
         if world.size() > 1:
-            values = (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
+            values = (values.pin_memory() if has_streams(device) else values).to(device, non_blocking=True)
             values = gather_in_order(world, values)
         return Gathered(self, Readback(values))
 

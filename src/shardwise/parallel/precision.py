@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 
+from shardwise import accelerator
 from shardwise.plan.plan import Precision
 
 
@@ -33,7 +34,7 @@ def dtype_of(name: str) -> torch.dtype:
 def set_matmul_mode(precision: Precision) -> None:
     """Allow TF32 if the precision says so, and only then: PyTorch allows it for convolutions by default."""
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = precision.tf32
+    accelerator.allow_tf32_convolutions(precision.tf32)
 
 
 def mixed_precision_policy(precision: Precision, *, is_root: bool) -> MixedPrecisionPolicy:

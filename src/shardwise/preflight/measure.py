@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from shardwise import accelerator
 from shardwise.preflight.rounds import Pair
 
 At = Callable[[str], None]  # reports, in words, what the rank does next
@@ -46,16 +47,15 @@ class Measures:
     def __init__(self, rank: int, devices: int, device: torch.device) -> None:
         """`devices`: the number of ranks in a node."""
         self.rank, self.devices, self.device = rank, devices, device
-        self.sizes = GPU if device.type == "cuda" else CPU
+        self.sizes = GPU if accelerator.has_streams(device) else CPU
         self.buffer = torch.empty(self.sizes.whole // 4, dtype=torch.float32, device=device)
 
     @contextmanager
     def group(self, store: Store, rank: int, ranks: int, seconds: float) -> Iterator[None]:
         """Make the process group of `ranks` ranks. `seconds`: the time after which gloo or NCCL gives up."""
-        cuda = self.device.type == "cuda"
         dist.init_process_group(
-            "nccl" if cuda else "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds),
-            device_id=self.device if cuda else None,
+            accelerator.backend(self.device.type), store=store, rank=rank, world_size=ranks,
+            timeout=timedelta(seconds=seconds), device_id=self.device if accelerator.has_streams(self.device) else None,
         )  # fmt: skip
         yield  # after an error the group is not destroyed: that may wait for ranks that are lost
         self.meet()  # no rank leaves while another still receives
@@ -64,8 +64,7 @@ class Measures:
     def meet(self) -> None:
         """Wait until every rank of the group is here."""
         dist.all_reduce(torch.zeros(1, device=self.device))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        accelerator.synchronize(self.device)
 
     def check_sum(self, ranks: range) -> tuple[int, int]:
         """Count the wrong values among those that this rank gave, and among the sums that it got.
@@ -143,8 +142,8 @@ class Measures:
 
     def _seconds(self, operation: Callable[[], Any], times: int) -> float:
         """The time of one operation: the median on a GPU; the least on a CPU, whose cores also do other work."""
-        if self.device.type == "cuda":
-            events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]  # type: ignore[no-untyped-call]
+        if accelerator.has_streams(self.device):
+            events = [accelerator.new_event(self.device, timed=True) for _ in range(times + 1)]
             events[0].record()
             for event in events[1:]:
                 operation()

@@ -187,7 +187,7 @@ def read_versions() -> dict[str, str]:
     packages: dict[str, Any] = described.pop("packages")
     driver, _, _ = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")[1].partition("\n")
     found = {
-        **{key: described[key] for key in ("python", "cuda", "nccl", "commit", "uncommitted_changes")},
+        **{key: described[key] for key in ("python", "cuda", "hip", "nccl", "commit", "uncommitted_changes")},
         **packages,
         "driver": driver if re.fullmatch(r"[\d.]+", driver) else None,
         "code": hash_code(),

@@ -129,15 +129,13 @@ def _answer_clock_questions(store: Store, place: Place) -> None:
 def _measure(
     store: Store, place: Place, kind: str, limits: Limits, seed: int, at: Callable[[str], None]
 ) -> dict[str, Any]:
-    import torch
     from torch._C._distributed_c10d import PrefixStore
 
+    from shardwise import accelerator
     from shardwise.preflight.measure import Measures
 
-    device = torch.device("cpu")
-    if kind == "cuda":
-        device = torch.device("cuda", place.local_rank)
-        torch.cuda.set_device(device)  # for this thread
+    device = accelerator.device_of_rank(kind, place.local_rank)
+    accelerator.set_device(device)  # for this thread
     at("the first use of its device")
     measures = Measures(place.rank, place.devices, device)
     measured: dict[str, Any] = {"in_node": None, "wrong": [], "pairs": {}}

@@ -121,7 +121,8 @@ class Watchdog:
 
     def _dump_nccl(self, own: dict[str, Any]) -> None:
         """Write the flight recorder's trace, for `torchfrtrace`, and count the collectives that this rank enqueued."""
-        if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
+        accelerator = sys.modules.get("shardwise.accelerator")  # an import could wait for what hangs
+        if accelerator is not None and accelerator.cuda_is_initialized():
             from torch._C import _distributed_c10d as c10d
 
             status = json.loads(c10d._dump_nccl_trace_json(includeCollectives=False))["pg_status"]  # type: ignore[attr-defined]

@@ -14,16 +14,18 @@ _PACKAGES = ("torch", "lightning", "torchmetrics", "hydra-core", "omegaconf", "n
 
 def describe_environment() -> dict[str, Any]:
     """Versions, commit and device names; None where something is absent. No secrets, no environment variables."""
-    import torch
+    from shardwise import accelerator
 
+    versions = accelerator.versions()
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "hostname": platform.node(),
         "packages": {name: installed(name) for name in _PACKAGES},
-        "cuda": torch.version.cuda,
-        "nccl": _nccl(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cuda": versions["cuda"],
+        "hip": versions["hip"],
+        "nccl": versions["nccl"],
+        "gpus": accelerator.device_names(),
         **describe_commit(),
     }
 
@@ -32,14 +34,6 @@ def describe_commit() -> dict[str, Any]:
     """The commit of the code that runs, and whether files differ from it."""
     commit = _git("rev-parse", "HEAD")
     return {"commit": commit, "uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None}
-
-
-def _nccl() -> str | None:
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 def _git(*arguments: str) -> str | None:

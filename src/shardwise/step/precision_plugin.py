@@ -16,6 +16,7 @@ from torch.amp.grad_scaler import OptState
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise import accelerator
 from shardwise.distributed.collectives import largest_over, sum_over
 from shardwise.distributed.dtensor import local_part, shard_groups
 from shardwise.distributed.mesh import Mesh
@@ -72,7 +73,7 @@ class PlannedPrecision(LightningPrecision):
         self.precision = LIGHTNING_PRECISION[plan.precision.name]  # only for users who read `trainer.precision`
         self.gradient_norm: Tensor | None = None  # a scalar: the norm in the last step, before clipping
         self.gradients: list[tuple[nn.Parameter, Tensor]] = []  # parameters and their gradients' norms
-        self._checkpoint_copied: torch.cuda.Event | None = None  # recorded when the copies are made
+        self._checkpoint_copied: accelerator.Event | None = None  # recorded when the copies are made
         self._norm_is_known = False  # whether `gradient_norm` is that of the gradients as they are now
         self._unscaled: dict[int, Tensor] = {}  # an optimizer's id → whether its unscaled gradients overflowed
         self._overflows: list[Tensor] = []  # whether each step of this batch overflowed
@@ -201,14 +202,14 @@ class PlannedPrecision(LightningPrecision):
                 "scale out before they step: leave use_pl_optimizer=False out, or use precision=bf16"
             )
 
-    def begin_checkpoint_copy(self, copied: torch.cuda.Event | None) -> None:
+    def begin_checkpoint_copy(self, copied: accelerator.Event | None) -> None:
         """Note that a checkpoint is being written. `copied` is recorded when weights and state have been copied."""
         self._checkpoint_copied = copied
 
     def wait_for_checkpoint_copy(self) -> None:
         """Let the device wait until a checkpoint that is being written has its copies of weights and state."""
         if self._checkpoint_copied is not None:
-            torch.cuda.current_stream().wait_event(self._checkpoint_copied)
+            self._checkpoint_copied.wait()
             self._checkpoint_copied = None
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwise import accelerator
 from shardwise.distributed.collectives import sum_over
 from shardwise.distributed.mesh import Mesh
 from shardwise.step.precision_plugin import PlannedPrecision
@@ -19,12 +20,12 @@ LAG = 2
 
 
 class Tick:
-    """A moment of the device's work: on CUDA an event in its stream, elsewhere the time itself."""
+    """A moment of the device's work: on a GPU an event in its stream, elsewhere the time itself."""
 
     def __init__(self, device: torch.device) -> None:
         self.event: torch.Event | None = None
-        if device.type == "cuda":
-            self.event = torch.Event(device, enable_timing=True)  # four times as fast to record as torch.cuda.Event
+        if accelerator.has_streams(device):
+            self.event = torch.Event(device, enable_timing=True)  # four times as fast to record as a new_event
             self.event.record()
         else:
             self.seconds = time.perf_counter()
@@ -35,7 +36,7 @@ class Tick:
             self.event.synchronize()
 
     def until(self, later: Tick) -> float:
-        """The seconds until `later`. On CUDA the device must have reached both."""
+        """The seconds until `later`. On a GPU the device must have reached both."""
         if self.event is not None and later.event is not None:
             return float(self.event.elapsed_time(later.event)) / 1e3
         return later.seconds - self.seconds
@@ -45,7 +46,8 @@ class Readback:
     """Numbers on their way from the device."""
 
     def __init__(self, values: Tensor) -> None:
-        self.values = values.to("cpu", non_blocking=True)  # pinned
+        # Pinned. Without an event to wait for, the copy is waited for here.
+        self.values = values.to("cpu", non_blocking=accelerator.has_streams(values.device))
         self.end = Tick(values.device)  # the device has written the numbers
 
     def read(self) -> list[float]:

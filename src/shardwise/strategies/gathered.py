@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 
+from shardwise import accelerator
 from shardwise.data.agreement import smallest
 from shardwise.plan import Plan
 
@@ -49,8 +50,8 @@ class GatheringHooks(Strategy):
 
 def _free_bytes(device: torch.device) -> int:
     """The memory that this rank may still use; below 0 where there is none to spare."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - _SPARE * total)
+    if device.type != "cpu":
+        free, total = accelerator.free_and_total(device)
+        return int(free + accelerator.reserved(device) - accelerator.allocated(device) - _SPARE * total)
     free, total = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
     return int((free - _SPARE * total) / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise import accelerator
 from shardwise.errors import ConfigError
 from shardwise.parallel.precision import map_tensors
 
@@ -81,8 +82,8 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _random_states() -> list[Callable[[], None]]:
     states: list[Callable[[], None]] = [functools.partial(torch.set_rng_state, torch.get_rng_state())]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states.append(functools.partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+    if (device := accelerator.current_device()) is not None:
+        states.append(functools.partial(accelerator.set_random_state, accelerator.random_state(device), device))
     return states
 
 

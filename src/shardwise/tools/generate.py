@@ -161,10 +161,10 @@ class Writer:
     def __init__(self, checkpoint: Path, node: dict[str, Any], config: GenerateConfig) -> None:
         import torch
 
+        from shardwise.accelerator import device_named
         from shardwise.weights.saved import SavedWeights, build_saved
 
-        use_cuda = config.device is Device.cuda or (config.device is Device.auto and torch.cuda.is_available())
-        self.device, self.config = torch.device("cuda" if use_cuda else "cpu"), config
+        self.device, self.config = device_named(config.device.value), config
         dtype: torch.dtype | None = None if config.dtype is None else getattr(torch, config.dtype.value)
         weights = SavedWeights(checkpoint, average=config.weights is Weights.average)
         self.model: Any = build_saved(node, weights, self.device, dtype)

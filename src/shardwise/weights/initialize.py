@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise import accelerator
 from shardwise.distributed.collectives import broadcast_from_rank_zero
 from shardwise.distributed.rng import derived_seed
 from shardwise.protocols import initializes_itself
@@ -77,10 +78,9 @@ class Materializer:
                 parameters = [p.data for m in layers for p in m._parameters.values() if p is not None]
                 broadcast_from_rank_zero(parameters, self.group)
             return
-        devices = [self.device] if self.device.type == "cuda" else []
         for layer in layers:
             if any(p is not None for p in layer._parameters.values()):
-                with torch.random.fork_rng(devices, enabled=True), torch.no_grad():
+                with accelerator.random_state_kept(self.device), torch.no_grad():
                     torch.manual_seed(derived_seed(self.seed, self.names[id(layer)]))
                     self.root.init_module_weights(layer)  # type: ignore[operator]
 

@@ -1,0 +1,243 @@
+"""The device that a rank computes on: memory, streams, events, random numbers. No other file says `torch.cuda`.
+
+A function that gets a `device` works on CUDA (which is also AMD's ROCm: `torch.version.hip`), on xpu and, unless its
+docstring says otherwise, on mps. On CUDA each function is a call of torch.cuda: torch.accelerator has no random state,
+no snapshot of memory and no event whose waiting thread sleeps, and its `set_device_index` opens no context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Stream = torch.Stream
+Event = torch.Event
+OutOfMemory = torch.OutOfMemoryError
+# What errors say that are not of that class: those of a driver, and those that another error quotes
+OUT_OF_MEMORY_TEXTS = (
+    "CUDA out of memory", "CUDA error: out of memory", "HIP out of memory", "HIP error: out of memory",
+    "XPU out of memory", "MPS backend out of memory",
+)  # fmt: skip
+PinError = torch.cuda.CudaError  # what register_pinned raises
+_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # of torch.distributed; elsewhere gloo
+
+
+def backend(kind: str) -> str:
+    """The backend of process groups, for a Plan's `accelerator`."""
+    return _BACKENDS.get(kind, "gloo")
+
+
+def is_present(kind: str) -> bool:
+    """Whether torch can compute on a device of this kind."""
+    if kind == "mps":
+        return torch.backends.mps.is_available()
+    return kind == "cpu" or bool(torch.get_device_module(kind).is_available())
+
+
+def device_of_rank(kind: str, local_rank: int) -> torch.device:
+    """The device of the rank with this number on its node."""
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, local_rank)
+
+
+def device_named(word: str) -> torch.device:
+    """The device of a tool that was told `word`: auto is CUDA where there is a GPU, else the CPU."""
+    return torch.device(("cuda" if is_present("cuda") else "cpu") if word == "auto" else word)
+
+
+def set_device(device: torch.device) -> None:
+    """Make `device` the one that this thread computes on."""
+    if has_streams(device):
+        torch.get_device_module(device).set_device(device)
+
+
+def current_device() -> torch.device | None:
+    """The device that this thread computes on; None: this process has used none but the CPU."""
+    for kind in ("cuda", "xpu"):
+        module: Any = getattr(torch, kind)
+        if module.is_initialized():
+            return torch.device(kind, module.current_device())
+    return torch.device("mps", 0) if is_present("mps") else None
+
+
+def cuda_is_initialized() -> bool:
+    """Whether this process has used CUDA. Does not begin to."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done its work; on the CPU, which has, do nothing."""
+    if has_streams(device):
+        torch.get_device_module(device).synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+# ---- Streams and events
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether the device works in streams beside each other, which `Event`s can mark and time."""
+    return device.type in ("cuda", "xpu")
+
+
+def new_stream(device: torch.device) -> Stream:
+    """A stream of a device that `has_streams`."""
+    stream: Stream = torch.get_device_module(device).Stream(device)
+    return stream
+
+
+def current_stream(device: torch.device) -> Stream:
+    """The stream that this thread's work goes to. The device `has_streams`."""
+    stream: Stream = torch.get_device_module(device).current_stream(device)
+    return stream
+
+
+def in_stream(stream: Stream) -> Any:
+    """A context in which this thread's work goes to `stream`."""
+    return torch.get_device_module(stream.device).stream(stream)
+
+
+def new_event(device: torch.device, *, timed: bool = False, sleeps: bool = False) -> Event:
+    """An event for the streams above. `sleeps`: a thread that waits for it leaves its core to others, on CUDA."""
+    more = {"blocking": True} if sleeps and device.type == "cuda" else {}
+    event: Event = torch.get_device_module(device).Event(enable_timing=timed, **more)
+    return event
+
+
+# ---- Memory
+
+
+def free_and_total(device: torch.device) -> tuple[int, int]:
+    """The bytes of the device's memory that nobody uses, and all of them. On mps, which shares it: what is advised."""
+    if device.type == "mps":
+        total = torch.mps.recommended_max_memory()
+        return max(0, total - torch.mps.driver_allocated_memory()), total
+    free, total = torch.get_device_module(device).mem_get_info(device)
+    return int(free), int(total)
+
+
+def allocated(device: torch.device) -> int:
+    """The bytes that this process's tensors hold."""
+    if device.type == "mps":
+        return torch.mps.current_allocated_memory()
+    return int(torch.get_device_module(device).memory_allocated(device))
+
+
+def reserved(device: torch.device) -> int:
+    """The bytes that this process's allocator holds, those of tensors included."""
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    return int(torch.get_device_module(device).memory_reserved(device))
+
+
+def peaks(kind: str) -> tuple[int, int]:
+    """The most bytes that were allocated, and reserved, on this thread's device of a Plan's `accelerator`.
+
+    mps counts no peaks: there it is what is held now. On the CPU both are 0. A step that logs calls this: torch's
+    functions for a single peak flatten all statistics first.
+    """
+    if kind == "mps":
+        return torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory()
+    if kind == "cpu":
+        return 0, 0
+    module: Any = torch.cuda if kind == "cuda" else torch.xpu
+    statistics = module.memory_stats_as_nested_dict()
+    return statistics["allocated_bytes"]["all"]["peak"], statistics["reserved_bytes"]["all"]["peak"]
+
+
+def retries(device: torch.device) -> int:
+    """How often the allocator had to give back what it kept before it could allocate. CUDA and xpu."""
+    return int(torch.get_device_module(device).memory_stats_as_nested_dict(device)["num_alloc_retries"])
+
+
+def empty_cache(kind: str) -> None:
+    """Give back what the allocator of a Plan's `accelerator` keeps for later."""
+    if kind != "cpu":
+        torch.get_device_module(kind).empty_cache()
+
+
+def record_memory_history(entries: int) -> None:
+    """Record, on CUDA, which lines of Python allocate each block: the newest `entries` allocations."""
+    torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
+
+
+def dump_memory_snapshot(path: str) -> None:
+    """Write every block that CUDA's allocator holds to a file."""
+    torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+
+
+def pins_memory() -> bool:
+    """Whether copies to the device are faster from pinned memory of the host: on CUDA and xpu."""
+    return torch.cuda.is_available() or torch.xpu.is_available()
+
+
+def register_pinned(address: int, bytes_: int) -> None:
+    """Pin memory of the host that exists already, for CUDA.
+
+    Raises:
+        PinError: the driver refuses.
+    """
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, bytes_, 0)))  # type: ignore[no-untyped-call]
+
+
+def unregister_pinned(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+# ---- Random numbers
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state of the device's random stream."""
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Tensor, device: torch.device) -> None:
+    torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Put the random streams of the host and of the device back at the end."""
+    has_its_own = device.type != "cpu"
+    with torch.random.fork_rng([device] if has_its_own else [], device_type=device.type if has_its_own else "cuda"):
+        yield
+
+
+# ---- Libraries of the vendor
+
+
+def allow_tf32_convolutions(allowed: bool) -> None:
+    """Let cuDNN round the inputs of convolutions in fp32 to TF32."""
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of what torch was built with, and of NCCL (RCCL on ROCm) where a device can use it."""
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
+    return {"cuda": torch.version.cuda, "hip": torch.version.hip, "xpu": torch.version.xpu, "nccl": nccl}
+
+
+def device_names() -> list[str]:
+    """The names of the devices that torch sees."""
+    for module in (torch.cuda, torch.xpu):
+        if count := module.device_count():
+            return [module.get_device_name(i) for i in range(count)]
+    return ["Apple GPU"] if is_present("mps") else []
+
+
+def begin_range(name: str) -> None:
+    """Begin a range of that name in a profile of Nsight or of ROCm; without CUDA, do nothing."""
+    if torch.cuda.is_available():
+        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+
+
+def end_range() -> None:
+    """End the range that began last."""
+    if torch.cuda.is_available():
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
