@@ -41,6 +41,19 @@ def _row(row: dict[str, Any]) -> list[Any]:
             f"{row['first_step_seconds']:.0f} s"]  # fmt: skip
 
 
+def largest() -> list[str]:
+    """results/largest-model-*.json: for each row the largest model that made its steps, and the next that did not."""
+    rows = []
+    for measured in read("largest-model"):
+        for name, row in measured["rows"].items():
+            fits = max((t for t in row["tries"] if t["fits"]), key=lambda t: t["layers"], default=None)
+            fails = min((t["layers"] for t in row["tries"] if not t["fits"]), default=None)
+            if fits is not None:
+                rows.append([measured["ranks"], name, f"{fits['parameters'] / 1e9:.1f} B", fits["layers"], fails,
+                             f"{fits['peak_reserved_gib']:.1f}", f"{fits['seconds_per_step']:.2f} s"])  # fmt: skip
+    return table(["GPUs", "", "the largest that fits", "layers", "do not fit", "peak reserved GiB", "a step"], rows)
+
+
 def loss_curves() -> list[str]:
     """results/loss-curves-*.json: the last validation loss of each curve, beside those of bf16 with several seeds."""
     rows = []
@@ -76,4 +89,5 @@ def draw(path: Path = PICTURE) -> None:
     pyplot.close(figure)
 
 
-TABLES = {"large_models_1": one_gpu, "large_models_2": two_gpus, "loss_curves": loss_curves}
+TABLES = {"large_models_1": one_gpu, "large_models_2": two_gpus, "loss_curves": loss_curves,
+          "largest_model": largest}  # fmt: skip
