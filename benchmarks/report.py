@@ -45,6 +45,7 @@ def main() -> None:
     for name, made in WHOLE.items():
         if lines := made():
             (ROOT / "docs" / name).write_text("\n".join(lines).rstrip() + "\n")
+    large_models.draw()
     (ROOT / "docs" / "floors.svg").write_text(architecture.picture())
     for name in WITH_TABLES:
         page = ROOT / "docs" / name

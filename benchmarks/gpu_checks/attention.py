@@ -4,8 +4,8 @@
     python benchmarks/gpu_checks/attention.py --only 'exact|speed'
     python benchmarks/gpu_checks/attention.py --accelerator cpu       tries it out anywhere, with small tensors
 
-Prints a line for each check, writes benchmarks/results/attention-gpu-checks.json after each, and ends with 1 if one
-fails. Where flash-attn-4 is not installed, its checks are left out, and a line says so.
+Writes benchmarks/results/attention-gpu-checks.json after each check, and ends with 1 if one fails. Where flash-attn-4
+is not installed, a line says that its checks are left out.
 """
 
 from __future__ import annotations
