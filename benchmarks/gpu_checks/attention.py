@@ -4,8 +4,7 @@
     python benchmarks/gpu_checks/attention.py --only 'exact|speed'
     python benchmarks/gpu_checks/attention.py --accelerator cpu       tries it out anywhere, with small tensors
 
-Writes benchmarks/results/attention-gpu-checks.json after each check, and ends with 1 if one fails. Where flash-attn-4
-is not installed, a line says that its checks are left out.
+Writes benchmarks/results/attention-gpu-checks.json. Ends with 1 if a check fails. fa4 needs flash-attn-4 installed.
 """
 
 from __future__ import annotations
