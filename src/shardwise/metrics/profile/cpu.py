@@ -20,8 +20,8 @@ def work_of_the_host(names: list[str], operations: HostEvents, annotations: Host
     """Each operator's own time, without that of the operators that it called, as if it were a kernel.
 
     An operator whose name tells no kind has that of its caller; within a collective everything is communication. Views,
-    allocations and autograd's nodes compute nothing by themselves: where no caller has a kind, they are the host's own
-    time. What runs while a batch is made (annotations of the phase `data`) is left out too: that is waiting for data.
+    allocations and autograd's nodes compute nothing by themselves: what they take is the host's own time. What runs
+    while a batch is made (annotations of the phase `data`) is left out too: that is waiting for data.
     """
     is_collective = np.array([bool(COLLECTIVE.match(name)) for name in names], dtype=bool)
     kinds = kind_numbers(names)
@@ -36,7 +36,7 @@ def work_of_the_host(names: list[str], operations: HostEvents, annotations: Host
         mine = [events.where(events.thread == thread) for events in (operations, wanted)]
         name, begin, end = (np.concatenate([getattr(events, c) for events in mine]).tolist() for c in COLUMNS)
         for piece in _own_times(name, begin, end, kinds, is_data.tolist()):
-            if piece[3] != KINDS.index(OTHER) or not OVERHEAD.search(names[piece[0]]):
+            if piece[3] == KINDS.index(COMMUNICATION) or not OVERHEAD.search(names[piece[0]]):
                 rows.append((*piece[:3], thread, piece[3]))
     names_of, begins, ends, lanes, kinds_of = np.array(sorted(rows, key=lambda row: row[1]), np.int64).reshape(-1, 5).T
     return DeviceEvents(names_of, begins, ends, lanes, kinds_of, begins, lanes)

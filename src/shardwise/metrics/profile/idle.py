@@ -53,11 +53,11 @@ class IdleTime:
         if not len(gaps.begin):
             return dict.fromkeys(CAUSES, 0)
         launched, thread = self._next_launches(gaps, window)
-        was_queued = launched <= gaps.begin
+        was_queued = launched < gaps.begin
         host_until = np.clip(launched, gaps.begin, gaps.end)
         data = self.phases["data"].overlap(gaps.begin, host_until) if "data" in self.phases else 0 * gaps.begin
-        sync, row = self._synchronised(gaps.begin, host_until, thread)
-        sync = np.minimum(sync, host_until - gaps.begin - data)
+        sync, row = self._synchronised(gaps, host_until, thread)
+        sync = np.where(was_queued, 0, np.minimum(sync, gaps.end - gaps.begin - data))
         rest = gaps.end - gaps.begin - data - sync
         self._of_phase["waiting_for_data", "the loader"] += float(data.sum())
         self._add_by_phase("launching", np.where(was_queued, 0, rest), np.clip(launched, gaps.begin, gaps.end - 1))
@@ -87,12 +87,13 @@ class IdleTime:
         launched = np.where(is_last | (launched == UNKNOWN), gaps.end, launched)
         return launched, np.where(is_last, self.trace.main_thread, thread)
 
-    def _synchronised(self, begin: Times, end: Times, thread: Times) -> tuple[Times, Times]:
+    def _synchronised(self, gaps: Union, host_until: Times, thread: Times) -> tuple[Times, Times]:
         """ns of each gap that a synchronisation cost, and which one it was.
 
-        If the host was waiting when the device ran dry, the whole time until the next launch is the wait's: without it
-        more would have been queued. A call that found the device idle costs its own time.
+        If the host was waiting when the device ran dry, the whole gap is the wait's: without it more would have been
+        queued. A call that found the device idle costs its own time.
         """
+        begin = gaps.begin
         cost, row = np.zeros(len(begin), dtype=np.int64), np.full(len(begin), -1)
         main = self.trace.main_thread
         for one in np.unique(self.syncs.thread):
@@ -101,10 +102,10 @@ class IdleTime:
             at = np.searchsorted(first, begin + CLOCKS_DIFFER_BY, side="right") - 1
             chosen = rows[np.maximum(at, 0)]
             was_waiting = (at >= 0) & (last[np.maximum(at, 0)] >= begin - CLOCKS_DIFFER_BY)
-            own = Union.of(first, last).overlap(begin, end)
-            at_end = np.searchsorted(first, end, side="left") - 1
+            own = Union.of(first, last).overlap(begin, host_until)
+            at_end = np.searchsorted(first, host_until, side="left") - 1
             chosen = np.where(was_waiting, chosen, rows[np.maximum(at_end, 0)])
-            this = np.where(was_waiting, end - begin, own)
+            this = np.where(was_waiting, gaps.end - begin, own)
             better = ((thread == one) | (one == main)) & (this > cost)
             cost, row = np.where(better, this, cost), np.where(better, chosen, row)
         return cost, row

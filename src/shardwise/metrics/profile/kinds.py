@@ -4,33 +4,56 @@ from __future__ import annotations
 
 import re
 
-COMMUNICATION, COPY = "communication", "copy"
-OTHER = "other"
-# The first pattern that matches decides. `copy` is no kernel but the device's copy engine and memset: the traces tell
-# these apart by themselves, so that no pattern has to.
-PATTERNS: dict[str, str] = {
-    COMMUNICATION: r"nccl|rccl|msccl|oneccl|c10d|gloo|nvshmem|symm_mem|multimem_|one_shot_all|two_shot_all|"
-    r"cross_device_reduce|DistributedDataParallel\.Reducer",
-    "attention": r"flash|fmha|sdpa|scaled_dot_product|attention|attn|cudnn.*mha|mha_(fwd|bwd)",
-    "convolution": r"conv(?!ert)|winograd|dgrad|wgrad|fprop|im2col|col2im|implicit_gemm|nchwToNhwc|nhwcToNchw|miopen",
-    "matmul": r"gemm|gemv|cutlass|nvjet|xmma|wgmma|Cijk_|cublas|hipblas|splitKreduce|matmul|linear|einsum|triton_tem|"
-    r"::_?(add|b|badd)?mm(_|$|\b)|addmm|_scaled_mm|\b(B|Add)?mmBackward|_mm_kernel|::(dot|mv|addmv)$|tensorop|"
-    r"DotBackward|::mm$|::bmm$|::ger$|dot_kernel|grouped_mm|mkldnn",
-    "normalisation": r"norm(?!al)|\bbn_|batch_?norm|welford|triton_(red|per)_.*(norm|rsqrt)",
-    "optimizer": r"multi_tensor|multitensor|foreach|fused_?adam|adamw?(_|\b|step|kernel)|lamb_|muon|newton|optimizer|"
-    r"\bsgd|adagrad|adafactor|lion",
-    "copies and casts": r"copy|memcpy|memset|cast|convert|_to_copy|::to$|::clone|::contiguous|transpose|::cat$|"
-    r"CatArray|chunk_cat|split_with_sizes|permute|pad_|::stack|fill",
-    "reductions": r"reduce|reduction|softmax|logsumexp|nll_loss|cross_?entropy|argmax|argmin|topk|sort|radix|scan|"
-    r"cumsum|"
-    r"::(sum|mean|max|min|norm|var|std|any|all|amax|amin)$|(sum|mean)Backward|triton_(red|per)_|DeviceSelect|unique|"
-    r"mse_loss|MseLoss",
-    "elementwise": r"elementwise|vectorized|triton_poi|pointwise|triton_|gelu|silu|relu|sigmoid|tanh|dropout|index|"
-    r"gather|scatter|embedding|arange|rope|rotary|where|mask|random|distribution|philox|uniform|bernoulli|randn?|"
-    r"::(add|sub|mul|div|neg|pow|exp|log|sqrt|rsqrt|abs|sin|cos|erf|clamp\w*|lerp|addcmul|addcdiv|zero|ones|eq|ne|lt|gt|"
-    r"le|ge|maximum|minimum|isfinite|isnan|isinf|square|reciprocal|normal|sign|floor|ceil|round|logical_\w+|bitwise_\w+)_?"
-    r"$|(Add|Sub|Mul|Div|Pow|Exp|Log|Neg)Backward|tril|triu",
-}
+# `copy` is no kernel but the device's copy engine and memset: the traces tell these apart by themselves.
+COMMUNICATION, COPY, OTHER = "communication", "copy", "other"
+# The first pattern that matches decides. Kernels that Inductor has made name all that was fused: their prefix decides.
+PATTERNS: tuple[tuple[str, str], ...] = (
+    (
+        COMMUNICATION,
+        r"nccl|rccl|msccl|oneccl|c10d|gloo|nvshmem|symm_mem|multimem_|one_shot_all|two_shot_all|cross_device_reduce",
+    ),
+    ("attention", r"flash|fmha|sdpa|scaled_dot_product|attention|attn|cudnn.*mha|mha_(fwd|bwd)"),
+    ("matmul", r"^triton_tem_"),
+    ("optimizer", r"^triton_.*(foreach|adam)"),
+    ("normalisation", r"^triton_(red|per)_.*(norm|rsqrt)"),
+    ("reductions", r"^triton_(red|per)_"),
+    ("copies and casts", r"^triton_poi_fused_(_|to_copy|clone|copy|cat|transpose|permute|t|view|\d)+$"),
+    ("elementwise", r"^triton_(poi|for)_|cpp_fused"),
+    (
+        "convolution",
+        r"conv(?!ert)|winograd|dgrad|wgrad|fprop|im2col|col2im|implicit_gemm|nchwToNhwc|nhwcToNchw|miopen",
+    ),
+    (
+        "matmul",
+        r"gemm|gemv|cutlass|nvjet|xmma|wgmma|Cijk_|cublas|hipblas|splitKreduce|matmul|(?<!bi)(?<!tri)linear|einsum|"
+        r"::_?(add|b|badd)?mm$|addmm|_scaled_mm|_(grouped_)?mm_|\b(B|Add)?mmBackward|::(dot|mv|addmv|ger)$|tensorop|"
+        r"DotBackward|dot_kernel|grouped_mm|mkldnn",
+    ),
+    (
+        "optimizer",
+        r"multi_?tensor|foreach|fused_?(adam|sgd)|adamw?(_|\b|step|kernel)|lamb_|\bmuon|newton|optimizer|\bsgd|adagrad|"
+        r"adafactor|\blion",
+    ),
+    ("normalisation", r"(layer|batch|group|instance|rms)_?norm|\bbn_|welford|GammaBeta|RowwiseMoments|norm_(fwd|bwd)"),
+    (
+        "copies and casts",
+        r"copy|memcpy|memset|(?<!with)(?<!out)(?<!no)(?<!no_)(?<!broad)cast|convert|quantize|::to$|::clone|::contiguous|"
+        r"transpose|::cat$|CatArray|chunk_cat|split_with_sizes|permute|::stack$|fill",
+    ),
+    (
+        "reductions",
+        r"reduce|reduction|softmax|logsumexp|nll_loss|cross_?entropy|argmax|argmin|topk|sort|radix|scan|cumsum|unique|"
+        r"::(sum|mean|max|min|norm|linalg_vector_norm|var|std|any|all|amax|amin)$|(sum|mean)Backward|DeviceSelect|mse_loss",
+    ),
+    (
+        "elementwise",
+        r"elementwise|vectorized|triton_|pointwise|gelu|glu|silu|relu|sigmoid|tanh|dropout|index|gather|scatter|embedding|"
+        r"compute_grad_weight|arange|rope|rotary|where|mask|random|distribution|philox|uniform|bernoulli|randn?|thrust|"
+        r"::(add|sub|mul|div|neg|pow|exp|log|sqrt|rsqrt|abs|sin|cos|erf|clamp\w*|lerp|addcmul|addcdiv|zero|ones|eq|ne|lt|"
+        r"gt|le|ge|maximum|minimum|isfinite|isnan|isinf|square|reciprocal|normal|sign|floor|ceil|round|logical_\w+|"
+        r"bitwise_\w+)_?$|(Add|Sub|Mul|Div|Pow|Exp|Log|Neg)Backward|tril|triu|pad_",
+    ),
+)
 # What the summary lists, the device's copies among them; the order is that of tables and pictures.
 KINDS: tuple[str, ...] = (
     "matmul", "attention", "convolution", "normalisation", "optimizer", "copies and casts", "elementwise",
@@ -43,12 +66,12 @@ OVERHEAD = re.compile(
     r"unbind|expand(_as)?|(un)?squeeze_?|detach_?|alias|empty\w*|new_empty\w*|set_|resize_|result_type|lift_fresh|is_\w+)$|"
     r"^detach_?$|^autograd::|Backward\d*$|AccumulateGrad|^PythonSubclass$|^ProfilerStep"
 )
-_COMPILED = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in PATTERNS.items()}
+_COMPILED = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in PATTERNS)
 
 
 def kind_of(name: str) -> str:
     """The kind of a kernel or of an operator, by its name; `other` where no pattern matches."""
-    return next((kind for kind, pattern in _COMPILED.items() if pattern.search(name)), OTHER)
+    return next((kind for kind, pattern in _COMPILED if pattern.search(name)), OTHER)
 
 
 def kind_numbers(names: list[str]) -> list[int]:
@@ -66,7 +89,7 @@ def short_name(name: str, longest: int = 60) -> str:
         depth -= letter in ">)" and depth > 0
     text = "".join(kept).strip().removeprefix("void ").strip() or name
     text = text.rpartition(" ")[2] if text.startswith(("int ", "bool ", "float ")) else text
-    text = re.sub(r"::::", "::", text)
+    text = re.sub(r"::(::)+", "::", text).removeprefix("::")
     parts = name.partition("<")[2]
     if text.endswith(("elementwise_kernel", "reduce_kernel", "multi_tensor_apply_kernel")):
         inner = re.findall(r"(\w*(?:[Ff]unctor|Ops|_kernel_cuda|_cuda)\w*)", parts)

@@ -14,7 +14,7 @@ from shardwise.metrics.profile.intervals import Union
 from shardwise.metrics.profile.kinds import COPY, KINDS, OTHER
 from shardwise.metrics.profile.phases import PHASES, calls_of_phases, device_phases
 from shardwise.metrics.profile.steps import StepWindow, StepWork, step_windows, step_work, within
-from shardwise.metrics.profile.trace import DeviceEvents, Trace
+from shardwise.metrics.profile.trace import DeviceEvents, Times, Trace
 
 MOST_KERNELS = 10
 MOST_OTHER = 0.05  # of the time that computes: above it, the kernels without a kind are named
@@ -175,13 +175,22 @@ def _kernels(trace: Trace, device: DeviceEvents, steps: int) -> Iterable[Kernel]
     """The costliest kernels; copies of the copy engine are none."""
     chosen = device.where(device.kind != KINDS.index(COPY))
     cost = np.bincount(chosen.name, weights=chosen.end - chosen.begin, minlength=len(trace.names))
-    calls = np.bincount(chosen.name, minlength=len(trace.names))
+    calls = np.bincount(_called(trace, chosen), minlength=len(trace.names))
     kinds = np.zeros(len(trace.names), dtype=np.int64)
     kinds[chosen.name] = chosen.kind
     for name in np.argsort(-cost, kind="stable")[:MOST_KERNELS]:
-        if calls[name]:
+        if cost[name] and calls[name]:
             mean = cost[name] / calls[name] / 1e3
             yield Kernel(trace.names[name], KINDS[kinds[name]], calls[name] / steps, cost[name] / 1e6 / steps, mean)
+
+
+def _called(trace: Trace, device: DeviceEvents) -> Times:
+    """The name of every kernel that began; an operator of the CPU is many pieces, and was called once."""
+    if not trace.is_cpu or not len(device):
+        return device.name
+    begin, end = device.begin.min(), device.end.max()
+    calls = [e.where((e.begin >= begin) & (e.begin < end)) for e in (trace.operations, trace.annotations)]
+    return np.concatenate([events.name for events in calls])
 
 
 def _names_by_cost(trace: Trace, device: DeviceEvents) -> list[str]:

@@ -64,14 +64,12 @@ def _shares(title: str, rows: Iterable[tuple[str, float]], whole: float) -> Iter
 
 
 def _kernels(summary: ProfileSummary) -> Iterator[str]:
-    title = "costliest operators" if summary.is_cpu else "costliest kernels"
     if summary.kernels:
-        yield f"{title:32}{'ms':>10}{'calls':>9}{'mean µs':>10}  kind"
+        title = "costliest operators" if summary.is_cpu else "costliest kernels"
+        yield f"{title:20}{'ms':>9}{'calls':>8}{'mean µs':>10}"
     for kernel in summary.kernels:
-        yield (
-            f"  {short_name(kernel.name, 60)}\n{'':32}{kernel.total_ms:10.2f}{kernel.calls:9.0f}{kernel.mean_us:10.1f}"
-            f"  {kernel.kind}"
-        )
+        figures = f"{kernel.total_ms:9.2f}{kernel.calls:8.0f}{kernel.mean_us:10.1f}"
+        yield f"  {kernel.kind:18}{figures}  {short_name(kernel.name)}"
 
 
 def _phases(summary: ProfileSummary) -> Iterator[str]:

@@ -1,0 +1,80 @@
+"""Records the CPU's golden traces anew: two ranks over gloo, FSDP2 and DDP, three small blocks.
+
+    python tests/golden/record_cpu.py
+
+Rank 1 of FSDP sleeps in its loader: its file is `cpu-fsdp-starved-rank1.json.gz`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+FOLDER = Path(__file__).parent / "traces"
+WIDTH, ROWS, STEPS = 256, 128, 2
+SLEEPS = {("fsdp", 1): 0.15}  # s, of a rank's loader
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+def record(rank: int, strategy: str, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    module: nn.Module = nn.Sequential(*(block() for _ in range(3)))
+    if strategy == "fsdp":
+        for layer in module:
+            fully_shard(layer)
+        fully_shard(module)
+    else:
+        module = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def step() -> None:
+        with record_function("shardwise::data"):
+            time.sleep(SLEEPS.get((strategy, rank), 0.002))
+            batch = torch.randn(ROWS, WIDTH)
+        with record_function("shardwise::forward"):
+            loss = module(batch).square().mean()
+        with record_function("shardwise::backward"):
+            loss.backward()
+        with record_function("shardwise::optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plan = schedule(wait=2, warmup=1, active=STEPS, repeat=1)
+    with profile(activities=[ProfilerActivity.CPU], schedule=plan) as profiler:
+        for _ in range(3 + STEPS):
+            step()
+            profiler.step()
+    name = f"cpu-{strategy}{'-starved' if (strategy, rank) in SLEEPS else ''}-rank{rank}.json"
+    write(profiler, FOLDER / name)
+    dist.destroy_process_group()
+
+
+def write(profiler: profile, path: Path) -> None:
+    """Compressed, and without what tells of the machine."""
+    profiler.export_chrome_trace(str(path))
+    content = json.loads(path.read_text())
+    path.unlink()
+    content |= {"host_name": "node0", "traceName": path.name}
+    text = json.dumps(content, separators=(",", ":"))
+    path.with_suffix(".json.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for number, strategy in enumerate(("fsdp", "ddp")):
+        torch.multiprocessing.spawn(record, (strategy, 29700 + number), nprocs=2)
