@@ -75,14 +75,14 @@ def made(seed: int, layers: int, scale: float, steps: int = 3) -> TraceWriter:
         for phase, thread, factor in (("forward", 100, 1.0), ("backward", BACKWARD, 2.0)):
             began = host
             for layer in range(layers):
-                at = host
+                at = host + 1
                 launch(GATHER, 20, 6 * scale, thread)
                 writer.host("user_annotation", f"FSDP::all_gather (layers.{layer})", at, host + 1, thread)
                 free[7] = max(free[7], free[20]) if layer == 0 else free[7]
                 for name in (GEMM, POINTWISE, FLASH, GEMM, "triton_red_fused_mean_pow_rsqrt_2", GEMM, POINTWISE, GEMM):
                     launch(name, 7, factor * scale * (3 if name in (GEMM, FLASH) else 0.5), thread)
                 if phase == "backward":
-                    at = host
+                    at = host + 1
                     launch(REDUCE, 24, 8 * scale, thread)
                     writer.host("user_annotation", f"FSDP::post_backward_reduce (layers.{layer})", at, host + 1, thread)
             writer.host("user_annotation", f"shardwise::{phase}", began, host + 2)

@@ -158,6 +158,14 @@ def test_a_thread_that_launches_nothing_holds_nobody_up(tmp_path: Path) -> None:
     assert us(summary_of(writer, tmp_path).step) == {"span": 500, "compute": 300, "idle": 200, "launching": 200}
 
 
+def test_a_kernel_that_was_launched_long_before_it_began_had_to_wait_on_the_device(tmp_path: Path) -> None:
+    writer = TraceWriter()
+    writer.step(0, 0, 50)
+    writer.kernel(GEMM, 300, 400, launched=10)  # what ran before it is not in the trace
+    said = us(summary_of(writer, tmp_path).step)
+    assert said == {"span": 400, "compute": 100, "idle": 300, "launching": 30, "between_kernels": 270}
+
+
 def test_a_steps_work_is_what_was_launched_in_it(tmp_path: Path) -> None:
     writer = TraceWriter()
     writer.kernel(ADD, 0, 40)  # of the step before: the trace has no launch

@@ -4,8 +4,8 @@
 - `synchronising`: the host had waited for the device (cudaStreamSynchronize, `.item()` …), so that nothing was queued
   when the device had ended its work;
 - `launching`: the host was busy otherwise: Python, torch's operators, the launch itself. The step is host-bound;
-- `between_kernels`: what ran next had been launched before the gap began: the device's own pause, or a wait of one
-  stream for another.
+- `between_kernels`: what ran next had been launched before the gap began, or LAUNCH_TAKES before the gap ended: the
+  device's own pause, a wait of one stream for another, or work that the trace does not have.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ SYNCHRONISES = re.compile(
     r"^(cuda|hip|cu)\w*Synchronize|^(cuda|hip)(Memcpy|Memset)(2D|3D)?$|^(cuda|hip)(Malloc|Free)(Host)?$|^cuMem(Alloc|Free)"
 )
 CLOCKS_DIFFER_BY = 5000  # ns: the device's clock is fitted to the host's
+LAUNCH_TAKES = 20_000  # ns at most, from the call on the host to the kernel's begin on an idle device
 MOST_NAMED = 300  # synchronisations whose Python line is looked for, the costliest first
 NOT_THE_USERS = re.compile(
     r"^(torch|lightning|lightning_fabric|pytorch_lightning|deepspeed|contextlib\.py|<|nn\.Module: )"
@@ -54,16 +55,17 @@ class IdleTime:
             return dict.fromkeys(CAUSES, 0)
         launched, thread = self._next_launches(gaps, window)
         was_queued = launched < gaps.begin
+        queued = np.where(was_queued, gaps.end - gaps.begin, np.maximum(gaps.end - launched - LAUNCH_TAKES, 0))
         host_until = np.clip(launched, gaps.begin, gaps.end)
         data = self.phases["data"].overlap(gaps.begin, host_until) if "data" in self.phases else 0 * gaps.begin
         sync, row = self._synchronised(gaps, host_until, thread)
-        sync = np.where(was_queued, 0, np.minimum(sync, gaps.end - gaps.begin - data))
-        rest = gaps.end - gaps.begin - data - sync
+        sync = np.minimum(sync, gaps.end - gaps.begin - queued - data)
+        launching = gaps.end - gaps.begin - queued - data - sync
         self._of_phase["waiting_for_data", "the loader"] += float(data.sum())
-        self._add_by_phase("launching", np.where(was_queued, 0, rest), np.clip(launched, gaps.begin, gaps.end - 1))
+        self._add_by_phase("launching", launching, np.clip(launched, gaps.begin, gaps.end - 1))
         for at in np.flatnonzero(sync):
             self._of_sync[int(row[at])] += float(sync[at])
-        parts = (data, sync, np.where(was_queued, 0, rest), np.where(was_queued, rest, 0))
+        parts = (data, sync, launching, queued)
         return {cause: int(part.sum()) for cause, part in zip(CAUSES, parts, strict=True)}
 
     def places(self, most: int = 10) -> list[tuple[str, str, float]]:
