@@ -76,6 +76,11 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
+def exact_dtype(device: torch.device) -> torch.dtype:
+    """The dtype for sums and counts that should not be rounded: float64, or float32 where the device has no other."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 # ---- Streams and events
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
+import platform
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -29,7 +32,9 @@ def count_granted_cpus(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def count_cuda_devices(environ: Mapping[str, str] = os.environ) -> int:
-    """CUDA devices visible to this process, without importing torch (NVML, else the device files)."""
+    """CUDA devices visible to this process, AMD's included, without importing torch (NVML, else the device files)."""
+    if rocm := count_rocm_devices(environ):
+        return rocm
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         wanted = [word for word in visible.split(",") if word.strip() not in ("", "-1", "NoDevFiles")]
         return min(len(wanted), _installed_cuda_devices()) if wanted else 0
@@ -88,3 +93,86 @@ def _nvml_capability(nvml: ctypes.CDLL, index: int) -> tuple[int, int] | None:
         return None
     known = nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor)) == 0
     return (major.value, minor.value) if known else None
+
+
+def torch_build(package: Path | None = None) -> dict[str, str]:
+    """What torch was built for, e.g. {"cuda": "13.0"}, by its own record. Empty: for the CPU alone, or it is missing.
+
+    The package is looked up and not imported.
+    """
+    if package is None:
+        found = importlib.util.find_spec("torch")
+        if found is None or found.origin is None:
+            return {}
+        package = Path(found.origin).parent
+    try:
+        text = (package / "version.py").read_text()
+    except OSError:
+        return {}
+    return dict(re.findall(r"^(cuda|hip|xpu)\s*(?::[^=\n]*)?=\s*'([^']+)'", text, re.MULTILINE))
+
+
+# Numbers of PCI devices that libdrm's list of AMD's GPUs has, for those whose peak is known (plan/hardware.py)
+_AMD_NAMES = {0x7408: "MI250X", 0x740F: "MI210", 0x74A0: "MI300A", 0x74A1: "MI300X", 0x74A5: "MI325X",
+              0x75A0: "MI350X", 0x75A3: "MI355X"}  # fmt: skip
+
+
+def amd_gpus(root: Path = Path("/")) -> list[str | None]:
+    """The name of each AMD GPU that the driver for computing shows (/dev/kfd); None: a name that is not known."""
+    if not (root / "dev/kfd").exists():
+        return []
+    names: list[str | None] = []
+    for path in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")):
+        with suppress(OSError, ValueError):
+            properties = {key: int(value) for key, value in map(str.split, path.read_text().splitlines())}
+            if properties.get("simd_count"):  # the other nodes are CPUs
+                name = _AMD_NAMES.get(properties.get("device_id", 0))
+                names.append(None if name is None else f"AMD Instinct {name}")
+    return names
+
+
+def name_amd_gpu() -> str | None:
+    """The name of this machine's AMD GPUs; None: they are not all alike, or it is not known."""
+    names = set(amd_gpus())
+    return names.pop() if len(names) == 1 else None
+
+
+def count_visible(count: int, variables: tuple[str, ...], environ: Mapping[str, str] = os.environ) -> int:
+    """How many of `count` devices are left by each of the environment's lists of numbers."""
+    for variable in variables:
+        if (visible := environ.get(variable)) is not None:
+            count = min(count, len([word for word in visible.split(",") if word.strip() not in ("", "-1")]))
+    return count
+
+
+def count_rocm_devices(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
+    """AMD's GPUs that torch calls CUDA devices: none, unless torch is built for ROCm."""
+    if "hip" not in torch_build():
+        return 0
+    return count_visible(
+        len(amd_gpus(root)), ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), environ
+    )
+
+
+def intel_gpus(root: Path = Path("/")) -> list[str]:
+    """The PCI device of each Intel GPU, e.g. 0x0bd5; a GPU of several tiles is there once for each, as torch counts."""
+    found: list[str] = []
+    for device in sorted((root / "sys/class/drm").glob("renderD*/device")):
+        with suppress(OSError):
+            if (device / "vendor").read_text().strip() == "0x8086":
+                number = (device / "device").read_text().strip()
+                found += [number] * max(1, len(list(device.glob("tile[0-9]*"))))
+    return found
+
+
+def count_xpu_devices(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
+    """Intel's GPUs that torch can use: none, unless it is built for them."""
+    return count_visible(len(intel_gpus(root)), ("ZE_AFFINITY_MASK",), environ) if "xpu" in torch_build() else 0
+
+
+def apple_gpu(environ: Mapping[str, str] = os.environ) -> int | None:
+    """The version of macOS on a machine with an Apple GPU; None elsewhere."""
+    if sys.platform != "darwin" or platform.machine() != "arm64" or environ.get("DISABLE_MPS") == "1":
+        return None
+    release = platform.mac_ver()[0].partition(".")[0]
+    return int(release) if release.isdigit() else 0

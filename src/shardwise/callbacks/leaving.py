@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from shardwise.accelerator import exact_dtype
 from shardwise.callbacks.average import WeightAverage
 from shardwise.callbacks.guard import Guard
 from shardwise.callbacks.saving import Saving
@@ -58,9 +59,8 @@ class GracefulStop(Callback):
         """Leave without waiting for the end of validation: a run that goes on begins with it."""
         if trainer.state.fn != "fit" or self.saving.before_validation is None:
             return
-        requests = torch.full(
-            (), signal_requests.take_as_number(), dtype=torch.float64, device=trainer.strategy.root_device
-        )
+        device = trainer.strategy.root_device
+        requests = torch.full((), signal_requests.take_as_number(), dtype=exact_dtype(device), device=device)
         sum_over(strategy_of(trainer).mesh.group("world"), requests)
         self.unread.append(Readback(requests.reshape(1)))
         if len(self.unread) > LAG:

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from tqdm import tqdm
 
+from shardwise.accelerator import exact_dtype
 from shardwise.callbacks.configured import refuse_callbacks
 from shardwise.callbacks.recompilations import Recompilations
 from shardwise.lightning_internals.results import step_logging, step_results, validation_results
@@ -133,7 +134,7 @@ class StepLog(Callback):
             window = results.end_window()
             self._of_module[step] = Logged(window, trainer.current_epoch)
             if shown := results.for_progress_bar(window):
-                self._shown[step] = list(shown), Readback(torch.stack([v.double().reshape(()) for v in shown.values()]))
+                self._shown[step] = list(shown), Readback(torch.stack([_exact(v) for v in shown.values()]))
 
     def flush(self, trainer: Trainer) -> None:
         """Write every row, and wait for numbers that are still being copied."""
@@ -237,7 +238,7 @@ class Logged:
         self.epoch = epoch
         self.on_host = {name: float(value) for name, value in values.items() if value.device.type == "cpu"}
         self.names = [name for name in values if name not in self.on_host]
-        on_device = [values[name].reshape(()).double() for name in self.names]
+        on_device = [_exact(values[name]) for name in self.names]
         self.readback = Readback(torch.stack(on_device)) if on_device else None
 
     def read(self) -> dict[str, float]:
@@ -275,6 +276,10 @@ def last_of(rows: list[dict[str, str]], key: str) -> float | None:
     """The last value of a column of metrics.csv."""
     values = [row[key] for row in rows if row.get(key)]
     return float(values[-1]) if values else None
+
+
+def _exact(value: Tensor) -> Tensor:
+    return value.reshape(()).to(exact_dtype(value.device))
 
 
 def digits(value: float) -> str:

@@ -34,6 +34,8 @@ class Accelerator(Enum):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
+    xpu = "xpu"
+    mps = "mps"
 
 
 class Loss(Enum):
@@ -116,7 +118,11 @@ class RunConfig:
         False, "100 steps with ever larger learning rates: which to start with, and a picture; instead of the run"
     )
 
-    accelerator: Accelerator = option(Accelerator.auto, "auto: GPUs where there are any", section="Machines")
+    accelerator: Accelerator = option(
+        Accelerator.auto,
+        "auto: GPUs where there are any; cuda: NVIDIA or AMD; xpu: Intel; mps: Apple",
+        section="Machines",
+    )
     nodes: int | None = option(None, "machines; under srun and torchrun they are known")
     devices: int | None = option(None, "processes a node, one a GPU; under srun and torchrun they are known")
     preflight: bool | None = option(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from shardwise.accelerator import exact_dtype
 from shardwise.data.agreement import Group, check_same_order
 from shardwise.data.order import DrawnOrder, GlobalOrder
 from shardwise.data.streams import Stream
@@ -242,7 +243,7 @@ class TrainLoader:
         if len(window) == self.plan.topology.data_parallel_size == 1 and weights[0] > 0:
             return [None]  # the micro-batch is the whole global batch
         # torch.tensor would wait for the copy.
-        total = torch.full((), sum(weights), dtype=torch.float64, device=self.device)
+        total = torch.full((), sum(weights), dtype=exact_dtype(self.device), device=self.device)
         if dist.is_initialized():
             sum_over(Mesh(self.plan).group("data"), total)
         # The strategy divides by the number of ranks, and Lightning by that of micro-batches. This undoes both.

@@ -10,7 +10,16 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardwise.devices import count_cuda_devices, count_granted_cpus, gpu_capability, name_gpu
+from shardwise.devices import (
+    apple_gpu,
+    count_cuda_devices,
+    count_granted_cpus,
+    count_rocm_devices,
+    count_xpu_devices,
+    gpu_capability,
+    name_amd_gpu,
+    name_gpu,
+)
 from shardwise.errors import ConfigError, count
 from shardwise.launch.slurm import read_cpus_per_task, read_run_id, read_task
 from shardwise.plan import Host
@@ -33,10 +42,14 @@ def inspect_host(environ: Mapping[str, str] = os.environ) -> Host:
         nodes = world_size // devices
     elif (task := read_task(environ)) is not None:
         launcher, nodes, devices = "slurm", task.nodes, task.devices
+    gpus, rocm = count_cuda_devices(environ), count_rocm_devices(environ) > 0
     return Host(
-        cuda_devices=(cuda_devices := count_cuda_devices(environ)),
-        gpu=name_gpu(environ) if cuda_devices else None,
-        gpu_capability=gpu_capability() if cuda_devices else None,
+        cuda_devices=gpus,
+        gpu=name_amd_gpu() if rocm else name_gpu(environ) if gpus else None,
+        gpu_capability=gpu_capability() if gpus and not rocm else None,
+        rocm=rocm,
+        xpu_devices=count_xpu_devices(environ),
+        macos=apple_gpu(environ),
         launcher=launcher,
         nodes=nodes,
         devices=devices,

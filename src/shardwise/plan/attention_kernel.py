@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwise.config.schema import AttentionKernel, RunConfig
 from shardwise.errors import ConfigError
+from shardwise.plan.accelerator import WHERE, vendor
 from shardwise.plan.choices import arguments_of, for_module, installed
 from shardwise.plan.plan import Choice, Host, Plan
 from shardwise.protocols import choose_attention_of
@@ -25,7 +26,7 @@ _16_BITS = ("bfloat16", "float16")
 class Facts:
     """What decides whether a kernel can run. None: it is not known, and speaks against no kernel."""
 
-    accelerator: str
+    accelerator: str  # a key of WHERE
     capability: tuple[int, int] | None  # of the GPUs
     dtype: str  # of queries and keys
     deterministic: bool
@@ -89,8 +90,8 @@ def _others(kernel: str, facts: Facts) -> str:
 def _fa4(facts: Facts) -> str | None:
     major = None if facts.capability is None else facts.capability[0]
     limit = 128 if major == 10 else 256
-    if facts.accelerator == "cpu":
-        return "FlashAttention 4 runs on Hopper and Blackwell GPUs, and this run is on the CPU"
+    if facts.accelerator != "cuda":
+        return f"FlashAttention 4 runs on Hopper and Blackwell GPUs, and this run is on {WHERE[facts.accelerator]}"
     if major not in (None, 9, 10):
         return f"FlashAttention 4 runs on GPUs of compute capability 9.x and 10.x, and these have {_of(facts)}"
     if facts.dtype not in _16_BITS:
@@ -104,8 +105,9 @@ def _fa4(facts: Facts) -> str | None:
 
 
 def _cudnn(facts: Facts) -> str | None:
-    if facts.accelerator == "cpu":
-        return "cuDNN runs on GPUs, and this run is on the CPU"
+    if facts.accelerator != "cuda":
+        gpus = "GPUs" if facts.accelerator == "cpu" else WHERE["cuda"]
+        return f"cuDNN runs on {gpus}, and this run is on {WHERE[facts.accelerator]}"
     if facts.capability is not None and facts.capability < (8, 0):
         return f"cuDNN's attention needs compute capability 8.0, and these GPUs have {_of(facts)}"
     if facts.dtype not in _16_BITS:
@@ -125,6 +127,8 @@ def _cudnn(facts: Facts) -> str | None:
 def _flash(facts: Facts) -> str | None:
     if facts.accelerator == "cpu":
         return None  # torch's CPU kernel of this name takes every dtype and any mask
+    if facts.accelerator in ("xpu", "mps"):
+        return f"torch's kernel of this name is not for {WHERE[facts.accelerator]}"
     if facts.capability is not None and facts.capability < (8, 0):
         return f"FlashAttention 2 needs compute capability 8.0, and these GPUs have {_of(facts)}"
     if facts.dtype not in _16_BITS:
@@ -138,6 +142,8 @@ def _flash(facts: Facts) -> str | None:
 def _efficient(facts: Facts) -> str | None:
     if facts.accelerator == "cpu":
         return "torch's memory-efficient kernel runs on GPUs, and this run is on the CPU"
+    if facts.accelerator in ("xpu", "mps"):
+        return f"torch's memory-efficient kernel is not for {WHERE[facts.accelerator]}"
     if facts.dtype == "float64":
         return "torch's memory-efficient kernel does not compute in float64"
     if facts.dtype == "bfloat16" and facts.capability is not None and facts.capability < (8, 0):
@@ -153,6 +159,8 @@ def _efficient(facts: Facts) -> str | None:
 def _flex(facts: Facts) -> str | None:
     if facts.accelerator == "cpu":
         return "flex_attention has no backward pass on the CPU"
+    if facts.accelerator == "mps":
+        return "flex_attention has no kernel for Apple's GPUs"
     if facts.capability is not None and facts.capability < (8, 0):
         return f"flex_attention is tested from compute capability 8.0 on, and these GPUs have {_of(facts)}"
     if facts.dtype == "float64":
@@ -177,7 +185,7 @@ def gather_facts(config: RunConfig, host: Host, accelerator: str) -> Facts:
     cudnn = installed("nvidia-cudnn-cu13") or installed("nvidia-cudnn-cu12")
     data = config.data if isinstance(config.data, dict) else {}
     return Facts(
-        accelerator=accelerator,
+        accelerator=vendor(accelerator, host),
         capability=host.gpu_capability,
         dtype=config.precision.compute_dtype.value,
         deterministic=config.deterministic,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
+from shardwise.plan.accelerator import WHERE, vendor
 from shardwise.plan.plan import Float8, Host
 
 _OLDEST = (8, 9)  # the compute capability of Ada, the first whose tensor cores multiply in fp8
@@ -40,10 +41,10 @@ def make_float8(config: RunConfig, host: Host, accelerator: str) -> Float8 | Non
 
 
 def _check_device(host: Host, accelerator: str) -> None:
-    if accelerator == "cpu":
+    if (kind := vendor(accelerator, host)) != "cuda":
         raise ConfigError(
-            "precision=fp8 needs a GPU whose tensor cores multiply in fp8 (Ada, Hopper or newer); on the CPU use "
-            "precision=bf16, or precision.fp8.emulate=true to try out fp8's rounding, slowly"
+            f"precision=fp8 needs a GPU whose tensor cores multiply in fp8 (Ada, Hopper or newer); on {WHERE[kind]} "
+            f"use precision=bf16, or precision.fp8.emulate=true to try out fp8's rounding, slowly"
         )
     found = host.gpu_capability
     if found is not None and found < _OLDEST:

@@ -40,11 +40,25 @@ def known_peak(config: RunConfig, gpu: str | None, clusters: Sequence[ClusterCon
     kind = _ARITHMETIC[config.precision.compute_dtype.value]
     kind = "tf32" if kind == "fp32" and config.precision.tf32 else kind
     peaks = [getattr(known.peak_tflops, kind) for known in [config.cluster, *matching]]
+    peaks += [peaks_of.get(kind) for model, peaks_of in _AMD.items() if gpu is not None and is_gpu(model, gpu)]
     return next((peak for peak in peaks if peak is not None), None)
 
 
 _ARITHMETIC = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+# AMD's data sheets of each GPU: dense peaks of matrix cores in 16 bits (a sheet prints twice as much with sparsity), of
+# matrix cores or vectors, whichever is more, in fp32 and fp64. An MI250X is two devices: each has half of its sheet's.
+_AMD = {
+    "MI250X": {"bf16": 191.5, "fp16": 191.5, "fp32": 47.9, "fp64": 47.9},
+    "MI300X": {"bf16": 1307.4, "fp16": 1307.4, "fp32": 163.4, "fp64": 163.4},
+    "MI325X": {"bf16": 1307.4, "fp16": 1307.4, "fp32": 163.4, "fp64": 163.4},
+    "MI355X": {"bf16": 2516.6, "fp16": 2516.6, "fp32": 157.3, "fp64": 78.6},
+}
 _SLOWER_BOARDS = ("PCIE", "NVL")  # variants of a faster board of the same name
+
+
+def is_amd(gpu: str | None) -> bool:
+    """Whether a GPU of this name is one of AMD's."""
+    return gpu is not None and re.search(r"\bMI\d{3}|\bAMD\b", gpu.upper()) is not None
 
 
 def is_gpu(model: str | None, name: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.config.schema import Loss, RunConfig
 from shardwise.errors import ConfigError
+from shardwise.plan.accelerator import vendor
 from shardwise.plan.choices import arguments_of, for_module, installed
 from shardwise.plan.plan import Choice, Host, Plan
 from shardwise.protocols import choose_loss_of
@@ -81,8 +82,8 @@ def _shape_of_logits(config: RunConfig) -> tuple[int, int] | None:
 
 def _obstacle_to_fused(config: RunConfig, host: Host, accelerator: str, vocabulary: int | None) -> Obstacle | None:
     """What keeps QuACK's kernel from running, as far as this machine can tell; None: nothing."""
-    if accelerator == "cpu":
-        return Obstacle("its kernel runs on GPUs alone", _CHUNKED)
+    if (kind := vendor(accelerator, host)) != "cuda":
+        return Obstacle("its kernel runs on " + ("GPUs alone" if kind == "cpu" else "NVIDIA's GPUs alone"), _CHUNKED)
     dtype = config.precision.compute_dtype.value
     if dtype not in ("bfloat16", "float16"):
         name = config.precision.name.value

@@ -68,11 +68,6 @@ def make_environment(cluster: ClusterConfig) -> dict[str, str]:
 
 def make_precision(config: RunConfig, host: Host, accelerator: str) -> Precision:
     precision = config.precision
-    if precision.tf32 and accelerator == "cpu":
-        raise ConfigError(
-            f"precision={precision.name.value} needs CUDA: TensorFloat-32 is a mode of its tensor cores; "
-            f"on the CPU use precision=fp32"
-        )
     return Precision(
         name=precision.name.value,
         parameter_dtype=precision.parameter_dtype.value,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from shardwise.config.groups import ClusterConfig
-from shardwise.config.schema import Accelerator, RunConfig, Stage
+from shardwise.config.schema import RunConfig, Stage
 from shardwise.errors import ConfigError
+from shardwise.plan.accelerator import check_accelerator, choose_accelerator
 from shardwise.plan.attention_kernel import choose_attention
 from shardwise.plan.hardware import peak_tflops
 from shardwise.plan.layers import make_activation_checkpointing, make_compile
@@ -46,7 +46,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
             "preflight=true: torchrun has started this run's ranks already; leave it out, and look the machines over "
             "before: torchrun … -m shardwise preflight …"
         )
-    accelerator = _accelerator(config, host)
+    accelerator = choose_accelerator(config, host)
     topology = resolve_topology(config, host, accelerator)
     for word in ("micro_batch_size", "global_batch_size"):
         if (value := getattr(config, word)) < 1:
@@ -57,6 +57,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
 
     check_values(config, host, accelerator, make_checkpointing(config.checkpoint, accelerator))
     check_pairs(config, accelerator)
+    check_accelerator(config, accelerator, host)
     if not 0 <= config.seed < 2**63:
         raise ConfigError(f"seed={config.seed}: must be in [0, 2**63)")
     optimizer = make_optimizer(config)
@@ -133,15 +134,3 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         loss=choose_loss(config, host, accelerator),
         attention=choose_attention(config, host, accelerator),
     )
-
-
-def _accelerator(config: RunConfig, host: Host) -> Literal["cpu", "cuda"]:
-    match config.accelerator:
-        case Accelerator.cpu:
-            return "cpu"
-        case Accelerator.cuda:
-            if host.cuda_devices == 0:
-                raise ConfigError("accelerator=cuda: this process sees 0 CUDA devices; use accelerator=cpu")
-            return "cuda"
-        case Accelerator.auto:
-            return "cuda" if host.cuda_devices else "cpu"

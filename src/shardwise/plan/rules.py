@@ -50,8 +50,9 @@ def check_values(config: RunConfig, host: Host, accelerator: str, checkpointing:
         raise ConfigError(f"logger.mode={config.logger.mode}: must be one of auto, online, offline")
     if config.ema_decay is not None and not 0 < config.ema_decay < 1:
         raise ConfigError(f"ema_decay={config.ema_decay}: must be between 0 and 1, e.g. 0.999, or null for no average")
-    if config.memory_history and accelerator == "cpu":
-        raise ConfigError("memory_history=true needs CUDA, whose allocator keeps it; leave it out on the CPU")
+    if config.memory_history and accelerator != "cuda":
+        where = "the CPU" if accelerator == "cpu" else accelerator
+        raise ConfigError(f"memory_history=true needs CUDA, whose allocator keeps it; leave it out on {where}")
     if config.max_restarts < 0:
         raise ConfigError(f"max_restarts={config.max_restarts}: must be at least 0")
     if config.max_restarts and host.launcher != "local":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from shardwise.config.groups import FsdpHybridConfig
 from shardwise.config.schema import RunConfig
-from shardwise.errors import ConfigError, count
+from shardwise.errors import ConfigError
+from shardwise.plan.accelerator import check_devices
 from shardwise.plan.plan import Host
 from shardwise.plan.topology import Topology, make_topology
 
@@ -33,17 +34,7 @@ def resolve_topology(config: RunConfig, host: Host, accelerator: str) -> Topolog
                 f"devices={devices} is more than a node of cluster={config.cluster.name} has, {per_node}; use "
                 f"devices={per_node} or fewer, and more nodes"
             )
-    if accelerator == "cuda" and devices > host.cuda_devices:
-        if host.launcher == "slurm":
-            raise ConfigError(
-                f"srun started {count(devices, 'task')} a node, and each sees {host.cuda_devices} of its CUDA "
-                f"devices: give "
-                f"--gpus-per-node={devices}, not --gpus-per-task, which hides a rank's GPUs from its peers"
-            )
-        raise ConfigError(
-            f"devices={devices} is more than the {count(host.cuda_devices, 'CUDA device')} that this process sees; use "
-            f"devices={host.cuda_devices} or fewer, or accelerator=cpu"
-        )
+    check_devices(devices, nodes, accelerator, host)
     shard_size = config.strategy.shard_size if isinstance(config.strategy, FsdpHybridConfig) else None
     return make_topology(config.strategy.name.value, nodes, devices, shard_size)
 

@@ -178,7 +178,8 @@ class StepRecorder:
 
     def _sums_over_ranks(self, loss: Tensor, of_rank: tuple[int, int, int]) -> Tensor:
         """The sums of the loss and of `of_rank`, in one small collective. Does not wait."""
+        dtype = accelerator.exact_dtype(loss.device)
         if of_rank != self._of_rank:  # seldom: most steps have equally many tokens
             self._of_rank = of_rank
-            self._of_rank_on_device = torch.stack([torch.full_like(loss, n, dtype=torch.float64) for n in of_rank])
-        return sum_over(self.mesh.group("loss"), torch.cat([loss.double().reshape(1), self._of_rank_on_device]))
+            self._of_rank_on_device = torch.stack([torch.full_like(loss, n, dtype=dtype) for n in of_rank])
+        return sum_over(self.mesh.group("loss"), torch.cat([loss.to(dtype).reshape(1), self._of_rank_on_device]))

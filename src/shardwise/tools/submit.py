@@ -22,6 +22,7 @@ from shardwise.config.schema import Accelerator
 from shardwise.config.translate import translate
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan.hardware import is_amd
 from shardwise.plan.location import number_run
 from shardwise.plan.plan import headline
 from shardwise.run_dir.resume import find_checkpoint
@@ -126,7 +127,7 @@ def make_command(options: Options, overrides: Sequence[str]) -> tuple[list[str],
     words = ["sbatch", "--parsable", f"--nodes={options.nodes}"]
     if devices != cluster.devices_per_node or template.stem == "generic":
         words.append(f"--ntasks-per-node={devices}")
-        if plans[0].accelerator == "cuda":
+        if plans[0].accelerator in ("cuda", "xpu"):
             words.append(f"--gpus-per-node={devices}")
     words += [f"--{key.replace('_', '-')}={value}" for key in _SBATCH if (value := getattr(options, key)) is not None]
     if len(jobs) > 1:
@@ -140,10 +141,12 @@ def make_command(options: Options, overrides: Sequence[str]) -> tuple[list[str],
 def _plan(options: Options, job: Job, number: int, jobs: int) -> Plan:
     config = job.config
     devices = config.devices if config.devices is not None else config.cluster.devices_per_node or 1
-    cpu = config.accelerator is Accelerator.cpu
+    cpu, xpu = config.accelerator is Accelerator.cpu, config.accelerator is Accelerator.xpu
+    gpu = None if cpu else config.cluster.gpu
     host = Host(
-        cuda_devices=0 if cpu else devices, launcher="slurm", nodes=options.nodes, devices=devices, run_id="slurm-JOB",
-        gpu=None if cpu else config.cluster.gpu, cpus=config.cluster.cpu_cores or 1,
+        cuda_devices=0 if cpu or xpu else devices, xpu_devices=devices if xpu else 0, rocm=is_amd(gpu),
+        launcher="slurm", nodes=options.nodes, devices=devices, run_id="slurm-JOB",
+        gpu=gpu, cpus=config.cluster.cpu_cores or 1,
     )  # fmt: skip
     plan = make_plan(config, host, job.clusters)
     if jobs > 1 and config.name is not None:
