@@ -188,6 +188,35 @@ def test_kernels_of_a_cuda_graph_were_launched_together(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_on_cpu_operators_stand_for_kernels(tmp_path: Path) -> None:
+    writer = TraceWriter()
+    writer.step(0, 0, 1000)
+    writer.host("user_annotation", "shardwise::data", 0, 100)
+    writer.host("cpu_op", "aten::randn", 10, 90)  # makes a batch: no work of the step
+    for name, begin, end, thread in (
+        ("autograd::engine::evaluate_function: AddmmBackward0", 100, 400, 100),  # its own time is the host's: 70
+        ("aten::linear", 120, 350, 100),
+        ("aten::addmm", 150, 300, 100), ("aten::view", 160, 170, 100),  # a view computes nothing: 10
+        ("mkl::something_new", 310, 340, 100),  # has the kind of its caller
+        ("aten::copy_", 700, 800, 200),  # within a collective
+        ("my_op", 850, 900, 100),
+    ):  # fmt: skip
+        writer.host("cpu_op", name, begin, end, thread)
+    writer.host("user_annotation", "gloo:all_reduce", 340, 840, 200)  # exposed but for its first 10
+    summary = summary_of(writer, tmp_path)
+    assert us(summary.step) == {
+        "span": 1000, "compute": 220 + 50, "communication": 500, "exposed_communication": 490, "idle": 240,
+        "waiting_for_data": 100, "launching": 140,
+    }  # fmt: skip
+    kinds = {kind: round(ms * 1000) for kind, ms in summary.kinds_ms.items() if ms}
+    assert kinds == {"matmul": 220, "other": 50}
+    kernels = {kernel.name: (kernel.calls, round(kernel.total_ms * 1000)) for kernel in summary.kernels}
+    assert (
+        kernels["aten::addmm"] == (1, 140) and kernels["aten::linear"] == (1, 50) and kernels["aten::copy_"] == (1, 100)
+    )
+    assert summary.is_cpu and "no GPU in this trace" in summary.notes[0]
+
+
 def test_phases_come_from_annotations_and_from_collectives(tmp_path: Path) -> None:
     writer = TraceWriter()
     writer.step(0, 0, 1000)
