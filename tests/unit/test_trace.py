@@ -336,40 +336,48 @@ def test_what_is_no_trace_gets_one_message(tmp_path: Path, content: bytes | None
 
 
 def nsys_export(path: Path) -> Path:
-    """The tables of `nsys export --type sqlite`, as its documentation lists them, with the columns that are read."""
+    """The tables of `nsys export --type sqlite`, as its documentation lists them, with the columns that are read; two
+    ranks, of which the second has half of the work."""
     with sqlite3.connect(path) as database:
-        database.executescript("""
+        device = (
+            "start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER, correlationId INTEGER, globalPid INTEGER"
+        )
+        database.executescript(f"""
             CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT);
             CREATE TABLE TARGET_INFO_GPU (id INTEGER, name TEXT);
-            CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER,
-                correlationId INTEGER, demangledName INTEGER, shortName INTEGER, graphNodeId INTEGER);
-            CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER,
-                correlationId INTEGER, copyKind INTEGER, bytes INTEGER);
+            CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL ({device}, demangledName INTEGER, shortName INTEGER);
+            CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE ({device}, graphId INTEGER);
+            CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY ({device}, copyKind INTEGER, bytes INTEGER);
             CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER,
                 correlationId INTEGER, nameId INTEGER);
             CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER,
                 globalTid INTEGER);
-            INSERT INTO TARGET_INFO_GPU VALUES (0, 'NVIDIA H200');
+            INSERT INTO TARGET_INFO_GPU VALUES (0, 'NVIDIA H200'), (1, 'NVIDIA H100');
         """)
         names = [GEMM, "cudaLaunchKernel_v7000", "cudaStreamSynchronize_v3020", GATHER, "shardwise::forward"]
         database.executemany("INSERT INTO StringIds VALUES (?, ?)", list(enumerate(names, 1)))
-        kernels = [(120, 220, 0, 7, 1, 1, 1, None), (200, 300, 0, 20, 2, 4, 4, None), (600, 700, 0, 7, 3, 1, 1, None)]
-        database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?,?,?,?,?,?,?,?)", scaled(kernels))
-        database.executemany(
-            "INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (?,?,?,?,?,?,?)", scaled([(300, 310, 0, 7, 4, 2, 4)])
-        )
-        calls = [
-            (100, 101, 9, 1, 2),
-            (102, 103, 9, 2, 2),
-            (590, 591, 9, 3, 2),
-            (104, 105, 9, 4, 2),
-            (150, 315, 9, 5, 3),
-        ]
-        database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,?,?)", scaled(calls))
-        ranges = [(0, 1000, 59, "shardwise::step#20", None, 9), (0, 90, 59, "shardwise::data", None, 9),
-                  (95, 800, 59, None, 5, 9), (5, None, 34, "a mark", None, 9)]  # fmt: skip
-        database.executemany("INSERT INTO NVTX_EVENTS VALUES (?,?,?,?,?,?)", scaled(ranges))
+        one, two = 5 << 24, 6 << 24  # processes; a thread has its number in the lower bits
+        add(database, "CUPTI_ACTIVITY_KIND_KERNEL", [
+            (120, 220, 0, 7, 1, one, 1, 1), (200, 300, 0, 20, 2, one, 4, 4), (600, 700, 0, 7, 3, one, 1, 1),
+            (130, 230, 1, 7, 1, two, 1, 1),
+        ])  # fmt: skip
+        add(database, "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", [(700, 750, 0, 7, None, one, 1)])
+        add(database, "CUPTI_ACTIVITY_KIND_MEMCPY", [(300, 310, 0, 7, 4, one, 2, 4)])
+        add(database, "CUPTI_ACTIVITY_KIND_RUNTIME", [
+            (100, 101, one + 9, 1, 2), (102, 103, one + 9, 2, 2), (590, 591, one + 9, 3, 2), (104, 105, one + 9, 4, 2),
+            (150, 315, one + 9, 5, 3), (125, 126, two + 8, 1, 2), (120, 121, one + 9, None, 2),
+        ])  # fmt: skip
+        add(database, "NVTX_EVENTS", [
+            (0, 1000, 59, "shardwise::step#20", None, one + 9), (0, 90, 59, "shardwise::data", None, one + 9),
+            (95, 800, 59, None, 5, one + 9), (5, None, 34, "a mark", None, one + 9),
+            (3, 500, 59, "shardwise::step#20", None, two + 8),
+        ])  # fmt: skip
     return path
+
+
+def add(database: sqlite3.Connection, table: str, rows: list[tuple[object, ...]]) -> None:
+    marks = ",".join("?" * len(rows[0]))
+    database.executemany(f"INSERT INTO {table} VALUES ({marks})", scaled(rows))
 
 
 def scaled(rows: list[tuple[object, ...]]) -> list[tuple[object, ...]]:
@@ -381,14 +389,19 @@ def test_an_export_of_nsys_is_read_into_the_same_summary(tmp_path: Path) -> None
     trace = read_nsys_sqlite(nsys_export(tmp_path / "rank-0.sqlite"))
     summary = summarize(trace, rank=3)
     assert us(summary.step) == {
-        "span": 1000, "compute": 200, "exposed_communication": 80, "communication": 100, "copies_alone": 10,
-        "idle": 710, "waiting_for_data": 90, "synchronising": 290, "launching": 330,
+        "span": 1000, "compute": 250, "exposed_communication": 80, "communication": 100, "copies_alone": 10,
+        "idle": 660, "waiting_for_data": 90, "synchronising": 290, "launching": 280,
     }  # fmt: skip
     assert (summary.rank, summary.step.number, summary.device_name) == (3, 20, "NVIDIA H200")
     assert [place.place for place in summary.idle_places if place.cause == "synchronising"] == [
         "cudaStreamSynchronize in shardwise::forward"
     ]
     assert {phase.name for phase in summary.phases} == {"data", "forward", "gather"}
+    other = summarize(read_nsys_sqlite(tmp_path / "rank-0.sqlite", device=1))
+    assert us(other.step) == {"span": 497, "compute": 100, "idle": 397, "launching": 397}
+    assert other.device_name == "NVIDIA H100"
+    with pytest.raises(DataError, match="no kernel on GPU 2"):
+        read_nsys_sqlite(tmp_path / "rank-0.sqlite", device=2)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no database at all, but long enough to be looked at" * 9])

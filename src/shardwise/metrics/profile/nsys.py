@@ -6,10 +6,10 @@ Not run against a real nsys: the tables are those of its documentation.
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from shardwise.errors import DataError
 from shardwise.metrics.profile.build import Build
@@ -20,49 +20,77 @@ PUSH_POP, START_END = 59, 60  # types of NVTX_EVENTS: ranges of a thread, and ra
 COPY_KINDS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
 
 
-def read_nsys_sqlite(path: str | Path) -> Trace:
+def read_nsys_sqlite(path: str | Path, *, device: int | None = None) -> Trace:
     """Read what `nsys export --type sqlite` wrote.
 
+    Where nsys has followed several ranks, one of their processes is read: the one that used `device`, by default the
+    one whose kernels took longest.
+
     Raises:
-        DataError: the file is missing, damaged, or not such an export, or nothing ran on a GPU.
+        DataError: the file is missing, damaged, or not such an export, or nothing ran on (this) GPU.
     """
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path} cannot be read: there is no such file")
     build = Build(path)
-    about: dict[str, Any] = {}
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
             database.row_factory = sqlite3.Row
-            _read(database, build)
-            about["device_name"] = next((str(row["name"]) for row in _rows(database, "TARGET_INFO_GPU")), "")
+            device_name = _read(database, build, device)
     except (sqlite3.DatabaseError, IndexError, KeyError) as error:
         raise DataError(f"{path} is no export of nsys: {error}; nsys export --type sqlite makes one") from None
     if not build.has_events:
-        raise DataError(f"{path} has no kernel: profile with nsys profile --trace=cuda,nvtx, and export it anew")
-    return build.trace(**about)
+        where = "" if device is None else f" on GPU {device}"
+        raise DataError(f"{path} has no kernel{where}: profile with nsys profile --trace=cuda,nvtx, and export it anew")
+    return build.trace(device_name=device_name)
 
 
-def _read(database: sqlite3.Connection, build: Build) -> None:
-    if not any(_rows(database, "StringIds")):
-        raise KeyError("it has no table StringIds")
+def _read(database: sqlite3.Connection, build: Build, device: int | None) -> str:
+    """Returns the GPU's name."""
     text = {row["id"]: row["value"] for row in _rows(database, "StringIds")}
-    for row in _rows(database, "CUPTI_ACTIVITY_KIND_KERNEL"):
-        name = text.get(row["demangledName"]) or text.get(row["shortName"]) or "unnamed kernel"
-        _add_device(build, row, name, is_copy=False)
-    for row in _rows(database, "CUPTI_ACTIVITY_KIND_MEMCPY"):
-        _add_device(build, row, f"Memcpy {COPY_KINDS.get(row['copyKind'], row['copyKind'])}", is_copy=True)
-    for row in _rows(database, "CUPTI_ACTIVITY_KIND_MEMSET"):
-        _add_device(build, row, "Memset", is_copy=True)
+    if not text:
+        raise KeyError("it has no table StringIds, or an empty one")
+    work = [*_device_rows(database, text)]
+    spent: Counter[tuple[int, int]] = Counter()  # (process, device) → ns
+    for row, _, _ in work:
+        spent[_process(row), row["deviceId"]] += row["end"] - row["start"]
+    chosen = [key for key, _ in spent.most_common() if device in (None, key[1])]
+    if not chosen:
+        return ""
+    process, gpu = chosen[0]
+    for row, name, is_copy in work:
+        if (_process(row), row["deviceId"]) == (process, gpu):
+            link = row["correlationId"]
+            build.add_device(
+                name, row["start"], row["end"], row["streamId"], gpu, is_copy, -1 if link is None else link
+            )
     for row in _rows(database, "CUPTI_ACTIVITY_KIND_RUNTIME"):
-        name = text.get(row["nameId"], "").partition("_v")[0]  # cudaLaunchKernel_v7000
-        build.add_host("launch", name, row["start"], row["end"], row["globalTid"], row["correlationId"])
+        if row["correlationId"] is not None and _process(row) == process:
+            name = text.get(row["nameId"], "").partition("_v")[0]  # cudaLaunchKernel_v7000
+            build.add_host("launch", name, row["start"], row["end"], row["globalTid"], row["correlationId"])
     for row in _rows(database, "NVTX_EVENTS"):
-        _add_range(build, row, text)
+        if _process(row) == process:
+            _add_range(build, row, text)
+    return next((str(row["name"]) for row in _rows(database, "TARGET_INFO_GPU") if row["id"] == gpu), "")
 
 
-def _add_device(build: Build, row: sqlite3.Row, name: str, *, is_copy: bool) -> None:
-    build.add_device(name, row["start"], row["end"], row["streamId"], row["deviceId"], is_copy, row["correlationId"])
+def _device_rows(database: sqlite3.Connection, text: dict[int, str]) -> Iterator[tuple[sqlite3.Row, str, bool]]:
+    """Whatever ran on a GPU: its row, its name, whether a copy engine did it."""
+    for row in _rows(database, "CUPTI_ACTIVITY_KIND_KERNEL"):
+        yield row, text.get(row["demangledName"]) or text.get(row["shortName"]) or "unnamed kernel", False
+    for row in _rows(database, "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"):
+        yield row, "a whole CUDA graph (--cuda-graph-trace=node shows its kernels)", False
+    for row in _rows(database, "CUPTI_ACTIVITY_KIND_MEMCPY"):
+        yield row, f"Memcpy {COPY_KINDS.get(row['copyKind'], row['copyKind'])}", True
+    for row in _rows(database, "CUPTI_ACTIVITY_KIND_MEMSET"):
+        yield row, "Memset", True
+
+
+def _process(row: sqlite3.Row) -> int:
+    """The process of an event: the lowest 24 bits of nsys' global numbers are the thread."""
+    known = row.keys()
+    number = next((row[name] for name in ("globalPid", "globalTid") if name in known and row[name] is not None), 0)
+    return int(number) >> 24
 
 
 def _add_range(build: Build, row: sqlite3.Row, text: dict[int, str]) -> None:
