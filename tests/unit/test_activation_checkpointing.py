@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.callbacks.recompilations import Recompilations
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
-from shardwise.parallel.activation_checkpointing import explain, keep_results_of
+from shardwise.parallel.activation_checkpointing import explain, keep_results_of, without_caches
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.units import find_units
 from shardwise.plan import Host, make_plan
@@ -240,6 +241,43 @@ def test_a_graph_has_no_operation_in_place() -> None:
     for plain, *others in zip(*gradients, strict=True):
         for ours in others:
             assert (ours - plain).norm() <= 1e-4 * plain.norm()
+
+
+class Cached(nn.Module):
+    """As a Hugging Face model does, it hands its layers a cache in training, too, unless its config says otherwise."""
+
+    class Layer(Layer):
+        def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:  # type: ignore[override]
+            if cache is not None:
+                x = torch.cat([*cache, x], 1) if cache else x
+                cache.append(x)
+            return super().forward(x)
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.config, self.layers = SimpleNamespace(use_cache=True), layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, cache=[] if self.config.use_cache else None)
+        return x
+
+
+@pytest.mark.parametrize("words", [["activation_checkpointing=full"], [SELECTIVE]], ids=["full", "selective"])
+def test_a_layer_that_is_computed_again_is_given_no_cache(words: list[str]) -> None:
+    """It would fill the cache a second time; where nobody can take the cache away, one message says what is wrong."""
+    model = Cached(prepared(Cached.Layer, *words))
+    with pytest.raises(RuntimeError) as refused:
+        model(batch()).sum().backward()
+    explained = explain(refused.value, "Net")
+    assert explained is not None and str(explained).startswith("Net has a layer that does not compute the same when")
+    plain = Cached(prepared(Cached.Layer))
+    model = Cached(prepared(Cached.Layer, *words))
+    assert without_caches(nn.Sequential(plain, model)) is not None and without_caches(model) is None
+    for either in (plain, model):
+        either(batch()).square().sum().backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
 
 
 def test_what_selective_cannot_do_gets_one_message() -> None:

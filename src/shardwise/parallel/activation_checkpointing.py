@@ -33,6 +33,9 @@ _MAXIMUM = {"aten::max", "aten::amax", "aten::aminmax"}  # of which fp8 makes th
 _ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 _WRITES = "writes into a result that activation_checkpointing=selective keeps"
 _REMEDY = "use activation_checkpointing=full"
+# What torch says of a recomputation with other operations or other tensors than the forward pass
+_OTHERWISE = ("encountered during backward but not found in storage", "original forward and recomputation",
+              "during recomputation than during the original forward", "tensors have different metadata")  # fmt: skip
 _COLLECTIVE = re.compile(r"_?c10d_functional(_autograd)?::")
 
 
@@ -63,6 +66,23 @@ def recomputed(
         return checkpoint(forward, *args, use_reentrant=False, context_fn=eager_contexts, **kwargs)
 
     return run
+
+
+def without_caches(root: nn.Module) -> str | None:
+    """Let Hugging Face's models in `root` train without a key-value cache, and return a line about it for the user.
+
+    Their layers append keys and values to it. A layer that is computed again would append them a second time. What such
+    a model generates has a cache as before, since `generate` asks for one.
+    """
+    configs = {id(config): config for m in root.modules() if _caches(config := getattr(m, "config", None))}
+    for config in configs.values():
+        config.use_cache = False
+    names = ", ".join(sorted({type(config).__name__ for config in configs.values()}))
+    return names and f"use_cache=False in {names}: a layer that is computed again would fill its cache twice" or None
+
+
+def _caches(config: Any) -> bool:
+    return getattr(config, "use_cache", None) is True
 
 
 class _CopiedBuffers:
@@ -194,6 +214,12 @@ def explain(error: RuntimeError, module: str) -> ConfigError | None:
     elif "region computed under selective activation checkpoint" in text:
         what = "takes gradients twice through one forward pass, and activation_checkpointing=selective keeps results "
         what += "for one backward pass"
+    elif any(part in text for part in _OTHERWISE):
+        return ConfigError(
+            f"{module} has a layer that does not compute the same when activation_checkpointing computes it again: it "
+            f"keeps something from call to call, such as a cache, or decides by something that changes; mend it, name "
+            f"other layers in units=[ClassName], or use activation_checkpointing=none"
+        )
     else:
         return None
     return ConfigError(f"{module} {what}; {_REMEDY}")

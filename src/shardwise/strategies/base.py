@@ -35,7 +35,7 @@ from shardwise.errors import ConfigError
 from shardwise.lightning_internals import counters
 from shardwise.lightning_internals.results import unrecorded
 from shardwise.optim.optimizers import check_one_owner, step_schedules_unless
-from shardwise.parallel.activation_checkpointing import explain
+from shardwise.parallel.activation_checkpointing import explain, without_caches
 from shardwise.parallel.parallelize import copy_outside_units, parallelize
 from shardwise.parallel.precision import ParameterSites
 from shardwise.parallel.units import Units, units_for
@@ -86,8 +86,9 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, Paralle
         """Do the part of the set-up that does not depend on how the module is sharded."""
         self.module_name = type(module).__name__  # kept, since FSDP2 changes the class
         self.units, message = units_for(module, self.plan)
-        if message is not None and self.is_global_zero:
-            print(message, flush=True)
+        self._tell(message)
+        if self.plan.activation_checkpointing.name != "none":
+            self._tell(without_caches(module))
         self.buffers, self.recorder = BufferKeeper(module), StepRecorder(self.root_device, self.mesh)
         self.sharded = self._make_sharded_state(module)
         self.state = TrainState(
@@ -101,6 +102,10 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, Paralle
             synchronize_buffers=self.synchronize_buffers,
             gradient_order=self._gradient_order,
         )
+
+    def _tell(self, message: str | None) -> None:
+        if message is not None and self.is_global_zero:
+            print(message, flush=True)
 
     def _make_sharded_state(self, module: LightningModule) -> DTensorState:
         return DTensorState(module, lambda: self.optimizers)
@@ -122,8 +127,7 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, Paralle
             return
         message = read_initial(self.sharded, self.module, self.plan)
         self.sharded.refresh_low_precision_copies()
-        if self.is_global_zero:
-            print(f"weights: {message}", flush=True)
+        self._tell(f"weights: {message}")
 
     @property
     def module(self) -> LightningModule:
