@@ -90,6 +90,18 @@ class Module(LightningModule):
         }
 
 
+class Regrouped(Module):
+    """The same with another optimizer: half the learning rate, and one group more."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": list(layer.parameters())} for layer in (self.net[0], self.net[2])]
+        optimizer = torch.optim.Adam(groups, 0.05)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": SCHEDULES[self.schedule](optimizer), **self.config},
+        }
+
+
 class Data(LightningDataModule):
     def __init__(self, batch_size: int) -> None:
         super().__init__()
@@ -185,6 +197,30 @@ def test_every_schedule_goes_on_as_if_it_had_not_stopped(tmp_path: Path, ranks: 
     for found in spawn(ranks, each, tmp_path, ranks, cases):
         assert len(found) == len(cases)
         assert {case: said for case, said in found.items() if said} == {}
+
+
+def with_another_optimizer(folder: Path, schedule: str) -> list[list[float]]:
+    """The learning rates of three runs: one with the first optimizer, one with the other, one that changes to it."""
+    other = f"module._target_={__name__}.Regrouped"
+    words = [f"max_steps={STEPS}", "checkpoint.save_every_n_steps=6"]
+    runs = [
+        one(folder / "first", 1, [schedule, "step"], *words),
+        one(folder / "other", 1, [schedule, "step"], *words, other),
+    ]
+    resume = [f"resume={checkpoint_path(folder / 'first', MIDDLE)}", "resume_allow=[optimizer]"]
+    runs.append(one(folder / "changed", 1, [schedule, "step"], *words, other, *resume))
+    return [[seen[4] for seen in run["seen"]][-2 * (STEPS - MIDDLE) :] for run in runs]
+
+
+def each_with_another_optimizer(folder: Path) -> dict[str, list[list[float]]]:
+    return {name: with_another_optimizer(folder / name, name) for name in ("LambdaLR", "StepLR", "ChainedScheduler")}
+
+
+def test_another_optimizer_has_the_rates_that_it_would_have_had_from_the_start(tmp_path: Path) -> None:
+    """Its schedule is where the old one was, and its learning rate and groups are its own."""
+    (rates,) = spawn(1, each_with_another_optimizer, tmp_path)
+    for name, (first, other, changed) in rates.items():
+        assert changed == pytest.approx(other) and changed != first, name
 
 
 def best_and_last(folder: Path) -> dict[str, list[int]]:

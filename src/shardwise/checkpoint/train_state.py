@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.encoding import SHARD
+from shardwise.checkpoint.left_behind import moved_on, outcome
 from shardwise.checkpoint.metadata import read_metadata
 from shardwise.checkpoint.plain import Packed, describe_left_out, pack
 from shardwise.checkpoint.publish import Snapshot
@@ -216,6 +217,8 @@ class TrainState:
                 apply_options(mine, self.sharded.group_names(), rest["optimizers"])
                 self.precision.load_loss_scale(rest["loss_scale"])
             if self.is_training:
+                if not optimizers:
+                    rest["lr_schedulers"] = moved_on(self.module.trainer.lr_scheduler_configs, rest["lr_schedulers"])
                 before, now = rest["accumulate_grad_batches"], self.plan.accumulate_grad_batches
                 count_in_other_micro_batches(rest["loops"], before, now)
                 self.of_rank, missing = load_own(folder, self.plan.trust)
@@ -290,6 +293,8 @@ class TrainState:
         difference = optimizer_difference(saved, mine, self.sharded.group_names())
         if difference is not None and "optimizer" not in self.plan.resume_allow:
             raise ConfigError(
-                f"resume={self.plan.resume}: {difference}; resume_allow=[optimizer] leaves their state behind"
+                f"resume={self.plan.resume}: {difference}; resume_allow=[optimizer] leaves that state behind"
             )
+        if "optimizer" in self.plan.resume_allow and dist.get_rank() == 0:
+            print(outcome(difference), flush=True)
         return difference is None

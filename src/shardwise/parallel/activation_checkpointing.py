@@ -78,7 +78,7 @@ def without_caches(root: nn.Module) -> str | None:
     for config in configs.values():
         config.use_cache = False
     names = ", ".join(sorted({type(config).__name__ for config in configs.values()}))
-    return names and f"use_cache=False in {names}: a layer that is computed again would fill its cache twice" or None
+    return f"use_cache=False in {names}: a layer that is computed again would fill its cache twice" if names else None
 
 
 def _caches(config: Any) -> bool:

@@ -86,9 +86,9 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, Paralle
         """Do the part of the set-up that does not depend on how the module is sharded."""
         self.module_name = type(module).__name__  # kept, since FSDP2 changes the class
         self.units, message = units_for(module, self.plan)
-        self._tell(message)
+        _tell(message)
         if self.plan.activation_checkpointing.name != "none":
-            self._tell(without_caches(module))
+            _tell(without_caches(module))
         self.buffers, self.recorder = BufferKeeper(module), StepRecorder(self.root_device, self.mesh)
         self.sharded = self._make_sharded_state(module)
         self.state = TrainState(
@@ -102,10 +102,6 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, Paralle
             synchronize_buffers=self.synchronize_buffers,
             gradient_order=self._gradient_order,
         )
-
-    def _tell(self, message: str | None) -> None:
-        if message is not None and self.is_global_zero:
-            print(message, flush=True)
 
     def _make_sharded_state(self, module: LightningModule) -> DTensorState:
         return DTensorState(module, lambda: self.optimizers)
@@ -127,7 +123,7 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, Paralle
             return
         message = read_initial(self.sharded, self.module, self.plan)
         self.sharded.refresh_low_precision_copies()
-        self._tell(f"weights: {message}")
+        _tell(f"weights: {message}")
 
     @property
     def module(self) -> LightningModule:
@@ -365,3 +361,8 @@ def strategy_of(trainer: Trainer) -> PlannedStrategy:
     """The strategy of a Trainer that shardwise has made."""
     assert isinstance(trainer.strategy, PlannedStrategy)
     return trainer.strategy
+
+
+def _tell(message: str | None) -> None:
+    if message is not None and dist.get_rank() == 0:
+        print(message, flush=True)
