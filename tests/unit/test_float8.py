@@ -25,6 +25,7 @@ from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.parallel.float8 import Float8Layers
 from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan.float8 import USUAL
 from shardwise.plan.plan import Float8
 
 RECIPES = ["tensorwise", "rowwise"]
@@ -65,6 +66,10 @@ def test_which_layers_multiply_in_fp8() -> None:
         ConfigError, match="no linear layer of Model can multiply in fp8 .* lower precision.fp8.min_feat"
     ):
         Float8Layers(model, fp8(min_features=256))
+    with pytest.raises(ConfigError, match=r"keep_in_bf16: haed is the name of no linear layer; .*did you mean head"):
+        Float8Layers(model, fp8(keep_in_bf16=("haed",)))
+    usual = planned(CPU, "precision=fp8", "precision.fp8.emulate=true").precision.fp8
+    assert usual is not None and usual.keep_in_bf16 == USUAL
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -231,6 +236,7 @@ AMPERE = Host(1, run_id="r", gpu="A100", gpu_capability=(8, 0))
         (ADA, "precision=fp8 precision.fp8.min_features=0", "precision.fp8.min_features=0: must be at least 1"),
         (ADA, "precision=fp8 precision.fp8=null", "precision=fp8 precision.fp8=null: use precision=fp8"),
         (ADA, "precision=fp8 precision.fp8.recipe=blockwise", "must be one of tensorwise, rowwise"),
+        (ADA, "precision=fp8 precision.fp8.recipe=[rowwise]", "recipe=[rowwise]: must be one of tensorwise, rowwise"),
         (ADA, "precision=fp8 precision.fp8.keep=[head]", "precision.fp8 has no option keep"),
         (ADA, "precision=bf16 precision.fp8.recipe=rowwise", "precision.fp8"),
     ],

@@ -82,4 +82,6 @@ def _bind_fields(kind: type[Any], value: Any, key: str) -> Any:
 
 def as_yaml(value: Any) -> str:
     """A value as YAML writes it."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_yaml, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -74,7 +74,10 @@ def without_caches(root: nn.Module) -> str | None:
     Their layers append keys and values to it. A layer that is computed again would append them a second time. What such
     a model generates has a cache as before, since `generate` asks for one.
     """
-    configs = {id(config): config for m in root.modules() if _caches(config := getattr(m, "config", None))}
+    configs: dict[int, Any] = {}
+    for module in root.modules():
+        if _caches(config := getattr(module, "config", None)):
+            configs[id(config)] = config
     for config in configs.values():
         config.use_cache = False
     names = ", ".join(sorted({type(config).__name__ for config in configs.values()}))

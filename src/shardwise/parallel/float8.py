@@ -34,7 +34,8 @@ from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
 from shardwise.distributed.collectives import largest_over
 from shardwise.distributed.dtensor import shard_groups
-from shardwise.errors import ConfigError, count
+from shardwise.errors import ConfigError, count, did_you_mean
+from shardwise.plan.float8 import USUAL
 from shardwise.plan.plan import Float8
 
 _TILE = 16  # the products' kernels take matrices whose sizes are multiples of it
@@ -44,7 +45,7 @@ class Float8Layers:
     """The layers of one module that multiply in fp8.
 
     Raises:
-        ConfigError: no layer can.
+        ConfigError: no layer can, or `keep_in_bf16` names a layer that is not there.
     """
 
     def __init__(self, root: nn.Module, fp8: Float8) -> None:
@@ -52,9 +53,9 @@ class Float8Layers:
         self.layers: list[nn.Linear] = []
         self.kept: dict[str, list[str]] = {}  # reason → names of the linear layers that stay in bf16 for it
         uses = Counter(id(p) for m in root.modules() for p in m._parameters.values() if p is not None)
-        for name, layer in root.named_modules():
-            if not isinstance(layer, nn.Linear):
-                continue
+        linear = {name: layer for name, layer in root.named_modules() if isinstance(layer, nn.Linear)}
+        _check_names(fp8.keep_in_bf16, list(linear))
+        for name, layer in linear.items():
             if (reason := _why_not(name, layer, fp8, uses)) is None:
                 self.layers.append(layer)
             else:
@@ -124,13 +125,27 @@ class Float8Layers:
             weight.scale = scale
 
 
+def _check_names(patterns: tuple[str, ...], names: list[str]) -> None:
+    for pattern in patterns:
+        if pattern not in USUAL and not any(_is_named(name, pattern) for name in names):
+            last = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+            raise ConfigError(
+                f"precision.fp8.keep_in_bf16: {pattern} is the name of no linear layer; there are "
+                f"{', '.join(last[:8])}{' and others' if len(last) > 8 else ''}{did_you_mean(pattern, last)}"
+            )
+
+
+def _is_named(name: str, pattern: str) -> bool:
+    """Whether `pattern` stands for the whole name of a layer or for its last part."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
+
+
 def _why_not(name: str, layer: nn.Linear, fp8: Float8, uses: Counter[int]) -> str | None:
     """Why `layer` stays in bf16; None: it does not."""
-    last = name.rpartition(".")[2]
     own_way = type(layer).forward is not nn.Linear.forward or isinstance(layer, NonDynamicallyQuantizableLinear)
     if own_way or "weight" not in layer._parameters:  # such as attention's, which computes with the weight itself
         return "computes in its own way"
-    if any(fnmatchcase(name, pattern) or fnmatchcase(last, pattern) for pattern in fp8.keep_in_bf16):
+    if any(_is_named(name, pattern) for pattern in fp8.keep_in_bf16):
         return "keep_in_bf16"
     if uses[id(layer.weight)] > 1:
         return "its weight is another layer's too"

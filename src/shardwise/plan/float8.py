@@ -7,6 +7,9 @@ from shardwise.errors import ConfigError
 from shardwise.plan.accelerator import WHERE, vendor
 from shardwise.plan.plan import Float8, Host
 
+# Usual names of layers that stay in bf16 (conf/precision/fp8.yaml): no model has all of them
+USUAL = ("head", "lm_head", "heads", "output", "classifier", "fc", "router", "gate")
+
 _OLDEST = (8, 9)  # the compute capability of Ada, the first whose tensor cores multiply in fp8
 
 
