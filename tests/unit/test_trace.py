@@ -413,6 +413,14 @@ def test_what_is_no_export_of_nsys_gets_one_message(tmp_path: Path, content: byt
         read_nsys_sqlite(path)
 
 
+def test_names_are_drawn_whatever_is_in_them(tmp_path: Path) -> None:
+    writer = TraceWriter()
+    writer.step(0, 0, 100)
+    writer.kernel("hip $\\frac$", 10, 90, launched=0)
+    trace = read_trace(writer.write(tmp_path / "trace.json"))
+    draw(summarize(trace), trace, tmp_path / "profile.png")
+
+
 def test_there_are_golden_traces() -> None:
     assert GOLDEN
 

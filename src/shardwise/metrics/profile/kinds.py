@@ -7,6 +7,7 @@ import re
 # `copy` is no kernel but the device's copy engine and memset: the traces tell these apart by themselves.
 COMMUNICATION, COPY, OTHER = "communication", "copy", "other"
 # The first pattern that matches decides. Kernels that Inductor has made name all that was fused: their prefix decides.
+# `kernel_cutlass_` begins the name of everything that is written in CuTe's language, whatever it does.
 PATTERNS: tuple[tuple[str, str], ...] = (
     (
         COMMUNICATION,
@@ -15,6 +16,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("attention", r"flash|fmha|sdpa|scaled_dot_product|attention|attn|cudnn.*mha|mha_(fwd|bwd)"),
     ("matmul", r"^triton_tem_"),
     ("optimizer", r"^triton_.*(foreach|adam)"),
+    ("copies and casts", r"_foreach_copy|multi_tensor_apply_kernel<.*\bCopy(Functor)?<"),
     ("normalisation", r"^triton_(red|per)_.*(norm|rsqrt)"),
     ("reductions", r"^triton_(red|per)_"),
     ("copies and casts", r"^triton_poi_fused_(_|to_copy|clone|copy|cat|transpose|permute|t|view|\d)+$"),
@@ -25,7 +27,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ),
     (
         "matmul",
-        r"gemm|gemv|cutlass|nvjet|xmma|wgmma|Cijk_|cublas|hipblas|splitKreduce|matmul|(?<!bi)(?<!tri)linear|einsum|"
+        r"gemm|gemv|(?<!kernel_)cutlass|nvjet|xmma|wgmma|Cijk_|cublas|hipblas|splitKreduce|matmul|(?<!bi)(?<!tri)linear|einsum|"
         r"::_?(add|b|badd)?mm$|addmm|_scaled_mm|_(grouped_)?mm_|\b(B|Add)?mmBackward|::(dot|mv|addmv|ger)$|tensorop|"
         r"DotBackward|dot_kernel|grouped_mm|mkldnn",
     ),

@@ -132,7 +132,7 @@ def _kernels(axis: Any, summary: ProfileSummary) -> None:
         text = (
             f"{short_name(kernel.name, 80)}   {kernel.total_ms:.2f} ms, {kernel.calls:,.0f} x {kernel.mean_us:,.1f} µs"
         )
-        axis.text(kernel.total_ms + longest * 0.008, row, text, va="center", fontsize=9)
+        axis.text(kernel.total_ms + longest * 0.008, row, text.replace("$", r"\$"), va="center", fontsize=9)
     names = [kernel.kind for kernel in kernels]
     axis.set_yticks(range(len(names)), names)
     title = "costliest operators" if summary.is_cpu else "costliest kernels"
