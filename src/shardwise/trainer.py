@@ -195,7 +195,7 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
         log_every_n_steps=plan.log_every_n_steps,
         deterministic=plan.deterministic or None,  # False would undo what a module has chosen
         benchmark=plan.cudnn_benchmark or None,  # False would do so here as well
-        detect_anomaly=plan.detect_anomaly,
+        detect_anomaly=plan.debug.anomaly,
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
         inference_mode=False,  # FSDP2 reuses gathered parameters between training and validation

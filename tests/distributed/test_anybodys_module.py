@@ -92,7 +92,7 @@ def test_clipping_by_value_is_that_of_the_plain_loop(runs: dict[int, Any], tmp_p
 
 def detect_anomaly(folder: Path) -> str:
     try:
-        fit(plan_for(folder, "Roots", 1, "detect_anomaly=true"))
+        fit(plan_for(folder, "Roots", 1, "debug.anomaly=true"))
     except RuntimeError as error:
         return str(error)
     return "trained"

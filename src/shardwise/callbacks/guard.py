@@ -20,7 +20,7 @@ from shardwise.callbacks.steps import StepLog
 from shardwise.distributed.collectives import gather_objects
 from shardwise.errors import NonFiniteError, count
 from shardwise.plan import Plan
-from shardwise.process.signals import signal_requests, to_leave, to_save
+from shardwise.process.signals import signal_requests, to_leave, to_profile, to_save
 from shardwise.run_dir.files import GUARD
 from shardwise.step.record import LAG, StepRecord
 from shardwise.step.spikes import SPIKE_MINIMUM, SPIKE_WINDOW, robust_z_of
@@ -49,6 +49,7 @@ class Guard(Callback):
         self.in_a_row = 0  # steps that were skipped
         self.scaler_skips = 0  # steps in a row that the loss scaler has skipped
         self.leave = self.save = False  # what a signal to any rank asks for: all ranks learn it at the same step
+        self.profile = 0  # the profile that somebody asks for, see `take_profile_request`
         # The state of the schedules after each of the last steps: see `_stop`
         self.schedules: deque[tuple[int, Any]] = deque(maxlen=plan.guard.max_in_a_row + LAG + 2)
 
@@ -92,10 +93,16 @@ class Guard(Callback):
     def add_signal_requests(self, requests: float) -> None:
         """Add what signals have asked of any rank. `requests`: the sum over the ranks."""
         self.leave, self.save = self.leave or to_leave(requests), self.save or to_save(requests)
+        self.profile = to_profile(requests) or self.profile
 
     def end_save_request(self) -> None:
         """Forget the request to save: it is fulfilled."""
         self.save = False
+
+    def take_profile_request(self) -> int:
+        """The number of the profile that is asked for, at the same step on every rank, and 0 from then on."""
+        number, self.profile = self.profile, 0
+        return number
 
     def _must_know(self, trainer: Trainer, step: int) -> bool:
         """Whether the step has to be read now: a checkpoint, validation or the end comes before the next step."""

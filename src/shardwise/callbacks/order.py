@@ -14,6 +14,7 @@ from shardwise.callbacks.guard import Guard
 from shardwise.callbacks.heartbeat import Heartbeat
 from shardwise.callbacks.learning_rate import LearningRateFinder
 from shardwise.callbacks.leaving import GracefulStop
+from shardwise.callbacks.profile import Profile
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog
 from shardwise.callbacks.summary import Summary
@@ -43,7 +44,9 @@ def build_run_callbacks(plan: Plan, *first: Callback) -> RunCallbacks:
     ordered += [log, saving, Summary(plan, log, saving)]
     if plan.find_learning_rate:
         ordered.append(LearningRateFinder(plan))
-    ordered.append(GracefulStop(plan, guard, saving))  # it comes last: all others have seen the step by then
+    ordered.append(GracefulStop(plan, guard, saving))  # all others have seen the step by then
+    if plan.stage == "fit":
+        ordered.append(Profile(plan, log, guard, saving))  # a profile has all that a step does, so it ends after them
     return RunCallbacks(ordered, own, partial(_save_before_epoch_ends, guard, saving))
 
 

@@ -120,7 +120,7 @@ class StepLog(Callback):
         sums = self.meter.take_interval()
         row |= self._speeds(strategy.lightning_module, sums)
         row |= {SPENT: self.meter.training_seconds, "train/goodput": self.meter.goodput}
-        self._waited = sums.waiting_seconds / max(sums.seconds, 1e-9)
+        self._waited = sums.waiting_seconds / max(sums.seconds, 1e-9) if sums.steps else float("nan")
         gathered = self.rank_values.gather(strategy.mesh, strategy.root_device)
         self._rows.append((step.number, row, gathered))
         if trainer.world_size == 1:
@@ -142,9 +142,11 @@ class StepLog(Callback):
             self._write_row(trainer)
 
     def _speeds(self, module: LightningModule, sums: Sums) -> dict[str, float]:
+        if not sums.steps:  # all steps since the last row were profiled
+            return {}
         seconds = max(sums.seconds, 1e-9)
         speeds = {
-            "train/step_seconds": seconds / max(sums.steps, 1),
+            "train/step_seconds": seconds / sums.steps,
             "train/samples_per_second": sums.steps * self.plan.global_batch_size / seconds,
         }
         if sums.weight:
@@ -198,11 +200,11 @@ class StepLog(Callback):
             names, values = self._shown.pop(step)
             texts |= {name: f"{value:.4g}" for name, value in zip(names, values.read(), strict=True)}
         speeds = {key.removeprefix("train/"): value for key, value in metrics.items() if key.endswith("_per_second")}
-        name, speed = list(speeds.items())[-1]
-        texts[name.replace("_per_second", "/s")] = f"{speed:,.0f}"
+        for name, speed in list(speeds.items())[-1:]:  # of a profiled step there is none
+            texts[name.replace("_per_second", "/s")] = f"{speed:,.0f}"
         if "train/mfu" in metrics:
             texts["MFU"] = f"{metrics['train/mfu']:.1%}"
-        if metrics["train/data_wait"] >= 0.01:
+        if metrics.get("train/data_wait", 0.0) >= 0.01:
             texts["waiting for data"] = f"{metrics['train/data_wait']:.0%}"
         if self.bar is not None:
             self.bar.set_postfix(texts)

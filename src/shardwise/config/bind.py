@@ -34,6 +34,8 @@ def bind(kind: Any, value: Any, key: str = "") -> Any:
     if dataclasses.is_dataclass(kind):
         return _bind_fields(cast(type[Any], kind), value, key)
     if isinstance(kind, type) and issubclass(kind, Enum):
+        if value is False and "off" in kind.__members__:  # so YAML reads `off`
+            value = "off"
         if isinstance(value, str) and value in kind.__members__:
             return kind[value]
         choices = list(kind.__members__)

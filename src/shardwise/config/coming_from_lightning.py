@@ -141,8 +141,11 @@ _ARGUMENTS = _rows(
         "use_distributed_sampler": _refused(
             "which rank gets which sample is the library's, so that a run can go on with other ranks"
         ),
-        "profiler": _same("`profiler=simple|advanced|pytorch`"),
-        "detect_anomaly": _same(test=f"{_ANYBODY}::test_detect_anomaly_names_the_forward_operation"),
+        "profiler": _same(
+            "`profiler=simple|advanced|pytorch`, over the whole run. What some steps spend their time on says "
+            "`profile.start=N`"
+        ),
+        "detect_anomaly": _word("`debug.anomaly=true`", test=f"{_ANYBODY}::test_detect_anomaly_names_the_forward_operation"),
         "barebones": _refused("what is measured costs next to nothing here: docs/overhead.md"),
         "plugins": _refused(
             "precision, processes and checkpoints are the strategies' own, so that they agree: `precision=`, "

@@ -25,6 +25,10 @@ def read_earlier_words(plain: dict[str, Any], overrides: Sequence[str]) -> None:
         before = plain.pop("benchmark")
         if "cudnn_benchmark" not in given:
             plain["cudnn_benchmark"] = before
+    if "detect_anomaly" in plain:
+        before = plain.pop("detect_anomaly")
+        if "debug.anomaly" not in given:
+            plain["debug"]["anomaly"] = before
 
 
 def _values_of(group: str, name: str) -> Any:

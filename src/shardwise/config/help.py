@@ -16,6 +16,7 @@ from shardwise.config.groups import (
     CompileConfig,
     StrategyName,
 )
+from shardwise.config.profiling import DebugConfig, ProfileConfig
 from shardwise.config.schema import MISSING, GuardConfig, RunConfig
 
 _LEFT, _WIDTH = 28, 118  # columns of the names, and of a line
@@ -25,6 +26,9 @@ _NODES = (
     ("activation_checkpointing=full computes layers again in the backward pass, selective what is cheap of them",
      ActivationCheckpointingConfig, "activation_checkpointing."),
     ("Steps that are not finite, and losses that leap", GuardConfig, "guard."),
+    ("Where the time of a step goes (docs/profiling.md); `shardwise profile runs/NAME` asks a run that is under way",
+     ProfileConfig, "profile."),
+    ("To find a mistake", DebugConfig, "debug."),
 )  # fmt: skip
 
 

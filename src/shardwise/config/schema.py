@@ -19,6 +19,7 @@ from shardwise.config.groups import (
     PrecisionConfig,
     option,
 )
+from shardwise.config.profiling import DebugConfig, ProfileConfig
 
 MISSING: Any = "???"  # YAML's and OmegaConf's word for a value that somebody has yet to give
 
@@ -165,7 +166,10 @@ class RunConfig:
         None, "of all ranks together; left out: every one; 0: no validation, and so no best checkpoint"
     )
     progress_bar: bool | None = option(None, "a bar, or lines; left out: a bar in a terminal")
-    profiler: Profiler = option(Profiler.none, "Lightning's: rank 0's report in the run's folder")
+    profiler: Profiler = option(
+        Profiler.none,
+        "Lightning's: a report of rank 0 over the whole run; where the time of a step goes says profile.start=N",
+    )
 
     compile: CompileConfig = field(default_factory=CompileConfig)
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
@@ -189,7 +193,6 @@ class RunConfig:
     deterministic: bool = option(
         False, "the same bits in every run on the same GPUs, at some cost; an operation that cannot is an error"
     )
-    detect_anomaly: bool = option(False, "which forward operation gave a gradient that is not finite; slow")
 
     model: Any = None  # what the recipe's module is built around; reaches the Plan as a part of `module`
     module: Any = MISSING
@@ -198,6 +201,8 @@ class RunConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
     optimizer: Any = None
     schedule: Any = None
     loggers: dict[str, Any] = field(default_factory=dict)  # the user's own trackers, each a node with a `_target_`

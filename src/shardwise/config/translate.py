@@ -220,6 +220,7 @@ _OTHERS: dict[str, Callable[[str, str], list[str]]] = {
     "gpus": _gpus,
     "num_nodes": _renamed("nodes"),
     "benchmark": _renamed("cudnn_benchmark"),
+    "detect_anomaly": _renamed("debug.anomaly"),
     "epochs": _renamed("max_epochs"),
     "lr": _renamed("optimizer.lr"),
     "learning_rate": _renamed("optimizer.lr"),
@@ -256,7 +257,7 @@ _OTHERS: dict[str, Callable[[str, str], list[str]]] = {
 }
 # Arguments of the Trainer that have the same name and the same meaning here.
 _SAME = ("log_every_n_steps", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs", "min_steps",
-         "min_epochs", "deterministic", "detect_anomaly", "profiler", "logger")  # fmt: skip
+         "min_epochs", "deterministic", "profiler", "logger")  # fmt: skip
 _REFUSED = {
     "batch_size": "micro_batch_size=N is the number of samples of one rank in one forward pass, and "
     "global_batch_size=N that of all ranks in one optimizer step: give both",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from shardwise.config.groups import CheckpointConfig, LoggerConfig
+from shardwise.config.profiling import ProfileConfig
 from shardwise.config.schema import OnNonfinite, OnSpike, RunConfig, Stage
 from shardwise.errors import ConfigError
 from shardwise.plan.plan import FINDER_STEPS
@@ -24,6 +25,7 @@ def for_quick_check(config: RunConfig) -> RunConfig:
     return dataclasses.replace(
         config, max_steps=QUICK_BATCHES, max_epochs=None, max_samples=None, validate_every_n_steps=QUICK_BATCHES,
         checkpoint=_unsaved(config.checkpoint), logger=LoggerConfig(), loggers={}, log_every_n_steps=1, max_restarts=0,
+        profile=ProfileConfig(),
         name=None if config.name is None else f"{config.name}-quick-check",
     )  # fmt: skip
 

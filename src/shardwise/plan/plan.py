@@ -145,6 +145,31 @@ class Guarding:
 
 
 @dataclass(frozen=True)
+class Profiling:
+    """Which steps are profiled, on which ranks, and with what."""
+
+    start: int | None = None  # the first step; None: none is
+    steps: int = 1
+    ranks: tuple[int, ...] | None = (0,)  # None: all
+    stacks: bool = False
+    memory: bool = False
+    tool: Literal["torch", "nsys", "ncu"] = "torch"
+
+    def has(self, rank: int) -> bool:
+        """Whether `rank` is profiled."""
+        return self.ranks is None or rank in self.ranks
+
+
+@dataclass(frozen=True)
+class Debugging:
+    """What helps to find a mistake. `launch_blocking` and NCCL's level are in `Plan.environment`."""
+
+    sync: Literal["off", "warn", "error"] = "off"
+    anomaly: bool = False
+    nccl: bool = False  # whether NCCL writes a file for each rank
+
+
+@dataclass(frozen=True)
 class Choice:
     """One of several ways to compute the same numbers."""
 
@@ -214,9 +239,10 @@ class Plan:
     min_steps: int | None = None  # an early stop waits for this step
     min_epochs: int | None = None
     cudnn_benchmark: bool = False
-    detect_anomaly: bool = False
     loss: Choice = Choice("full", "the run began before there was a choice")
     attention: Choice = Choice("sdpa", "the run began before there was a choice")
+    profile: Profiling = Profiling()
+    debug: Debugging = Debugging()
 
     def logs(self, step: int) -> bool:
         """Whether the numbers of `step` are logged."""
@@ -249,6 +275,10 @@ class Plan:
             raw["precision"] = dataclasses.replace(raw["precision"], fp8=fp8)
         raw |= {key: Choice(**raw[key]) for key in ("loss", "attention") if key in raw}  # an earlier plan.json has none
         _read_earlier_words(raw)
+        if "profile" in raw:  # an earlier plan.json has neither
+            ranks = raw["profile"]["ranks"]
+            raw["profile"] = Profiling(**raw["profile"] | {"ranks": None if ranks is None else tuple(ranks)})
+            raw["debug"] = Debugging(**raw["debug"])
         raw["compile"] = Compile(**raw["compile"])
         saved = raw["activation_checkpointing"]
         raw["activation_checkpointing"] = ActivationCheckpointing(**saved | {"save": tuple(saved.get("save", ()))})
@@ -266,6 +296,8 @@ def _read_earlier_words(raw: dict[str, Any]) -> None:
             raw[key] = {"name": raw[key]}
     if "benchmark" in raw:
         raw["cudnn_benchmark"] = raw.pop("benchmark")
+    if "detect_anomaly" in raw:
+        raw["debug"] = Debugging(anomaly=raw.pop("detect_anomaly"))
 
 
 def headline(plan: Plan) -> str:

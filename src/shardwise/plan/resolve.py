@@ -24,6 +24,7 @@ from shardwise.plan.plan import (
     Plan,
     StageName,
 )
+from shardwise.plan.profiling import debug_environment, make_debugging, make_profiling
 from shardwise.plan.rules import check_pairs, check_schedule, check_values
 from shardwise.plan.sizes import accumulation_steps, check_train_batches, duration, resolve_topology
 
@@ -116,7 +117,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         memory_history=config.memory_history,
         schedule=schedule,
         units=None if config.units is None else tuple(config.units),
-        environment=make_environment(config.cluster),
+        environment=make_environment(config.cluster) | debug_environment(config.debug),
         module=target_node("module", config.module),
         data=data_node(config.data, host, topology.devices),
         callbacks=named_nodes("callbacks", config.callbacks),
@@ -129,8 +130,9 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         min_steps=config.min_steps,
         min_epochs=config.min_epochs,
         cudnn_benchmark=config.cudnn_benchmark,
-        detect_anomaly=config.detect_anomaly,
         profiler=config.profiler.value,
         loss=choose_loss(config, host, accelerator),
         attention=choose_attention(config, host, accelerator),
+        profile=make_profiling(config, host, topology, accelerator, max_steps),
+        debug=make_debugging(config.debug, accelerator),
     )

@@ -16,6 +16,7 @@ from types import FrameType
 LEAVE = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)  # these mean: save and leave
 SAVE = signal.SIGUSR1  # this means: save and go on
 _SAVES = 2**20  # a request to save counts as this many in a sum over ranks: more than there are ranks
+_PROFILES = 2**40  # and a request for a profile, which rank 0 alone makes, as this many times its number
 # A second Ctrl-C counts only after this time: who signals every process of a group may reach one process twice
 _TWICE_SECONDS = 0.5
 _launched = "SHARDWISE_PARENT" in os.environ  # our launcher ends its ranks by itself at the second Ctrl-C
@@ -27,14 +28,20 @@ class SignalRequests:
     leave: signal.Signals | None = None
     since = 0.0
     save = False
+    profile = 0  # which profile `shardwise profile` has asked for, below 2**12; 0: none
 
     def take_as_number(self) -> int:
-        """Return the requests as a number that may be summed over ranks, and forget the request to save."""
+        """Return the requests as a number that may be summed over ranks, and forget those to save and to profile."""
         number = int(self.leave is not None)
         if self.save:
             self.save = False
             number += _SAVES
-        return number
+        profile, self.profile = self.profile, 0
+        return number + profile * _PROFILES
+
+    def ask_for_profile(self, number: int) -> None:
+        """Ask all ranks for the profile of this number, from 1 to 2**12 - 1. Rank 0 alone may call this."""
+        self.profile = number
 
 
 def to_leave(total: float) -> bool:
@@ -44,7 +51,12 @@ def to_leave(total: float) -> bool:
 
 def to_save(total: float) -> bool:
     """Tell whether the sum over ranks holds a request to save."""
-    return total >= _SAVES
+    return total % _PROFILES >= _SAVES
+
+
+def to_profile(total: float) -> int:
+    """The number of the profile that the sum over ranks asks for; 0: of none."""
+    return int(total // _PROFILES)
 
 
 signal_requests = SignalRequests()

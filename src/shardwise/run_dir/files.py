@@ -27,6 +27,11 @@ LOSSES = "loss.png"  # its loss curves
 PREDICTIONS = "predictions.jsonl"  # a row a sample, of stage=predict
 LEARNING_RATES = "learning_rate.csv"  # the loss at every rate, of find_learning_rate=true
 LEARNING_RATES_PICTURE = "learning_rate.png"
+PROFILE_REQUEST = "profile-request.json"  # `shardwise profile` asks for a profile
+PROFILE_ANSWER = "profile-answer.json"  # what the run has made of the last request
+# In the folder of a profile, which has a summary.json too
+PROFILE_TABLE = "profile.txt"
+PROFILE_PICTURE = "profile.png"
 # Folders
 LOGS = "logs"  # a file a rank
 CHECKPOINTS = "checkpoints"
@@ -186,3 +191,18 @@ def nccl_trace(run_dir: str | Path, rank: int | None = None) -> Path:
 def memory_snapshot(run_dir: str | Path, rank: int) -> Path:
     """What the allocator held on a rank that ran out of memory."""
     return Path(run_dir) / f"memory-rank{rank}.pickle"
+
+
+def nccl_log(run_dir: str | Path, rank: int) -> Path:
+    """What NCCL says on a rank, with debug.nccl."""
+    return Path(run_dir) / LOGS / f"nccl-rank-{rank:05d}.log"
+
+
+def profile_folder(run_dir: str | Path, step: int) -> Path:
+    """Where the profile is whose first step is `step`."""
+    return Path(run_dir) / "profile" / f"step-{step:06d}"
+
+
+def profile_trace(folder: Path, rank: int) -> Path:
+    """The trace of a rank in the folder of a profile."""
+    return folder / f"rank-{rank}.json.gz"

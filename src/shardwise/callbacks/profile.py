@@ -1,0 +1,201 @@
+"""Profiles some steps: those that the Plan names, and those that `shardwise profile` asks a run for.
+
+All ranks learn of a request at the same step, as they learn of a signal (see process/signals.py), and all know the
+window: each gives the ranks that are profiled time to write, and leaves the window out of its speeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from shardwise.callbacks.guard import Guard, RollBack
+from shardwise.callbacks.profile_window import ProfileWindow
+from shardwise.callbacks.saving import Saving
+from shardwise.callbacks.steps import StepLog
+from shardwise.metrics.phases import PREFIX
+from shardwise.plan import Plan
+from shardwise.plan.plan import Profiling
+from shardwise.process.signals import signal_requests
+from shardwise.process.watchdog import progress
+from shardwise.run_dir.files import profile_folder
+from shardwise.run_dir.profile_request import Answer, Request, RequestWatch, remove_request, write_answer
+from shardwise.strategies.base import strategy_of
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A window that is to be profiled. `request`: who has asked for it; None: the Plan."""
+
+    profile: Profiling
+    first: int  # the earliest first step
+    request: Request | None = None
+
+
+class _Between(Callback):
+    """Marks data and validation. It is among the callbacks only while steps are profiled."""
+
+    def __init__(self, window: Callable[[], ProfileWindow | None]) -> None:
+        self.window = window
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if (window := self.window()) is not None:
+            window.marks.close(PREFIX + "data")
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if (window := self.window()) is not None:
+            window.marks.close(PREFIX + "data")
+            window.marks.open(PREFIX + "validation")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if (window := self.window()) is not None:
+            window.marks.close(PREFIX + "validation")
+            window.marks.open(PREFIX + "data")
+
+
+class Profile(Callback):
+    """Opens a window between two steps, where no validation comes, and closes it after its last step."""
+
+    ends_step = True  # it is called after every other callback and the module: see lightning_internals/hooks.py
+
+    def __init__(self, plan: Plan, step_log: StepLog, guard: Guard, saving: Saving) -> None:
+        self.plan, self.step_log, self.guard, self.saving = plan, step_log, guard, saving
+        self.wanted: list[Wanted] = []
+        self.window: ProfileWindow | None = None  # from one step before it is open
+        self.watch: RequestWatch | None = None
+        self.asked: Request | None = None  # what rank 0's thread has seen last
+        self.earlier = False  # whether an earlier start of the run has taken the Plan's profile, or tried to
+        self._between = _Between(lambda: self.window)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        start = self.plan.profile.start  # no rank can be profiled yet, so all see the same
+        self.earlier = start is not None and profile_folder(self.plan.run_dir, start).exists()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        start = self.plan.profile.start
+        if start is not None and not self.earlier:
+            if start > trainer.global_step:
+                self.wanted.append(Wanted(self.plan.profile, start))
+            else:
+                self._say(trainer, f"none is taken: profile.start={start}, and the run goes on after step "
+                          f"{trainer.global_step}")  # fmt: skip
+        if trainer.is_global_zero and not self.plan.quick_check:
+            self.watch = RequestWatch(Path(self.plan.run_dir), partial(self._ask, trainer))
+            strategy_of(trainer).at_teardown(self.watch.close)
+
+    def _ask(self, trainer: Trainer, request: Request) -> None:
+        """Hand on a request, in the thread of rank 0 that has seen it."""
+        busy = {"pytorch": "profiler=pytorch"}.get(self.plan.profiler)
+        busy = busy if self.plan.profile.tool == "torch" else f"profile.tool={self.plan.profile.tool}"
+        if busy is not None:
+            self._answer(request, "failed", f"the run is profiled by {busy} already")
+            return
+        self.asked = request
+        signal_requests.ask_for_profile(request.number)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._between_steps(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self._between_steps(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        window = self.window
+        if (batch_idx + 1) % self.plan.accumulate_grad_batches:
+            if window is not None and window.is_open:
+                window.marks.open(PREFIX + "data")
+            return
+        if number := self.guard.take_profile_request():
+            self._accept(trainer, number)
+        if window is not None and window.is_open:
+            if trainer.global_step < window.last:
+                window.begin_step(trainer.global_step + 1)
+                return
+            self._close(trainer)
+        waits = self.saving.before_validation is not None or trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if self.wanted and not waits:  # else there is more to come before the next step
+            self._between_steps(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.window is not None and self.window.is_open:
+            self._close(trainer)
+        for wanted in self.wanted:
+            self._say(trainer, f"none is taken: the run has ended with step {trainer.global_step}, before step "
+                      f"{wanted.first}")  # fmt: skip
+            self._answer(wanted.request, "failed", "the run has ended before it could be profiled")
+        if self.window is not None:
+            progress.doing("reading the profile")
+            self.window.wait()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # After another error the device, or another rank, may never answer: then the profiler is left as it is.
+        if isinstance(exception, RollBack) and self.window is not None:
+            self.window.abandon()
+
+    def _accept(self, trainer: Trainer, number: int) -> None:
+        """Plan the window of a request. All ranks do so at the same step."""
+        asked = Request.of_number(number)
+        ranks = None if asked.all_ranks else (0,)
+        profile = Profiling(trainer.global_step + 2, asked.steps, ranks, stacks=asked.stacks)
+        self.wanted.append(Wanted(profile, trainer.global_step + 2, self.asked))
+        self.wanted.sort(key=lambda wanted: wanted.first)
+
+    def _between_steps(self, trainer: Trainer) -> None:
+        """Open a window that begins with the next step, or prepare one that begins with the step after it."""
+        if not self.wanted or (self.window is not None and self.window.is_open):
+            return
+        wanted, step = self.wanted[0], trainer.global_step
+        if step + 2 < wanted.first:
+            return
+        if self.window is None or self.window.is_over:
+            if self.window is not None:
+                self.window.wait()
+            self.window = ProfileWindow(self.plan, wanted.profile, strategy_of(trainer), self.saving)
+            if step + 2 == wanted.first:
+                self.window.prepare()
+                return
+        del self.wanted[0]
+        folder = self.window.open(step + 1)
+        self.step_log.meter.leave_out(self.window.disturbed)
+        trainer.callbacks.append(self._between)  # type: ignore[attr-defined]
+        self._answer(wanted.request, "begun", str(folder))
+        self.window.when_read = partial(self._read, trainer, wanted.request)
+
+    def _close(self, trainer: Trainer) -> None:
+        assert self.window is not None
+        trainer.callbacks.remove(self._between)  # type: ignore[attr-defined]
+        progress.begin_setup()  # the other ranks wait in the next step until this one has its trace
+        progress.doing(f"the end of the profile of step {self.window.first}")
+        self.window.close(trainer.global_step)
+        strategy_of(trainer).recorder.restart_clock()
+
+    def _read(self, trainer: Trainer, request: Request | None, text: str, error: Exception | None) -> None:
+        """Tell the user, in the thread of rank 0 that has read the profile."""
+        assert self.window is not None
+        if error is not None:
+            self._say(trainer, f"it could not be {text}: {error}; the run goes on")
+            self._answer(request, "failed", f"it could not be {text}: {error}")
+            return
+        self.step_log.write(text)
+        self._answer(request, "done", str(self.window.folder))
+
+    def _answer(self, request: Request | None, state: Any, text: str) -> None:
+        if request is None or not request.id:
+            return
+        run_dir = Path(self.plan.run_dir)
+        if state in ("done", "failed"):
+            remove_request(run_dir, request)
+        write_answer(run_dir, Answer(request.id, state, text))
+
+    def _say(self, trainer: Trainer, text: str) -> None:
+        if trainer.is_global_zero:
+            self.step_log.write(f"profile: {text}")
+

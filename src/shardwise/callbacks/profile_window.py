@@ -1,0 +1,118 @@
+"""One window of profiled steps on one rank: it records, writes, and on rank 0 has the traces read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from shardwise.callbacks.saving import Saving
+from shardwise.metrics.phases import PREFIX, STEP, Marks, Phases
+from shardwise.metrics.profiler import Background, NsightRecorder, Reading, Recorder, TorchRecorder
+from shardwise.plan import Plan
+from shardwise.plan.plan import Profiling
+from shardwise.run_dir.files import profile_folder
+from shardwise.strategies.base import PlannedStrategy
+
+
+class ProfileWindow:
+    """Prepared, open, over: in this order. A rank that is not profiled has one too, which records nothing.
+
+    `when_read(text, error)`: is called in a thread of rank 0 with the table, or with what could not be done.
+    """
+
+    def __init__(self, plan: Plan, profile: Profiling, strategy: PlannedStrategy, saving: Saving) -> None:
+        self.plan, self.profile, self.strategy, self.saving = plan, profile, strategy, saving
+        self.rank = strategy.global_rank
+        self.is_open = self.is_over = self.is_prepared = False
+        self.first = self.last = 0
+        self.when_read: Callable[[str, Exception | None], None] = lambda text, error: None
+        nsight = profile.tool != "torch"
+        self.marks = Marks(nvtx=nsight, silent=not profile.has(self.rank))
+        self._phases = Phases(self.marks)
+        self._recorder: Recorder | None = None
+        if profile.has(self.rank):
+            device = strategy.root_device
+            self._recorder = NsightRecorder(device) if nsight else TorchRecorder(device, stacks=profile.stacks)
+        self._work: Background | None = None
+        self._reading: Reading | None = None
+        self._is_stopped = False
+
+    @property
+    def folder(self) -> Path:
+        return profile_folder(self.plan.run_dir, self.first)
+
+    @property
+    def disturbed(self) -> range:
+        """The steps that take longer: those of the window, the one before if it was prepared, and the one after."""
+        return range(self.first - self.is_prepared, self.last + 2)
+
+    def prepare(self) -> None:
+        self.is_prepared = True
+        if self._recorder is not None:
+            self._recorder.prepare()
+
+    def open(self, first: int) -> Path:
+        """Begin to record with step `first`. Returns the folder of the profile."""
+        self.first, self.last, self.is_open = first, first + self.profile.steps - 1, True
+        if self._recorder is not None or self.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        if self._recorder is None:
+            return self.folder
+        self._phases.mark(self.strategy, "training_step", "forward")
+        self._phases.mark(self.strategy, "backward", "backward")
+        self._phases.mark_after_closure(self.strategy.planned_precision, "optimizer")
+        self._phases.mark(self.saving, "save_step", "save")
+        if self.marks.nvtx:
+            self._phases.mark_units(dict(self.strategy.units.modules))
+        self._recorder.start()
+        self.begin_step(first)
+        return self.folder
+
+    def begin_step(self, step: int) -> None:
+        self.marks.close_all()
+        self.marks.open(STEP.format(step))
+        self.marks.open(PREFIX + "data")
+
+    def close(self, last: int) -> None:
+        """Stop after step `last`, and write and read beside the training."""
+        self.last, self.is_open, self.is_over = last, False, True
+        self._phases.remove()
+        if self._recorder is not None:
+            self._recorder.stop()
+        if self._recorder is not None or self.rank == 0:
+            self._work = Background(self._write_and_read)
+            self.strategy.at_teardown(self._stop_reading)
+
+    def abandon(self) -> None:
+        """Throw away what was recorded."""
+        self._phases.remove()
+        if self.is_open and self._recorder is not None:
+            self._recorder.stop()
+        self.is_open, self.is_over = False, True
+
+    def wait(self) -> None:
+        """Wait until the profile is written and read."""
+        if self._work is not None:
+            self._work.wait()
+
+    def _write_and_read(self) -> None:
+        doing, text = "written", ""
+        try:
+            if self._recorder is not None:
+                self._recorder.write(self.folder, self.rank)
+            if self.rank == 0 and self.profile.tool == "torch":
+                doing = "read"
+                everyone = range(self.plan.topology.world_size)
+                self._reading = Reading(self.folder, [rank for rank in everyone if self.profile.has(rank)])
+                text = self._reading.wait()
+        except (OSError, RuntimeError) as error:
+            if not self._is_stopped:
+                self.when_read(doing, error)
+            return
+        if self.rank == 0 and text:
+            self.when_read(text, None)
+
+    def _stop_reading(self) -> None:
+        self._is_stopped = True
+        if self._reading is not None:
+            self._reading.stop()

@@ -1,0 +1,118 @@
+"""Names the phases of a step in a profile. Nothing of it is there outside of the profiled steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+STEP = "ProfilerStep#{}"  # torch's own name, which other readers of traces know
+PREFIX = "shardwise::"  # before data, forward, backward, optimizer, save, validation
+
+
+class Marks:
+    """Opens and closes named ranges: those of torch's profiler, or NVTX ranges for Nsight. The last one closes first."""
+
+    def __init__(self, *, nvtx: bool, silent: bool = False) -> None:
+        self.nvtx = nvtx and not silent and _has_nvtx()
+        self.silent = silent or (nvtx and not self.nvtx)
+        self._open: list[tuple[str, torch.profiler.record_function | None]] = []
+
+    def open(self, name: str) -> None:
+        record = None
+        if self.nvtx:
+            torch.cuda.nvtx.range_push(name)
+        elif not self.silent:
+            record = torch.profiler.record_function(name)
+            record.__enter__()
+        self._open.append((name, record))
+
+    def close(self, name: str) -> None:
+        """Close the range `name`, with those that were opened in it. Nothing happens if it is not open."""
+        while any(name == other for other, _ in self._open):
+            _, record = self._open.pop()
+            if self.nvtx:
+                torch.cuda.nvtx.range_pop()
+            elif record is not None:
+                record.__exit__(None, None, None)
+
+    def close_all(self) -> None:
+        if self._open:
+            self.close(self._open[0][0])
+
+
+def _has_nvtx() -> bool:
+    """Whether torch can make NVTX ranges: a build for the CPU raises at the first."""
+    with suppress(RuntimeError):
+        torch.cuda.nvtx.range_push("shardwise")
+        torch.cuda.nvtx.range_pop()
+        return True
+    return False
+
+
+class Phases:
+    """Marks the calls of some methods while it is installed."""
+
+    def __init__(self, marks: Marks) -> None:
+        self.marks = marks
+        self._undo: list[Callable[[], Any]] = []
+
+    def mark(self, owner: Any, method: str, phase: str) -> None:
+        """Mark each call of `owner.method` as `phase`."""
+        original, name = getattr(owner, method), PREFIX + phase
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            self.marks.open(name)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.marks.close(name)
+
+        self._replace(owner, method, marked)
+
+    def mark_after_closure(self, precision: Any, phase: str) -> None:
+        """Mark what `precision.optimizer_step` does after its closure, which is the forward and backward pass."""
+        original, name = precision.optimizer_step, PREFIX + phase
+
+        def marked(optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+            def then() -> Any:
+                result = closure()
+                self.marks.open(name)
+                return result
+
+            automatic = model.automatic_optimization  # else the closure is called within optimizer.step
+            if not automatic:
+                self.marks.open(name)
+            try:
+                return original(optimizer, model=model, closure=then if automatic else closure, **kwargs)
+            finally:
+                self.marks.close(name)
+
+        self._replace(precision, "optimizer_step", marked)
+
+    def mark_units(self, units: dict[str, nn.Module]) -> None:
+        """Mark the forward pass of each unit. `units`: by their names."""
+        for name, unit in units.items():
+            label = f"unit {name}"
+            self._remove_later(unit.register_forward_pre_hook(lambda *_, label=label: self.marks.open(label)))
+            self._remove_later(
+                unit.register_forward_hook(lambda *_, label=label: self.marks.close(label), always_call=True)
+            )
+
+    def remove(self) -> None:
+        """Put everything back as it was."""
+        while self._undo:
+            self._undo.pop()()
+        self.marks.close_all()
+
+    def _replace(self, owner: Any, method: str, replacement: Callable[..., Any]) -> None:
+        own = vars(owner).get(method)
+        setattr(owner, method, replacement)
+        self._undo.append(lambda: delattr(owner, method) if own is None else setattr(owner, method, own))
+
+    def _remove_later(self, handle: RemovableHandle) -> None:
+        self._undo.append(handle.remove)

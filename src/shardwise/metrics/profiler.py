@@ -1,0 +1,137 @@
+"""Records what a rank does in some steps, and writes it down beside the training."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from shardwise.config.paths import ROOT
+from shardwise.run_dir.files import partial_path, profile_trace, put_in_place
+
+
+class Recorder(Protocol):
+    """What records the profiled steps of this rank."""
+
+    def prepare(self) -> None:
+        """Called a step before, so that the first recorded step does not pay for the set-up."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None:
+        """Waits until the device has done what the recorded steps have asked of it."""
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Write what was recorded. Called in a thread of its own. Raises OSError."""
+
+
+class TorchRecorder:
+    """A trace of torch's profiler, as the Chrome format has it."""
+
+    def __init__(self, device: torch.device, *, stacks: bool) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else it writes lines of its own about start and stop
+        self.device = device
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        self._profile: profile | None = profile(activities=activities, with_stack=stacks)
+        self._prepared = False
+
+    def prepare(self) -> None:
+        assert self._profile is not None
+        self._profile.prepare_trace()
+        self._prepared = True
+
+    def start(self) -> None:
+        assert self._profile is not None
+        if not self._prepared:
+            self._profile.prepare_trace()
+        self._profile.start_trace()
+
+    def stop(self) -> None:
+        assert self._profile is not None
+        self._profile.stop_trace()
+
+    def write(self, folder: Path, rank: int) -> None:
+        recorded, self._profile = self._profile, None
+        assert recorded is not None
+        path = profile_trace(folder, rank)
+        plain = partial_path(path.with_suffix(""))
+        try:
+            recorded.export_chrome_trace(str(plain))
+            with plain.open("rb") as source, gzip.open(partial_path(path), "wb", compresslevel=5) as target:
+                shutil.copyfileobj(source, target, 2**20)
+            put_in_place(path)
+        finally:
+            with suppress(OSError):
+                plain.unlink(missing_ok=True)
+
+
+class NsightRecorder:
+    """Tells Nsight, which was started before this program, when to record."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def prepare(self) -> None: ...
+
+    def start(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.profiler.start()
+
+    def stop(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.profiler.stop()
+
+    def write(self, folder: Path, rank: int) -> None: ...
+
+
+class Background:
+    """Does a piece of work in a thread, and keeps the error that it ended with."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.error: Exception | None = None
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name="profile", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self.error = error
+
+    def wait(self) -> None:
+        self._thread.join()
+
+
+class Reading:
+    """A process (metrics/profile_summary.py) that reads the traces of `ranks` in `folder` as soon as they are all there."""
+
+    def __init__(self, folder: Path, ranks: list[int]) -> None:
+        path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "shardwise.metrics.profile_summary", str(folder), *map(str, ranks)],
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def wait(self) -> str:
+        """The table. Raises RuntimeError: the traces could not be read."""
+        out, errors = self.process.communicate()
+        if self.process.returncode:
+            raise RuntimeError(errors.strip().splitlines()[-1] if errors.strip() else "the reader was killed")
+        return out
+
+    def stop(self) -> None:
+        self.process.kill()

@@ -1,0 +1,107 @@
+"""Decides which steps are profiled and what helps to find a mistake, and refuses what cannot be."""
+
+from __future__ import annotations
+
+from shardwise.config.profiling import DebugConfig, ProfileConfig
+from shardwise.config.schema import RunConfig, Stage
+from shardwise.errors import ConfigError, count
+from shardwise.plan.plan import Debugging, Host, Profiling
+from shardwise.plan.topology import Topology
+
+
+def make_profiling(
+    config: RunConfig, host: Host, topology: Topology, accelerator: str, max_steps: int | None
+) -> Profiling:
+    """Check `config.profile`, alone and beside the rest of the run.
+
+    Raises:
+        ConfigError
+    """
+    profile = config.profile
+    if profile.start is None:
+        if profile != ProfileConfig():
+            raise ConfigError(
+                "profile.…: profile.start=null profiles no step; give profile.start=N, or leave the others out too"
+            )
+        return Profiling()
+    for word, value in (("start", profile.start), ("steps", profile.steps)):
+        if value < 1:
+            raise ConfigError(f"profile.{word}={value}: must be at least 1")
+    if config.stage is not Stage.fit:
+        raise ConfigError(f"profile.start={profile.start}: stage={config.stage.value} makes no steps; leave it out")
+    last = profile.start + profile.steps - 1
+    if max_steps is not None and last > max_steps:
+        raise ConfigError(
+            f"profile.start={profile.start} profile.steps={profile.steps} ends with step {last}, and the run with step "
+            f"{max_steps}: use profile.start={max(1, max_steps - profile.steps + 1)}, or a longer run"
+        )
+    if config.profiler.value == "pytorch":
+        raise ConfigError(
+            f"profile.start={profile.start} profiler=pytorch: torch profiles one window at a time; leave profiler= out"
+        )
+    if profile.memory and accelerator == "cpu":
+        raise ConfigError("profile.memory=true needs a GPU, whose allocator keeps the history; leave it out on the CPU")
+    _check_tool(profile, host, topology, accelerator)
+    return Profiling(
+        start=profile.start,
+        steps=profile.steps,
+        ranks=_ranks(profile.ranks, topology.world_size),
+        stacks=profile.stacks,
+        memory=profile.memory,
+        tool=profile.tool.value,
+    )
+
+
+def _ranks(ranks: list[int] | str, world_size: int) -> tuple[int, ...] | None:
+    if ranks == "all":
+        return None
+    wrong = isinstance(ranks, str) or not ranks or len(set(ranks)) < len(ranks)
+    if wrong or not all(0 <= int(rank) < world_size for rank in ranks):
+        text = ranks if isinstance(ranks, str) else f"[{','.join(map(str, ranks))}]"
+        raise ConfigError(
+            f"profile.ranks={text}: must be all, or a list such as [0] of ranks from 0 to {world_size - 1}, each once"
+        )
+    return tuple(sorted(map(int, ranks)))
+
+
+def _check_tool(profile: ProfileConfig, host: Host, topology: Topology, accelerator: str) -> None:
+    tool = profile.tool.value
+    if tool == "torch":
+        return
+    if accelerator == "cpu":
+        raise ConfigError(f"profile.tool={tool} sees what GPUs do; use profile.tool=torch on the CPU")
+    for word in ("stacks", "memory"):
+        if getattr(profile, word):
+            raise ConfigError(f"profile.tool={tool} profile.{word}=true: only profile.tool=torch has it; leave one out")
+    if host.launcher == "torchrun":
+        raise ConfigError(
+            f"profile.tool={tool} goes before each rank's command, and torchrun has started the ranks already: use "
+            f"python train.py devices=N, shardwise submit, or profile.tool=torch"
+        )
+    if tool == "ncu" and topology.world_size > 1:
+        raise ConfigError(
+            f"profile.tool=ncu runs each kernel several times, and those of NCCL would wait for each other for ever: "
+            f"use strategy=ddp devices=1 in place of {count(topology.world_size, 'rank')}, or profile.tool=nsys"
+        )
+
+
+def make_debugging(debug: DebugConfig, accelerator: str) -> Debugging:
+    """Check `config.debug`.
+
+    Raises:
+        ConfigError: an option that only CUDA has, on the CPU.
+    """
+    if accelerator == "cpu":
+        why = {"sync": "lets the host wait for a GPU", "launch_blocking": "launches kernels", "nccl": "uses NCCL"}
+        for word, does in why.items():
+            value = getattr(debug, word)
+            if value is True or getattr(value, "value", "off") != "off":
+                text = "true" if value is True else value.value
+                raise ConfigError(f"debug.{word}={text} needs CUDA: nothing on the CPU {does}; leave it out")
+    return Debugging(sync=debug.sync.value, anomaly=debug.anomaly, nccl=debug.nccl.value != "off")
+
+
+def debug_environment(debug: DebugConfig) -> dict[str, str]:
+    """What CUDA and NCCL read from the environment."""
+    words = {"CUDA_LAUNCH_BLOCKING": "1"} if debug.launch_blocking else {}
+    return words | ({"NCCL_DEBUG": debug.nccl.value.upper()} if debug.nccl.value != "off" else {})
