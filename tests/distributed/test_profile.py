@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import csv
 import gzip
+import itertools
 import json
-import threading
 from collections import Counter
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 
-from shardwise.callbacks.profile import Profile
 from shardwise.run_dir.files import profile_folder, profile_trace
-from shardwise.run_dir.profile_request import Answer, Request, read_answer, read_request, write_request
 from tests.harness.cells import cell_plan, fit
-from tests.harness.patience import wait_until
 from tests.harness.processes import spawn
 
 WORDS = ["micro_batch_size=2", "global_batch_size=8", "max_steps=8", "deterministic=true"]
@@ -77,5 +72,5 @@ def check_annotations(events: list[tuple[str, float, float]]) -> None:
     phases = [event for event in ours if event[0].startswith("shardwise")]
     for name, begin, end in phases:
         assert any(first <= begin and end <= last for _, first, last in steps), name
-    for (name, _, end), (other, begin, _) in zip(phases, phases[1:], strict=False):
+    for (name, _, end), (other, begin, _) in itertools.pairwise(phases):
         assert end <= begin, f"{name} is not over when {other} begins"

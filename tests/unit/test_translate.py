@@ -79,7 +79,7 @@ ANYWAY = [
 OURS = [
     "accelerator=cpu", "precision=bf16", "strategy=zero2", "strategy.offload_optimizer=true", "max_epochs=3",
     "devices=4",     "log_every_n_steps=3", "gradient_clip_val=1", "deterministic=true", "callbacks.stop.monitor=x",
-    "min_epochs=2", "min_steps=9", "gradient_clip_algorithm=value", 
+    "min_epochs=2", "min_steps=9", "gradient_clip_algorithm=value",
     "strategy=a,b", "foo",
     "module.batch_size=3", "precision=[16]", "-m", "callbacks={stop: null}", "profiler=simple",
 ]  # fmt: skip

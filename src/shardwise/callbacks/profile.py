@@ -198,4 +198,3 @@ class Profile(Callback):
     def _say(self, trainer: Trainer, text: str) -> None:
         if trainer.is_global_zero:
             self.step_log.write(f"profile: {text}")
-

@@ -145,7 +145,9 @@ _ARGUMENTS = _rows(
             "`profiler=simple|advanced|pytorch`, over the whole run. What some steps spend their time on says "
             "`profile.start=N`"
         ),
-        "detect_anomaly": _word("`debug.anomaly=true`", test=f"{_ANYBODY}::test_detect_anomaly_names_the_forward_operation"),
+        "detect_anomaly": _word(
+            "`debug.anomaly=true`", test=f"{_ANYBODY}::test_detect_anomaly_names_the_forward_operation"
+        ),
         "barebones": _refused("what is measured costs next to nothing here: docs/overhead.md"),
         "plugins": _refused(
             "precision, processes and checkpoints are the strategies' own, so that they agree: `precision=`, "

@@ -37,11 +37,13 @@ class ProfileConfig:
     )
     steps: int = option(1, "how many steps are profiled; one is usually enough")
     ranks: list[int] | str = option([0], "the ranks that are profiled, or all", form="[0]|all")
-    stacks: bool = option(False, "names the line of Python behind each operation; the profiled steps become much slower")
+    stacks: bool = option(
+        False, "names the line of Python behind each operation; the profiled steps become much slower"
+    )
     memory: bool = option(False, "on CUDA: what holds memory over these steps, by category, with the largest blocks")
     tool: ProfileTool = option(
         ProfileTool.torch,
-        "torch writes a trace and reads it; nsys and ncu put NVIDIA's profiler before the program, ncu on one GPU alone",
+        "torch writes a trace and reads it; nsys and ncu put NVIDIA's profilers before it, ncu on one GPU alone",
     )
 
 

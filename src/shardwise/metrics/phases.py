@@ -15,7 +15,7 @@ PREFIX = "shardwise::"  # before data, forward, backward, optimizer, save, valid
 
 
 class Marks:
-    """Opens and closes named ranges: those of torch's profiler, or NVTX ranges for Nsight. The last one closes first."""
+    """Opens and closes named ranges of torch's profiler, or NVTX ranges for Nsight. The last one closes first."""
 
     def __init__(self, *, nvtx: bool, silent: bool = False) -> None:
         self.nvtx = nvtx and not silent and _has_nvtx()
@@ -25,10 +25,10 @@ class Marks:
     def open(self, name: str) -> None:
         record = None
         if self.nvtx:
-            torch.cuda.nvtx.range_push(name)
+            torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
         elif not self.silent:
             record = torch.profiler.record_function(name)
-            record.__enter__()
+            record.__enter__()  # type: ignore[no-untyped-call]
         self._open.append((name, record))
 
     def close(self, name: str) -> None:
@@ -36,7 +36,7 @@ class Marks:
         while any(name == other for other, _ in self._open):
             _, record = self._open.pop()
             if self.nvtx:
-                torch.cuda.nvtx.range_pop()
+                torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
             elif record is not None:
                 record.__exit__(None, None, None)
 
@@ -48,8 +48,8 @@ class Marks:
 def _has_nvtx() -> bool:
     """Whether torch can make NVTX ranges: a build for the CPU raises at the first."""
     with suppress(RuntimeError):
-        torch.cuda.nvtx.range_push("shardwise")
-        torch.cuda.nvtx.range_pop()
+        torch.cuda.nvtx.range_push("shardwise")  # type: ignore[no-untyped-call]
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
         return True
     return False
 

@@ -86,12 +86,12 @@ class NsightRecorder:
     def start(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            torch.cuda.profiler.start()
+            torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            torch.cuda.profiler.stop()
+            torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
 
     def write(self, folder: Path, rank: int) -> None: ...
 
@@ -116,7 +116,7 @@ class Background:
 
 
 class Reading:
-    """A process (metrics/profile_summary.py) that reads the traces of `ranks` in `folder` as soon as they are all there."""
+    """A process (metrics/profile_summary.py) that reads the traces in `folder` as soon as all `ranks` have one."""
 
     def __init__(self, folder: Path, ranks: list[int]) -> None:
         path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])

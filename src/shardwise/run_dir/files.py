@@ -168,6 +168,23 @@ def lock_run_dir(run_dir: Path, stage: str, *, is_requeued: bool) -> bool:
     return True
 
 
+def is_locked(run_dir: Path) -> bool | None:
+    """Whether a process trains in a run's folder; None: its file system does not tell."""
+    try:
+        descriptor = os.open(run_dir, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def rank_log(run_dir: str | Path, rank: int) -> Path:
     """What one rank prints; of rank 0, which prints for the user, only what C libraries print."""
     return Path(run_dir) / LOGS / f"rank-{rank:05d}.log"

@@ -1,4 +1,4 @@
-"""How `shardwise profile` and a run talk: by two small files in the run's folder, which rank 0 looks at once a second."""
+"""How `shardwise profile` and a run talk: by two small files in the run's folder, looked at once a second."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ TOOLS = {
     "generate": "text that a run's model writes, from a prompt or a file of them",
     "prepare": "text into token shards, for data=token_shards; images into tar shards",
     "preflight": "are the machines that a run would be on what they should be, and do they work together?",
+    "profile": "where the time of a step goes, in a run that is under way",
     "submit": "a run to Slurm, once it is known that it can work",
 }
 

@@ -1,0 +1,127 @@
+"""Asks a run that is under way for a profile of its next steps: `shardwise profile runs/NAME`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.errors import ConfigError
+from shardwise.run_dir.files import PLAN, PROFILE_REQUEST, PROFILE_TABLE, SUMMARY, is_locked
+from shardwise.run_dir.profile_request import (
+    MOST_STEPS,
+    Answer,
+    Request,
+    read_answer,
+    read_request,
+    remove_request,
+    write_request,
+)
+from shardwise.tools import read_words
+
+HELP = f"""\
+usage: shardwise profile RUN [steps=1] [ranks=0|all] [stacks=true] [wait_seconds=600]
+
+Asks a run that is under way, on any node, for a profile of its next steps, and prints where their time went. RUN is the
+run's folder, runs/NAME. The run's losses and weights stay the same to the bit. docs/profiling.md
+
+  steps=N                   how many steps; at most {MOST_STEPS}
+  ranks=0|all               rank 0, or every rank: what the ranks wait for each other shows with all
+  stacks=true               names the line of Python behind each operation; the profiled steps become much slower
+  wait_seconds=N            give up after this time; a run that validates or saves answers after that
+
+`--steps 1` and `--ranks all` are read too. What a run does from its start on: train.py … profile.start=N
+"""
+
+_ANSWER_SECONDS = 30.0  # in which the thread of rank 0 must have seen a request
+_LOOK_SECONDS = 0.2
+
+
+@dataclass
+class Options:
+    steps: int = 1
+    ranks: str = "0"
+    stacks: bool = False
+    wait_seconds: float = 600.0
+
+
+def run(words: list[str]) -> None:
+    """Ask for a profile, wait for it, and print its table.
+
+    Raises:
+        ConfigError: there is no such run, or it has ended, does not answer, or could not be profiled.
+    """
+    alone, options = read_words(_plain(words), Options)
+    if len(alone) != 1:
+        raise ConfigError("shardwise profile takes the folder of one run: shardwise profile runs/NAME")
+    if not 1 <= options.steps <= MOST_STEPS:
+        raise ConfigError(f"steps={options.steps}: must be from 1 to {MOST_STEPS}; one is usually enough")
+    if options.ranks not in ("0", "all"):
+        raise ConfigError(f"ranks={options.ranks}: must be 0 or all; others are said at the start: profile.ranks=[3]")
+    run_dir = Path(alone[0])
+    _check_runs(run_dir)
+    request = Request(options.steps, options.ranks == "all", options.stacks)
+    if (other := read_request(run_dir)) is not None:
+        age = max(0.0, time.time() - other.time)
+        raise ConfigError(f"{run_dir}: somebody has asked for a profile {age:.0f} s ago, which is not done yet: wait for "
+                          f"it, or remove {run_dir / PROFILE_REQUEST}")  # fmt: skip
+    try:
+        write_request(run_dir, request)
+    except OSError as error:
+        raise ConfigError(f"{run_dir} cannot be written to: {error.strerror}; ask as the user who runs it") from None
+    try:
+        folder = _wait(run_dir, request, options.wait_seconds)
+    finally:
+        remove_request(run_dir, request)
+    print((folder / PROFILE_TABLE).read_text(), end="")
+    print(f"in {folder}: the traces, which https://ui.perfetto.dev opens, {SUMMARY} and a picture")
+
+
+def _plain(words: list[str]) -> list[str]:
+    """`--steps 1` and `--steps=1` → `steps=1`."""
+    plain: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word.startswith("--"):
+            word = word[2:] if "=" in word else f"{word[2:]}={next(rest, '')}"
+        plain.append(word)
+    return plain
+
+
+def _check_runs(run_dir: Path) -> None:
+    if not (run_dir / PLAN).is_file():
+        raise ConfigError(f"{run_dir} is the folder of no run: give one such as runs/NAME, in which {PLAN} is")
+    if is_locked(run_dir) is False:
+        how = "has ended" if (run_dir / SUMMARY).exists() else "is not under way: it was stopped, or has died"
+        raise ConfigError(f"the run in {run_dir} {how}; start it with profile.start=N to profile its step N")
+
+
+def _wait(run_dir: Path, request: Request, seconds: float) -> Path:
+    """The folder of the profile, as soon as it is read."""
+    begin, shown = time.monotonic(), "asked"
+    while True:
+        answer = read_answer(run_dir, request)
+        waited = time.monotonic() - begin
+        if answer is not None and answer.state == "done":
+            return Path(answer.text)
+        if answer is not None and answer.state == "failed":
+            raise ConfigError(f"{run_dir}: {answer.text}")
+        if answer is None and waited > min(seconds, _ANSWER_SECONDS):
+            raise ConfigError(
+                f"the run in {run_dir} does not answer after {waited:.0f} s: it trains no step yet, was started by an "
+                f"earlier version, or hangs; see its logs/"
+            )
+        if waited > seconds:
+            raise ConfigError(f"no profile after wait_seconds={seconds:.0f}: {_state(answer)}; give more, or look into "
+                              f"{run_dir} later")  # fmt: skip
+        _check_runs(run_dir)
+        if answer is not None and answer.state != shown:
+            shown = answer.state
+            print(f"the run {_state(answer)}", flush=True)
+        time.sleep(_LOOK_SECONDS)
+
+
+def _state(answer: Answer | None) -> str:
+    if answer is None:
+        return "has not answered"
+    return {"seen": "has seen the request", "begun": "is being profiled"}.get(answer.state, answer.state)
