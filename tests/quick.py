@@ -74,6 +74,7 @@ RUNS: dict[str, list[str]] = {
         "test_out_of_memory.py::test_a_single_rank_within_the_launchers_process[training-training, in step 2]"
     ],
     "the engines' knobs": ["test_engine_knobs.py::test_a_run_goes_on_with_other_sub_groups"],
+    "profile": ["test_profile.py"],
     "preflight": [
         "test_preflight.py::test_nodes_that_are_well",
         "test_preflight.py::test_alone_it_starts_its_own_processes",

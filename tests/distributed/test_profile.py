@@ -7,15 +7,24 @@ import gzip
 import itertools
 import json
 from collections import Counter
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 
+from shardwise.callbacks.guard import RollBack
+from shardwise.metrics.profile import ProfileSummary
+from shardwise.run_dir.events import read_events
 from shardwise.run_dir.files import profile_folder, profile_trace
+from shardwise.run_dir.profile_request import Request, write_request
+from shardwise.tools import main
 from tests.harness.cells import cell_plan, fit
+from tests.harness.commands import RECIPE, Running, make_home
 from tests.harness.processes import spawn
 
 WORDS = ["micro_batch_size=2", "global_batch_size=8", "max_steps=8", "deterministic=true"]
@@ -31,13 +40,18 @@ def annotations(trace: Path) -> list[tuple[str, float, float]]:
     )
 
 
+def unread() -> Any:
+    """The traces are written and not read: to read one takes a process of its own some seconds."""
+    return patch("shardwise.callbacks.profile_window.Reading", **{"return_value.wait.return_value": ""})
+
+
 def both(folder: Path) -> dict[str, Any]:
     """Each strategy with a profile and without: losses, whether the weights are the same, what the traces have."""
     found = {}
     for strategy in ("ddp", "fsdp", "zero2"):
         words = [*WORDS, *PROFILED[3:], f"strategy={strategy}"]
         plain = fit(cell_plan(folder / f"{strategy}-plain", 2, *words))
-        with redirect_stdout(StringIO()) as said:
+        with redirect_stdout(StringIO()) as said, nullcontext() if strategy == "fsdp" else unread():
             run = fit(cell_plan(folder / strategy, 2, *words, *PROFILED[:3]))
         found[strategy] = {
             "losses": (plain["losses"], run["losses"]),
@@ -74,3 +88,82 @@ def check_annotations(events: list[tuple[str, float, float]]) -> None:
         assert any(first <= begin and end <= last for _, first, last in steps), name
     for (name, _, end), (other, begin, _) in itertools.pairwise(phases):
         assert end <= begin, f"{name} is not over when {other} begins"
+
+
+class RollsBack(Callback):
+    """Rolls the run back once, in the middle of a window."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == 5:
+            raise RollBack(0)
+
+
+def edges(folder: Path) -> dict[str, str]:
+    """What a run says whose window is at an edge."""
+    said = {}
+
+    def run(name: str, *words: str, callback: Callback | None = None) -> None:
+        plan = cell_plan(folder / name, 1, "micro_batch_size=4", "global_batch_size=8", *words)
+        with redirect_stdout(StringIO()) as out, nullcontext() if name == "first" else unread():
+            fit(plan, *([] if callback is None else [callback]))
+        said[name] = out.getvalue()
+
+    run("first", "max_steps=2", "profile.start=1", "profile.steps=2", "profile.stacks=true")
+    run("parts", "max_steps=3")
+    saved = f"resume={folder}/parts/checkpoints/step-00000003.ckpt"
+    run("parts", "max_steps=5", saved, "profile.start=2")
+    epochs = ["max_steps=null", "max_epochs=2", "schedule=none", "validate_every_n_steps=null"]
+    run("epochs", *epochs, "profile.start=7")  # 50 samples are six steps
+    run("short", *epochs, "profile.start=12", "profile.steps=5")
+    run("never", *epochs, "profile.start=40")
+    with pytest.raises(RollBack):
+        run("back", "max_steps=8", "profile.start=4", "profile.steps=3", callback=RollsBack())
+    run("back", "max_steps=8", "profile.start=4")
+    return said
+
+
+def test_a_window_at_an_edge_of_the_run(tmp_path: Path) -> None:
+    [said] = spawn(1, edges, tmp_path)
+
+    def steps(name: str, first: int) -> list[int]:
+        names = [name for name, _, _ in annotations(profile_trace(profile_folder(tmp_path / name, first), 0))]
+        return [int(name.partition("#")[2]) for name in names if name.startswith("ProfilerStep")]
+
+    assert steps("first", 1) == [1, 2] and "steps 1 to 2 of rank 0" in said["first"]
+    summary = ProfileSummary.from_json((profile_folder(tmp_path / "first", 1) / "summary.json").read_text())
+    for step in summary.steps:
+        parts = step.compute_ms + step.exposed_communication_ms + step.copies_alone_ms + step.idle_ms
+        assert parts == pytest.approx(step.span_ms, rel=0.01)
+    assert "profile: none is taken: profile.start=2, and the run goes on after step 3" in said["parts"]
+    assert steps("epochs", 7) == [7] and steps("short", 12) == [12]
+    names = [name for name, _, _ in annotations(profile_trace(profile_folder(tmp_path / "epochs", 7), 0))]
+    assert "shardwise::validation" not in names  # it comes between the epochs, before the window
+    assert "profile: none is taken: the run has ended with step 12, before step 40" in said["never"]
+    assert steps("back", 4) == [4]
+    [event] = [event for event in read_events(tmp_path / "first") if event.kind == "profile"]
+    assert (event.data["first"], event.data["last"]) == (1, 2)
+
+
+def test_a_run_that_is_under_way_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = make_home(tmp_path)
+    runs = home / "runs"
+    words = [*RECIPE, "max_steps=100000", "devices=2", "name=asked", "max_validation_batches=0", "checkpoint=none"]
+    with Running(home, "asked", *words) as running:
+        running.wait_for("step 3/")
+        assert main(["profile", str(runs / "asked"), "--steps", "2", "--ranks=all", "wait_seconds=400"]) == 0
+        said = capsys.readouterr().out
+        [folder] = (runs / "asked/profile").iterdir()
+        assert "of rank 0 (CPU" in said and said.count("\nthe run ") + said.startswith("the run ") >= 1
+        assert {path.name for path in folder.iterdir()} == {
+            "rank-0.json.gz", "rank-1.json.gz", "ranks.json", "summary.json", "profile.txt", "profile.png",
+        }  # fmt: skip
+        write_request(runs / "asked", Request())
+        assert not (runs / "asked/profile-request.json.partial").exists()
+        assert main(["profile", str(runs / "asked")]) == 2
+        assert "somebody has asked for a profile" in capsys.readouterr().err
+    for run, message in (
+        ("asked", "is not under way: it was stopped, or has died"),
+        ("none", "is the folder of no run"),
+    ):
+        assert main(["profile", str(runs / run)]) == 2
+        assert message in capsys.readouterr().err

@@ -20,10 +20,11 @@ from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog
 from shardwise.metrics.phases import PREFIX
 from shardwise.plan import Plan
-from shardwise.plan.plan import Profiling
+from shardwise.plan.profiling import Profiling
 from shardwise.process.signals import signal_requests
 from shardwise.process.watchdog import progress
-from shardwise.run_dir.files import profile_folder
+from shardwise.run_dir.events import append_event
+from shardwise.run_dir.files import SUMMARY, profile_folder
 from shardwise.run_dir.profile_request import Answer, Request, RequestWatch, remove_request, write_answer
 from shardwise.strategies.base import strategy_of
 
@@ -78,12 +79,17 @@ class Profile(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         start = self.plan.profile.start
-        if start is not None and not self.earlier:
-            if start > trainer.global_step:
-                self.wanted.append(Wanted(self.plan.profile, start))
-            else:
-                self._say(trainer, f"none is taken: profile.start={start}, and the run goes on after step "
-                          f"{trainer.global_step}")  # fmt: skip
+        if start is not None and self.earlier:
+            folder = profile_folder(self.plan.run_dir, start)
+            if not (folder / SUMMARY).exists():
+                self._say(
+                    trainer, f"none is taken: an earlier start of the run began one; remove {folder} to try again"
+                )
+        elif start is not None and start <= trainer.global_step:
+            done = trainer.global_step
+            self._say(trainer, f"none is taken: profile.start={start}, and the run goes on after step {done}")
+        elif start is not None:
+            self.wanted.append(Wanted(self.plan.profile, start))
         if trainer.is_global_zero and not self.plan.quick_check:
             self.watch = RequestWatch(Path(self.plan.run_dir), partial(self._ask, trainer))
             strategy_of(trainer).at_teardown(self.watch.close)
@@ -99,6 +105,8 @@ class Profile(Callback):
         signal_requests.ask_for_profile(request.number)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.window is not None and self.window.is_open:
+            self.window.begin_step(trainer.global_step + 1)
         self._between_steps(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -113,14 +121,17 @@ class Profile(Callback):
             if window is not None and window.is_open:
                 window.marks.open(PREFIX + "data")
             return
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if number := self.guard.take_profile_request():
             self._accept(trainer, number)
         if window is not None and window.is_open:
             if trainer.global_step < window.last:
-                window.begin_step(trainer.global_step + 1)
+                window.marks.close_all()
+                if not is_last:
+                    window.begin_step(trainer.global_step + 1)
                 return
             self._close(trainer)
-        waits = self.saving.before_validation is not None or trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        waits = self.saving.before_validation is not None or is_last
         if self.wanted and not waits:  # else there is more to come before the next step
             self._between_steps(trainer)
 
@@ -163,11 +174,10 @@ class Profile(Callback):
                 self.window.prepare()
                 return
         del self.wanted[0]
-        folder = self.window.open(step + 1)
+        folder = self.window.open(step + 1, partial(self._read, trainer, wanted.request))
         self.step_log.meter.leave_out(self.window.disturbed)
         trainer.callbacks.append(self._between)  # type: ignore[attr-defined]
         self._answer(wanted.request, "begun", str(folder))
-        self.window.when_read = partial(self._read, trainer, wanted.request)
 
     def _close(self, trainer: Trainer) -> None:
         assert self.window is not None
@@ -184,8 +194,13 @@ class Profile(Callback):
             self._say(trainer, f"it could not be {text}: {error}; the run goes on")
             self._answer(request, "failed", f"it could not be {text}: {error}")
             return
-        self.step_log.write(text)
-        self._answer(request, "done", str(self.window.folder))
+        self.step_log.write(f"\n{text}profile: {self.window.folder} has the trace, the table and a picture")
+        window = self.window
+        append_event(
+            self.plan.run_dir, "profile", window.last, text.splitlines()[0], folder=str(window.folder),
+            first=window.first, last=window.last,
+        )  # fmt: skip
+        self._answer(request, "done", str(window.folder))
 
     def _answer(self, request: Request | None, state: Any, text: str) -> None:
         if request is None or not request.id:

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from shardwise.callbacks.saving import Saving
 from shardwise.metrics.phases import PREFIX, STEP, Marks, Phases
-from shardwise.metrics.profiler import Background, NsightRecorder, Reading, Recorder, TorchRecorder
+from shardwise.metrics.profiler import NsightRecorder, Reading, Recorder, TorchRecorder
 from shardwise.plan import Plan
-from shardwise.plan.plan import Profiling
+from shardwise.plan.profiling import Profiling
 from shardwise.run_dir.files import profile_folder
 from shardwise.strategies.base import PlannedStrategy
 
 
 class ProfileWindow:
-    """Prepared, open, over: in this order. A rank that is not profiled has one too, which records nothing.
-
-    `when_read(text, error)`: is called in a thread of rank 0 with the table, or with what could not be done.
-    """
+    """Prepared, open, over: in this order. A rank that is not profiled has one too, which records nothing."""
 
     def __init__(self, plan: Plan, profile: Profiling, strategy: PlannedStrategy, saving: Saving) -> None:
         self.plan, self.profile, self.strategy, self.saving = plan, profile, strategy, saving
         self.rank = strategy.global_rank
         self.is_open = self.is_over = self.is_prepared = False
         self.first = self.last = 0
-        self.when_read: Callable[[str, Exception | None], None] = lambda text, error: None
         nsight = profile.tool != "torch"
         self.marks = Marks(nvtx=nsight, silent=not profile.has(self.rank))
         self._phases = Phases(self.marks)
@@ -33,7 +31,8 @@ class ProfileWindow:
         if profile.has(self.rank):
             device = strategy.root_device
             self._recorder = NsightRecorder(device) if nsight else TorchRecorder(device, stacks=profile.stacks)
-        self._work: Background | None = None
+        self._when_read: Callable[[str, Exception | None], None] | None = None
+        self._work: threading.Thread | None = None
         self._reading: Reading | None = None
         self._is_stopped = False
 
@@ -51,8 +50,12 @@ class ProfileWindow:
         if self._recorder is not None:
             self._recorder.prepare()
 
-    def open(self, first: int) -> Path:
-        """Begin to record with step `first`. Returns the folder of the profile."""
+    def open(self, first: int, when_read: Callable[[str, Exception | None], None]) -> Path:
+        """Begin to record with step `first`. Returns the folder of the profile.
+
+        `when_read(text, error)` is called in a thread with the table of rank 0, or with what could not be done.
+        """
+        self._when_read = when_read
         self.first, self.last, self.is_open = first, first + self.profile.steps - 1, True
         if self._recorder is not None or self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +83,8 @@ class ProfileWindow:
         if self._recorder is not None:
             self._recorder.stop()
         if self._recorder is not None or self.rank == 0:
-            self._work = Background(self._write_and_read)
+            self._work = threading.Thread(target=self._write_and_read, name="profile", daemon=True)
+            self._work.start()
             self.strategy.at_teardown(self._stop_reading)
 
     def abandon(self) -> None:
@@ -88,14 +92,18 @@ class ProfileWindow:
         self._phases.remove()
         if self.is_open and self._recorder is not None:
             self._recorder.stop()
+        if self.is_open:
+            with suppress(OSError):  # another rank may be quicker
+                self.folder.rmdir()
         self.is_open, self.is_over = False, True
 
     def wait(self) -> None:
         """Wait until the profile is written and read."""
         if self._work is not None:
-            self._work.wait()
+            self._work.join()
 
     def _write_and_read(self) -> None:
+        assert self._when_read is not None
         doing, text = "written", ""
         try:
             if self._recorder is not None:
@@ -105,12 +113,12 @@ class ProfileWindow:
                 everyone = range(self.plan.topology.world_size)
                 self._reading = Reading(self.folder, [rank for rank in everyone if self.profile.has(rank)])
                 text = self._reading.wait()
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # nobody else would tell of it
             if not self._is_stopped:
-                self.when_read(doing, error)
+                self._when_read(doing, error)
             return
-        if self.rank == 0 and text:
-            self.when_read(text, None)
+        if text:
+            self._when_read(text, None)
 
     def _stop_reading(self) -> None:
         self._is_stopped = True

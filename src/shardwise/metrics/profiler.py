@@ -7,11 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -39,7 +37,6 @@ class TorchRecorder:
     """A trace of torch's profiler, as the Chrome format has it."""
 
     def __init__(self, device: torch.device, *, stacks: bool) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else it writes lines of its own about start and stop
         self.device = device
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
         self._profile: profile | None = profile(activities=activities, with_stack=stacks)
@@ -94,25 +91,6 @@ class NsightRecorder:
             torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
 
     def write(self, folder: Path, rank: int) -> None: ...
-
-
-class Background:
-    """Does a piece of work in a thread, and keeps the error that it ended with."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self.error: Exception | None = None
-        self._work = work
-        self._thread = threading.Thread(target=self._run, name="profile", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except Exception as error:
-            self.error = error
-
-    def wait(self) -> None:
-        self._thread.join()
 
 
 class Reading:

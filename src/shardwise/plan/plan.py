@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.errors import count
+from shardwise.plan.profiling import Debugging, Profiling
 from shardwise.plan.topology import Topology
 
 FINDER_STEPS = 100  # the steps of find_learning_rate=true
@@ -145,31 +146,6 @@ class Guarding:
 
 
 @dataclass(frozen=True)
-class Profiling:
-    """Which steps are profiled, on which ranks, and with what."""
-
-    start: int | None = None  # the first step; None: none is
-    steps: int = 1
-    ranks: tuple[int, ...] | None = (0,)  # None: all
-    stacks: bool = False
-    memory: bool = False
-    tool: Literal["torch", "nsys", "ncu"] = "torch"
-
-    def has(self, rank: int) -> bool:
-        """Whether `rank` is profiled."""
-        return self.ranks is None or rank in self.ranks
-
-
-@dataclass(frozen=True)
-class Debugging:
-    """What helps to find a mistake. `launch_blocking` and NCCL's level are in `Plan.environment`."""
-
-    sync: Literal["off", "warn", "error"] = "off"
-    anomaly: bool = False
-    nccl: bool = False  # whether NCCL writes a file for each rank
-
-
-@dataclass(frozen=True)
 class Choice:
     """One of several ways to compute the same numbers."""
 
@@ -241,8 +217,8 @@ class Plan:
     cudnn_benchmark: bool = False
     loss: Choice = Choice("full", "the run began before there was a choice")
     attention: Choice = Choice("sdpa", "the run began before there was a choice")
-    profile: Profiling = Profiling()
-    debug: Debugging = Debugging()
+    profile: Profiling = dataclasses.field(default_factory=Profiling)
+    debug: Debugging = dataclasses.field(default_factory=Debugging)
 
     def logs(self, step: int) -> bool:
         """Whether the numbers of `step` are logged."""

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 from shardwise.config.profiling import DebugConfig, ProfileConfig
 from shardwise.config.schema import RunConfig, Stage
 from shardwise.errors import ConfigError, count
-from shardwise.plan.plan import Debugging, Host, Profiling
 from shardwise.plan.topology import Topology
 
 
+@dataclass(frozen=True)
+class Profiling:
+    """Which steps are profiled, on which ranks, and with what."""
+
+    start: int | None = None  # the first step; None: none is
+    steps: int = 1
+    ranks: tuple[int, ...] | None = (0,)  # None: all
+    stacks: bool = False
+    memory: bool = False
+    tool: Literal["torch", "nsys", "ncu"] = "torch"
+
+    def has(self, rank: int) -> bool:
+        """Whether `rank` is profiled."""
+        return self.ranks is None or rank in self.ranks
+
+
+@dataclass(frozen=True)
+class Debugging:
+    """What helps to find a mistake. `launch_blocking` and NCCL's level are in `Plan.environment`."""
+
+    sync: Literal["off", "warn", "error"] = "off"
+    anomaly: bool = False
+    nccl: bool = False  # whether NCCL writes a file for each rank
+
+
 def make_profiling(
-    config: RunConfig, host: Host, topology: Topology, accelerator: str, max_steps: int | None
+    config: RunConfig, launcher: str, topology: Topology, accelerator: str, max_steps: int | None
 ) -> Profiling:
     """Check `config.profile`, alone and beside the rest of the run.
 
@@ -41,7 +68,7 @@ def make_profiling(
         )
     if profile.memory and accelerator == "cpu":
         raise ConfigError("profile.memory=true needs a GPU, whose allocator keeps the history; leave it out on the CPU")
-    _check_tool(profile, host, topology, accelerator)
+    _check_tool(profile, launcher, topology, accelerator)
     return Profiling(
         start=profile.start,
         steps=profile.steps,
@@ -64,7 +91,7 @@ def _ranks(ranks: list[int] | str, world_size: int) -> tuple[int, ...] | None:
     return tuple(sorted(map(int, ranks)))
 
 
-def _check_tool(profile: ProfileConfig, host: Host, topology: Topology, accelerator: str) -> None:
+def _check_tool(profile: ProfileConfig, launcher: str, topology: Topology, accelerator: str) -> None:
     tool = profile.tool.value
     if tool == "torch":
         return
@@ -73,7 +100,7 @@ def _check_tool(profile: ProfileConfig, host: Host, topology: Topology, accelera
     for word in ("stacks", "memory"):
         if getattr(profile, word):
             raise ConfigError(f"profile.tool={tool} profile.{word}=true: only profile.tool=torch has it; leave one out")
-    if host.launcher == "torchrun":
+    if launcher == "torchrun":
         raise ConfigError(
             f"profile.tool={tool} goes before each rank's command, and torchrun has started the ranks already: use "
             f"python train.py devices=N, shardwise submit, or profile.tool=torch"

@@ -133,6 +133,6 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         profiler=config.profiler.value,
         loss=choose_loss(config, host, accelerator),
         attention=choose_attention(config, host, accelerator),
-        profile=make_profiling(config, host, topology, accelerator, max_steps),
+        profile=make_profiling(config, host.launcher, topology, accelerator, max_steps),
         debug=make_debugging(config.debug, accelerator),
     )

@@ -31,6 +31,7 @@ PROFILE_REQUEST = "profile-request.json"  # `shardwise profile` asks for a profi
 PROFILE_ANSWER = "profile-answer.json"  # what the run has made of the last request
 # In the folder of a profile, which has a summary.json too
 PROFILE_TABLE = "profile.txt"
+PROFILE_RANKS = "ranks.json"  # the ranks compared
 PROFILE_PICTURE = "profile.png"
 # Folders
 LOGS = "logs"  # a file a rank

@@ -63,8 +63,10 @@ def run(words: list[str]) -> None:
     request = Request(options.steps, options.ranks == "all", options.stacks)
     if (other := read_request(run_dir)) is not None:
         age = max(0.0, time.time() - other.time)
-        raise ConfigError(f"{run_dir}: somebody has asked for a profile {age:.0f} s ago, which is not done yet: wait for "
-                          f"it, or remove {run_dir / PROFILE_REQUEST}")  # fmt: skip
+        raise ConfigError(
+            f"{run_dir}: somebody has asked for a profile {age:.0f} s ago, which is not done yet: wait for it, or "
+            f"remove {run_dir / PROFILE_REQUEST}"
+        )
     try:
         write_request(run_dir, request)
     except OSError as error:
