@@ -18,6 +18,7 @@ from shardwise.callbacks.profile import Profile
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog
 from shardwise.callbacks.summary import Summary
+from shardwise.callbacks.synchronizing import FindSynchronizing
 from shardwise.callbacks.tokenizer import KeepTokenizer
 from shardwise.plan import Plan
 
@@ -38,6 +39,8 @@ def build_run_callbacks(plan: Plan, *first: Callback) -> RunCallbacks:
     ordered: list[Callback] = [*first, KeepTokenizer(plan)]
     if plan.ema_decay is not None:
         ordered.append(WeightAverage(plan))  # it comes before those that save: it puts the trained weights back first
+    if plan.debug.sync != "off":
+        ordered.append(FindSynchronizing(plan.debug.sync))
     ordered += own  # the user's callbacks see a step before the run's callbacks act on it
     ordered.append(Heartbeat(plan))
     ordered.append(guard)  # it comes before the log and the saving, which see only steps that it has passed

@@ -17,6 +17,7 @@ from shardwise.process.parent import PARENT, die_with_parent
 from shardwise.process.report import report, send_report
 from shardwise.process.scratch import use_scratch
 from shardwise.process.signals import end_workers, ignore_save_signal, leave_at_once_on_ctrl_c
+from shardwise.run_dir.files import nccl_log
 
 read_as_one()  # a data worker that is spawned imports this file first too, and the user's code after it
 
@@ -27,8 +28,7 @@ def run_rank(plan: Plan) -> int:
     if PARENT not in os.environ:
         leave_at_once_on_ctrl_c()
     outlive_console()
-    for word, value in plan.environment.items():  # this has to come before torch, and NCCL with it, is imported
-        os.environ.setdefault(word, value)
+    set_environment(plan)  # this has to come before torch, and NCCL with it, is imported
     try:
         use_scratch()
         atexit.register(end_workers)
@@ -39,6 +39,14 @@ def run_rank(plan: Plan) -> int:
     except Exception as error:
         return report(error, plan)
     return 0
+
+
+def set_environment(plan: Plan) -> None:
+    """Set the variables that the Plan names, unless the user has set them."""
+    for word, value in plan.environment.items():
+        os.environ.setdefault(word, value)
+    if plan.debug.nccl:
+        os.environ.setdefault("NCCL_DEBUG_FILE", str(nccl_log(plan.run_dir, int(os.environ.get("RANK", "0")))))
 
 
 def leave(code: int) -> NoReturn:

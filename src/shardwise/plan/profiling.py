@@ -112,12 +112,13 @@ def _check_tool(profile: ProfileConfig, launcher: str, topology: Topology, accel
         )
 
 
-def make_debugging(debug: DebugConfig, accelerator: str) -> Debugging:
-    """Check `config.debug`.
+def make_debugging(config: RunConfig, accelerator: str) -> Debugging:
+    """Check `config.debug`, alone and beside the rest of the run.
 
     Raises:
-        ConfigError: an option that only CUDA has, on the CPU.
+        ConfigError: an option that only CUDA has, on the CPU; or debug.sync=error where each step waits on purpose.
     """
+    debug = config.debug
     if accelerator == "cpu":
         why = {"sync": "lets the host wait for a GPU", "launch_blocking": "launches kernels", "nccl": "uses NCCL"}
         for word, does in why.items():
@@ -125,6 +126,14 @@ def make_debugging(debug: DebugConfig, accelerator: str) -> Debugging:
             if value is True or getattr(value, "value", "off") != "off":
                 text = "true" if value is True else value.value
                 raise ConfigError(f"debug.{word}={text} needs CUDA: nothing on the CPU {does}; leave it out")
+    strategy = config.strategy.name.value
+    waits = {"precision=fp16": config.precision.loss_scaling, f"strategy={strategy}": strategy.startswith("zero")}
+    for word, does_wait in waits.items():
+        if debug.sync.value == "error" and does_wait:
+            raise ConfigError(
+                f"debug.sync=error {word}: each of its steps waits for the GPU by itself; use debug.sync=warn, which "
+                f"names these places among the others"
+            )
     return Debugging(sync=debug.sync.value, anomaly=debug.anomaly, nccl=debug.nccl.value != "off")
 
 

@@ -134,5 +134,5 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         loss=choose_loss(config, host, accelerator),
         attention=choose_attention(config, host, accelerator),
         profile=make_profiling(config, host.launcher, topology, accelerator, max_steps),
-        debug=make_debugging(config.debug, accelerator),
+        debug=make_debugging(config, accelerator),
     )

@@ -1,0 +1,184 @@
+"""Profiles and debugging words: what the Plan makes of them, how phases are marked, and how a run is asked."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.callbacks.order import build_run_callbacks
+from shardwise.callbacks.synchronizing import FindSynchronizing
+from shardwise.config.compose import compose
+from shardwise.errors import ConfigError
+from shardwise.launch.worker import set_environment
+from shardwise.metrics.phases import Marks, Phases
+from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan.profiling import Debugging, Profiling
+from shardwise.process.signals import SignalRequests, to_leave, to_profile, to_save
+from shardwise.run_dir.profile_request import MOST_STEPS, Request
+
+GPUS = Host(cuda_devices=4, run_id="made-up")
+
+
+def planned(*words: str, host: Host = GPUS) -> Plan:
+    return make_plan(compose(["devices=4", "micro_batch_size=1", *words]).jobs[0].config, host)
+
+
+def test_the_plan_has_the_profile_and_reads_an_earlier_one() -> None:
+    plan = planned("profile.start=20", "profile.ranks=all", "profile.memory=true", "debug.anomaly=true")
+    assert plan.profile == Profiling(start=20, ranks=None, memory=True) and plan.debug == Debugging(anomaly=True)
+    assert plan.profile.has(3) and not Profiling(start=20, ranks=(0, 2)).has(3)
+    assert Plan.from_json(plan.to_json()) == plan
+    raw = json.loads(planned().to_json())
+    del raw["profile"], raw["debug"]
+    earlier = Plan.from_json(json.dumps(raw | {"detect_anomaly": True}))
+    assert earlier.profile == Profiling() and earlier.debug.anomaly
+
+
+def test_debugging_words_reach_cuda_and_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("debug.launch_blocking=true", "debug.nccl=info", "runs_dir=/runs")
+    assert plan.environment == planned().environment | {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_DEBUG": "INFO"}
+    monkeypatch.setattr(os, "environ", {"RANK": "3", "NCCL_DEBUG": "WARN"})
+    set_environment(plan)
+    assert os.environ["NCCL_DEBUG"] == "WARN" and os.environ["CUDA_LAUNCH_BLOCKING"] == "1"
+    assert os.environ["NCCL_DEBUG_FILE"] == "/runs/made-up/logs/nccl-rank-00003.log"
+
+
+def test_operations_that_wait_are_looked_for_within_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    callbacks = build_run_callbacks(planned("debug.sync=error")).all
+    [finder] = [callback for callback in callbacks if isinstance(callback, FindSynchronizing)]
+    nothing: Any = None
+    finder.on_train_batch_start(nothing, nothing, nothing, 0)
+    finder.on_train_batch_end(nothing, nothing, nothing, nothing, 0)
+    assert modes == ["error", "default"]
+    assert not any(isinstance(callback, FindSynchronizing) for callback in build_run_callbacks(planned()).all)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("debug.sync=error precision=fp16", "debug.sync=error precision=fp16: each of its steps waits"),
+        ("debug.sync=error strategy=zero2", "debug.sync=error strategy=zero2: each of its steps waits"),
+        ("profile.start=2 profile.tool=ncu", "would wait for each other for ever: use strategy=ddp devices=1 in place"),
+        ("profile.start=2 profile.tool=nsys profile.stacks=true", "only profile.tool=torch has it; leave one out"),
+        ("profile.start=2 profile.ranks=[4]", "must be all, or a list such as [0] of ranks from 0 to 3, each once"),
+        ("profile.start=2 profile.ranks=[1,1]", "each once"),
+    ],
+)
+def test_what_cannot_be_on_gpus_is_refused(words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        planned(*words.split())
+    assert message in str(refused.value)
+
+
+def test_torchrun_has_started_its_ranks_before_nsys_could() -> None:
+    host = Host(cuda_devices=4, launcher="torchrun", nodes=1, devices=4, run_id="made-up")
+    with pytest.raises(ConfigError, match="torchrun has started the ranks already"):
+        planned("profile.start=2", "profile.tool=nsys", host=host)
+
+
+def test_off_is_what_yaml_reads_as_false() -> None:
+    assert compose(["debug.sync=false"]).jobs[0].config.debug.sync.value == "off"
+    assert compose(["debug.nccl=off"]).jobs[0].config.debug.nccl.value == "off"
+
+
+def test_a_request_travels_in_the_sum_over_ranks() -> None:
+    ranks = [SignalRequests() for _ in range(4096)]
+    for rank in ranks:
+        rank.save = True
+    asked = Request(MOST_STEPS, all_ranks=True, stacks=True)
+    ranks[0].ask_for_profile(asked.number)
+    total = float(torch.tensor([rank.take_as_number() for rank in ranks], dtype=torch.float64).sum())
+    read = Request.of_number(to_profile(total))
+    assert (read.steps, read.all_ranks, read.stacks) == (MOST_STEPS, True, True)
+    assert to_save(total) and not to_leave(total)
+    assert not any(rank.take_as_number() for rank in ranks)
+    assert not to_save(float(2**40 * 5)) and to_profile(float(2**20 * 4096 - 1)) == 0
+
+
+class Recorded(Marks):
+    def __init__(self) -> None:
+        super().__init__(nvtx=False, silent=True)
+        self.said: list[str] = []
+
+    def open(self, name: str) -> None:
+        super().open(name)
+        self.said.append(f"<{name}")
+
+    def close(self, name: str) -> None:
+        super().close(name)
+        self.said.append(f"{name}>")
+
+
+class Steps:
+    def __init__(self, said: list[str]) -> None:
+        self.said, self.automatic_optimization = said, True
+
+    def training_step(self, value: int) -> int:
+        self.said.append("computes")
+        return value
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Any) -> Any:
+        result = closure()
+        self.said.append("steps")
+        return result
+
+
+def test_methods_are_marked_while_the_window_is_open_and_not_after() -> None:
+    marks = Recorded()
+    phases, steps = Phases(marks), Steps(marks.said)
+    phases.mark(steps, "training_step", "forward")
+    phases.mark_after_closure(steps, "optimizer")
+    assert steps.optimizer_step(None, model=steps, closure=lambda: steps.training_step(5)) == 5
+    assert marks.said == [
+        "<shardwise::forward", "computes", "shardwise::forward>", "<shardwise::optimizer", "steps",
+        "shardwise::optimizer>",
+    ]  # fmt: skip
+    steps.automatic_optimization = False
+    del marks.said[:]
+    steps.optimizer_step(None, model=steps, closure=lambda: None)
+    assert marks.said == ["<shardwise::optimizer", "steps", "shardwise::optimizer>"]
+    phases.remove()
+    assert set(vars(steps)) == {"said", "automatic_optimization"}
+
+
+def test_an_outer_mark_closes_those_within() -> None:
+    marks = Marks(nvtx=True)  # a build for the CPU has no NVTX: nothing is raised
+    marks.open("step")
+    marks.open("data")
+    marks.close("step")
+    marks.close("data")
+    marks.close_all()
+
+
+def test_layers_are_marked_by_hooks_that_are_removed() -> None:
+    marks, layer = Recorded(), torch.nn.Linear(1, 1)
+    phases = Phases(marks)
+    phases.mark_units({"blocks.0": layer})
+    layer(torch.ones(1, 1))
+    assert marks.said == ["<unit blocks.0", "unit blocks.0>"]
+    phases.remove()
+    assert not layer._forward_hooks and not layer._forward_pre_hooks
+
+
+def test_a_request_is_read_once_it_is_whole(tmp_path: Path) -> None:
+    from shardwise.run_dir.profile_request import Answer, read_answer, read_request, remove_request, write_answer
+    from shardwise.run_dir.profile_request import write_request as write
+
+    request = Request(steps=3)
+    assert read_request(tmp_path) is None
+    write(tmp_path, request)
+    assert read_request(tmp_path) == request and read_answer(tmp_path, request) is None
+    write_answer(tmp_path, Answer(request.id, "begun", "folder"))
+    assert read_answer(tmp_path, request) == Answer(request.id, "begun", "folder")
+    assert read_answer(tmp_path, Request()) is None
+    remove_request(tmp_path, Request())
+    assert read_request(tmp_path) == request
+    remove_request(tmp_path, request)
+    assert read_request(tmp_path) is None
