@@ -170,6 +170,16 @@ def record_memory_history(entries: int) -> None:
     torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
 
 
+def end_memory_history() -> None:
+    """Record no allocations any more."""
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def memory_snapshot() -> Any:
+    """What CUDA's allocator holds, and the history of it that was recorded."""
+    return torch.cuda.memory._snapshot()
+
+
 def dump_memory_snapshot(path: str) -> None:
     """Write every block that CUDA's allocator holds to a file."""
     torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
@@ -246,3 +256,26 @@ def end_range() -> None:
     """End the range that began last."""
     if torch.cuda.is_available():
         torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+
+def start_capture() -> None:
+    """Let a profiler of NVIDIA's that was started before this program record from here on."""
+    if torch.cuda.is_available():
+        torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+
+
+def stop_capture() -> None:
+    """Let it stop."""
+    if torch.cuda.is_available():
+        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+
+
+def look_for_synchronizing(mode: str) -> None:
+    """On CUDA: "warn" of operations that let the host wait for the device, stop at them ("error"), or "default"."""
+    torch.cuda.set_sync_debug_mode(mode)
+
+
+def profiled_activities(device: torch.device) -> list[torch.profiler.ProfilerActivity]:
+    """What torch's profiler records: the host, and the device where it can."""
+    kinds = {"cuda": torch.profiler.ProfilerActivity.CUDA, "xpu": torch.profiler.ProfilerActivity.XPU}
+    return [torch.profiler.ProfilerActivity.CPU, *([kinds[device.type]] if device.type in kinds else [])]

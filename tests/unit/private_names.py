@@ -36,7 +36,7 @@ SEEN_IN = {
 
 # File → private names of others in it.
 USED = {
-    "accelerator.py": "_dump_snapshot _record_memory_history",
+    "accelerator.py": "_dump_snapshot _record_memory_history _snapshot",
     "callbacks/average.py": "_foreach_add_ _foreach_lerp_ _foreach_mul_ _foreach_sub",
     "callbacks/recompilations.py": "_dynamo",
     "checkpoint/chunks.py": "_utils",
@@ -329,6 +329,7 @@ NAMES = {
     "_higher_order_ops": name("torch", "the name of the logger that would advise against operations in place"),
     "_cdata": name("torch.UntypedStorage", "whether two tensors share memory"),
     "_record_memory_history": name("torch.cuda.memory", "documented by torch under this name"),
+    "_snapshot": name("torch.cuda.memory", "documented by torch under this name"),
     "_dump_snapshot": name("torch.cuda.memory", "documented by torch under this name"),
     "_get_build_directory": name(
         "torch.utils.cpp_extension", "where DeepSpeed's operators are built, for a lock", "(name, verbose)"

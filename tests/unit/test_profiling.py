@@ -50,7 +50,7 @@ def test_debugging_words_reach_cuda_and_nccl(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_operations_that_wait_are_looked_for_within_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr("shardwise.callbacks.synchronizing.look_for_synchronizing", modes.append)
     callbacks = build_run_callbacks(planned("debug.sync=error")).all
     [finder] = [callback for callback in callbacks if isinstance(callback, FindSynchronizing)]
     nothing: Any = None

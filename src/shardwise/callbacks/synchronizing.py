@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+
+from shardwise.accelerator import look_for_synchronizing
 
 
 class FindSynchronizing(Callback):
@@ -18,12 +19,12 @@ class FindSynchronizing(Callback):
         self.mode = mode  # warn or error
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        torch.cuda.set_sync_debug_mode(self.mode)
+        look_for_synchronizing(self.mode)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        torch.cuda.set_sync_debug_mode("default")
+        look_for_synchronizing("default")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        torch.cuda.set_sync_debug_mode("default")
+        look_for_synchronizing("default")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from shardwise.accelerator import begin_range, end_range
 
 STEP = "ProfilerStep#{}"  # torch's own name, which other readers of traces know
 PREFIX = "shardwise::"  # before data, forward, backward, optimizer, save, validation
@@ -18,14 +19,13 @@ class Marks:
     """Opens and closes named ranges of torch's profiler, or NVTX ranges for Nsight. The last one closes first."""
 
     def __init__(self, *, nvtx: bool, silent: bool = False) -> None:
-        self.nvtx = nvtx and not silent and _has_nvtx()
-        self.silent = silent or (nvtx and not self.nvtx)
+        self.nvtx, self.silent = nvtx, silent
         self._open: list[tuple[str, torch.profiler.record_function | None]] = []
 
     def open(self, name: str) -> None:
         record = None
-        if self.nvtx:
-            torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+        if self.nvtx and not self.silent:
+            begin_range(name)
         elif not self.silent:
             record = torch.profiler.record_function(name)
             record.__enter__()  # type: ignore[no-untyped-call]
@@ -35,23 +35,14 @@ class Marks:
         """Close the range `name`, with those that were opened in it. Nothing happens if it is not open."""
         while any(name == other for other, _ in self._open):
             _, record = self._open.pop()
-            if self.nvtx:
-                torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+            if self.nvtx and not self.silent:
+                end_range()
             elif record is not None:
                 record.__exit__(None, None, None)
 
     def close_all(self) -> None:
         if self._open:
             self.close(self._open[0][0])
-
-
-def _has_nvtx() -> bool:
-    """Whether torch can make NVTX ranges: a build for the CPU raises at the first."""
-    with suppress(RuntimeError):
-        torch.cuda.nvtx.range_push("shardwise")  # type: ignore[no-untyped-call]
-        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
-        return True
-    return False
 
 
 class Phases:

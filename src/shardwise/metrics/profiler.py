@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
+from shardwise.accelerator import profiled_activities, start_capture, stop_capture, synchronize
 from shardwise.config.paths import ROOT
 from shardwise.run_dir.files import partial_path, profile_trace, put_in_place
 
@@ -38,8 +39,7 @@ class TorchRecorder:
 
     def __init__(self, device: torch.device, *, stacks: bool) -> None:
         self.device = device
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-        self._profile: profile | None = profile(activities=activities, with_stack=stacks)
+        self._profile: profile | None = profile(activities=profiled_activities(device), with_stack=stacks)
         self._prepared = False
 
     def prepare(self) -> None:
@@ -81,14 +81,12 @@ class NsightRecorder:
     def prepare(self) -> None: ...
 
     def start(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+        synchronize(self.device)
+        start_capture()
 
     def stop(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+        synchronize(self.device)
+        stop_capture()
 
     def write(self, folder: Path, rank: int) -> None: ...
 

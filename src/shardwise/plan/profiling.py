@@ -66,8 +66,11 @@ def make_profiling(
         raise ConfigError(
             f"profile.start={profile.start} profiler=pytorch: torch profiles one window at a time; leave profiler= out"
         )
-    if profile.memory and accelerator == "cpu":
-        raise ConfigError("profile.memory=true needs a GPU, whose allocator keeps the history; leave it out on the CPU")
+    if profile.memory and accelerator != "cuda":
+        raise ConfigError(
+            f"profile.memory=true needs a GPU that is CUDA, whose allocator keeps the history; leave it out on "
+            f"{accelerator}"
+        )
     _check_tool(profile, launcher, topology, accelerator)
     return Profiling(
         start=profile.start,
@@ -95,8 +98,8 @@ def _check_tool(profile: ProfileConfig, launcher: str, topology: Topology, accel
     tool = profile.tool.value
     if tool == "torch":
         return
-    if accelerator == "cpu":
-        raise ConfigError(f"profile.tool={tool} sees what GPUs do; use profile.tool=torch on the CPU")
+    if accelerator != "cuda":
+        raise ConfigError(f"profile.tool={tool} sees what NVIDIA's GPUs do; use profile.tool=torch on {accelerator}")
     for word in ("stacks", "memory"):
         if getattr(profile, word):
             raise ConfigError(f"profile.tool={tool} profile.{word}=true: only profile.tool=torch has it; leave one out")
@@ -119,13 +122,13 @@ def make_debugging(config: RunConfig, accelerator: str) -> Debugging:
         ConfigError: an option that only CUDA has, on the CPU; or debug.sync=error where each step waits on purpose.
     """
     debug = config.debug
-    if accelerator == "cpu":
-        why = {"sync": "lets the host wait for a GPU", "launch_blocking": "launches kernels", "nccl": "uses NCCL"}
+    if accelerator != "cuda":
+        why = {"sync": "tells of waiting for the device", "launch_blocking": "launches kernels", "nccl": "uses NCCL"}
         for word, does in why.items():
             value = getattr(debug, word)
             if value is True or getattr(value, "value", "off") != "off":
                 text = "true" if value is True else value.value
-                raise ConfigError(f"debug.{word}={text} needs CUDA: nothing on the CPU {does}; leave it out")
+                raise ConfigError(f"debug.{word}={text} needs CUDA: nothing on {accelerator} {does}; leave it out")
     strategy = config.strategy.name.value
     waits = {"precision=fp16": config.precision.loss_scaling, f"strategy={strategy}": strategy.startswith("zero")}
     for word, does_wait in waits.items():
