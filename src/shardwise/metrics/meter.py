@@ -43,7 +43,7 @@ class Meter:
         self.first = Sums()  # this process's first step, which compiles, allocates and connects
         self.rest = Sums()  # this process's other steps
         self.interval = Sums()  # the steps since the last row
-        self.unmeasured: set[int] = set()  # steps that are profiled, and take longer for that
+        self.profiled_steps: set[int] = set()  # steps that are profiled, and take longer for that
         self.spent_before = 0.0  # seconds of earlier processes' steps, up to the checkpoint that the run goes on from
         self.started = process_start()  # when the run's first process was started
 
@@ -59,8 +59,8 @@ class Meter:
 
     def add(self, step: StepRecord, weight: float, flops: float) -> None:
         """Add a step. `weight` and `flops` are those of all ranks."""
-        if step.number in self.unmeasured:
-            self.unmeasured.remove(step.number)
+        if step.number in self.profiled_steps:
+            self.profiled_steps.remove(step.number)
             return
         # The device waits from the end of the last step until its batch arrives. It waits for data only as long as the
         # host did; for the rest of that time the host was behind.
@@ -71,7 +71,7 @@ class Meter:
 
     def leave_out(self, steps: range) -> None:
         """Leave these steps out of every speed. They must not have been added yet."""
-        self.unmeasured.update(steps)
+        self.profiled_steps.update(steps)
 
     def take_interval(self) -> Sums:
         """The steps that were added since the last call."""
