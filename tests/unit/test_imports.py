@@ -174,7 +174,14 @@ WITHOUT_TORCH = [
     "schedules",
     "protocols",
 ]
-PREFLIGHT = ["preflight.node_report", "preflight.rounds", "preflight.verdict"]
+PREFLIGHT = [
+    "preflight.node_report",
+    "preflight.rounds",
+    "preflight.verdict",
+    "preflight.machine",
+    "preflight.extras",
+    "preflight.doctor",
+]
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,7 @@ class ClusterConfig:
     devices_per_node: int | None = None
     gpu: str | None = None  # a part of the GPU's name, e.g. H200
     gpu_memory_gib: float | None = None  # the memory of one GPU as the driver counts it
+    memory_gb_per_second: float | None = None  # between one GPU and its own memory
     nvlink_gb_per_second: float | None = None  # from one GPU, in one direction
     network_gb_per_second: float | None = None  # from one node, in one direction, by all adapters
     cpu_cores: int | None = None  # the cores of one node

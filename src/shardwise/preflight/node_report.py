@@ -77,12 +77,14 @@ def inspect_node(runs_dir: str, cuda: bool) -> NodeReport:
     found = NodeReport(host_name())
     if cuda:
         found.gpus, found.trouble = read_gpus()
-        for gpu, links in zip(found.gpus, count_links(_run("nvidia-smi", "nvlink", "-s")[1]), strict=False):
+        for gpu, links in zip(found.gpus, count_links(run_program("nvidia-smi", "nvlink", "-s")[1]), strict=False):
             gpu.links = links
-        found.topology = read_topology(_run("nvidia-smi", "topo", "-m")[1])
+        found.topology = read_topology(run_program("nvidia-smi", "topo", "-m")[1])
         with suppress(OSError, ValueError, IndexError):
             up_seconds = float(Path("/proc/uptime").read_text().split()[0])
-            found.trouble += read_xids(_run("dmesg")[1], up_seconds)  # if only root may run dmesg, nothing is found
+            found.trouble += read_xids(
+                run_program("dmesg")[1], up_seconds
+            )  # if only root may run dmesg, nothing is found
     found.free_gib = {"runs_dir": _free_gib(runs_dir), "the temporary folder": _free_gib(tempfile.gettempdir())}
     try:
         found.versions = read_versions()
@@ -113,7 +115,9 @@ _known: list[str] = list(_FIELDS)
 def _query(which: list[str]) -> tuple[int, str]:
     """Run nvidia-smi without the fields that it does not know: it refuses a list with one, and names the first."""
     while True:
-        code, text = _run("nvidia-smi", *which, f"--query-gpu={','.join(_known)}", "--format=csv,noheader,nounits")
+        code, text = run_program(
+            "nvidia-smi", *which, f"--query-gpu={','.join(_known)}", "--format=csv,noheader,nounits"
+        )
         unknown = re.search(r'Field "([^"]+)" is not a valid field', text)
         if unknown is None or unknown[1] not in _known or len(_known) == 1:
             return code, text
@@ -185,7 +189,7 @@ def read_versions() -> dict[str, str]:
 
     described = describe_environment()
     packages: dict[str, Any] = described.pop("packages")
-    driver, _, _ = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")[1].partition("\n")
+    driver, _, _ = run_program("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")[1].partition("\n")
     found = {
         **{key: described[key] for key in ("python", "cuda", "hip", "nccl", "commit", "uncommitted_changes")},
         **packages,
@@ -215,7 +219,7 @@ def _free_gib(folder: str) -> float:
         return 0.0
 
 
-def _run(*command: str) -> tuple[int, str]:
+def run_program(*command: str) -> tuple[int, str]:
     """Run a program, and return its exit code and output; 127: there is no such program."""
     try:
         done = subprocess.run(

@@ -15,6 +15,7 @@ from shardwise.process.report import report
 
 TOOLS = {
     "bench-data": "is a run's data fast enough for its model, and with how many workers?",
+    "doctor": "what is this machine, what is installed, and what keeps a run from training?",
     "export": "a run's weights for others to read: safetensors, Hugging Face, torch",
     "generate": "text that a run's model writes, from a prompt or a file of them",
     "prepare": "text into token shards, for data=token_shards; images into tar shards",
