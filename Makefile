@@ -2,6 +2,9 @@
 PYTHON ?= $(shell command -v python3.12 >/dev/null 2>&1 && python3.12 -c '' 2>/dev/null && echo python3.12 || echo python3)
 VENV ?= .venv
 ARGS ?=
+# How many files of tests run at a time. Their limits of time grow with the load.
+TEST_WORKERS ?= 2
+PYTEST = $(VENV)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 .PHONY: train test test-quick test-all test-rest test-slurm check fix parity parity-gpu checkpoint-matrix chaos gpu-test overhead clean
 
@@ -13,14 +16,14 @@ test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory -j2 check test-quick
 
 test-quick: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 # Everything: `make test`, then the rest of the matrix, with chaos and a real Slurm.
 test-all: test test-rest
 
 # What `make test` leaves out. Its Slurm of four emulated nodes is installed for it: root, on Debian or Ubuntu.
 test-rest: $(VENV)/.dev
-	SHARDWISE_TEST_SLURM=1 $(VENV)/bin/python -m pytest --tier=rest $(ARGS)
+	SHARDWISE_TEST_SLURM=1 $(PYTEST) --tier=rest $(ARGS)
 
 test-slurm: $(VENV)/.dev
 	SHARDWISE_TEST_SLURM=1 $(VENV)/bin/python -m pytest --tier=all tests/slurm $(ARGS)
