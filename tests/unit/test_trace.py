@@ -224,6 +224,7 @@ def test_phases_come_from_annotations_and_from_collectives(tmp_path: Path) -> No
         ("shardwise::forward", 0, 300, 100), ("FSDP::all_gather (blocks.0)", 10, 20, 100),
         ("shardwise::backward", 300, 600, 100), ("FSDP::post_backward_reduce (blocks.0)", 400, 450, BACKWARD),
         ("Optimizer.step#AdamW.step", 600, 700, 100), ("shardwise::save", 700, 900, 100),
+        ("shardwise::validation", 900, 990, 100),
     ):  # fmt: skip
         writer.host("user_annotation", name, begin, end, thread)
     writer.kernel(GATHER, 20, 60, stream=20, launched=12)
@@ -239,7 +240,7 @@ def test_phases_come_from_annotations_and_from_collectives(tmp_path: Path) -> No
     }
     assert phases == {
         "forward": (300, 200), "backward": (300, 190), "gather": (10, 45), "reduce": (50, 60), "optimizer": (100, 40),
-        "save": (200, 0),
+        "save": (200, 0), "validation": (90, 0),
     }  # fmt: skip
 
 
@@ -411,6 +412,15 @@ def test_what_is_no_export_of_nsys_gets_one_message(tmp_path: Path, content: byt
         path.write_bytes(content)
     with pytest.raises(DataError, match="cannot be read|is no export of nsys"):
         read_nsys_sqlite(path)
+
+
+def test_a_name_that_is_no_utf_8_hides_nothing(tmp_path: Path) -> None:
+    writer = TraceWriter()
+    writer.step(0, 0, 100)
+    writer.kernel("gemm_NAME", 10, 90, launched=0)
+    path = writer.write(tmp_path / "trace.json")
+    path.write_bytes(path.read_bytes().replace(b"NAME", b"\xff\xfe"))
+    assert summarize(read_trace(path)).kernels[0].kind == "matmul"
 
 
 def test_names_are_drawn_whatever_is_in_them(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@
     summarize_ranks([summary, …])                 # .text says which rank is slow
 
 No torch is imported here. A program that records a trace helps the reader by annotations (record_function or NVTX):
-`shardwise::data`, `shardwise::forward`, `shardwise::backward`, `shardwise::optimizer`, `shardwise::save` around
-phases, and `shardwise::step#N` around a step where torch.profiler's own `ProfilerStep#N` is missing.
+`shardwise::data`, `shardwise::forward`, `shardwise::backward`, `shardwise::optimizer`, `shardwise::save` and
+`shardwise::validation` around phases, and `shardwise::step#N` around a step where torch.profiler's own
+`ProfilerStep#N` is missing.
 """
 
 from shardwise.metrics.profile.chrome import read_trace

@@ -74,14 +74,15 @@ def _load(path: Path) -> Any:
     try:
         data = path.read_bytes()
         text = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-        return json.loads(text, strict=False)
+        # A name that is not UTF-8 is no reason to refuse the whole trace
+        return json.loads(text.decode(errors="replace"), strict=False)
     except OSError as error:
         if isinstance(error, gzip.BadGzipFile):
             raise DataError(f"{path} is damaged: {error}") from None
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
     except (EOFError, zlib.error):
         raise DataError(f"{path} is cut short: its compressed data end too early; record the profile again") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except json.JSONDecodeError as error:
         raise DataError(f"{path} is cut short, or no JSON: {error}; record the profile again") from None
 
 

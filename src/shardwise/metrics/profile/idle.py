@@ -114,7 +114,7 @@ class IdleTime:
 
     def _add_by_phase(self, cause: str, part: Times, moment: Times) -> None:
         left: NDArray[np.bool_] = part > 0
-        for phase in ("optimizer", "save", "data", "backward", "forward"):
+        for phase in ("optimizer", "save", "data", "backward", "forward", "validation"):
             if phase in self.phases:
                 inside = left & self.phases[phase].has(moment)
                 self._of_phase[cause, phase] += float(part[inside].sum())

@@ -1,9 +1,9 @@
 """Sorts what host and device did into the phases of a step, by the names of annotations.
 
-shardwise annotates `shardwise::data`, `shardwise::forward`, `shardwise::backward`, `shardwise::optimizer` and
-`shardwise::save`. FSDP2 names its gathers and reductions, torch its optimizers and loaders, c10d its collectives.
-Without an annotation of the forward pass, as in a trace from elsewhere, forward is what precedes the first operator of
-autograd's backward pass.
+shardwise annotates `shardwise::data`, `shardwise::forward`, `shardwise::backward`, `shardwise::optimizer`,
+`shardwise::save` and `shardwise::validation`. FSDP2 names its gathers and reductions, torch its optimizers and loaders,
+c10d its collectives. Without an annotation of the forward pass, as in a trace from elsewhere, forward is what precedes
+the first operator of autograd's backward pass.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from shardwise.metrics.profile.intervals import Union
 from shardwise.metrics.profile.kinds import COMMUNICATION, KINDS
 from shardwise.metrics.profile.trace import DeviceEvents, HostEvents, Times, Trace
 
-PHASES = ("data", "forward", "backward", "gather", "reduce", "optimizer", "save")
+PHASES = ("data", "forward", "backward", "gather", "reduce", "optimizer", "save", "validation")
 # The first pattern that matches decides.
 PATTERNS = (
-    (re.compile(r"^shardwise::(data|forward|backward|optimizer|save)\b"), None),
+    (re.compile(r"^shardwise::(data|forward|backward|optimizer|save|validation)\b"), None),
     (re.compile(r"^enumerate\(DataLoader\)|^DataLoader|next_batch|^## ?(data|fetch)", re.I), "data"),
     (re.compile(r"^FSDP::all_gather|^(nccl|gloo|xccl|c10d):+_?all_?gather", re.I), "gather"),
     (
@@ -69,7 +69,8 @@ def device_phases(trace: Trace, device: DeviceEvents, host: dict[str, Union]) ->
     A collective belongs to the phase that its own name tells, everything else to the phase in which it was launched.
     """
     result = np.full(len(device), -1, dtype=np.int64)
-    for phase in ("forward", "backward", "data", "save", "optimizer"):  # a later one lies within an earlier one
+    # A later one may lie within an earlier one
+    for phase in ("validation", "forward", "backward", "data", "save", "optimizer"):
         if phase in host:
             result[host[phase].has(device.launched)] = PHASES.index(phase)
     for phase in ("gather", "reduce"):

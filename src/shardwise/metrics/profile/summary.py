@@ -174,10 +174,10 @@ def _mean(steps: tuple[StepTime, ...]) -> StepTime:
 def _kernels(trace: Trace, device: DeviceEvents, steps: int) -> Iterable[Kernel]:
     """The costliest kernels; copies of the copy engine are none."""
     chosen = device.where(device.kind != KINDS.index(COPY))
-    cost = np.bincount(chosen.name, weights=chosen.end - chosen.begin, minlength=len(trace.names))
+    key, size = chosen.name * len(KINDS) + chosen.kind, len(trace.names) * len(KINDS)
+    by_kind = np.bincount(key, weights=chosen.end - chosen.begin, minlength=size).reshape(-1, len(KINDS))
+    cost, kinds = by_kind.sum(axis=1), by_kind.argmax(axis=1)
     calls = np.bincount(_called(trace, chosen), minlength=len(trace.names))
-    kinds = np.zeros(len(trace.names), dtype=np.int64)
-    kinds[chosen.name] = chosen.kind
     for name in np.argsort(-cost, kind="stable")[:MOST_KERNELS]:
         if cost[name] and calls[name]:
             mean = cost[name] / calls[name] / 1e3
