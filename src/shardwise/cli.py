@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from shardwise.config.compose import Job, compose
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ExitCode
 from shardwise.launch.host import inspect_host
 from shardwise.launch.local import launch
 from shardwise.launch.slurm import read_array_member, read_task
@@ -23,6 +23,7 @@ from shardwise.process.report import report
 from shardwise.process.signals import ignore_save_signal
 from shardwise.protocols import check_data_of, check_of
 from shardwise.run_dir.checkpoints import list_checkpoints, was_trained
+from shardwise.run_dir.command import record_command
 from shardwise.run_dir.events import append_event
 from shardwise.run_dir.files import (
     CONFIG,
@@ -41,6 +42,7 @@ from shardwise.run_dir.files import (
 from shardwise.run_dir.job_folder import has_begun, job_folder, note_begun, write_job_file
 from shardwise.run_dir.resume import find_checkpoint, resumption
 from shardwise.run_dir.sweep import report_sweep
+from shardwise.viewer.at_end import leave_report
 from shardwise.weights.safetensors import check_weights
 
 
@@ -213,10 +215,15 @@ def start(job: Job, plan: Plan, single: bool) -> int:
             ) from None
         choices = [*explain_loss(plan), *explain_attention(plan)]
         print("\n".join([*job.messages, headline(plan), *choices, *notices]), flush=True)
+        if plan.stage == "fit":
+            record_command(run_dir, job.overrides, launcher=plan.launcher, alone=single, locked=locked)
     saved = list_checkpoints(run_dir)
-    code = launch(plan, in_process=single)
-    if plan.stage == "fit" and os.environ.get("RANK", "0") == "0":
-        append_event(run_dir, "end", None, f"the run ended with exit code {code}", exit_code=code)
+    try:
+        code = launch(plan, in_process=single)
+    except SystemExit as stopped:  # by a signal
+        _end(plan, stopped.code if isinstance(stopped.code, int) else 1)
+        raise
+    _end(plan, code)
     if code == 2 and list_checkpoints(run_dir) == saved:  # the run was refused: put the earlier records back
         for path, kept in earlier.items():
             put_back(path, kept)
@@ -226,6 +233,17 @@ def start(job: Job, plan: Plan, single: bool) -> int:
     if first and plan.quick_check and code == 0:
         print("quick check: every stage that is defined has run; nothing is kept", flush=True)
     return code
+
+
+def _end(plan: Plan, code: int) -> None:
+    """Record how a run has ended, and write its report, unless it was refused before it trained anything."""
+    if plan.stage != "fit" or os.environ.get("RANK", "0") != "0":
+        return
+    append_event(plan.run_dir, "end", None, f"the run ended with exit code {code}", exit_code=code)
+    if not plan.quick_check and (code != ExitCode.user_error or was_trained(plan.run_dir)):
+        line = leave_report(plan.run_dir)
+        if code == 0 or not line.startswith("report: "):  # else the error is the last that the user reads
+            print(line, flush=True)
 
 
 def _is_refused(run_dir: Path, stage: str) -> bool:

@@ -17,11 +17,14 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.viewer.record import read_run
+from shardwise.viewer.report import make_report
+from shardwise.viewer.state import state_of
 from tests.harness.commands import OWN, RECIPE, TRAIN, Running, check, environment, make_home, metrics, run
 from tests.harness.patience import exit_code, run_patiently
 
 FILES = {"config.yaml", "plan.json", "environment.json", "starts.json", "metrics.csv", "ranks.csv", "events.jsonl",
-         "summary.json", "loss.png",
+         "summary.json", "loss.png", "report.html",
          "checkpoints", "logs"}  # fmt: skip
 SHORT = [*RECIPE, "max_steps=3", "validate_every_n_steps=3"]
 
@@ -174,6 +177,13 @@ def test_each_job_of_a_sweep_says_once_what_went_wrong(home: Path) -> None:
     assert raised.startswith(" ValueError: broken by hand\n  in collate, mine.py line ") and raised.count("\n") == 3
     assert raised.endswith("  the whole traceback is in runs/sweep-0/logs/rank-00001.log\n")
     assert killed == " rank 1 was killed by SIGKILL (out of memory?); the other ranks are stopped\n"
+    # Also a run that died has a report, which says how it ended and which words start it again
+    of_killed, of_last = (read_run(home / "runs" / f"sweep-{job}") for job in (1, 3))
+    assert state_of(of_killed).text.endswith("exit code 137:" + killed.rstrip())
+    assert state_of(of_last).text == "ended after 3 steps"
+    for run_of_sweep, word in ((of_killed, "is_killed"), (of_last, "works")):
+        page = (run_of_sweep.path / "report.html").read_text()
+        assert page == make_report(run_of_sweep) and f"data.rank_1={word} name=sweep\n" in page.replace("</pre>", "\n")
     assert odd.startswith(" the training loader's batch_size is 3") and odd.count("\n") == 1
     assert folder.startswith(" cannot write the run's folder") and folder.count("\n") == 1
     table = done.stdout[done.stdout.index("the sweep, best first:") :].splitlines()

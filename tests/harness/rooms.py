@@ -42,7 +42,7 @@ FLOORS = [
     {"plan"},
     {"run_dir"},
     {"distributed"},
-    {"process", "optim", "parallel", "lightning_internals"},
+    {"process", "optim", "parallel", "lightning_internals", "viewer"},
     {"checkpoint", "forecast"},
     {"data", "weights"},
     {"step"},

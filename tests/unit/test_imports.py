@@ -203,6 +203,7 @@ ONLY = {
     "wandb": {"shardwise.metrics.wandb_logger"},
     "lightning.pytorch.loggers.wandb": {"shardwise.metrics.wandb_logger"},
     "lightning.pytorch.loggers.WandbLogger": {"shardwise.metrics.wandb_logger"},
+    "rich": {"shardwise.viewer.screen"},
     "hydra": {"shardwise.config"},
     "omegaconf": {"shardwise.config"},
 }

@@ -23,6 +23,7 @@ from shardwise.process.report import REPORT
 from shardwise.process.scratch import remove_abandoned
 from shardwise.process.signals import LEAVE, SAVE, in_words
 from shardwise.run_dir.checkpoints import newest_whole, step_of
+from shardwise.run_dir.events import append_event
 from shardwise.run_dir.job_folder import claim_exit_code
 
 GRACE_SECONDS = 60  # a rank that has reported how it ends gets this time, for instance for its tracker's last upload
@@ -55,7 +56,9 @@ def launch(plan: Plan, in_process: bool) -> int:
             return code
         restarts += 1
         begin = f"step {step_of(plan.resume)}" if plan.resume else "the beginning"
-        print(f"shardwise: restart {restarts} of {plan.max_restarts}, from {begin}", flush=True)
+        text = f"restart {restarts} of {plan.max_restarts}, from {begin}"
+        append_event(plan.run_dir, "restart", None, text, exit_code=code)
+        print(f"shardwise: {text}", flush=True)
 
 
 class _Rank:
@@ -132,6 +135,8 @@ class _Start:
         code, text = outcome(self.ranks, self.stopped_by)
         if code:
             claim_exit_code(code, text)
+            if self.plan.stage == "fit":
+                append_event(self.plan.run_dir, "error", None, text.strip(), exit_code=code)
         sys.stderr.write(text)
         sys.stderr.flush()
         for rank in self.ranks:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
 from argparse import Namespace
-from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
@@ -17,6 +14,7 @@ from shardwise.metrics.csv_logger import CsvLogger
 from shardwise.metrics.wandb_logger import build_wandb_logger
 from shardwise.plan import Plan
 from shardwise.run_dir.checkpoints import step_of
+from shardwise.run_dir.secrets import without_secrets
 
 
 def check_loggers(plan: Plan) -> None:
@@ -70,20 +68,3 @@ def _hide_secrets(tracker: Logger) -> None:
         original(without_secrets(vars(params) if isinstance(params, Namespace) else params), *args, **more)
 
     tracker.log_hyperparams = log_hyperparams  # type: ignore[method-assign]
-
-
-def without_secrets(value: Any) -> Any:
-    """`value`, in whose texts the keys and passwords of this process's environment are replaced by ***."""
-    if isinstance(value, str):
-        for name, secret in os.environ.items():
-            if _SECRET.search(name) and len(secret) >= 8:
-                value = value.replace(secret, "***")
-        return value
-    if isinstance(value, Mapping):
-        return {key: without_secrets(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_secrets(item) for item in value]
-    return value
-
-
-_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL")

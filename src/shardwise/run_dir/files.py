@@ -24,6 +24,7 @@ WANDB_GONE = "wandb-gone"  # the first step that W&B has not got
 # Written at its end
 SUMMARY = "summary.json"  # what the run came to
 LOSSES = "loss.png"  # its loss curves
+REPORT = "report.html"  # a page about the run, also where it died
 PREDICTIONS = "predictions.jsonl"  # a row a sample, of stage=predict
 LEARNING_RATES = "learning_rate.csv"  # the loss at every rate, of find_learning_rate=true
 LEARNING_RATES_PICTURE = "learning_rate.png"
@@ -204,6 +205,11 @@ def hang_report(run_dir: str | Path, rank: int) -> Path:
 def nccl_trace(run_dir: str | Path, rank: int | None = None) -> Path:
     """What NCCL's flight recorder has of a rank. None: the beginning of the name, to which NCCL adds the rank."""
     return Path(run_dir) / LOGS / f"nccl-trace-rank-{'' if rank is None else rank}"
+
+
+def profile_summaries(run_dir: str | Path) -> list[Path]:
+    """What was read from each profile of a run, the earliest first. Tables and pictures lie beside them."""
+    return sorted((Path(run_dir) / "profile").glob(f"*/{SUMMARY}"))
 
 
 def memory_snapshot(run_dir: str | Path, rank: int) -> Path:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from shardwise.config.bind import bind
 from shardwise.errors import ConfigError, did_you_mean
-from shardwise.process.report import report
+from shardwise.process.report import report as report_error  # `report` is a tool in this folder
 
 TOOLS = {
     "bench-data": "is a run's data fast enough for its model, and with how many workers?",
@@ -21,7 +21,9 @@ TOOLS = {
     "prepare": "text into token shards, for data=token_shards; images into tar shards",
     "preflight": "are the machines that a run would be on what they should be, and do they work together?",
     "profile": "where the time of a step goes, in a run that is under way",
+    "report": "a page about a run, or about several side by side, also where they died",
     "submit": "a run to Slurm, once it is known that it can work",
+    "watch": "how is a run, now and as it goes on?",
 }
 
 _T = TypeVar("_T")
@@ -54,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         return tool.run(words[1:]) or 0
     except ConfigError as error:
-        return report(error)
+        return report_error(error)
     except KeyboardInterrupt as error:
         sys.stderr.write(": ".join(["shardwise: stopped by Ctrl-C", *map(str, error.args)]) + "\n")
         return 130

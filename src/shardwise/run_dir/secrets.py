@@ -1,0 +1,70 @@
+"""Removes keys and passwords from what is written about a run."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL")
+# The names of options that hold one: `api_key`, `hf_token`, `db.password`; not `sample_tokens` or `tokenizer`
+_NAMED = re.compile(
+    r"(?i)(^|[._-])(api_?key|access_?key|private_?key|secret\w*|password|passwd|passphrase|credentials?|bearer|auth"
+    r"|(\w+_)?(token|key))$"
+)
+# Of a tokenizer and of samples, and no secret
+_HARMLESS = re.compile("(eos|bos|pad|unk|mask|sep|cls|special)_token|(sort|image|text|label)_key")
+_IN_URL = re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")  # user:password of an address
+# password=…, in the text of a message
+_IN_TEXT = re.compile(
+    r"(?i)((?:api_?key|access_?key|token|secret|password|passwd)[\"']?\s*[=:]\s*)(?![\d\s]+\b)[^\s,;]+"
+)
+HIDDEN = "***"
+
+
+def without_secrets(value: Any) -> Any:
+    """`value`, in whose texts the keys and passwords of this process's environment are replaced by ***."""
+    if isinstance(value, str):
+        for name, secret in os.environ.items():
+            if _SECRET.search(name) and len(secret) >= 8:
+                value = value.replace(secret, HIDDEN)
+        return value
+    if isinstance(value, Mapping):
+        return {key: without_secrets(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(item) for item in value]
+    return value
+
+
+def is_secret(name: str) -> bool:
+    """Whether an option of this name holds a key or a password."""
+    return _NAMED.search(name) is not None and _HARMLESS.fullmatch(name.rpartition(".")[2]) is None
+
+
+def redact(value: Any, name: str = "") -> Any:
+    """`value` without secrets: those of the environment, those under a name such as `api_key`, and those in addresses.
+
+    For a page that others may see, and that may be written where the run's environment is not known.
+    """
+    if isinstance(value, Mapping):
+        return {key: redact(item, str(key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact(item, name) for item in value]
+    if isinstance(value, str):
+        return HIDDEN if value and is_secret(name) else _IN_URL.sub(HIDDEN, without_secrets(value))
+    return value
+
+
+def redact_words(words: list[str]) -> list[str]:
+    """A command line without secrets: the value of `loggers.flow.api_key=…` is hidden."""
+    hidden = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        hidden.append(f"{key}={HIDDEN}" if equals and value and is_secret(key.lstrip("+-")) else redact(word))
+    return hidden
+
+
+def redact_text(text: str) -> str:
+    """A message or a log without secrets."""
+    return _IN_TEXT.sub(rf"\1{HIDDEN}", str(redact(text)))

@@ -1,0 +1,99 @@
+"""The parts of a report that say where its numbers come from: profiles, environment, Plan, config and command."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shlex
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from shardwise.run_dir.files import CONFIG, PLAN
+from shardwise.run_dir.secrets import redact, redact_words
+from shardwise.viewer.columns import words
+from shardwise.viewer.page import fold, paragraph, table
+from shardwise.viewer.record import RunRecord, read_text
+
+_MOST_BYTES = 150_000  # of a picture, and of a folded text
+
+
+def profile(folder: Path, summary: dict[str, Any]) -> str:
+    """A profile's table and its picture. A picture is an image here, so that no program in it runs."""
+    html = f"<h3>{escape(folder.name)}</h3>\n"
+    html += "".join(map(_picture, sorted([*folder.glob("*.svg"), *folder.glob("*.png")])[:4]))
+    texts = [read_text(path) for path in sorted(folder.glob("*.txt"))[:2]]
+    html += "".join(f"<pre>{escape(text[:_MOST_BYTES])}</pre>\n" for text in texts)
+    if not texts:
+        scalars = {key: value for key, value in summary.items() if isinstance(value, (int, float, str))}
+        html += table((words(key), value) for key, value in scalars.items())
+    return html + fold("everything that was read from the trace", _json(summary))
+
+
+def _picture(path: Path) -> str:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return ""
+    if len(content) > _MOST_BYTES:
+        return paragraph(f"{path.name} is too large for this page")
+    kind = "svg+xml" if path.suffix == ".svg" else "png"
+    source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+    return f'<img class="picture" alt="{escape(path.stem)}" src="{source}">\n'
+
+
+def _json(value: Any) -> str:
+    text = json.dumps(redact(value), indent=2, ensure_ascii=False)
+    return text if len(text) <= _MOST_BYTES else text[:_MOST_BYTES] + "\n…"
+
+
+def environment(run: RunRecord) -> str:
+    """Versions, machine and commit."""
+    found = redact(run.environment)
+    packages = found.pop("packages", None)
+    gpus = found.pop("gpus", None)
+    if isinstance(gpus, list) and gpus:
+        found["gpus"] = ", ".join(f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus))
+    if isinstance(packages, dict):
+        found["packages"] = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
+    return table((key.replace("_", " "), value) for key, value in found.items())
+
+
+def plan(run: RunRecord) -> str:
+    """What was decided, and what was asked for."""
+    decided = _json(run.plan) if run.plan else ""
+    html = fold(f"{PLAN}: what was decided", decided) + fold(f"{CONFIG}: what was asked for", safe_config(run))
+    return html or paragraph("neither can be read", "soft")
+
+
+def safe_config(run: RunRecord) -> str:
+    """The config as YAML, without secrets; empty where it cannot be read."""
+    import yaml  # type: ignore[import-untyped]
+
+    values = config_of(run)
+    return str(yaml.safe_dump(redact(values), sort_keys=False, allow_unicode=True)) if values else ""
+
+
+def config_of(run: RunRecord) -> dict[str, Any]:
+    """The values of config.yaml; none where it is missing or cut short."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(run.config)
+    except yaml.YAMLError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def command(run: RunRecord) -> str:
+    """The command, so that it can be given again."""
+    start = run.last_event("command")
+    given = None if start is None else start.data.get("command")
+    if start is None or not isinstance(given, list) or not given:
+        return paragraph(f"The command was not recorded; {CONFIG} has every value that was asked for.", "soft")
+    lines = shlex.join(redact_words([str(word) for word in given]))
+    if isinstance(folder := start.data.get("folder"), str):
+        lines = f"cd {shlex.quote(folder)}\n{lines}"
+    launcher = start.data.get("launcher")
+    note = f"{launcher} started it with these words on each rank." if launcher in ("torchrun", "slurm") else ""
+    return f"<pre>{escape(lines)}</pre>\n{paragraph(note, 'soft')}"

@@ -1,0 +1,229 @@
+"""Reads a run's folder: every file of it may be missing, cut short by a kill, or written at this moment."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError, ExitCode
+from shardwise.run_dir.checkpoints import list_checkpoints, step_of
+from shardwise.run_dir.events import Event, read_events
+from shardwise.run_dir.files import (
+    BEST,
+    CHECKPOINTS,
+    CONFIG,
+    ENVIRONMENT,
+    GUARD,
+    METRICS,
+    PLAN,
+    RANKS,
+    STARTS,
+    SUMMARY,
+    profile_summaries,
+    rank_logs,
+)
+from shardwise.viewer.follow import FollowedFile, Table
+
+_LOG_LINES = 30
+
+
+@dataclass
+class RunRecord:
+    """What a run's folder says, as far as it can be read."""
+
+    path: Path
+    table: Table  # metrics.csv
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @cached_property
+    def plan(self) -> dict[str, Any]:
+        return _mapping(read_json(self.path / PLAN))
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        return _mapping(read_json(self.path / ENVIRONMENT))
+
+    @cached_property
+    def config(self) -> str:
+        return read_text(self.path / CONFIG)
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        return _mapping(read_json(self.path / SUMMARY))
+
+    @cached_property
+    def starts(self) -> list[float]:
+        """When each process of the run was started, in seconds since 1970."""
+        found = read_json(self.path / STARTS)
+        return sorted(float(x) for x in found if isinstance(x, (int, float))) if isinstance(found, list) else []
+
+    @cached_property
+    def events(self) -> list[Event]:
+        return without_refusals(read_events(self.path))
+
+    @cached_property
+    def guard(self) -> list[dict[str, Any]]:
+        """The steps that the guard objected to."""
+        return [row for row in read_json_lines(self.path / GUARD) if isinstance(row.get("step"), int)]
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """The steps of the complete checkpoints, in order."""
+        try:
+            return [step_of(path) for path in list_checkpoints(self.path)]
+        except OSError:
+            return []
+
+    @cached_property
+    def best(self) -> dict[str, Any]:
+        return _mapping(read_json(self.path / CHECKPOINTS / BEST))
+
+    @cached_property
+    def profiles(self) -> list[tuple[Path, dict[str, Any]]]:
+        """The folder and the summary of each profile, the earliest first."""
+        read = [(path.parent, _mapping(read_json(path))) for path in profile_summaries(self.path)]
+        return [(folder, summary) for folder, summary in read if summary]
+
+    @property
+    def steps(self) -> int:
+        """The steps that the run has made, as far as is known."""
+        made = [self.table.step or 0, *self.checkpoints[-1:], self.summary.get("steps")]
+        return max(value for value in made if isinstance(value, int))
+
+    @property
+    def verdicts(self) -> list[Event]:
+        return [event for event in self.events if event.kind == "verdict"]
+
+    def last_event(self, *kinds: str) -> Event | None:
+        return next((event for event in reversed(self.events) if event.kind in kinds), None)
+
+
+def without_refusals(events: list[Event]) -> list[Event]:
+    """The events of a run without later commands that were refused before they trained: they changed nothing."""
+    kept: list[Event] = []
+    command: int | None = None  # where the last command is that has not trained yet
+    for event in events:
+        if event.kind == "command":
+            command = len(kept)
+        elif event.kind == "start":
+            command = None
+        kept.append(event)
+        if event.kind == "end" and event.data.get("exit_code") == ExitCode.user_error and command:
+            del kept[command:]
+    return kept
+
+
+def read_run(folder: str | Path) -> RunRecord:
+    """A run's record, with all columns of its metrics.csv.
+
+    Raises:
+        ConfigError: the folder is no run's.
+    """
+    path = find_run(folder)
+    record = RunRecord(path, Table(path / METRICS, lambda name: not name.endswith(("_min_rank", "_max_rank"))))
+    record.table.poll()
+    return record
+
+
+def find_run(folder: str | Path) -> Path:
+    """The path of a run's folder.
+
+    Raises:
+        ConfigError: there is no such folder, or it holds none of a run's files.
+    """
+    path = Path(folder).expanduser().absolute()
+    if not path.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder; give runs/<id>")
+    names = (CONFIG, PLAN, METRICS, SUMMARY, CHECKPOINTS)
+    if not any((path / name).exists() for name in names):
+        raise ConfigError(f"{folder} is no run's folder: it has none of {', '.join(names)}; give runs/<id>")
+    return path
+
+
+@dataclass
+class RankTable:
+    """The columns of ranks.csv: what each rank measured."""
+
+    steps: list[int] = field(default_factory=list)  # in order, each once
+    ranks: int = 0
+    values: dict[str, list[tuple[int, int, float]]] = field(default_factory=dict)  # column → (step, rank, value)
+
+
+def read_ranks(path: Path) -> RankTable:
+    """The numbers of all ranks of a run; an empty table where there are none."""
+    import csv
+
+    table, steps = RankTable(), dict[int, None]()
+    _, lines = FollowedFile(path / RANKS).poll()
+    rows = csv.reader(lines)
+    fields = next(rows, [])
+    if "step" not in fields or "rank" not in fields:
+        return table
+    step_place, rank_place = fields.index("step"), fields.index("rank")
+    kept = [(place, name) for place, name in enumerate(fields) if name not in ("step", "rank", "time", "")]
+    columns: dict[str, list[tuple[int, int, float]]] = {name: [] for _, name in kept}
+    for row in rows:
+        try:
+            step, rank = int(row[step_place]), int(row[rank_place])
+            numbers = [(name, float(row[place])) for place, name in kept if row[place]]
+        except (ValueError, IndexError):
+            continue
+        steps[step] = None
+        table.ranks = max(table.ranks, rank + 1)
+        for name, value in numbers:
+            columns[name].append((step, rank, value))
+    table.steps = sorted(steps)
+    table.values = {name: found for name, found in columns.items() if found}
+    return table
+
+
+def log_tails(path: Path) -> list[tuple[str, str]]:
+    """The name and the last lines of each rank's log that holds a traceback or a fatal error; rank 0's comes first."""
+    found = []
+    for log in sorted(rank_logs(path)):
+        text = read_text(log, last=2**16)
+        if "Traceback (most recent call last)" in text or "Fatal Python error" in text or "Error:" in text:
+            found.append((log.name, "\n".join(text.splitlines()[-_LOG_LINES:])))
+    return found
+
+
+def read_text(path: Path, last: int | None = None) -> str:
+    """A file's text, or its last bytes; empty where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            if last is not None:
+                file.seek(max(0, path.stat().st_size - last))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; None where it is missing or damaged."""
+    try:
+        return json.loads(path.read_text(errors="replace"))
+    except (OSError, ValueError):
+        return None
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The mappings of a file with one a line; damaged lines are left out."""
+    rows = []
+    for line in read_text(path).splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

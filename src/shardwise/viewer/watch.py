@@ -1,0 +1,192 @@
+"""Follows a run from its files alone, and says in a few lines how it is. It reads what is new, and writes nothing."""
+
+from __future__ import annotations
+
+import csv
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from shardwise.errors import count
+from shardwise.run_dir.events import Event
+from shardwise.run_dir.files import CONFIG, ENVIRONMENT, EVENTS, GUARD, METRICS, PLAN, RANKS, STARTS, SUMMARY
+from shardwise.viewer.columns import is_spread, loss_name, words
+from shardwise.viewer.follow import Series, Table
+from shardwise.viewer.record import RunRecord, find_run, read_text
+from shardwise.viewer.scale import short
+from shardwise.viewer.state import State, duration, last_sign, one_line, state_of, time_of
+
+_RECORDS = (CONFIG, ENVIRONMENT, EVENTS, GUARD, PLAN, STARTS, SUMMARY)
+_BARS = "▁▂▃▄▅▆▇█"
+_SPARKS = 40
+_RANK_BYTES = 2**18  # the end of ranks.csv that is read: the last step of some thousand ranks
+_SHOWN = 3  # verdicts, and events
+# What of a rank's numbers tells that it is slow: the first of these that the run logs
+_SLOW = ("train/compute_seconds", "train/host_seconds", "train/step_seconds", "train/data_wait")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the view: what it is about, its text, and whether the text is good or bad."""
+
+    label: str
+    text: str
+    style: str = ""
+
+
+class Watch:
+    """A run that is followed. Call `poll`, then read `state` and `lines`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises `ConfigError` if the folder is no run's."""
+        self.path = find_run(folder)
+        self._table = Table(self.path / METRICS, lambda name: not name.endswith("_rank"))
+        self._stamps: tuple[float, ...] = ()
+        self.run = RunRecord(self.path, self._table)
+        self._ranks: tuple[float, dict[str, dict[int, float]]] = (0.0, {})
+        self.poll()
+
+    def poll(self) -> None:
+        """Read what is new."""
+        self._table.poll()
+        stamps = tuple(time_of(self.path / name) for name in _RECORDS)
+        if stamps != self._stamps:
+            self._stamps = stamps
+            self.run = RunRecord(self.path, self._table)
+        self.state: State = state_of(self.run)
+
+    def lines(self, now: float | None = None) -> list[Line]:
+        """The view. What the run does not log is left out. `now`: seconds since 1970."""
+        now = time.time() if now is None else now
+        style = {"ended": "good", "died": "bad", "silent": "warn", "stopped": "warn"}.get(self.state.name, "")
+        sign = "" if self.state.is_over else f", wrote {duration(max(0.0, now - last_sign(self.path)))} ago"
+        found = [Line("state", self.state.text + sign, style)]
+        found += [Line(label, text) for label, text in self._numbers(now) if text]
+        found += [Line("verdict", _told(event, now), "warn") for event in self.run.verdicts[-_SHOWN:]]
+        if self.run.guard:
+            found.append(Line("guard", f"objected to {count(len(self.run.guard), 'step')}", "bad"))
+        others = [event for event in self.run.events if event.kind not in ("verdict", "save", "end")]
+        return found + [Line(event.kind, _told(event, now)) for event in others[-_SHOWN:]]
+
+    def _numbers(self, now: float) -> Iterator[tuple[str, str]]:
+        last = self._table.last
+        yield "step", self._progress()
+        series = self._table.series
+        for name in (loss_name(series), *(n for n in series if n.startswith("validation") and "loss" in n)):
+            if name in series:
+                yield words(name), f"{short(last[name])}  {sparkline(series[name])}"
+        yield (
+            "speed",
+            ", ".join(f"{short(value)} {words(name)}" for name, value in last.items() if name.endswith("_per_second")),
+        )
+        yield "MFU", _share(last.get("train/mfu"))
+        yield "memory", self._memory()
+        yield "waiting for data", _share(last.get("train/data_wait"))
+        yield "goodput", _share(last.get("train/goodput"))
+        yield "slowest rank", self._slowest()
+        yield from self._telemetry()
+        yield "checkpoint", self._checkpoint(now)
+
+    def _progress(self) -> str:
+        """The step of all, and the time that the rest takes at the speed of the last row."""
+        step, total = self.run.steps, self.run.plan.get("max_steps")
+        if not isinstance(total, int) or total < 1:
+            return f"{step:,}"
+        text = f"{step:,} of {total:,} ({step / total:.0%})"
+        seconds = self._table.last.get("train/step_seconds")
+        if self.state.is_over or seconds is None or not math.isfinite(seconds) or step >= total:
+            return text
+        return f"{text}, {duration((total - step) * seconds)} to go"
+
+    def _memory(self) -> str:
+        last = self._table.last
+        found = [(word, last.get(f"train/memory_{word}_gib")) for word in ("allocated", "reserved")]
+        texts = [f"{value:.1f} GiB {word}" for word, value in found if value is not None]
+        return f"at most {', '.join(texts)}" if texts else ""
+
+    def _telemetry(self) -> Iterator[tuple[str, str]]:
+        """What the GPUs report: each number's mean over the ranks, with the lowest and the highest."""
+        last = self._table.last
+        for name, value in last.items():
+            if (f"{name}_max" in last or name.startswith(("gpu", "telemetry"))) and not is_spread(name, last):
+                low, high = last.get(f"{name}_min"), last.get(f"{name}_max")
+                spread = "" if low is None or high is None else f"  ({short(low)} to {short(high)})"
+                yield words(name), short(value) + spread
+
+    def _slowest(self) -> str:
+        """The rank whose number is the largest in the last row of ranks.csv."""
+        ranks = self._last_of_ranks()
+        name = next((name for name in _SLOW if len(ranks.get(name, ())) > 1), None)
+        if name is None:
+            return ""
+        values = ranks[name]
+        rank = max(values, key=lambda one: (values[one], -one))
+        middle = sorted(values.values())[len(values) // 2]
+        if values[rank] <= middle:
+            return ""
+        if name == "train/data_wait":
+            return f"rank {rank} waits for data {values[rank]:.1%} of the time, the median is {middle:.1%}"
+        return f"rank {rank}: {words(name)} {short(values[rank])}, the median is {short(middle)}"
+
+    def _last_of_ranks(self) -> dict[str, dict[int, float]]:
+        """Column → rank → its number in the last step of ranks.csv that is whole."""
+        path = self.path / RANKS
+        stamp = time_of(path)
+        if stamp != self._ranks[0]:
+            self._ranks = stamp, _last_step(path)
+        return self._ranks[1]
+
+    def _checkpoint(self, now: float) -> str:
+        steps = self.run.checkpoints
+        save = self.run.last_event("save")
+        if not steps:
+            return "none yet" if not self.state.is_over else "none"
+        ago = f", {duration(max(0.0, now - save.time))} ago" if save is not None and save.step == steps[-1] else ""
+        return f"step {steps[-1]:,}{ago}" + (f"; {count(len(steps), 'checkpoint')} kept" if len(steps) > 1 else "")
+
+
+def _last_step(path: Path) -> dict[str, dict[int, float]]:
+    try:
+        with path.open(errors="replace") as file:
+            fields = next(csv.reader([file.readline()]), [])
+    except OSError:
+        return {}
+    if "step" not in fields or "rank" not in fields:
+        return {}
+    lines = read_text(path, last=_RANK_BYTES).split("\n")[1:-1]  # the first and the last may be cut
+    rows = [row for row in csv.reader(lines) if len(row) == len(fields)]
+    found: dict[str, dict[int, float]] = {}
+    step, rank = fields.index("step"), fields.index("rank")
+    for row in rows:
+        if row[step] == rows[-1][step] and row[rank].isdigit():
+            for name, text in zip(fields, row, strict=True):
+                try:
+                    found.setdefault(name, {})[int(row[rank])] = float(text)
+                except ValueError:
+                    continue
+    return found
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None or not math.isfinite(value) else f"{value:.1%}"
+
+
+def _told(event: Event, now: float) -> str:
+    step = "" if event.step is None else f"step {event.step:,}: "
+    return f"{step}{one_line(event.text)} ({duration(max(0.0, now - event.time))} ago)"
+
+
+def sparkline(series: Series, width: int = _SPARKS) -> str:
+    """A curve in one line of text: the mean of each of so many stretches, from its lowest to its highest."""
+    values = [value for value in series.values if math.isfinite(value)]
+    if len(values) < 2:
+        return ""
+    parts = min(width, len(values))
+    cuts = [number * len(values) // parts for number in range(parts + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / ((high - low) or 1)
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
