@@ -215,8 +215,11 @@ def test_muon_has_the_matrices_of_layers_that_repeat() -> None:
     chosen = choose_matrices(model, list(model.layers), "layers")
     assert chosen == {f"layers.{i}.{name}.weight" for i in range(2) for name in ("linear", "kernel")}
     assert describe_choice(model, chosen) == (
-        "optimizer: Muon has 4 matrices, 49.0% of the trained parameters; AdamW has the others"
+        "optimizer: Muon has 4 matrices, 49.0% of the trained parameters (layers.*.linear.weight, "
+        "layers.*.kernel.weight); AdamW has the others, weights of 3 and more dimensions among them "
+        "(layers.*.depthwise.weight)"
     )
+    assert describe_choice(model.layers[0].linear, {"weight"}).endswith("parameters (weight); AdamW has the others")
     groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
     divided = muon_groups(groups, [p for name, p in model.named_parameters() if name in chosen])
     assert [(g["algorithm"], g["weight_decay"]) for g in divided] == [("muon", 0.1), ("adamw", 0.1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -64,13 +65,22 @@ def _some(names: Iterable[str]) -> str:
 
 
 def describe_choice(module: nn.Module, chosen: set[str]) -> str:
-    """A line for the user."""
-    trained = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
-    share = sum(size for name, size in trained.items() if name in chosen) / max(sum(trained.values()), 1)
+    """A line for the user: what Muon has, and which large weights beside it have too many dimensions for it."""
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    share = sum(trained[name].numel() for name in chosen) / max(sum(p.numel() for p in trained.values()), 1)
+    known = _matrices(module)
+    stacks = [name for name, p in trained.items() if p.ndim > 2 and p.numel() > max(p.shape) and name not in known]
+    names = _some(_kinds(name for name in trained if name in chosen))
+    passed = f", weights of 3 and more dimensions among them ({_some(_kinds(stacks))})" if stacks else ""
     return (
         f"optimizer: Muon has {len(chosen):,} {'matrix' if len(chosen) == 1 else 'matrices'}, {share:.1%} of the "
-        f"trained parameters; AdamW has the others"
+        f"trained parameters ({names}); AdamW has the others{passed}"
     )
+
+
+def _kinds(names: Iterable[str]) -> list[str]:
+    """The names with `*` for the number of a layer, each once."""
+    return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
 
 
 def muon_groups(groups: list[dict[str, Any]], chosen: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
