@@ -12,7 +12,6 @@ with HolisticTraceAnalysis.
 from __future__ import annotations
 
 import argparse
-import gzip
 import os
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function, schedule  # noqa: E402
 
 from shardwise.metrics.profile import ProfileSummary, draw, read_trace, summarize, table  # noqa: E402
+from tests.harness.traces import packed  # noqa: E402
 
 STEPS = 2
 SLEEP = 0.05  # s, of a slow loader and of a slow host
@@ -106,13 +106,12 @@ def tried(device: torch.device, fault: str, judge: Judge, keep: Path | None, ran
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         record(device, fault, stacks).export_chrome_trace(str(path))
-        packed = gzip.compress(path.read_bytes(), 9, mtime=0)
         trace = read_trace(path)
         summary = summarize(trace, rank=rank)
         draw(summary, trace, Path(folder) / "trace.png")
-        kept = fault.replace(" ", "-").replace("slow-loader", "starved")
-        if keep is not None and not stacks and len(packed) < 1_000_000:  # stacks name the folders of this machine
-            (keep / f"{device.type}-{kept}-rank{rank}.json.gz").write_bytes(packed)
+        if keep is not None and not stacks:  # stacks name the folders of this machine
+            name = f"{device.type}-{fault.replace('slow loader', 'starved').replace(' ', '-')}-rank{rank}.json.gz"
+            save(packed(path), keep / name)
     ok = is_sound(summary) and judge(summary)
     if not ok:
         print(table(summary))
@@ -121,6 +120,14 @@ def tried(device: torch.device, fault: str, judge: Judge, keep: Path | None, ran
         flush=True,
     )
     return ok
+
+
+def save(content: bytes, path: Path) -> None:
+    if len(content) > 1_000_000:
+        print(f"{path.name} has {len(content) / 1e6:.1f} MB: too large to keep")
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
 
 
 def on_rank(rank: int, ranks: int, folder: str, keep: Path | None) -> None:

@@ -7,9 +7,9 @@ Rank 1 of FSDP sleeps in its loader: its file is `cpu-fsdp-starved-rank1.json.gz
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,6 +19,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.harness.traces import packed
 
 FOLDER = Path(__file__).parent / "traces"
 WIDTH, ROWS, STEPS = 256, 128, 2
@@ -65,13 +69,10 @@ def record(rank: int, strategy: str, port: int) -> None:
 
 
 def write(profiler: profile, path: Path) -> None:
-    """Compressed, and without what tells of the machine."""
-    profiler.export_chrome_trace(str(path))
-    content = json.loads(path.read_text())
-    path.unlink()
-    content |= {"host_name": "node0", "traceName": path.name}
-    text = json.dumps(content, separators=(",", ":"))
-    path.with_suffix(".json.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / path.name
+        profiler.export_chrome_trace(str(plain))
+        path.with_suffix(".json.gz").write_bytes(packed(plain))
 
 
 if __name__ == "__main__":

@@ -309,6 +309,9 @@ def test_the_slow_rank_has_the_shortest_collectives() -> None:
     said = summarize_ranks([ranks[0], rank(1, **usual | {"communication": 20.0, "compute": 80.0}), *ranks[2:]])
     assert (said.slow_rank, said.reason, said.idle_cause) == (1, "slow_gpu", None)
     assert json.loads(said.to_json())["ranks"][1]["compute_ms"] == 80
+    both = rank(2, **usual | {"communication": 5.0, "compute": 68.0, "idle": 27.0, "launching": 27.0})
+    said = summarize_ranks([*ranks[:2], both])  # it computes longer, and above all it is late
+    assert (said.slow_rank, said.reason, said.idle_cause) == (2, "late", "launching")
     with pytest.raises(ValueError, match="each rank once"):
         summarize_ranks([ranks[0], ranks[0]])
 

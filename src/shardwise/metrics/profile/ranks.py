@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from shardwise.metrics.profile.idle import CAUSES
 from shardwise.metrics.profile.summary import ProfileSummary
 
 DIFFERS = 0.1  # of the median: smaller differences are noise
@@ -77,18 +78,19 @@ def summarize_ranks(summaries: Sequence[ProfileSummary]) -> RanksSummary:
 
 
 def _reason(slow: ProfileSummary, others: Sequence[ProfileSummary]) -> tuple[str, str | None, str]:
-    compute = float(np.median([one.step.compute_ms for one in others]))
-    if slow.step.compute_ms > (1 + DIFFERS) * compute:
-        more = f"it computes {slow.step.compute_ms:.1f} ms, the others {compute:.1f} ms"
-        return "slow_gpu", None, f"Its GPU is slow, or has more to do: {more}"
-    causes = ("waiting_for_data", "synchronising", "launching", "between_kernels")
-    longer = {
-        cause: getattr(slow.step, f"{cause}_ms")
-        - float(np.median([getattr(one.step, f"{cause}_ms") for one in others]))
-        for cause in causes
-    }
+    """What the slow rank spends most on beyond the others: computing, or one of the causes of being idle."""
+    longer = {name: _beyond(slow, others, name) for name in ("compute", *CAUSES)}
     cause = max(longer, key=lambda name: longer[name])
     if longer[cause] <= 0:
         return "unknown", None, "Neither its compute nor its idle time explains it"
+    if cause == "compute":
+        more = f"it computes {slow.step.compute_ms:.1f} ms, {longer[cause]:.1f} ms more than the others"
+        return "slow_gpu", None, f"Its GPU is slow, or has more to do: {more}"
     words = cause.replace("_", " ")
     return "late", cause, f"It comes late: it is idle for {longer[cause]:.1f} ms more than the others, {words}"
+
+
+def _beyond(slow: ProfileSummary, others: Sequence[ProfileSummary], name: str) -> float:
+    """ms of a step that the slow rank spends on something beyond the median of the others."""
+    times = [float(getattr(one.step, f"{name}_ms")) for one in (slow, *others)]
+    return times[0] - float(np.median(times[1:]))
