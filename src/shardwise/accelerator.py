@@ -246,6 +246,20 @@ def device_names() -> list[str]:
     return ["Apple GPU"] if is_present("mps") else []
 
 
+def is_rocm() -> bool:
+    """Whether torch was built for AMD's GPUs, which it calls cuda too."""
+    return torch.version.hip is not None
+
+
+def uuid_and_pci_address(device: torch.device) -> tuple[str, str] | None:
+    """How the driver knows a GPU of NVIDIA's or AMD's: a UUID without a prefix, and 00000000:1b:00.0; None: no such."""
+    if device.type != "cuda":
+        return None
+    found: Any = torch.cuda.get_device_properties(device)
+    address = f"{found.pci_domain_id:08x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    return str(found.uuid), address
+
+
 def begin_range(name: str) -> None:
     """Begin a range of that name in a profile of Nsight or of ROCm; without CUDA, do nothing."""
     if torch.cuda.is_available():

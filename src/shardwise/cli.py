@@ -22,6 +22,7 @@ from shardwise.process.parent import die_with_parent
 from shardwise.process.report import report
 from shardwise.process.signals import ignore_save_signal
 from shardwise.protocols import check_data_of, check_of
+from shardwise.run_dir import prometheus_files
 from shardwise.run_dir.checkpoints import list_checkpoints, was_trained
 from shardwise.run_dir.command import record_command
 from shardwise.run_dir.events import append_event
@@ -157,6 +158,8 @@ def check_targets(plans: list[Plan]) -> list[Plan]:
         made.append(plan)
         try_optimizer(plan)
         data = build(plan.data, "data")
+        if os.environ.get("RANK", "0") == "0":
+            prometheus_files.check_directory(plan)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             if (check_data := check_of(data)) is not None:
                 check_data()
@@ -223,6 +226,9 @@ def start(job: Job, plan: Plan, single: bool) -> int:
     except SystemExit as stopped:  # by a signal
         _end(plan, stopped.code if isinstance(stopped.code, int) else 1)
         raise
+    finally:
+        if os.environ.get("RANK", "0") == "0":
+            prometheus_files.remove(plan)  # rank 0 does this too, unless it was killed
     _end(plan, code)
     if code == 2 and list_checkpoints(run_dir) == saved:  # the run was refused: put the earlier records back
         for path, kept in earlier.items():

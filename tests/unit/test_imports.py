@@ -94,7 +94,7 @@ def test_a_collective_names_its_group(module: str) -> None:
 
 
 # Fields of others' objects that have the name of a field of ours
-NOT_OURS = {"data", "sync", "shapes", "loggers", "lr_scheduler_configs", "_results", "strategy"}
+NOT_OURS = {"version", "data", "sync", "shapes", "loggers", "lr_scheduler_configs", "_results", "strategy"}
 # Plain records, which are filled by those who find out
 RECORDS = {"shardwise.preflight.verdict", "shardwise.config.schema"}
 

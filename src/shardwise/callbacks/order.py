@@ -15,10 +15,12 @@ from shardwise.callbacks.heartbeat import Heartbeat
 from shardwise.callbacks.learning_rate import LearningRateFinder
 from shardwise.callbacks.leaving import GracefulStop
 from shardwise.callbacks.profile import Profile
+from shardwise.callbacks.prometheus import PrometheusExport
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog
 from shardwise.callbacks.summary import Summary
 from shardwise.callbacks.synchronizing import FindSynchronizing
+from shardwise.callbacks.telemetry import TelemetryLog
 from shardwise.callbacks.tokenizer import KeepTokenizer
 from shardwise.plan import Plan
 
@@ -44,7 +46,9 @@ def build_run_callbacks(plan: Plan, *first: Callback) -> RunCallbacks:
     ordered += own  # the user's callbacks see a step before the run's callbacks act on it
     ordered.append(Heartbeat(plan))
     ordered.append(guard)  # it comes before the log and the saving, which see only steps that it has passed
-    ordered += [log, saving, Summary(plan, log, saving)]
+    telemetry = TelemetryLog(plan, log)
+    ordered += [log, telemetry, PrometheusExport(plan, log, telemetry)]
+    ordered += [saving, Summary(plan, log, saving, telemetry.energy)]
     if plan.find_learning_rate:
         ordered.append(LearningRateFinder(plan))
     ordered.append(GracefulStop(plan, guard, saving))  # all others have seen the step by then

@@ -14,6 +14,7 @@ from shardwise.callbacks.steps import LOSS, OTHER_LOSS, StepLog, digits, final_m
 from shardwise.errors import count
 from shardwise.lightning_internals.patches import early_stop
 from shardwise.metrics.csv_logger import read_metrics
+from shardwise.metrics.energy import Energy
 from shardwise.metrics.meter import memory_gib
 from shardwise.nn.attention import kernels_that_ran
 from shardwise.plan import Plan
@@ -25,8 +26,8 @@ from shardwise.run_dir.files import LOSSES, METRICS, SUMMARY, write_whole
 class Summary(Callback):
     """Writes `summary.json` and the loss curve when training ends, and prints the table."""
 
-    def __init__(self, plan: Plan, steps: StepLog, saving: Saving) -> None:
-        self.plan, self.steps, self.saving = plan, steps, saving
+    def __init__(self, plan: Plan, steps: StepLog, saving: Saving, energy: Energy) -> None:
+        self.plan, self.steps, self.saving, self.energy = plan, steps, saving, energy
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -64,6 +65,9 @@ class Summary(Callback):
             "skipped_steps_this_process": trainer.strategy.skipped_steps,  # type: ignore[attr-defined]
             "memory_allocated_gib": round(allocated, 2) or None,  # this and the next are the peaks of rank 0
             "peak_memory_gib": round(reserved, 2) or None,
+            # these two are of all GPUs since the run's first start
+            "energy_kwh": self.energy.kwh,
+            f"joules_per_{one_of(unit)}": self.energy.joules_per_weight,
             "train/loss": last_of(rows, loss_key(rows)),
             **trainer.strategy.train_loader.progress(trainer.strategy.train_loader.consumed),  # type: ignore[attr-defined]
             **measured,
@@ -115,6 +119,10 @@ class Summary(Callback):
                 f"{summary['memory_allocated_gib']:.1f} GiB allocated, {summary['peak_memory_gib']:.1f} reserved, "
                 f"on rank 0"
             )
+        if (kwh := summary["energy_kwh"]) is not None:
+            joules = self.energy.joules_per_weight
+            each = f", {digits(joules)} J a {one_of(unit)}" if joules is not None else ""
+            lines["energy"] = f"{digits(kwh)} kWh of all GPUs{each}"
         if summary["train/loss"] is not None:
             lines["training loss"] = digits(summary["train/loss"])
         of_data = {key: value for key, value in summary.items() if key.startswith("data/")}
@@ -131,6 +139,11 @@ class Summary(Callback):
             lines["profile"] = _short(Path(self.plan.run_dir) / name)
         lines["loss curve"] = _short(picture) if picture else "no losses were logged"
         return lines | {"run folder": _short(self.plan.run_dir)}
+
+
+def one_of(unit: str) -> str:
+    """The unit of the loss weight in the singular: tokens → token."""
+    return unit.removesuffix("s")
 
 
 def words(key: str) -> str:

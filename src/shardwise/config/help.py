@@ -17,7 +17,7 @@ from shardwise.config.groups import (
     StrategyName,
 )
 from shardwise.config.profiling import DebugConfig, ProfileConfig
-from shardwise.config.schema import MISSING, GuardConfig, RunConfig
+from shardwise.config.schema import MISSING, GuardConfig, MetricsConfig, RunConfig
 
 _LEFT, _WIDTH = 28, 118  # columns of the names, and of a line
 _NODES = (
@@ -29,6 +29,7 @@ _NODES = (
     ("Where the time of a step goes (docs/profiling.md); `shardwise profile runs/NAME` asks a run that is under way",
      ProfileConfig, "profile."),
     ("To find a mistake", DebugConfig, "debug."),
+    ("What GPUs and hosts report, and Prometheus (docs/telemetry.md)", MetricsConfig, "metrics."),
 )  # fmt: skip
 
 

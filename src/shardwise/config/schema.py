@@ -80,6 +80,12 @@ class Profiler(Enum):
     pytorch = "pytorch"
 
 
+class Prometheus(Enum):
+    none = "none"
+    textfile = "textfile"
+    http = "http"
+
+
 @dataclass
 class GuardConfig:
     """What to do about a step whose loss or gradients are not finite, and about a loss that leaps."""
@@ -88,6 +94,22 @@ class GuardConfig:
     on_spike: OnSpike = option(OnSpike.warn, "a loss that leaps")
     max_in_a_row: int = option(3, "steps that may be skipped, or windows rolled back; one more stops the run")
     spike_z: float = option(8.0, "the robust z-score of a loss that leaps, against the 128 before it")
+
+
+@dataclass
+class MetricsConfig:
+    """What is measured beside the training, and who may look on."""
+
+    telemetry: bool = option(
+        True, "what GPUs and hosts report: power, clocks, temperatures, errors, activity: docs/telemetry.md"
+    )
+    telemetry_seconds: float = option(1.0, "between two looks at a GPU, by a thread that no step waits for")
+    prometheus: Prometheus = option(Prometheus.none, "give the run's numbers to Prometheus, by a file or a port")
+    prometheus_directory: str | None = option(
+        None, "a folder of the site in which Prometheus, or its node exporter, looks for files of runs", form="DIR"
+    )
+    prometheus_address: str = option("127.0.0.1", "the address to listen on; 0.0.0.0: every one of rank 0's node")
+    prometheus_port: int = option(0, "the port; 0: one that is free, which a file in the run's folder names")
 
 
 @dataclass
@@ -203,6 +225,7 @@ class RunConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     optimizer: Any = None
     schedule: Any = None
     loggers: dict[str, Any] = field(default_factory=dict)  # the user's own trackers, each a node with a `_target_`

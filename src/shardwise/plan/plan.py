@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.errors import count
+from shardwise.plan.measuring import Measuring
 from shardwise.plan.profiling import Debugging, Profiling
 from shardwise.plan.topology import Topology
 
@@ -219,6 +220,7 @@ class Plan:
     attention: Choice = Choice("sdpa", "the run began before there was a choice")
     profile: Profiling = dataclasses.field(default_factory=Profiling)
     debug: Debugging = dataclasses.field(default_factory=Debugging)
+    metrics: Measuring = dataclasses.field(default_factory=Measuring)
 
     def logs(self, step: int) -> bool:
         """Whether the numbers of `step` are logged."""
@@ -259,6 +261,7 @@ class Plan:
         saved = raw["activation_checkpointing"]
         raw["activation_checkpointing"] = ActivationCheckpointing(**saved | {"save": tuple(saved.get("save", ()))})
         raw["logger"] = dataclasses.replace(raw["logger"], tags=tuple(raw["logger"].tags))
+        raw["metrics"] = Measuring(**raw.get("metrics", {}))
         raw["guard"] = dataclasses.replace(raw["guard"], pass_over=tuple(raw["guard"].pass_over))
         raw["resume_allow"] = tuple(raw["resume_allow"])
         raw["units"] = None if raw["units"] is None else tuple(raw["units"])

@@ -13,6 +13,7 @@ from shardwise.plan.hardware import peak_tflops
 from shardwise.plan.layers import make_activation_checkpointing, make_compile
 from shardwise.plan.location import initial_weights, run_name, runs_folder
 from shardwise.plan.loss import choose_loss
+from shardwise.plan.measuring import make_measuring
 from shardwise.plan.modes import QUICK_BATCHES, for_learning_rate_finder, for_quick_check
 from shardwise.plan.nodes import data_node, logger_nodes, named_nodes, target_node
 from shardwise.plan.optimizer import make_optimizer
@@ -135,4 +136,5 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         attention=choose_attention(config, host, accelerator),
         profile=make_profiling(config, host.launcher, topology, accelerator, max_steps),
         debug=make_debugging(config, accelerator),
+        metrics=make_measuring(config.metrics),
     )

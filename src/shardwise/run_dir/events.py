@@ -25,7 +25,10 @@ class Event:
 
 
 def append_event(run_dir: str | Path, kind: str, step: int | None, text: str, **data: Any) -> None:
-    """Append an event. One process of a run calls this: rank 0, or its launcher. A full disk does not end the run."""
+    """Append an event. A full disk does not end the run.
+
+    Rank 0 or its launcher calls this; and the rank whose GPU reports an error, which may not live to tell rank 0.
+    """
     line = json.dumps({"time": round(time.time(), 3), "kind": kind, "step": step, "text": text, "data": data}) + "\n"
     try:
         descriptor = os.open(Path(run_dir) / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)

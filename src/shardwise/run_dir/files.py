@@ -20,6 +20,9 @@ METRICS = "metrics.csv"  # a row a step
 RANKS = "ranks.csv"  # a row a logged step and rank: what each rank measured
 EVENTS = "events.jsonl"  # a line for everything that happened: starts, saves, verdicts, the end
 GUARD = "guard.jsonl"  # a row for every step that the guard objected to, with its samples
+PROMETHEUS = "metrics.prom"  # the last numbers, for Prometheus
+PROMETHEUS_TARGETS = "prometheus-targets.json"  # where Prometheus can ask for them
+ENERGY = "energy.json"  # what the GPUs have taken since the run's first start
 WANDB_GONE = "wandb-gone"  # the first step that W&B has not got
 # Written at its end
 SUMMARY = "summary.json"  # what the run came to

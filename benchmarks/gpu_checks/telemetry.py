@@ -1,0 +1,214 @@
+"""What only a GPU can show of `metrics.telemetry`: every value, what each call costs, GPM's rights, energy, the step.
+
+    python benchmarks/gpu_checks/telemetry.py                    all, some four minutes on one GPU
+    python benchmarks/gpu_checks/telemetry.py --only 'values|energy'
+
+Prints a line for each check, writes benchmarks/results/telemetry-gpu-checks.json, and ends with 1 if one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from benchmarks.harness import results  # noqa: E402
+from benchmarks.harness.trainers import TINY_LANGUAGE_MODEL, on_all, our_trainer, resolve  # noqa: E402
+from recipes.language_modeling.model import Transformer  # noqa: E402
+from shardwise.distributed.process_group import init_process_group  # noqa: E402
+from shardwise.metrics.nvml import Nvml  # noqa: E402
+from shardwise.metrics.reading import GPU_VALUES, Reading  # noqa: E402
+from shardwise.metrics.telemetry import Telemetry, build_readers, gpu_of  # noqa: E402
+from shardwise.trainer import build_data, build_module  # noqa: E402
+
+DEVICE = torch.device("cuda", 0)
+NEEDED = {"gpu/power_watts", "gpu/energy_joules", "gpu/sm_clock_mhz", "gpu/temperature_celsius", "gpu/utilization",
+          "gpu/held_down_by_power", "gpu/held_down_by_heat", "gpu/xid_errors"}  # fmt: skip
+ENERGY_BOUND, MODEL_BOUND, HOST_BOUND = 0.02, 0.002, 0.02
+Found = tuple[bool, dict[str, Any]]
+
+
+def work(seconds: float) -> None:
+    """Keep the GPU busy with matrix products."""
+    a = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for _ in range(10):
+            a @ a
+        torch.cuda.synchronize()
+
+
+def reader() -> Nvml:
+    gpu = gpu_of(DEVICE)
+    assert gpu is not None
+    found = Nvml(gpu.uuid, gpu.pci_address)
+    found.open()
+    return found
+
+
+def values() -> Found:
+    """Every value under load, and what the GPU does not give."""
+    telemetry = Telemetry(build_readers(gpu_of(DEVICE)), 0.5, print)
+    telemetry.start()
+    work(5.0)
+    telemetry.stop()
+    taken, notices = telemetry.take(), telemetry.take_notices()
+    return taken.keys() >= NEEDED, taken | {"notices": notices, "missing": sorted(GPU_VALUES.keys() - taken.keys())}
+
+
+def calls() -> Found:
+    """Milliseconds of each group of calls under load; a whole look must be far below its second."""
+    nvml, costs = reader(), dict[str, float]()
+    names = [name for name in dir(nvml) if name.startswith("_read_")]
+    for name in names:
+        times = []
+        for _ in range(20):
+            work(0.11)  # GPM's samples are 100 ms apart
+            begin = time.perf_counter()
+            nvml.calls(name, getattr(nvml, name), Reading())
+            times.append(time.perf_counter() - begin)
+        costs[name.removeprefix("_read_") + "_ms"] = statistics.median(times) * 1e3
+    nvml.close()
+    return sum(costs.values()) < 100, costs | {"failed": dict(nvml.calls.failed)}
+
+
+def gpm() -> Found:
+    """Whether this user may read GPM. A refusal is a finding and no failure."""
+    nvml = reader()
+    nvml.read()
+    work(0.5)
+    found = nvml.read().levels
+    nvml.close()
+    return True, {"root": os.geteuid() == 0, "may": "gpu/sm_active" in found, "why": nvml.calls.failed.get("GPM", ""),
+                  "tensor_active": found.get("gpu/tensor_active", -1.0)}  # fmt: skip
+
+
+def energy() -> Found:
+    """The energy counter beside the integral of power, sampled every 50 ms, over 20 s of changing load."""
+    nvml, samples = reader(), list[tuple[float, float, float]]()
+    end = time.perf_counter() + 20.0
+    while time.perf_counter() < end:
+        work(0.05)
+        reading = nvml.read()
+        samples.append((time.perf_counter(), reading.levels["gpu/power_watts"], reading.sums["gpu/energy_joules"]))
+    nvml.close()
+    integral = sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(samples))
+    counted = samples[-1][2] - samples[0][2]
+    return abs(integral / counted - 1) <= ENERGY_BOUND, {"counted_j": counted, "integral_j": integral,
+                                                         "off_by": integral / counted - 1}  # fmt: skip
+
+
+def in_turns(step: Callable[[], None], steps: int, bound: float) -> Found:
+    """Blocks of steps with telemetry and without."""
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(24):
+        is_on = number % 2 == 0
+        telemetry = Telemetry(build_readers(gpu_of(DEVICE)) if is_on else [], 1.0, print)
+        telemetry.start()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+        times[is_on].append((time.perf_counter() - begin) / steps)
+        telemetry.stop()
+    on, off = statistics.median(times[True][1:]), statistics.median(times[False][1:])
+    return on / off - 1 <= bound, {"on_ms": on * 1e3, "off_ms": off * 1e3, "more": on / off - 1}
+
+
+def model_step() -> Found:
+    """A language model of a billion parameters."""
+    model = Transformer(vocab_size=32_000, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192,
+                        max_seq_len=2048).to(DEVICE, torch.bfloat16)  # fmt: skip
+    tokens = torch.randint(0, 32_000, (4, 2048), device=DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step() -> None:
+        model(tokens).float().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return in_turns(step, 12, MODEL_BOUND)
+
+
+def host_step() -> Found:
+    """A step of hardly any arithmetic: Python's lock is always held."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12))).to(DEVICE)
+    optimizer, batch = torch.optim.AdamW(model.parameters(), fused=True), torch.randn(4, 8, device=DEVICE)
+
+    def step() -> None:
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return in_turns(step, 2000, HOST_BOUND)
+
+
+def synchronizations() -> Found:
+    """How often the host waits for the device in a run of ours, with telemetry and Prometheus and without."""
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29511",
+    }
+    counts = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, words in enumerate((["metrics.telemetry=false"], ["metrics.prometheus=textfile"])):
+            more = ["checkpoint=none", "max_steps=30", "log_every_n_steps=5", "schedule=none", "module.sample_tokens=0"]
+            plan = resolve(on_all([*TINY_LANGUAGE_MODEL, *more, *words], 1), "cuda", Path(folder), f"run{number}")
+            if not torch.distributed.is_initialized():
+                init_process_group(plan)
+            module = build_module(plan)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                our_trainer(plan, module).fit(module, datamodule=build_data(plan))
+            counts[words[0]] = sum(e.count for e in profile.key_averages() if "Synchronize" in e.key)
+    off, on = counts.values()
+    return on == off, {"off": off, "on": on}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="a pattern of names")
+    only = parser.parse_args().only
+    if not torch.cuda.is_available():
+        print("no GPU: nothing was checked")
+        return 1
+    checks: dict[str, Callable[[], Found]] = {
+        "values": values, "calls": calls, "gpm": gpm, "energy": energy, "model step": model_step,
+        "host-bound step": host_step, "synchronizations": synchronizations,
+    }  # fmt: skip
+    content: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "checks": {}}
+    failed = 0
+    for name, check in checks.items():
+        if not re.search(only, name):
+            continue
+        try:
+            holds, numbers = check()
+        except Exception as error:
+            holds, numbers = False, {"error": f"{type(error).__name__}: {error}"[:600]}
+        failed += not holds
+        content["checks"][name] = {"holds": holds, **numbers}
+        results.write(ROOT / "benchmarks/results/telemetry-gpu-checks.json", content)
+        shown = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in numbers.items())
+        print(f"{'ok    ' if holds else 'FAILED'} {name}: {shown}", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
