@@ -1,6 +1,6 @@
 """Writes docs/gpu.md, docs/parity.md and docs/overhead.md from benchmarks/results/*.json, the tables of
-docs/metrics.md, docs/checkpointing.md, docs/data.md, docs/large-models.md, docs/reliability.md and docs/lightning.md,
-and docs/floors.svg: see pages/.
+docs/metrics.md, docs/checkpointing.md, docs/data.md, docs/large-models.md, docs/reliability.md, docs/lightning.md
+and docs/watch.md, and docs/floors.svg: see pages/.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from benchmarks.pages import (  # noqa: E402
     overhead,
     parity,
     reliability,
+    watch,
     your_own_text,
 )
 
@@ -36,6 +37,7 @@ WITH_TABLES = {
     "lightning.md": lightning.TABLES,
     "metrics.md": metrics.TABLES,
     "reliability.md": reliability.TABLES,
+    "watch.md": watch.TABLES,
     "your-own-text.md": your_own_text.TABLES,
 }
 TABLES: dict[str, Callable[[], list[str]]] = {name: made for own in WITH_TABLES.values() for name, made in own.items()}

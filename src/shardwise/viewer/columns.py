@@ -27,7 +27,8 @@ class Chart:
 
 def words(name: str) -> str:
     """A column's name in words: `train/step_seconds` → step seconds."""
-    text = re.sub(r"^(train|shardwise)/", "", name).replace("/", " ").replace("_per_second", "/s").replace("_", " ")
+    text = re.sub(r"^(train|shardwise)/", "", name).replace("data_wait", "waiting for data")
+    text = text.replace("/", " ").replace("_per_second", "/s").replace("_", " ")
     return re.sub(r"\b(mfu|gpu|sm|ecc|gib)\b", lambda found: found[0].upper().replace("GIB", "GiB"), text)
 
 
@@ -53,7 +54,7 @@ def charts_of(series: Mapping[str, Series]) -> list[Chart]:
     charts += each("Speed", [name for name in left if name.endswith("_per_second")][-1:])  # the others are multiples
     take(*[name for name in left if name.endswith("_per_second")])
     charts += each("Speed", [name for name in ("train/step_seconds",) if name in left])
-    charts += together("Speed", "MFU, waiting for data, goodput", _SHARES)
+    charts += together("Speed", ", ".join(words(name) for name in _SHARES if name in left), _SHARES)
     charts += together("Memory", "memory, GiB", [n for n in left if re.search(r"memory_\w+_gib$", n)])
     charts += each("Memory", [name for name in left if "memory" in name or "alloc" in name])
     charts += each("Telemetry", [n for n in left if f"{n}_max" in series or n.startswith(("gpu", "telemetry", "host"))])

@@ -87,7 +87,7 @@ def _verdicts(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
         for run, name in zip(runs, names, strict=True)
         for event in run.verdicts[-20:]
     ]
-    return table(rows, ["run", "step", ""]) or paragraph("No fault was found while they ran.", "soft")
+    return table(rows, ["run", "step", ""]) or paragraph("No fault was recorded.", "soft")
 
 
 def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, str]:

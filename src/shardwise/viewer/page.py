@@ -29,7 +29,7 @@ ul.verdicts { padding: 0; list-style: none; }
 ul.verdicts li { background: var(--box); border-left: 4px solid var(--warn); padding: 8px 12px; margin: 8px 0; }
 ul.verdicts li.bad { border-color: var(--bad); color: inherit; }
 ul.verdicts li.good { border-color: var(--good); color: inherit; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 560px), 1fr)); gap: 18px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 430px), 1fr)); gap: 18px; }
 figure { margin: 0; min-width: 0; } figcaption { min-height: 2.6em; }
 .keys { margin: 0; font-size: .87em; } .keys > * { margin-right: 1em; }
 .key::before { content: ""; display: inline-block; width: 14px; height: 3px; margin-right: 5px; vertical-align: middle;
@@ -51,6 +51,7 @@ img.picture { max-width: 100%; background: #fff; }
 .table { overflow-x: auto; } table { border-collapse: collapse; font-size: .93em; }
 th, td { text-align: left; vertical-align: top; padding: 3px 16px 3px 0; border-bottom: 1px solid var(--line);
   min-width: 4em; }
+th, td { overflow-wrap: normal; } td:last-child { overflow-wrap: anywhere; }
 th { font-weight: 600; } td.number { font-variant-numeric: tabular-nums; white-space: nowrap; }
 pre { background: var(--box); padding: 10px 12px; overflow-x: auto; font-size: .85em; border-radius: 4px;
   white-space: pre-wrap; margin: .5em 0; }

@@ -129,7 +129,7 @@ def _verdicts(run: RunRecord) -> str:
         text = f"the guard objected to {count(len(run.guard), 'step')} ({', '.join(kinds)}): {steps}"
         found.append(f'<li class="bad">{escape(text)}</li>\n')
     if not found:
-        return paragraph("No fault was found while it ran.", "soft")
+        return paragraph("No fault was recorded.", "soft")
     return f'<ul class="verdicts">{"".join(found)}</ul>\n'
 
 

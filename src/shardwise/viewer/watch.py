@@ -68,7 +68,7 @@ class Watch:
         found += [Line("verdict", _told(event, now), "warn") for event in self.run.verdicts[-_SHOWN:]]
         if self.run.guard:
             found.append(Line("guard", f"objected to {count(len(self.run.guard), 'step')}", "bad"))
-        others = [event for event in self.run.events if event.kind not in ("verdict", "save", "end")]
+        others = [event for event in self.run.events if event.kind not in ("verdict", "command", "save", "best", "end")]
         return found + [Line(event.kind, _told(event, now)) for event in others[-_SHOWN:]]
 
     def _numbers(self, now: float) -> Iterator[tuple[str, str]]:
