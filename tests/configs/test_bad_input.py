@@ -407,7 +407,7 @@ TARGETS: list[tuple[str, list[str]]] = [
     ("optimizer=adamw_bf16 optimizer.betas=[0.9,0.999]", ["in bfloat16, which has 8 bits, could never fall",
                                                           "use at most 0.996, or optimizer=adamw_8bit"]),
     ("optimizer=muon optimizer.scale=big", ["scale=big is not possible for Muon; known are match_rms_adamw, original"]),
-    ("optimizer=muon optimizer.momentum=1", ["momentum=1 is not possible for Muon; mend one of optimizer.lr="]),
+    ("optimizer=muon optimizer.momentum=1", ["momentum=1 is not possible for Muon; mend optimizer.momentum=1"]),
     ("optimizer.lr=-1", ["Invalid learning rate: -1; mend one of optimizer.lr=-1"]),
     ("optimizer._target_=torch.nn.Linear", ["optimizer._target_=torch.nn.Linear is no Optimizer, and is not called"]),
     ("schedule._target_=shardwise.schedules.cosine", ["shardwise.schedules has no cosine"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -71,8 +72,10 @@ def try_optimizer(plan: Plan) -> None:
             for key, value in node.items():
                 if isinstance(error, TypeError) and key != "_target_" and isinstance(value, str):
                     raise ConfigError(f"{word}.{key}={value}: must be a number") from error
-        given = " ".join(f"{word}.{k}={v}" for word, node in nodes.items() for k, v in node.items() if k != "_target_")
-        raise ConfigError(f"optimizer or schedule: {error}; mend one of {given}") from error
+        every = {f"{word}.{k}={v}": k for word, node in nodes.items() for k, v in node.items() if k != "_target_"}
+        named = [given for given, key in every.items() if re.search(rf"\b{re.escape(key)}=", str(error))]
+        given = named[0] if len(named) == 1 else f"one of {' '.join(named or every)}"
+        raise ConfigError(f"optimizer or schedule: {error}; mend {given}") from error
 
 
 def configure_optimizers(plan: Plan, module: nn.Module, matrices: Collection[str] = ()) -> Any:
