@@ -41,26 +41,25 @@ class Curve:
     has_points: bool = False  # whether each number is a dot: there are few, such as validations
 
 
-def draw(title: str, curves: Sequence[Curve], x: Axis, marks: Sequence[Mark] = (), note: str = "") -> str:
+def draw(title: str, curves: Sequence[Curve], x: Axis, marks: Sequence[Mark] = (), columns: int = COLUMNS) -> str:
     """A `<figure>` of these curves; empty if none of them has a number. A curve without numbers keeps its colour.
 
-    `x`: the steps of the whole run.
+    `x`: the steps of the whole run. `columns`: for so many the curves are thinned.
     """
     numbered = [(n % COLORS, one) for n, one in enumerate(curves) if any(map(math.isfinite, one.series.values))]
     if not numbered:
         return ""
-    shown = [value for _, curve in numbered for part in _parts(curve) for value in part.values]
+    shown = [value for _, curve in numbered for part in parts_of(curve) for value in part.values]
     y = make_axis(shown)
     body = [frame(x, y), *_marks(x, marks)]
     for color, curve in numbered:
-        body.append(f'<g class="c{color}">{_curve(curve, x, y)}</g>')
+        body.append(f'<g class="c{color}">{_curve(curve, x, y, columns)}</g>')
     legend = "".join(
         f'<span class="key c{color}">{escape(curve.name)} <b>{short(curve.series.values[-1])}</b></span>'
         for color, curve in numbered
     )
-    more = f'<span class="note">{escape(note)}</span>' if note else ""
     log = '<span class="note">logarithmic</span>' if y.is_log else ""
-    return figure(title, legend + log + more, "".join(body), HEIGHT)
+    return figure(title, legend + log, "".join(body), HEIGHT)
 
 
 def figure(title: str, legend: str, body: str, height: int) -> str:
@@ -96,19 +95,21 @@ def y_of(y: Axis, value: float) -> float:
     return HEIGHT - BOTTOM - y.share(value) * (HEIGHT - BOTTOM - TOP)
 
 
-def _parts(curve: Curve) -> Iterable[Series]:
+def parts_of(curve: Curve) -> Iterable[Series]:
     return (part for part in (curve.series, curve.low, curve.high) if part is not None)
 
 
-def _curve(curve: Curve, x: Axis, y: Axis) -> str:
-    points = [(x_of(x, step), y_of(y, value)) for step, value in _thin(curve.series)]
+def _curve(curve: Curve, x: Axis, y: Axis, columns: int) -> str:
+    points = [(x_of(x, step), y_of(y, value)) for step, value in _thin(curve.series, columns)]
     svg = ""
     if curve.low is not None and curve.high is not None:
-        low, high = ([(x_of(x, step), y_of(y, value)) for step, value in _thin(s)] for s in (curve.low, curve.high))
+        low, high = (
+            [(x_of(x, step), y_of(y, value)) for step, value in _thin(s, columns // 2)] for s in (curve.low, curve.high)
+        )
         svg += f'<path class="band" transform="scale(.1)" d="{_path([*high, *reversed(low)])}z"/>'
     if curve.has_points or len(points) == 1:
         svg += "".join(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5"/>' for a, b in points[:200])
-    is_dense = len(curve.series.steps) > 2 * COLUMNS
+    is_dense = len(curve.series.steps) > 2 * columns
     kind = "line noise" if is_dense else "line"
     svg += f'<path class="{kind}" transform="scale(.1)" d="{_path(points)}"/>'
     if is_dense:
@@ -120,8 +121,8 @@ def _curve(curve: Curve, x: Axis, y: Axis) -> str:
     return svg
 
 
-def _thin(series: Series) -> list[tuple[float, float]]:
-    return thin(series.steps, series.values, COLUMNS)
+def _thin(series: Series, columns: int) -> list[tuple[float, float]]:
+    return thin(series.steps, series.values, columns)
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:

@@ -51,14 +51,27 @@ def charts_of(series: Mapping[str, Series]) -> list[Chart]:
     charts += each("Loss", [name for name in left if "loss" in name and name != "train/loss_scale"])
     charts += each("Loss", [name for name in left if name.startswith(("validation/", "val_"))])
     charts += each("Loss", [name for name in ("train/gradient_norm", "train/learning_rate") if name in left])
-    charts += each("Speed", [name for name in left if name.endswith("_per_second")][-1:])  # the others are multiples
-    take(*[name for name in left if name.endswith("_per_second")])
+    rates = [name for name in left if is_speed(name)]
+    charts += each("Speed", rates[-1:])
+    take(*rates)  # the others are multiples of it
     charts += each("Speed", [name for name in ("train/step_seconds",) if name in left])
     charts += together("Speed", ", ".join(words(name) for name in _SHARES if name in left), _SHARES)
-    charts += together("Memory", "memory, GiB", [n for n in left if re.search(r"memory_\w+_gib$", n)])
-    charts += each("Memory", [name for name in left if "memory" in name or "alloc" in name])
-    charts += each("Telemetry", [n for n in left if f"{n}_max" in series or n.startswith(("gpu", "telemetry", "host"))])
+    telemetry = [name for name in left if is_telemetry(name, series)]
+    of_training = [name for name in left if name not in telemetry]
+    charts += together("Memory", "memory, GiB", [n for n in of_training if re.search(r"memory_\w+_gib$", n)])
+    charts += each("Memory", [name for name in of_training if name in left and re.search("memory|alloc", name)])
+    charts += each("Telemetry", telemetry)
     return charts + each("Other values", left)
+
+
+def is_speed(name: str) -> bool:
+    """Whether a column says how fast the run trains, such as `train/tokens_per_second`."""
+    return name.endswith("_per_second") and name.startswith(("train/", "shardwise/"))
+
+
+def is_telemetry(name: str, series: Collection[str]) -> bool:
+    """Whether a column is what GPUs or hosts report."""
+    return name.startswith(("gpu/", "host/")) or f"{name}_max" in series
 
 
 def loss_name(series: Mapping[str, Series]) -> str:

@@ -11,14 +11,14 @@ from html import escape
 from shardwise.viewer.chart import BOTTOM, LEFT, TOP, figure, frame, x_of
 from shardwise.viewer.scale import Axis, short
 
-_BINS = 320  # columns of cells
+BINS = 320  # columns of cells
 _SHADES = 63  # a picture of few colours is small
 # From low to high: dark blue, green, yellow (viridis), also for the colour-blind
 _ANCHORS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 
 
-def draw_heat(title: str, values: Sequence[tuple[int, int, float]], ranks: int, x: Axis) -> str:
-    """A `<figure>` of one number of all ranks. `values`: (step, rank, value).
+def draw_heat(title: str, values: Sequence[tuple[int, int, float]], ranks: int, x: Axis, most: int = BINS) -> str:
+    """A `<figure>` of one number of all ranks. `values`: (step, rank, value). `most`: columns of cells.
 
     A cell of several rows has the value that is farthest from the mean of all, so that a short fault stays visible.
     """
@@ -27,7 +27,7 @@ def draw_heat(title: str, values: Sequence[tuple[int, int, float]], ranks: int, 
         return ""
     numbers = sorted(value for _, _, value in finite)
     mean = sum(numbers) / len(numbers)
-    bins = min(_BINS, len({step for step, _, _ in finite}))
+    bins = min(most, len({step for step, _, _ in finite}))
     first, last = min(finite)[0], max(finite)[0]
     cells: dict[tuple[int, int], float] = {}
     factor = bins / ((last - first) or 1)

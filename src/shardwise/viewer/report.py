@@ -13,15 +13,17 @@ from shardwise.run_dir.events import Event
 from shardwise.run_dir.files import REPORT, write_whole
 from shardwise.run_dir.secrets import redact_text
 from shardwise.viewer.background import command, environment, plan, profile
-from shardwise.viewer.chart import Mark, draw, range_of_steps
-from shardwise.viewer.columns import Chart, charts_of, loss_name, words
-from shardwise.viewer.heat import draw_heat
+from shardwise.viewer.chart import COLUMNS, Mark, draw, parts_of, range_of_steps
+from shardwise.viewer.columns import Chart, charts_of, is_speed, loss_name, words
+from shardwise.viewer.heat import BINS, draw_heat
 from shardwise.viewer.page import fold, make_page, paragraph, section, table
 from shardwise.viewer.record import RunRecord, log_tails, read_ranks, read_run
 from shardwise.viewer.scale import Axis
 from shardwise.viewer.state import State, duration, errors_of, one_line, state_of
 
 _MOST_CHARTS = 60
+# With more pictures than these each gets fewer points, so that the page stays small
+_FULL_CHARTS, _FULL_HEATS = 16, 12
 _MOST_ROWS = 200  # of a table of events
 STATES = {"ended": "good", "died": "bad", "silent": "warn", "stopped": "warn"}
 
@@ -45,11 +47,13 @@ def make_report(run: RunRecord) -> str:
     x = range_of_steps(run.table.series.values(), run.steps)
     marks = marks_of(run)
     charts = charts_of(run.table.series)
+    shown = [chart for chart in charts[:_MOST_CHARTS] if chart.section != "Telemetry" or not _is_zero(chart)]
+    columns = COLUMNS * _FULL_CHARTS // max(_FULL_CHARTS, len(shown))
     heats = _heats(run, x)
 
     def drawn(name: str) -> str:
-        of_section = [chart for chart in charts[:_MOST_CHARTS] if chart.section == name]
-        pictures = "".join(draw(chart.title, chart.curves, x, marks) for chart in of_section)
+        of_section = [chart for chart in shown if chart.section == name]
+        pictures = "".join(draw(chart.title, chart.curves, x, marks, columns=columns) for chart in of_section)
         return f'<div class="charts">{pictures}{heats if name == "Telemetry" else ""}</div>\n'
 
     body = [
@@ -57,7 +61,7 @@ def make_report(run: RunRecord) -> str:
         section("Verdict", _ending(run, state), _verdicts(run), _numbers(run)),
         section("Loss", drawn("Loss"), _legend(marks)) if run.table.series else "",
         *(section(name, drawn(name)) for name in ("Speed", "Memory") if _has(charts, name)),
-        section("Telemetry", drawn("Telemetry")) if heats or _has(charts, "Telemetry") else "",
+        section("Telemetry", drawn("Telemetry"), _zeros(charts)) if heats or _has(charts, "Telemetry") else "",
         section("Other values", drawn("Other values"), _left_out(charts)) if _has(charts, "Other values") else "",
         section("What happened", _events(run)),
         section("Profile", *(profile(*found) for found in run.profiles)),
@@ -158,7 +162,7 @@ def final_numbers(run: RunRecord) -> dict[str, Any]:
         found["training loss"] = loss
     found |= {words(key): value for key, value in last.items() if key.startswith("validation/")}
     rates = {key: value for key, value in run.summary.items() if key.endswith("_per_second")} or {
-        key.removeprefix("train/"): value for key, value in last.items() if key.endswith("_per_second")
+        key.removeprefix("train/"): value for key, value in last.items() if is_speed(key)
     }
     found |= {words(key): value for key, value in rates.items() if isinstance(value, (int, float))}
     more = {key: value for key, value in run.summary.items() if "energy" in key or "joules" in key or "kwh" in key}
@@ -195,7 +199,19 @@ def _heats(run: RunRecord, x: Axis) -> str:
     ranks = read_ranks(run.path)
     if ranks.ranks < 2:
         return ""
-    return "".join(draw_heat(words(name), values, ranks.ranks, x) for name, values in ranks.values.items())
+    changing = {name: values for name, values in ranks.values.items() if len({value for *_, value in values}) > 1}
+    bins = BINS * _FULL_HEATS // max(_FULL_HEATS, len(changing))
+    return "".join(draw_heat(words(name), values, ranks.ranks, x, bins) for name, values in changing.items())
+
+
+def _is_zero(chart: Chart) -> bool:
+    return not any(value for curve in chart.curves for part in parts_of(curve) for value in part.values)
+
+
+def _zeros(charts: Sequence[Chart]) -> str:
+    """One line for all that was zero at every row, such as errors that did not come."""
+    names = [chart.title for chart in charts if chart.section == "Telemetry" and _is_zero(chart)]
+    return paragraph(f"always 0: {', '.join(names)}" if names else "", "soft")
 
 
 def _left_out(charts: Sequence[Chart]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from shardwise.errors import count
 from shardwise.run_dir.events import Event
 from shardwise.run_dir.files import CONFIG, ENVIRONMENT, EVENTS, GUARD, METRICS, PLAN, RANKS, STARTS, SUMMARY
-from shardwise.viewer.columns import is_spread, loss_name, words
+from shardwise.viewer.columns import is_speed, is_spread, is_telemetry, loss_name, words
 from shardwise.viewer.follow import Series, Table
 from shardwise.viewer.record import RunRecord, find_run, read_text
 from shardwise.viewer.scale import short
@@ -26,6 +26,8 @@ _RANK_BYTES = 2**18  # the end of ranks.csv that is read: the last step of some 
 _SHOWN = 3  # verdicts, and events
 # What of a rank's numbers tells that it is slow: the first of these that the run logs
 _SLOW = ("train/compute_seconds", "train/host_seconds", "train/step_seconds", "train/data_wait")
+# What is zero where all is well: it is left out then
+_QUIET = ("gpu/held_down_", "gpu/xid_", "gpu/ecc_", "gpu/remapped_")
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Watch:
                 yield words(name), f"{short(last[name])}  {sparkline(series[name])}"
         yield (
             "speed",
-            ", ".join(f"{short(value)} {words(name)}" for name, value in last.items() if name.endswith("_per_second")),
+            ", ".join(f"{short(value)} {words(name)}" for name, value in last.items() if is_speed(name)),
         )
         yield "MFU", _share(last.get("train/mfu"))
         yield "memory", self._memory()
@@ -111,7 +113,7 @@ class Watch:
         """What the GPUs report: each number's mean over the ranks, with the lowest and the highest."""
         last = self._table.last
         for name, value in last.items():
-            if (f"{name}_max" in last or name.startswith(("gpu", "telemetry"))) and not is_spread(name, last):
+            if is_telemetry(name, last) and not is_spread(name, last) and (value or not name.startswith(_QUIET)):
                 low, high = last.get(f"{name}_min"), last.get(f"{name}_max")
                 spread = "" if low is None or high is None else f"  ({short(low)} to {short(high)})"
                 yield words(name), short(value) + spread
