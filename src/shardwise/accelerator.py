@@ -31,6 +31,11 @@ def backend(kind: str) -> str:
     return _BACKENDS.get(kind, "gloo")
 
 
+def can_exchange(kind: str) -> bool:
+    """Whether processes can exchange tensors on such devices. On mps no backend can, and a run has one process."""
+    return kind != "mps"
+
+
 def is_present(kind: str) -> bool:
     """Whether torch can compute on a device of this kind."""
     if kind == "mps":

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import platform
 import sys
+import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shardwise import accelerator, devices
 from shardwise.config.compose import compose
@@ -18,6 +22,8 @@ from shardwise.errors import ConfigError
 from shardwise.launch.host import inspect_host
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.strategies.other_accelerators import lightning_accelerator
+from tests.harness.cells import cell_plan, fit
+from tests.harness.processes import spawn
 
 CPU = Host(0, run_id="r")
 MAC = Host(0, run_id="r", macos=15)
@@ -225,3 +231,42 @@ def test_lightning_takes_our_accelerators(host: Host, name: str, count: int, mon
     assert trainer.accelerator is kind and trainer.strategy.root_device == torch.device(name, 0)
     assert trainer.num_devices == count
     assert lightning_accelerator(plan(CPU)) == "cpu" and lightning_accelerator(plan(NVIDIA)) == "cuda"
+
+
+# ---- A run on a Mac, as far as a CPU can show it: nothing in float64 on the device, and nothing sent in a group of one
+
+
+class No64(TorchDispatchMode):
+    """Notes which lines make tensors in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if any(isinstance(one, torch.Tensor) and one.dtype == torch.float64 for one in tree_leaves(made)):
+            files = [frame.filename for frame in traceback.extract_stack() if "/shardwise/" in frame.filename]
+            self.found.add(f"{files[-1] if files else 'elsewhere'}: {function}")
+        return made
+
+
+def as_on_a_mac(folder: Path) -> tuple[set[str], list[str], list[float]]:
+    sent: list[str] = []
+    for name in ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce", "scatter", "gather"):
+        setattr(torch.distributed, name, lambda *_, name=name, **__: sent.append(name))
+    accelerator.exact_dtype.__code__ = (lambda device: torch.float32).__code__
+    accelerator.can_exchange.__code__ = (lambda kind: False).__code__
+    words = ["strategy=ddp", "max_steps=4", "micro_batch_size=2", "global_batch_size=4", "validate_every_n_steps=2",
+             "checkpoint.save_every_n_steps=2", "precision=bf16", "ema_decay=0.9", "guard.on_spike=skip",
+             "optimizer=adamw_bf16"]  # fmt: skip
+    plan = cell_plan(folder / "run", 1, *words)
+    with No64() as mode:
+        made = fit(plan)
+    return mode.found, sent, made["losses"]
+
+
+def test_a_run_needs_no_float64_and_sends_nothing_where_it_cannot(tmp_path: Path) -> None:
+    [(found, sent, losses)] = spawn(1, as_on_a_mac, tmp_path)
+    found = {line for line in found if "config/targets.py" not in line}  # a module is made on the host
+    assert not found and not sent and len(losses) == 4

@@ -87,7 +87,7 @@ def doing(trainer: Trainer) -> str:
 def explain(plan: Plan, error: BaseException, doing: str) -> str:
     """The whole message, of several lines. On CUDA it also writes a memory snapshot and names its file."""
     root = _root(error) or error
-    on_host = plan.accelerator == "cuda" and (isinstance(root, MemoryError) or _HOST_TEXT in str(root))
+    on_host = plan.accelerator != "cpu" and (isinstance(root, MemoryError) or _HOST_TEXT in str(root))
     memory = None if on_host or plan.accelerator == "cpu" else measure()
     rank, requested = int(os.environ.get("RANK", "0")), requested_gib(str(root))
     lines = [f"rank {rank} is out of {'host ' if on_host else ''}memory: {doing}, "
@@ -101,7 +101,7 @@ def explain(plan: Plan, error: BaseException, doing: str) -> str:
     lines += ["  " + "; ".join(numbers)] if numbers else []
     changes = host_remedies(plan) if on_host else remedies(plan, memory, requested)
     lines += ["  what would need less, the cheapest first:", *(f"    {change}" for change in changes)]
-    if memory is not None and (snapshot := write_snapshot(plan, rank)) is not None:
+    if memory is not None and plan.accelerator == "cuda" and (snapshot := write_snapshot(plan, rank)) is not None:
         more = "" if plan.memory_history else "; memory_history=true adds what allocated each block"
         lines.append(f"  {snapshot} shows every block: open it at https://pytorch.org/memory_viz{more}")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ import os
 from datetime import timedelta
 
 import torch.distributed as dist
+import torchmetrics.metric
 from torch._C._distributed_c10d import HashStore
 
 from shardwise import accelerator
@@ -29,10 +30,17 @@ def keep_nccl_record(run_dir: str) -> None:
         os.environ.setdefault(name, value)
 
 
+def leave_metrics_alone() -> None:
+    """Let torchmetrics gather nothing: it would do so in a group of one rank too."""
+    torchmetrics.metric.jit_distributed_available = lambda: False
+
+
 def init_process_group(plan: Plan) -> None:
     """Make the process group of the run, under every strategy and also for a single process."""
     timeout = group_timeout(plan)
     backend = accelerator.backend(plan.accelerator)
+    if not accelerator.can_exchange(plan.accelerator):
+        leave_metrics_alone()
     if plan.topology.world_size == 1 and "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     device = None

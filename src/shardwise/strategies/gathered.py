@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
+from torch import Tensor
 
 from shardwise import accelerator
 from shardwise.data.agreement import smallest
@@ -26,6 +27,11 @@ class GatheringHooks(Strategy):
     def file_group(self) -> dist.ProcessGroup | None:
         """The group of all hosts, which agree on whether memory suffices."""
         raise NotImplementedError
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if not accelerator.can_exchange(self.plan.accelerator):
+            return tensor.unsqueeze(0)
+        return super().all_gather(tensor, group, sync_grads)  # type: ignore[safe-super]
 
     @contextmanager
     def gathered_weights(self) -> Iterator[None]:
