@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.accelerator import can_exchange, exact_dtype
+from shardwise.accelerator import exact_dtype
 from shardwise.checkpoint.train_state import TrainState
 from shardwise.data.evaluation import EvaluationLoader
 from shardwise.data.loaders import TrainLoader
@@ -331,8 +331,6 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, Paralle
         # `self.log(..., sync_dist=True)` averages batch sizes over ranks. In integers the mean of 7 and 6 would be 6.
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
             tensor = tensor.to(exact_dtype(tensor.device))
-        if not can_exchange(self.plan.accelerator):
-            return tensor
         return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
     def on_validation_start(self) -> None:

@@ -28,6 +28,11 @@ class GatheringHooks(Strategy):
         """The group of all hosts, which agree on whether memory suffices."""
         raise NotImplementedError
 
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not accelerator.can_exchange(self.plan.accelerator):
+            return tensor
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
+
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if not accelerator.can_exchange(self.plan.accelerator):
             return tensor.unsqueeze(0)
