@@ -331,7 +331,7 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, Paralle
         # `self.log(..., sync_dist=True)` averages batch sizes over ranks. In integers the mean of 7 and 6 would be 6.
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
             tensor = tensor.to(exact_dtype(tensor.device))
-        return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
+        return super().reduce(tensor, group, reduce_op)
 
     def on_validation_start(self) -> None:
         self.synchronize_buffers()
