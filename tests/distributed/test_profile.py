@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import gzip
 import itertools
 import json
 from collections import Counter
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.callbacks.guard import RollBack
+from shardwise.metrics.memory_profile import summarize_memory
 from shardwise.metrics.profile import ProfileSummary
 from shardwise.run_dir.events import read_events
 from shardwise.run_dir.files import profile_folder, profile_trace
@@ -98,17 +101,35 @@ class RollsBack(Callback):
             raise RollBack(0)
 
 
-def edges(folder: Path) -> dict[str, str]:
-    """What a run says whose window is at an edge."""
-    said = {}
+@contextmanager
+def as_on_a_gpu() -> Iterator[list[Any]]:
+    """What the CPU has no allocator for: its history is empty. Yields the tensors that the run has pointed out."""
+    known: list[Any] = []
+    empty = {"segments": [], "device_traces": []}
+    here = "shardwise.metrics.memory_recorder"
+    with (
+        patch(f"{here}.record_memory_history"), patch(f"{here}.end_memory_history"),
+        patch(f"{here}.memory_snapshot", return_value=empty),
+        patch(f"{here}.summarize_memory", lambda *_, **more: known.append([more["known"]]) or summarize_memory(empty)),
+    ):  # fmt: skip
+        yield known
 
-    def run(name: str, *words: str, callback: Callback | None = None) -> None:
+
+def edges(folder: Path) -> dict[str, Any]:
+    """What a run says whose window is at an edge."""
+    said: dict[str, Any] = {}
+
+    def run(name: str, *words: str, callback: Callback | None = None, memory: bool = False) -> None:
         plan = cell_plan(folder / name, 1, "micro_batch_size=4", "global_batch_size=8", *words)
+        plan = dataclasses.replace(plan, profile=dataclasses.replace(plan.profile, memory=memory))
         with redirect_stdout(StringIO()) as out, nullcontext() if name == "first" else unread():
             fit(plan, *([] if callback is None else [callback]))
         said[name] = out.getvalue()
 
     run("first", "max_steps=2", "profile.start=1", "profile.steps=2", "profile.stacks=true")
+    with as_on_a_gpu() as known:
+        run("memory", "max_steps=2", "profile.start=2", memory=True)
+    said["known"] = Counter(tensor.category for [tensors] in known for tensor in tensors)
     run("parts", "max_steps=3")
     saved = f"resume={folder}/parts/checkpoints/step-00000003.ckpt"
     run("parts", "max_steps=5", saved, "profile.start=2")
@@ -134,6 +155,11 @@ def test_a_window_at_an_edge_of_the_run(tmp_path: Path) -> None:
     for step in summary.steps:
         parts = step.compute_ms + step.exposed_communication_ms + step.copies_alone_ms + step.idle_ms
         assert parts == pytest.approx(step.span_ms, rel=0.01)
+    parameters = said["known"]["parameters"]
+    assert parameters and said["known"] == {
+        "parameters": parameters, "gradients": parameters, "optimizer": 3 * parameters
+    }  # fmt: skip
+    assert (profile_folder(tmp_path / "memory", 2) / "memory-rank-0.png").exists()
     assert "profile: none is taken: profile.start=2, and the run goes on after step 3" in said["parts"]
     assert steps("epochs", 7) == [7] and steps("short", 12) == [12]
     names = [name for name, _, _ in annotations(profile_trace(profile_folder(tmp_path / "epochs", 7), 0))]

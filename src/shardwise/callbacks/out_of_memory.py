@@ -15,6 +15,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from shardwise import accelerator
 from shardwise.errors import OutOfMemoryError, RunStopped
 from shardwise.forecast.remedies import GpuMemory, host_remedies, remedies
+from shardwise.metrics.memory_picture import draw_memory
+from shardwise.metrics.memory_profile import summarize_memory
 from shardwise.plan import Plan
 from shardwise.run_dir.files import memory_snapshot
 
@@ -104,6 +106,8 @@ def explain(plan: Plan, error: BaseException, doing: str) -> str:
     if memory is not None and plan.accelerator == "cuda" and (snapshot := write_snapshot(plan, rank)) is not None:
         more = "" if plan.memory_history else "; memory_history=true adds what allocated each block"
         lines.append(f"  {snapshot} shows every block: open it at https://pytorch.org/memory_viz{more}")
+        if (picture := draw_snapshot(plan, rank)) is not None:
+            lines.append(f"  {picture} has the largest of them, and needs no web page")
     return "\n".join(lines)
 
 
@@ -137,5 +141,14 @@ def write_snapshot(plan: Plan, rank: int) -> Path | None:
     path = memory_snapshot(plan.run_dir, rank)
     with suppress(OSError, RuntimeError):
         accelerator.dump_memory_snapshot(str(path))
+        return path
+    return None
+
+
+def draw_snapshot(plan: Plan, rank: int) -> Path | None:
+    """Draw what the allocator holds; None: that was not possible, which must not hide the error itself."""
+    path = memory_snapshot(plan.run_dir, rank).with_suffix(".png")
+    with suppress(Exception):
+        draw_memory(summarize_memory(accelerator.memory_snapshot(), device=_gpu_index()), path)
         return path
     return None

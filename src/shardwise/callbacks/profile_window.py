@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwise.callbacks.saving import Saving
+from shardwise.metrics.memory_profile import Span
+from shardwise.metrics.memory_recorder import MemoryRecorder
 from shardwise.metrics.phases import PREFIX, STEP, Marks, Phases
 from shardwise.metrics.profiler import NsightRecorder, Reading, Recorder, TorchRecorder
 from shardwise.plan import Plan
@@ -32,6 +34,9 @@ class ProfileWindow:
             device = strategy.root_device
             self._recorder = NsightRecorder(device) if nsight else TorchRecorder(device, stacks=profile.stacks)
         self._when_read: Callable[[str, Exception | None], None] | None = None
+        self._memory: MemoryRecorder | None = None
+        if profile.has(self.rank) and profile.memory:
+            self._memory = MemoryRecorder(strategy.root_device, keeps_history=plan.memory_history)
         self._work: threading.Thread | None = None
         self._reading: Reading | None = None
         self._is_stopped = False
@@ -63,13 +68,19 @@ class ProfileWindow:
             return self.folder
         self._phases.mark(self.strategy, "training_step", "forward")
         self._phases.mark(self.strategy, "backward", "backward")
-        self._phases.mark_after_closure(self.strategy.planned_precision, "optimizer")
+        self._phases.mark_after_closure(self.strategy.planned_precision, "optimizer", self._note_gradients)
         self._phases.mark(self.saving, "save_step", "save")
         if self.marks.nvtx:
             self._phases.mark_units(dict(self.strategy.units.modules))
+        if self._memory is not None:
+            self._memory.start(self.strategy.module, self.strategy.optimizers)
         self._recorder.start()
         self.begin_step(first)
         return self.folder
+
+    def _note_gradients(self) -> None:
+        if self._memory is not None:
+            self._memory.note_gradients(self.strategy.module)
 
     def begin_step(self, step: int) -> None:
         self.marks.close_all()
@@ -82,6 +93,8 @@ class ProfileWindow:
         self._phases.remove()
         if self._recorder is not None:
             self._recorder.stop()
+        if self._memory is not None:
+            self._memory.stop()
         if self._recorder is not None or self.rank == 0:
             self._work = threading.Thread(target=self._write_and_read, name="profile", daemon=True)
             self._work.start()
@@ -92,6 +105,8 @@ class ProfileWindow:
         self._phases.remove()
         if self.is_open and self._recorder is not None:
             self._recorder.stop()
+            if self._memory is not None:
+                self._memory.stop()
         if self.is_open:
             with suppress(OSError):  # another rank may be quicker
                 self.folder.rmdir()
@@ -104,10 +119,13 @@ class ProfileWindow:
 
     def _write_and_read(self) -> None:
         assert self._when_read is not None
-        doing, text = "written", ""
+        doing, text, memory = "written", "", ""
         try:
             if self._recorder is not None:
                 self._recorder.write(self.folder, self.rank)
+            if self._memory is not None:
+                spans = [Span(name, begin / 1e3, end / 1e3) for name, begin, end in self.marks.spans]
+                memory = self._memory.write(self.folder, self.rank, spans)
             if self.rank == 0 and self.profile.tool == "torch":
                 doing = "read"
                 everyone = range(self.plan.topology.world_size)
@@ -118,7 +136,7 @@ class ProfileWindow:
                 self._when_read(doing, error)
             return
         if text:
-            self._when_read(text, None)
+            self._when_read(f"{text}\n{memory}\n" if memory else text, None)
 
     def _stop_reading(self) -> None:
         self._is_stopped = True

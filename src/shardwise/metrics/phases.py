@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,8 @@ class Marks:
 
     def __init__(self, *, nvtx: bool, silent: bool = False) -> None:
         self.nvtx, self.silent = nvtx, silent
-        self._open: list[tuple[str, torch.profiler.record_function | None]] = []
+        self.spans: list[tuple[str, int, int]] = []  # the phases that are over: name, begin and end in ns since 1970
+        self._open: list[tuple[str, torch.profiler.record_function | None, int]] = []
 
     def open(self, name: str) -> None:
         record = None
@@ -29,12 +31,14 @@ class Marks:
         elif not self.silent:
             record = torch.profiler.record_function(name)
             record.__enter__()  # type: ignore[no-untyped-call]
-        self._open.append((name, record))
+        self._open.append((name, record, time.time_ns()))
 
     def close(self, name: str) -> None:
         """Close the range `name`, with those that were opened in it. Nothing happens if it is not open."""
-        while any(name == other for other, _ in self._open):
-            _, record = self._open.pop()
+        while any(name == other for other, _, _ in self._open):
+            inner, record, begin = self._open.pop()
+            if inner.startswith(PREFIX):
+                self.spans.append((inner.removeprefix(PREFIX), begin, time.time_ns()))
             if self.nvtx and not self.silent:
                 end_range()
             elif record is not None:
@@ -65,18 +69,23 @@ class Phases:
 
         self._replace(owner, method, marked)
 
-    def mark_after_closure(self, precision: Any, phase: str) -> None:
-        """Mark what `precision.optimizer_step` does after its closure, which is the forward and backward pass."""
+    def mark_after_closure(self, precision: Any, phase: str, between: Callable[[], Any] = lambda: None) -> None:
+        """Mark what `precision.optimizer_step` does after its closure, which is the forward and backward pass.
+
+        `between` is called when the closure is done.
+        """
         original, name = precision.optimizer_step, PREFIX + phase
 
         def marked(optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
             def then() -> Any:
                 result = closure()
+                between()
                 self.marks.open(name)
                 return result
 
             automatic = model.automatic_optimization  # else the closure is called within optimizer.step
             if not automatic:
+                between()
                 self.marks.open(name)
             try:
                 return original(optimizer, model=model, closure=then if automatic else closure, **kwargs)

@@ -230,6 +230,11 @@ def profile_folder(run_dir: str | Path, step: int) -> Path:
     return Path(run_dir) / "profile" / f"step-{step:06d}"
 
 
+def profile_memory(folder: Path, rank: int) -> Path:
+    """What held memory on a rank in the steps of a profile; a picture of the same name lies beside."""
+    return folder / f"memory-rank-{rank}.json"
+
+
 def profile_trace(folder: Path, rank: int) -> Path:
     """The trace of a rank in the folder of a profile."""
     return folder / f"rank-{rank}.json.gz"
