@@ -84,12 +84,23 @@ begin() { # OVERRIDE...
         python=$home/.venv/bin/python
     fi
     PYTHON=${python:-python3}
-    local word cluster=${CLUSTER:+cluster=$CLUSTER}
+    local word cluster=${CLUSTER:+cluster=$CLUSTER} profiler=()
     for word; do
         [[ $word != cluster=* ]] || cluster=
+        [[ $word != profile.tool=nsys ]] || profiler=(nsys profile --trace=cuda,nvtx,osrt --capture-range=cudaProfilerApi
+            --capture-range-end=stop --cuda-graph-trace=node --force-overwrite=true
+            "--output=${job//%/%%}/profile/rank-%q{SLURM_PROCID}")
     done
+    if ((${#profiler[@]})); then
+        mkdir -p "$job/profile"
+        if [[ -z ${CONTAINER:-} ]] && ! command -v nsys > /dev/null; then
+            say "not requeued: profile.tool=nsys: there is no nsys on the PATH of $(hostname)" >&2
+            exit 2
+        fi
+        say "the reports of nsys come into $job/profile; shardwise profile $job/profile reads them"
+    fi
     # shellcheck disable=SC2034 # for the templates
-    TRAIN=("$PYTHON" "$home/train.py" ${cluster:+"$cluster"})
+    TRAIN=("${profiler[@]}" "$PYTHON" "$home/train.py" ${cluster:+"$cluster"})
 
     look_at_nodes ${cluster:+"$cluster"} "$@"
     [[ -z $told ]] || end 140

@@ -11,6 +11,7 @@ from shardwise.config.compose import Job, compose
 from shardwise.errors import ConfigError, ExitCode
 from shardwise.launch.host import inspect_host
 from shardwise.launch.local import launch
+from shardwise.launch.nsight import check_profiler
 from shardwise.launch.slurm import read_array_member, read_task
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.plan.attention_kernel import check_takes_attention, explain_attention
@@ -134,6 +135,7 @@ def check_targets(plans: list[Plan]) -> list[Plan]:
     made = []
     for plan in plans:
         check_weights(plan)
+        check_profiler(plan)
         if plan.strategy.zero_stage and find_spec("deepspeed") is None:
             raise ConfigError(
                 f"strategy={plan.strategy.name} needs DeepSpeed, which is not installed: "

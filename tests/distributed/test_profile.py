@@ -155,10 +155,8 @@ def test_a_window_at_an_edge_of_the_run(tmp_path: Path) -> None:
     for step in summary.steps:
         parts = step.compute_ms + step.exposed_communication_ms + step.copies_alone_ms + step.idle_ms
         assert parts == pytest.approx(step.span_ms, rel=0.01)
-    parameters = said["known"]["parameters"]
-    assert parameters and said["known"] == {
-        "parameters": parameters, "gradients": parameters, "optimizer": 3 * parameters
-    }  # fmt: skip
+    known = said["known"]
+    assert 0 < known["gradients"] <= known["parameters"] and known["optimizer"] == 3 * known["gradients"]
     assert (profile_folder(tmp_path / "memory", 2) / "memory-rank-0.png").exists()
     assert "profile: none is taken: profile.start=2, and the run goes on after step 3" in said["parts"]
     assert steps("epochs", 7) == [7] and steps("short", 12) == [12]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +17,19 @@ import torch
 from shardwise.callbacks.order import build_run_callbacks
 from shardwise.callbacks.synchronizing import FindSynchronizing
 from shardwise.config.compose import compose
+from shardwise.config.paths import ROOT
 from shardwise.errors import ConfigError
+from shardwise.launch.local import launch
+from shardwise.launch.nsight import NSYS, check_profiler, words_before
 from shardwise.launch.worker import set_environment
 from shardwise.metrics.phases import Marks, Phases
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.plan.profiling import Debugging, Profiling
 from shardwise.process.signals import SignalRequests, to_leave, to_profile, to_save
+from shardwise.run_dir.files import profile_folder
 from shardwise.run_dir.profile_request import MOST_STEPS, Request
+from shardwise.tools import main
+from tests.harness.cells import cell_plan
 
 GPUS = Host(cuda_devices=4, run_id="made-up")
 
@@ -182,3 +192,61 @@ def test_a_request_is_read_once_it_is_whole(tmp_path: Path) -> None:
     assert read_request(tmp_path) == request
     remove_request(tmp_path, request)
     assert read_request(tmp_path) is None
+
+
+FAKE_NSYS = """#!/bin/sh
+# Records its words. `nsys profile` runs the rest and leaves a report; `nsys export` says that it cannot.
+printf '%s\\n' "$@" > "$NSYS_SAID.$1"
+[ "$1" = profile ] || { echo "no such report" >&2; exit 3; }
+shift
+while case "$1" in --*) true ;; *) false ;; esac; do
+    case "$1" in --output=*) touch "${1#--output=}.nsys-rep" ;; esac
+    shift
+done
+exec "$@"
+"""
+
+
+def test_nsys_is_put_before_a_rank_and_its_report_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fake = tmp_path / "bin/nsys"
+    fake.parent.mkdir()
+    fake.write_text(FAKE_NSYS)
+    fake.chmod(0o755)
+    made = cell_plan(tmp_path / "at 1%/run", 1, "micro_batch_size=2", "global_batch_size=2", "max_steps=2")
+    plan = dataclasses.replace(made, profile=Profiling(start=2, tool="nsys"))
+    with pytest.raises(ConfigError, match="profile.tool=nsys: there is no nsys on the PATH"):
+        check_profiler(plan)
+    monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("NSYS_SAID", str(tmp_path / "said"))
+    folder = profile_folder(plan.run_dir, 2)
+    folder.mkdir(parents=True)
+    check_profiler(plan)
+    assert launch(plan, in_process=True) == 0
+    said = capfd.readouterr().out
+    assert "step 2/2" in said and "profile: nsys export failed (exit code 3): no such report" not in said
+    words = (tmp_path / "said.profile").read_text().splitlines()
+    output = str(folder).replace("%", "%%") + "/rank-%q{RANK}"
+    assert words[: len(NSYS)] == [*NSYS[1:], f"--output={output}"]
+    assert words[len(NSYS) :] == [sys.executable, "-u", "-m", "shardwise.launch.worker"]
+    (folder / "rank-0.nsys-rep").touch()
+    assert main(["profile", str(folder)]) == 0
+    assert capfd.readouterr().out == "profile: nsys export failed (exit code 3): no such report\n"
+    exported = (tmp_path / "said.export").read_text().splitlines()
+    assert exported[1] == "--type=sqlite" and exported[-1] == str(folder / "rank-0.nsys-rep")
+
+
+def test_the_batch_script_puts_the_same_words_before_a_run() -> None:
+    script = (ROOT / "slurm/job.sh").read_text()
+    [words] = re.findall(r"profiler=\((nsys .*?)\)", script, flags=re.S)
+    assert shlex.split(words)[: len(NSYS)] == list(NSYS)
+    assert shlex.split(words)[len(NSYS)].endswith("/profile/rank-%q{SLURM_PROCID}")
+
+
+def test_ncu_records_one_rank() -> None:
+    plan = planned("profile.start=2", "devices=1", "profile.tool=ncu")
+    words = words_before(plan, 0)
+    assert words[0] == "ncu" and words[-1] == f"--export={profile_folder(plan.run_dir, 2)}/rank-0"
+    assert words_before(planned("profile.start=2"), 0) == []
+    assert words_before(planned("profile.start=2", "profile.tool=nsys"), 1) == []

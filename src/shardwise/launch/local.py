@@ -16,9 +16,10 @@ from typing import Any
 from shardwise.config.paths import ROOT
 from shardwise.devices import count_cpus
 from shardwise.errors import ExitCode
+from shardwise.launch.nsight import read_reports, words_before
 from shardwise.launch.worker import run_rank
 from shardwise.plan import Plan
-from shardwise.process.parent import PARENT
+from shardwise.process.parent import BEHIND_ANOTHER, PARENT
 from shardwise.process.report import REPORT
 from shardwise.process.scratch import remove_abandoned
 from shardwise.process.signals import LEAVE, SAVE, in_words
@@ -38,11 +39,13 @@ def launch(plan: Plan, in_process: bool) -> int:
     Raises:
         SystemExit: a signal has stopped the run; every rank is gone by then.
     """
-    if plan.launcher != "local" or (plan.topology.world_size == 1 and in_process and not plan.max_restarts):
+    alone = plan.topology.world_size == 1 and in_process and not plan.max_restarts and plan.profile.tool == "torch"
+    if plan.launcher != "local" or alone:
         return run_rank(plan)
     restarts = fruitless = 0
     while True:
         code = _Start(plan).run()
+        read_reports(plan)
         # A rank that LEAVE or SAVE has ended before it could save has not crashed: it was asked to leave
         crashed = code in (ExitCode.crash, ExitCode.hang) or (code > 128 and code - 128 not in (*LEAVE, SAVE))
         if not crashed or plan.stage != "fit" or restarts == plan.max_restarts:
@@ -68,8 +71,10 @@ class _Rank:
         self.reports, writes = os.pipe()
         os.set_blocking(self.reports, False)
         environment = environment | {"RANK": str(number), "LOCAL_RANK": str(number), REPORT: str(writes)}
+        if before := words_before(plan, number):
+            environment |= {PARENT: BEHIND_ANOTHER}  # the rank's parent is the profiler
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "shardwise.launch.worker"], env=environment, stdin=subprocess.PIPE,
+            [*before, sys.executable, "-u", "-m", "shardwise.launch.worker"], env=environment, stdin=subprocess.PIPE,
             pass_fds=[writes], start_new_session=True,  # so Ctrl-C in a terminal reaches the launcher alone
         )  # fmt: skip
         os.close(writes)

@@ -9,8 +9,25 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from shardwise.errors import count
-from shardwise.metrics.profile import ProfileSummary, draw, read_trace, summarize, summarize_ranks, table
-from shardwise.run_dir.files import PROFILE_PICTURE, PROFILE_RANKS, PROFILE_TABLE, SUMMARY, profile_trace, write_whole
+from shardwise.metrics.profile import (
+    ProfileSummary,
+    Trace,
+    draw,
+    read_nsys_sqlite,
+    read_trace,
+    summarize,
+    summarize_ranks,
+    table,
+)
+from shardwise.run_dir.files import (
+    PROFILE_PICTURE,
+    PROFILE_RANKS,
+    PROFILE_TABLE,
+    SUMMARY,
+    profile_export,
+    profile_trace,
+    write_whole,
+)
 
 _PATIENCE_SECONDS = 600  # in which every rank must have written its trace
 
@@ -24,10 +41,10 @@ def read_profile(folder: Path, ranks: list[int]) -> str:
         FileNotFoundError: no rank's trace is there.
         DataError: a trace is damaged.
     """
-    there = [rank for rank in sorted(ranks) if profile_trace(folder, rank).exists()]
+    there = [rank for rank in sorted(ranks) if _has_trace(folder, rank)]
     if not there:
         raise FileNotFoundError(f"{folder} holds no trace")
-    trace = read_trace(profile_trace(folder, there[0]))
+    trace = _trace(folder, there[0])
     summaries = [summarize(trace, rank=there[0]), *_others(folder, there[1:])]
     write_whole(folder / SUMMARY, summaries[0].to_json())
     text = table(summaries[0]).rstrip("\n") + "\n"
@@ -51,14 +68,23 @@ def _others(folder: Path, ranks: list[int]) -> list[ProfileSummary]:
 
 
 def _summary(folder: Path, rank: int) -> ProfileSummary:
-    return summarize(read_trace(profile_trace(folder, rank)), rank=rank)
+    return summarize(_trace(folder, rank), rank=rank)
+
+
+def _has_trace(folder: Path, rank: int) -> bool:
+    return profile_trace(folder, rank).exists() or profile_export(folder, rank).exists()
+
+
+def _trace(folder: Path, rank: int) -> Trace:
+    path = profile_trace(folder, rank)
+    return read_trace(path) if path.exists() else read_nsys_sqlite(profile_export(folder, rank))
 
 
 def main(words: list[str]) -> None:
     os.nice(10)
     folder, ranks = Path(words[0]), [int(word) for word in words[1:]]
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while not all(profile_trace(folder, rank).exists() for rank in ranks) and time.monotonic() < deadline:
+    while not all(_has_trace(folder, rank) for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.2)
     print(read_profile(folder, ranks), end="")
 

@@ -103,10 +103,11 @@ def _check_tool(profile: ProfileConfig, launcher: str, topology: Topology, accel
     for word in ("stacks", "memory"):
         if getattr(profile, word):
             raise ConfigError(f"profile.tool={tool} profile.{word}=true: only profile.tool=torch has it; leave one out")
-    if launcher == "torchrun":
+    if launcher == "torchrun" or (launcher == "slurm" and tool == "ncu"):
+        way = "python train.py devices=N, shardwise submit" if tool == "nsys" else "python train.py devices=1"
         raise ConfigError(
-            f"profile.tool={tool} goes before each rank's command, and torchrun has started the ranks already: use "
-            f"python train.py devices=N, shardwise submit, or profile.tool=torch"
+            f"profile.tool={tool} goes before each rank's command, and {launcher} has started the ranks already: use "
+            f"{way}, or profile.tool=torch"
         )
     if tool == "ncu" and topology.world_size > 1:
         raise ConfigError(

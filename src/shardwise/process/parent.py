@@ -8,13 +8,14 @@ import signal
 import sys
 
 PARENT = "SHARDWISE_PARENT"
+BEHIND_ANOTHER = "behind a profiler"  # in PARENT: a program that our launcher has started is between the two
 PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
     """Kill this rank when its launcher ends; end at once if that is gone already."""
     kill_with_parent()
-    if os.environ.get(PARENT) not in (None, str(os.getppid())):
+    if os.environ.get(PARENT) not in (None, BEHIND_ANOTHER, str(os.getppid())):
         sys.exit("shardwise: the launcher is gone")
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.run_dir.files import PLAN, PROFILE_REQUEST, PROFILE_TABLE, SUMMARY, is_locked
+from shardwise.launch.nsight import export_and_read
+from shardwise.run_dir.files import PLAN, PROFILE_REQUEST, PROFILE_TABLE, SUMMARY, is_locked, profile_report
 from shardwise.run_dir.profile_request import (
     MOST_STEPS,
     Answer,
@@ -29,6 +31,8 @@ run's folder, runs/NAME. The run's losses and weights stay the same to the bit. 
   ranks=0|all               rank 0, or every rank: what the ranks wait for each other shows with all
   stacks=true               names the line of Python behind each operation; the profiled steps become much slower
   wait_seconds=N            give up after this time; a run that validates or saves answers after that
+
+RUN may also be a folder with traces (rank-0.json.gz) or reports of nsys (rank-0.nsys-rep): they are read anew.
 
 `--steps 1` and `--ranks all` are read too. What a run does from its start on: train.py … profile.start=N
 """
@@ -59,6 +63,9 @@ def run(words: list[str]) -> None:
     if options.ranks not in ("0", "all"):
         raise ConfigError(f"ranks={options.ranks}: must be 0 or all; others are said at the start: profile.ranks=[3]")
     run_dir = Path(alone[0])
+    if not (run_dir / PLAN).is_file() and (ranks := ranks_in(run_dir)):
+        print(read_folder(run_dir, ranks), end="")
+        return
     _check_runs(run_dir)
     request = Request(options.steps, options.ranks == "all", options.stacks)
     if (other := read_request(run_dir)) is not None:
@@ -77,6 +84,22 @@ def run(words: list[str]) -> None:
         remove_request(run_dir, request)
     print((folder / PROFILE_TABLE).read_text(), end="")
     print(f"in {folder}: the traces, which https://ui.perfetto.dev opens, {SUMMARY} and a picture")
+
+
+def ranks_in(folder: Path) -> list[int]:
+    """The ranks that a folder has a trace of, or a report of nsys."""
+    found = (re.fullmatch(r"rank-(\d+)\.(json\.gz|nsys-rep|sqlite)", path.name) for path in folder.glob("rank-*"))
+    return sorted({int(name[1]) for name in found if name})
+
+
+def read_folder(folder: Path, ranks: list[int]) -> str:
+    """The table of the profile in `folder`."""
+    exported = [rank for rank in ranks if profile_report(folder, rank).exists()]
+    if exported:
+        return export_and_read(folder, exported)
+    from shardwise.metrics.profile_summary import read_profile
+
+    return read_profile(folder, ranks)
 
 
 def _plain(words: list[str]) -> list[str]:

@@ -1,0 +1,86 @@
+"""Puts NVIDIA's profilers before a rank's command, and has what nsys recorded read. No torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from shardwise.config.paths import ROOT
+from shardwise.errors import ConfigError
+from shardwise.plan import Plan
+from shardwise.run_dir.files import profile_export, profile_folder, profile_report
+
+# slurm/job.sh has the same words
+NSYS = ("nsys", "profile", "--trace=cuda,nvtx,osrt", "--capture-range=cudaProfilerApi", "--capture-range-end=stop",
+        "--cuda-graph-trace=node", "--force-overwrite=true")  # fmt: skip
+# Each of these kernels runs several times; clocks are left as the run has them
+NCU = ("ncu", "--profile-from-start=off", "--nvtx", "--clock-control=none", "--launch-count=500", "--force-overwrite")
+
+
+def check_profiler(plan: Plan) -> None:
+    """Check that the profiler is there which this process has to start.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    tool = plan.profile.tool
+    if tool != "torch" and plan.launcher == "local" and shutil.which(tool) is None:
+        raise ConfigError(
+            f"profile.tool={tool}: there is no {tool} on the PATH; it comes with NVIDIA's CUDA toolkit, or use "
+            f"profile.tool=torch, which needs nothing"
+        )
+
+
+def words_before(plan: Plan, rank: int) -> list[str]:
+    """The words before the command of `rank`; none if no other profiler than torch's records it."""
+    profile = plan.profile
+    if profile.tool == "torch" or profile.start is None or not profile.has(rank):
+        return []
+    folder = profile_folder(plan.run_dir, profile.start)
+    output = str(folder).replace("%", "%%")  # both read % as the begin of a variable
+    if profile.tool == "ncu":
+        return [*NCU, f"--export={output}/rank-{rank}"]
+    return [*NSYS, f"--output={output}/rank-%q{{RANK}}"]
+
+
+def read_reports(plan: Plan) -> None:
+    """Read what nsys has recorded, and print the table; a report that cannot be read is left to nsys-ui."""
+    profile = plan.profile
+    if profile.tool == "torch" or profile.start is None:
+        return
+    folder = profile_folder(plan.run_dir, profile.start)
+    if profile.tool == "ncu":
+        print(f"profile: ncu-ui opens {folder}/rank-0.ncu-rep", flush=True)
+        return
+    ranks = [rank for rank in range(plan.topology.world_size) if profile_report(folder, rank).exists()]
+    if not ranks:
+        print(f"profile: nsys has written no report into {folder}", flush=True)
+        return
+    text = export_and_read(folder, ranks)
+    print(f"\n{text}profile: nsys-ui opens the reports in {folder}", flush=True)
+
+
+def export_and_read(folder: Path, ranks: list[int]) -> str:
+    """The table of a profile whose ranks have reports of nsys, or a line that says why there is none."""
+    for rank in ranks:
+        command = ["nsys", "export", "--type=sqlite", "--force-overwrite=true",
+                   f"--output={profile_export(folder, rank)}", str(profile_report(folder, rank))]  # fmt: skip
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            return f"profile: nsys export cannot be started: {error.strerror}\n"
+        if done.returncode:
+            return f"profile: nsys export failed (exit code {done.returncode}): {_last(done.stderr or done.stdout)}\n"
+    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise.metrics.profile_summary", str(folder), *map(str, ranks)],
+        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return f"profile: it could not be read: {_last(done.stderr)}\n" if done.returncode else done.stdout
+
+
+def _last(text: str) -> str:
+    return text.strip().splitlines()[-1] if text.strip() else "it says nothing"
