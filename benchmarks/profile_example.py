@@ -2,7 +2,7 @@
 
     python benchmarks/profile_example.py     half a minute on two CPU cores
 
-Runs the page's commands in a folder of their own, keeps the tables in benchmarks/results/profile-example-cpu.json and the
+Runs the page's commands in a folder of their own, keeps tables in benchmarks/results/profile-example-cpu.json and
 pictures in docs/. `python benchmarks/report.py` then puts the tables into the page.
 """
 
