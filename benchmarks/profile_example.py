@@ -26,6 +26,7 @@ PAGE = ROOT / "docs" / "profiling.md"
 
 
 def main() -> None:
+    options = results.command_line(__doc__, accelerator=None).parse_args()
     text = PAGE.read_text()
     [program] = re.findall(r"^```python\n# mine.py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = re.findall(r"^python (train\.py .* name=\w+ profile\.start=20.*)$", text, re.MULTILINE)
@@ -34,9 +35,9 @@ def main() -> None:
         (Path(folder) / "mine.py").write_text(program)
         for line in lines:
             rows.append(run(Path(folder), line))
-    environment, device = results.measured_on("cpu", None)
+    environment, device = results.measured_on("cpu", options.commit)
     content = {"environment": environment, "command": results.command(), "rows": rows}
-    results.write(results.RESULTS / f"profile-example-{device}.json", content)
+    results.write(options.out / f"profile-example-{device}.json", content)
 
 
 def run(folder: Path, line: str) -> dict[str, str]:
