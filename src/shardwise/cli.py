@@ -229,7 +229,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
         _end(plan, stopped.code if isinstance(stopped.code, int) else 1)
         raise
     finally:
-        if os.environ.get("RANK", "0") == "0":
+        if plan.stage == "fit" and os.environ.get("RANK", "0") == "0":
             prometheus_files.remove(plan)  # rank 0 does this too, unless it was killed
     _end(plan, code)
     if code == 2 and list_checkpoints(run_dir) == saved:  # the run was refused: put the earlier records back
