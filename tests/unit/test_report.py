@@ -19,6 +19,7 @@ from shardwise.run_dir import files
 from shardwise.run_dir.command import this_machine
 from shardwise.run_dir.secrets import redact, redact_text, redact_words
 from shardwise.viewer.chart import COLUMNS, Curve, draw, range_of_steps, series_of
+from shardwise.viewer.columns import charts_of
 from shardwise.viewer.compare import differences, make_comparison
 from shardwise.viewer.heat import draw_heat
 from shardwise.viewer.record import read_ranks, read_run
@@ -302,3 +303,18 @@ def test_the_launchers_reason_comes_first_and_each_message_once(tmp_path: Path) 
     assert [error.text for error in errors_of(run)] == ["killed", peer]
     assert state_of(run).text == "died after 200 steps, exit code 137: killed"
     assert one_line(peer) == "RuntimeError: peer is gone"
+
+
+def test_what_gpus_and_hosts_report_is_telemetry_and_no_speed_or_memory_of_training() -> None:
+    one = series_of([(1, 1.0), (2, 2.0)])
+    names = ["train/loss", "train/samples_per_second", "train/tokens_per_second", "train/memory_reserved_gib",
+             "gpu/nvlink_sent_bytes_per_second", "gpu/memory_temperature_celsius", "host/memory_available_gib",
+             "gpu/power_watts", "gpu/power_watts_min", "gpu/power_watts_max", "accuracy"]  # fmt: skip
+    charts = charts_of(dict.fromkeys(names, one))
+    assert [(chart.section, chart.title) for chart in charts] == [
+        ("Loss", "loss"), ("Speed", "tokens/s"), ("Memory", "memory, GiB"), ("Telemetry", "GPU nvlink sent bytes/s"),
+        ("Telemetry", "GPU memory temperature celsius"), ("Telemetry", "host memory available GiB"),
+        ("Telemetry", "GPU power watts"), ("Other values", "accuracy"),
+    ]  # fmt: skip
+    (power,) = (chart.curves[0] for chart in charts if chart.title == "GPU power watts")
+    assert power.low is one and power.high is one
