@@ -1,4 +1,4 @@
-"""docs/metrics.md: the peaks of GPUs, and what attention's part of the operations is."""
+"""docs/metrics.md: the peaks of GPUs, what attention's part of the operations is, and the rules of verdicts."""
 
 from __future__ import annotations
 
@@ -43,4 +43,11 @@ def attention() -> list[str]:
     return table(["model", "tokens", "GFLOPs a token", "with the whole square of attention", "more"], rows)
 
 
-TABLES = {"peaks": peaks, "attention": attention}
+def verdicts() -> list[str]:
+    """The rules themselves."""
+    from shardwise.metrics.verdict_rules import RULES
+
+    return table(["verdict", "told when", "what helps"], [[rule.name, rule.when, rule.remedy] for rule in RULES])
+
+
+TABLES = {"peaks": peaks, "attention": attention, "verdicts": verdicts}

@@ -88,6 +88,7 @@ class Guard(Callback):
         """Read and log every step up to the last one. Collective."""
         while self.unread:
             self._read(trainer, self.unread.popleft())
+        strategy_of(trainer).recorder.times.device_was_awaited()
         self.step_log.flush(trainer)
 
     def add_signal_requests(self, requests: float) -> None:
@@ -122,7 +123,7 @@ class Guard(Callback):
             )
 
     def _read(self, trainer: Trainer, step: StepRecord) -> None:
-        numbers = step.read()
+        numbers = strategy_of(trainer).recorder.read(step)
         loss, on_purpose, guard = numbers.loss, numbers.skipped_on_purpose, self.plan.guard
         self.add_signal_requests(numbers.signal_requests)
         if numbers.skipped and step.start in guard.pass_over:

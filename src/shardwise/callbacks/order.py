@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, Trainer
 
 from shardwise.callbacks.average import WeightAverage
 from shardwise.callbacks.configured import build_callbacks
+from shardwise.callbacks.garbage import GarbageCollection
 from shardwise.callbacks.guard import Guard
 from shardwise.callbacks.heartbeat import Heartbeat
 from shardwise.callbacks.learning_rate import LearningRateFinder
@@ -22,6 +23,7 @@ from shardwise.callbacks.summary import Summary
 from shardwise.callbacks.synchronizing import FindSynchronizing
 from shardwise.callbacks.telemetry import TelemetryLog
 from shardwise.callbacks.tokenizer import KeepTokenizer
+from shardwise.callbacks.verdicts import Verdicts
 from shardwise.plan import Plan
 
 
@@ -37,6 +39,7 @@ class RunCallbacks:
 def build_run_callbacks(plan: Plan, *first: Callback) -> RunCallbacks:
     """The user's callbacks and the run's. `first` come before all others."""
     log, saving, own = StepLog(plan), Saving(plan), build_callbacks(plan)
+    verdicts = Verdicts(plan, log)
     guard = Guard(plan, log, saving)
     ordered: list[Callback] = [*first, KeepTokenizer(plan)]
     if plan.ema_decay is not None:
@@ -48,7 +51,9 @@ def build_run_callbacks(plan: Plan, *first: Callback) -> RunCallbacks:
     ordered.append(guard)  # it comes before the log and the saving, which see only steps that it has passed
     telemetry = TelemetryLog(plan, log)
     ordered += [log, telemetry, PrometheusExport(plan, log, telemetry)]
-    ordered += [saving, Summary(plan, log, saving, telemetry.energy)]
+    ordered += [saving, verdicts, Summary(plan, log, saving, telemetry.energy, verdicts)]
+    if plan.gc_every_n_steps is not None:
+        ordered.append(GarbageCollection(plan, plan.gc_every_n_steps))
     if plan.find_learning_rate:
         ordered.append(LearningRateFinder(plan))
     ordered.append(GracefulStop(plan, guard, saving))  # all others have seen the step by then

@@ -53,6 +53,7 @@ class StepLog(Callback):
         self._row_step = 0  # the step of the last row
         self.rank_values = RankValues()
         self.row_listeners: list[RowListener] = []  # called on every rank with step, row and the values of all ranks
+        self.more_texts: list[Callable[[], dict[str, str]]] = []  # what others show in the progress bar
         self.ranks_csv: RanksCsv | None = None  # rank 0 writes it
         self._waited = 0.0  # the share of the time since the last row in which this rank waited for data
         self.rank_values.add_source(("train/data_wait",), lambda: {"train/data_wait": self._waited}, "largest")
@@ -210,6 +211,8 @@ class StepLog(Callback):
             texts["MFU"] = f"{metrics['train/mfu']:.1%}"
         if metrics.get("train/data_wait", 0.0) >= 0.01:
             texts["waiting for data"] = f"{metrics['train/data_wait']:.0%}"
+        for more in self.more_texts:
+            texts |= more()
         if self.bar is not None:
             self.bar.set_postfix(texts)
         else:

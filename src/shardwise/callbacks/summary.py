@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import LOSS, OTHER_LOSS, StepLog, digits, final_metrics, last_of
+from shardwise.callbacks.verdicts import Verdicts, as_json
 from shardwise.errors import count
 from shardwise.lightning_internals.patches import early_stop
 from shardwise.metrics.csv_logger import read_metrics
@@ -26,8 +27,8 @@ from shardwise.run_dir.files import LOSSES, METRICS, SUMMARY, write_whole
 class Summary(Callback):
     """Writes `summary.json` and the loss curve when training ends, and prints the table."""
 
-    def __init__(self, plan: Plan, steps: StepLog, saving: Saving, energy: Energy) -> None:
-        self.plan, self.steps, self.saving, self.energy = plan, steps, saving, energy
+    def __init__(self, plan: Plan, steps: StepLog, saving: Saving, energy: Energy, verdicts: Verdicts) -> None:
+        self.plan, self.steps, self.saving, self.energy, self.verdicts = plan, steps, saving, energy, verdicts
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -71,6 +72,7 @@ class Summary(Callback):
             "train/loss": last_of(rows, loss_key(rows)),
             **trainer.strategy.train_loader.progress(trainer.strategy.train_loader.consumed),  # type: ignore[attr-defined]
             **measured,
+            "verdicts": [as_json(verdict, self.verdicts.judge) for verdict in self.verdicts.told],
             "baselines": baselines,
             "best": {"checkpoint": self.saving.best_path, monitor: self.saving.best_score} if monitor else None,
         }
@@ -123,6 +125,7 @@ class Summary(Callback):
             joules = self.energy.joules_per_weight
             each = f", {digits(joules)} J a {one_of(unit)}" if joules is not None else ""
             lines["energy"] = f"{digits(kwh)} kWh of all GPUs{each}"
+        lines |= {f"verdict: {verdict.name}": verdict.remedy for verdict in self.verdicts.told}
         if summary["train/loss"] is not None:
             lines["training loss"] = digits(summary["train/loss"])
         of_data = {key: value for key, value in summary.items() if key.startswith("data/")}

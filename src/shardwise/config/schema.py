@@ -208,6 +208,9 @@ class RunConfig:
     units: list[str] | None = option(
         None, "the repeated layers by their classes, where they are not found", form="[ClassName,…]"
     )
+    gc_every_n_steps: int | None = option(
+        100, "steps between two full collections of Python's garbage, on all ranks at once; null: when Python likes"
+    )
     memory_history: bool = option(
         False, "on CUDA: the snapshot of a rank that runs out of memory says what allocated each block"
     )

@@ -55,6 +55,16 @@ def build_wandb_logger(plan: Plan, record: dict[str, Any]) -> Logger:
         def leaves(self) -> None:
             self._call(self.experiment.mark_preempting)  # this tells W&B that the run will be started again
 
+        @rank_zero_only
+        def tell_verdict(self, name: str, text: str, all_texts: list[str]) -> None:
+            """Alert the user, and keep what was told in the run's summary. `text`: of all of them the new one."""
+
+            def tell() -> None:
+                self.experiment.alert(title=f"verdict: {name}", text=text)
+                self.experiment.summary["verdicts"] = all_texts
+
+            self._call(tell)
+
         def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
             """Call a function of wandb's, and go on without W&B if its process is gone."""
             if self.is_gone:

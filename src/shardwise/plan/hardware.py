@@ -44,6 +44,15 @@ def known_peak(config: RunConfig, gpu: str | None, clusters: Sequence[ClusterCon
     return next((peak for peak in peaks if peak is not None), None)
 
 
+def link_gb_per_second(cluster: ClusterConfig, nodes: int, devices: int, accelerator: str) -> float | None:
+    """What one GPU can send to the other ranks: over NVLink, or its share of the node's network; None: not known."""
+    if accelerator == "cpu":
+        return None
+    if nodes == 1:
+        return cluster.nvlink_gb_per_second
+    return None if cluster.network_gb_per_second is None else cluster.network_gb_per_second / devices
+
+
 _ARITHMETIC = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 # AMD's data sheets of each GPU: dense peaks of matrix cores in 16 bits (a sheet prints twice as much with sparsity), of
 # matrix cores or vectors, whichever is more, in fp32 and fp64. An MI250X is two devices: each has half of its sheet's.

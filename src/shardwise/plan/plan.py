@@ -221,6 +221,8 @@ class Plan:
     profile: Profiling = dataclasses.field(default_factory=Profiling)
     debug: Debugging = dataclasses.field(default_factory=Debugging)
     metrics: Measuring = dataclasses.field(default_factory=Measuring)
+    gc_every_n_steps: int | None = None  # full garbage collections, on all ranks; None: when Python likes
+    link_gb_per_second: float | None = None  # from one GPU, in one direction, over the slowest link; None: not known
 
     def logs(self, step: int) -> bool:
         """Whether the numbers of `step` are logged."""

@@ -9,7 +9,7 @@ from shardwise.config.schema import RunConfig, Stage
 from shardwise.errors import ConfigError
 from shardwise.plan.accelerator import check_accelerator, choose_accelerator
 from shardwise.plan.attention_kernel import choose_attention
-from shardwise.plan.hardware import peak_tflops
+from shardwise.plan.hardware import link_gb_per_second, peak_tflops
 from shardwise.plan.layers import make_activation_checkpointing, make_compile
 from shardwise.plan.location import initial_weights, run_name, runs_folder
 from shardwise.plan.loss import choose_loss
@@ -137,4 +137,6 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         profile=make_profiling(config, host.launcher, topology, accelerator, max_steps),
         debug=make_debugging(config, accelerator),
         metrics=make_measuring(config.metrics),
+        gc_every_n_steps=config.gc_every_n_steps,
+        link_gb_per_second=link_gb_per_second(config.cluster, topology.nodes, topology.devices, accelerator),
     )

@@ -19,7 +19,7 @@ def check_values(config: RunConfig, host: Host, accelerator: str, checkpointing:
     Raises:
         ConfigError
     """
-    for word in ("log_every_n_steps", "validate_every_n_steps", "min_steps", "min_epochs"):
+    for word in ("log_every_n_steps", "validate_every_n_steps", "min_steps", "min_epochs", "gc_every_n_steps"):
         value = getattr(config, word)
         if value is not None and value < 1:
             or_null = "" if word == "log_every_n_steps" else ", or null"

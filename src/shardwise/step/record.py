@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardwise import accelerator
 from shardwise.distributed.collectives import sum_over
 from shardwise.distributed.mesh import Mesh
+from shardwise.step.host_times import HostTimes
 from shardwise.step.precision_plugin import PlannedPrecision
 from shardwise.step.window import AccumulationWindow
 
@@ -34,6 +35,10 @@ class Tick:
         """Wait until the device has reached this moment."""
         if self.event is not None:
             self.event.synchronize()
+
+    def is_over(self) -> bool | None:
+        """Whether the device has reached this moment, asked without waiting; None on a device without events."""
+        return None if self.event is None else self.event.query()
 
     def until(self, later: Tick) -> float:
         """The seconds until `later`. On a GPU the device must have reached both."""
@@ -88,6 +93,7 @@ class StepRecord:
     begin: Tick
     arrived: Tick  # when the first batch was on the device
     fetching_seconds: float  # the time that the host waited for the data loader
+    forward_end: Tick | None = None  # on a GPU, of the first forward pass, if it sends nothing to other ranks
 
     @property
     def end(self) -> Tick:
@@ -122,6 +128,8 @@ class StepRecorder:
 
     def __init__(self, device: torch.device, mesh: Mesh) -> None:
         self.device, self.mesh = device, mesh
+        self.times = HostTimes(mesh.plan)
+        self._forward_end: Tick | None = None
         self._begin: Tick | None = None  # when the current step began
         self._arrived: Tick | None = None
         self._zero = torch.zeros((), device=device)
@@ -131,10 +139,27 @@ class StepRecorder:
     def restart_clock(self) -> None:
         """Let the next step begin now: the time since the last step belongs to neither."""
         self._begin = Tick(self.device)
+        self.times.restart()
 
     def batch_arrived(self) -> None:
         """Note that the first batch of a window is on the device."""
-        self._arrived = Tick(self.device)
+        self.times.batch_arrived(None if self._begin is None else self._begin.is_over())
+        self._arrived, self._forward_end = Tick(self.device), None
+
+    def forward_ended(self) -> None:
+        """Note the end of a window's first forward pass."""
+        self.times.forward_ended()
+        if self.times.forward_is_alone and accelerator.has_streams(self.device):
+            self._forward_end = Tick(self.device)
+
+    def read(self, step: StepRecord) -> StepNumbers:
+        """The numbers of a step. Waits only if the device has not written them yet."""
+        begin = time.perf_counter()
+        numbers = step.read()
+        self.times.waited(time.perf_counter() - begin)
+        if step.forward_end is not None:
+            self.times.add_forward(step.arrived.until(step.forward_end))
+        return numbers
 
     def finish(
         self,
@@ -171,8 +196,10 @@ class StepRecorder:
             begin=self._begin,
             arrived=self._arrived,
             fetching_seconds=loader.fetching_seconds,
+            forward_end=self._forward_end,
         )
         self._begin = step.end
+        self.times.step_ended(loader.fetching_seconds)
         verdict.clear_request()
         return step
 

@@ -203,6 +203,8 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, Paralle
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self._run_step("training_step", *args, **kwargs)
         if self.module.automatic_optimization:
+            if not self.window.losses:  # the window's first micro-batch
+                self.recorder.forward_ended()
             check_output(output, self.module_name, has_own_backward=is_overridden("backward", self.module))
         else:
             self.window.take_loss_of_manual_step(output)

@@ -1,0 +1,105 @@
+"""Faults that are made on purpose in real ranks: each gets its verdict, and a healthy run gets none."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.config.compose import compose
+from shardwise.plan import Host, Plan, make_plan
+from shardwise.run_dir.events import read_events
+from tests.harness.cells import cell_plan, fit
+from tests.harness.faults import Faulty
+from tests.harness.processes import spawn
+
+OFTEN = ["strategy=fsdp", "global_batch_size=8", "units=[Linear]", "+module.width=768", "+module.rows=16"]
+# Run → its fault, overrides, and the verdict with its rank and cause. Each run lasts for a few observations.
+FAULTS: dict[str, tuple[str, list[str], tuple[str, int | None, str]]] = {
+    "slow loader": ("data", ["max_steps=30"], ("data-bound", None, "")),
+    "slow loader of one rank": ("data_of_one", ["max_steps=30"], ("straggler", 1, "data")),
+    "slow host": ("host", ["max_steps=30"], ("straggler", 1, "host")),
+    "more work on one rank": ("compute", ["max_steps=26"], ("straggler", 1, "compute")),
+    "more work, sharded": ("compute", ["max_steps=26", "strategy=fsdp"], ("straggler", 1, "compute")),
+    "reduced in every micro-batch": ("", [*OFTEN, "max_steps=30"], ("communication-bound", None, "")),
+    "growing memory": ("leak", ["max_steps=44"], ("leaking memory", 1, "")),
+    "garbage": ("garbage", ["max_steps=44"], ("garbage collection", None, "")),
+}
+HEALTHY = {
+    "healthy": ["max_steps=64"],
+    "reduced once": [*OFTEN, "strategy.defer_gradient_sync=true", "max_steps=20"],
+}
+SHORT = ["max_steps=40", "micro_batch_size=2", "global_batch_size=8", "schedule=none"]
+
+
+def plan_of(run_dir: Path, fault: str, words: list[str]) -> Plan:
+    run_dir.mkdir(exist_ok=True)
+    argv = [
+        "recipe=custom", "module._target_=tests.harness.faults.Faulty", f"+module.fault={fault}",
+        "data._target_=tests.harness.faults.FaultyData", f"+data.fault={fault}", f"runs_dir={run_dir.parent}",
+        f"name={run_dir.name}", "accelerator=cpu", "devices=2", "micro_batch_size=1", "global_batch_size=2",
+        "checkpoint=none", "validate_every_n_steps=1000000", "log_every_n_steps=1", "units=[]", *words,
+    ]  # fmt: skip
+    return make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0))
+
+
+def run_all(folder: Path) -> dict[str, Any]:
+    for name, (fault, words, _) in FAULTS.items():
+        fit(plan_of(folder / name.replace(",", "").replace(" ", "-"), fault, words))
+    for name, words in HEALTHY.items():
+        fit(plan_of(folder / name.replace(" ", "-"), "", words))
+    by_hand = fit(cell_plan(folder / "by-hand", 2, *SHORT, "gc_every_n_steps=2"))
+    assert gc.get_freeze_count() == 0 and gc.get_threshold() == (700, 10, 10), "the collector is as it was"
+    gc.set_threshold(600, 5, 5)  # as a user's own code may
+    own = fit(cell_plan(folder / "own", 2, *SHORT, "gc_every_n_steps=2"))
+    assert gc.get_threshold() == (600, 5, 5)
+    return {"same": all(torch.equal(by_hand["final"][name], own["final"][name]) for name in own["final"])}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("verdicts")
+    return folder, spawn(2, run_all, folder)
+
+
+def verdicts(folder: Path, name: str) -> list[dict[str, Any]]:
+    run_dir = folder / name.replace(",", "").replace(" ", "-")
+    return [event.data | {"text": event.text} for event in read_events(run_dir) if event.kind == "verdict"]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_has_its_verdict_and_no_other(found: tuple[Path, Any], name: str) -> None:
+    told = verdicts(found[0], name)
+    wanted, rank, cause = FAULTS[name][2]
+    assert {(one["name"], one["cause"] or "") for one in told} == {(wanted, cause)}, told
+    assert rank is None or {one["rank"] for one in told} == {rank}
+    if rank is not None:
+        assert told[0]["host"] and f"rank {rank} (host {told[0]['host']})" in told[0]["text"]
+    run_dir = found[0] / name.replace(",", "").replace(" ", "-")
+    summary = json.loads((run_dir / "summary.json").read_text())["verdicts"]
+    assert [one["name"] for one in summary] == [wanted] and summary[0]["remedy"] and summary[0]["numbers"]
+    assert "step/" not in (run_dir / "metrics.csv").read_text().splitlines()[0], "these columns are in ranks.csv alone"
+
+
+def test_a_verdict_names_the_override_that_would_help(found: tuple[Path, Any]) -> None:
+    assert "strategy.defer_gradient_sync=true" in verdicts(found[0], "reduced in every micro-batch")[0]["remedy"]
+    assert "gc_every_n_steps=1000" in verdicts(found[0], "garbage")[0]["remedy"]
+
+
+@pytest.mark.parametrize("name", [*HEALTHY, "by-hand", "own"])
+def test_a_healthy_run_has_none(found: tuple[Path, Any], name: str) -> None:
+    assert verdicts(found[0], name) == []
+    summary = json.loads((found[0] / name.replace(" ", "-") / "summary.json").read_text())
+    assert summary["verdicts"] == []
+
+
+def test_collecting_by_hand_changes_no_number(found: tuple[Path, list[dict[str, Any]]]) -> None:
+    assert all(rank["same"] for rank in found[1])
+
+
+def test_the_module_is_well_without_a_fault() -> None:
+    assert Faulty().training_step(torch.ones(1, 4), 0).isfinite()
