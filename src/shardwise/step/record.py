@@ -146,8 +146,10 @@ class StepRecorder:
         self.times.batch_arrived(None if self._begin is None else self._begin.is_over())
         self._arrived, self._forward_end = Tick(self.device), None
 
-    def forward_ended(self) -> None:
-        """Note the end of a window's first forward pass."""
+    def forward_ended(self, is_first: bool) -> None:
+        """Note the end of a forward pass. Only the window's first one is timed."""
+        if not is_first:
+            return
         self.times.forward_ended()
         if self.times.forward_is_alone and accelerator.has_streams(self.device):
             self._forward_end = Tick(self.device)

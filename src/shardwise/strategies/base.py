@@ -203,8 +203,7 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, Paralle
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self._run_step("training_step", *args, **kwargs)
         if self.module.automatic_optimization:
-            if not self.window.losses:  # the window's first micro-batch
-                self.recorder.forward_ended()
+            self.recorder.forward_ended(is_first=not self.window.losses)
             check_output(output, self.module_name, has_own_backward=is_overridden("backward", self.module))
         else:
             self.window.take_loss_of_manual_step(output)
@@ -320,8 +319,7 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, Paralle
     def rewind(self, steps: int) -> bool:
         """Set counters and training clock back by `steps` that have changed no weight.
 
-        Returns:
-            Whether that was done. Steps of an earlier epoch are not taken back.
+        Returns whether that was done. Steps of an earlier epoch are not taken back.
         """
         assert self.train_loader is not None
         if not counters.rewind(self.module.trainer, steps, steps * self.plan.accumulate_grad_batches):
