@@ -1,8 +1,6 @@
 """The Plan: every decision about a run, frozen.
 
-No value of a Plan is "auto", or a None that means "guess". The launcher, the Trainer and every tool read the same Plan,
-so that they cannot disagree. This file does not import torch.
-"""
+No value is "auto", or a None that means "guess". All tools read the same Plan; this file imports no torch."""
 
 from __future__ import annotations
 
@@ -221,7 +219,7 @@ class Plan:
     profile: Profiling = dataclasses.field(default_factory=Profiling)
     debug: Debugging = dataclasses.field(default_factory=Debugging)
     metrics: Measuring = dataclasses.field(default_factory=Measuring)
-    gc_every_n_steps: int | None = None  # full garbage collections, on all ranks; None: when Python likes
+    gc_every_n_steps: int | None = None  # None: Python's garbage is collected when Python likes
     link_gb_per_second: float | None = None  # from one GPU, in one direction, over the slowest link; None: not known
 
     def logs(self, step: int) -> bool:
