@@ -164,13 +164,6 @@ def retries(device: torch.device) -> int:
     return int(torch.get_device_module(device).memory_stats_as_nested_dict(device)["num_alloc_retries"])
 
 
-def held_and_retries(kind: str) -> tuple[int, int]:
-    """The bytes in tensors, and `retries`, on this thread's device of a Plan's `accelerator`: CUDA or xpu."""
-    module: Any = torch.cuda if kind == "cuda" else torch.xpu
-    statistics = module.memory_stats_as_nested_dict()
-    return statistics["allocated_bytes"]["all"]["current"], statistics.get("num_alloc_retries", 0)
-
-
 def empty_cache(kind: str) -> None:
     """Give back what the allocator of a Plan's `accelerator` keeps for later."""
     if kind != "cpu":

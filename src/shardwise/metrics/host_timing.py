@@ -46,7 +46,6 @@ class HostTiming:
     """Registers this rank's numbers, and counts garbage collections from `begin` to `end`."""
 
     def __init__(self, kind: str, values: RankValues) -> None:
-        self.kind = kind
         self.garbage = GarbageClock()
         self._times: HostTimes | None = None
         self._device: torch.device | None = None
@@ -73,8 +72,12 @@ class HostTiming:
         return {COLLECTIONS: self.garbage.count} | ({} if memory is None else {HOST_MEMORY: memory})
 
     def _of_device(self) -> Mapping[str, float]:
-        held, retries = accelerator.held_and_retries(self.kind)
-        return {DEVICE_MEMORY: held / 2**30, RETRIES: retries}
+        if self._device is None:
+            return {}
+        return {
+            DEVICE_MEMORY: accelerator.allocated(self._device) / 2**30,
+            RETRIES: accelerator.retries(self._device),
+        }
 
 
 def of_steps(sums: HostSums, times: HostTimes) -> dict[str, float]:
