@@ -39,5 +39,7 @@ def moved_on(configs: Sequence[LRSchedulerConfig], saved: Sequence[Any]) -> list
 
 def _steps(state: dict[str, Any]) -> int:
     """How many steps a schedule had made; a ChainedScheduler does not know it itself."""
-    inner = state.get("_schedulers") or [{}]
-    return int(state["last_epoch"] if "last_epoch" in state else inner[0].get("last_epoch", 0))
+    if "last_epoch" in state:
+        return int(state["last_epoch"])
+    chained = [one for value in state.values() if isinstance(value, list) for one in value if isinstance(one, dict)]
+    return max(map(_steps, chained), default=0)

@@ -30,7 +30,7 @@ class MemoryRecorder:
         self.device, self.keeps_history = device, keeps_history
         self.known: list[Known] = []
         self._begin_us = 0.0
-        self._snapshot: dict[str, Any] = {}
+        self._content: dict[str, Any] = {}
 
     def start(self, module: LightningModule, optimizers: Iterable[Any]) -> None:
         if not self.keeps_history:
@@ -45,16 +45,16 @@ class MemoryRecorder:
         self._note("gradients", (p.grad for p in module.parameters() if p.grad is not None))
 
     def stop(self) -> None:
-        self._snapshot = memory_snapshot()
+        self._content = memory_snapshot()
         if not self.keeps_history:
             end_memory_history()
 
     def write(self, folder: Path, rank: int, spans: Iterable[Span]) -> str:
         """Write the summary and its picture. Returns some lines for the user. Raises OSError."""
         summary = summarize_memory(
-            self._snapshot, device=self.device.index or 0, known=self.known, spans=spans, begin_us=self._begin_us
+            self._content, device=self.device.index or 0, known=self.known, spans=spans, begin_us=self._begin_us
         )
-        self._snapshot = {}
+        self._content = {}
         path = profile_memory(folder, rank)
         write_whole(path, summary.to_json())
         draw_memory(summary, path.with_suffix(".png"))
