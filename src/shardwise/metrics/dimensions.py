@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from shardwise.metrics.verdicts import Size
 from shardwise.plan import Plan
@@ -57,7 +56,7 @@ def _sizes_of(layer: nn.Module) -> dict[str, int]:
         return {"in_features": layer.in_features, "out_features": layer.out_features}
     if isinstance(layer, nn.Embedding):  # often the matrix of the head, too
         return {"num_embeddings": layer.num_embeddings, "embedding_dim": layer.embedding_dim}
-    if isinstance(layer, _ConvNd) and layer.groups == 1:
+    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and layer.groups == 1:
         return {"in_channels": layer.in_channels, "out_channels": layer.out_channels}
     return {}
 
