@@ -59,6 +59,12 @@ def test_what_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     monkeypatch.setattr(local, "_Start", lambda plan: begun.append(plan) or SimpleNamespace(run=lambda: code))
     size = SimpleNamespace(world_size=2)
     plan: Any = SimpleNamespace(
-        launcher="local", topology=size, max_restarts=1, stage="fit", run_dir=str(tmp_path), resume=None
+        launcher="local",
+        topology=size,
+        max_restarts=1,
+        stage="fit",
+        run_dir=str(tmp_path),
+        resume=None,
+        profile=SimpleNamespace(tool="torch"),
     )
     assert launch(plan, True) == code and len(begun) == starts
