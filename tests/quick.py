@@ -70,7 +70,10 @@ RUNS: dict[str, list[str]] = {
     "streams of text": ["test_document_stream.py"],
     "metrics": ["test_rows.py", "test_meter.py"],
     "telemetry, Prometheus": ["test_telemetry.py"],
-    "verdicts": ["test_verdicts.py"],
+    "verdicts": [
+        "test_verdicts.py::test_a_fault_has_its_verdict_and_no_other[slow loader of one rank]",
+        "test_verdicts.py::test_a_healthy_run_has_none[healthy]",
+    ],
     "signals": ["test_leaving.py::test_a_single_signal_saves_and_leaves[2]"],
     "out of memory": [
         "test_out_of_memory.py::test_a_single_rank_within_the_launchers_process[training-training, in step 2]"

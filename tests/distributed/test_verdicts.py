@@ -33,6 +33,7 @@ HEALTHY = {
     "healthy": ["max_steps=64"],
     "reduced once": [*OFTEN, "strategy.defer_gradient_sync=true", "max_steps=20"],
 }
+QUICK = ["slow loader of one rank", "healthy"]
 SHORT = ["max_steps=40", "micro_batch_size=2", "global_batch_size=8", "schedule=none"]
 
 
@@ -47,11 +48,17 @@ def plan_of(run_dir: Path, fault: str, words: list[str]) -> Plan:
     return make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0))
 
 
-def run_all(folder: Path) -> dict[str, Any]:
-    for name, (fault, words, _) in FAULTS.items():
-        fit(plan_of(folder / name.replace(",", "").replace(" ", "-"), fault, words))
-    for name, words in HEALTHY.items():
-        fit(plan_of(folder / name.replace(" ", "-"), "", words))
+def run_named(folder: Path, names: list[str]) -> None:
+    for name in names:
+        fault, words = FAULTS[name][:2] if name in FAULTS else ("", HEALTHY[name])
+        fit(plan_of(folder_of(folder, name), fault, words))
+
+
+def folder_of(folder: Path, name: str) -> Path:
+    return folder / name.replace(",", "").replace(" ", "-")
+
+
+def run_collectors(folder: Path) -> dict[str, Any]:
     by_hand = fit(cell_plan(folder / "by-hand", 2, *SHORT, "gc_every_n_steps=2"))
     assert gc.get_freeze_count() == 0 and gc.get_threshold() == (700, 10, 10), "the collector is as it was"
     gc.set_threshold(600, 5, 5)  # as a user's own code may
@@ -61,44 +68,63 @@ def run_all(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a fault and one without: the quick tier has these."""
     folder = tmp_path_factory.mktemp("verdicts")
-    return folder, spawn(2, run_all, folder)
+    spawn(2, run_named, folder, QUICK)
+    return folder
 
 
-def verdicts(folder: Path, name: str) -> list[dict[str, Any]]:
-    run_dir = folder / name.replace(",", "").replace(" ", "-")
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verdicts")
+    spawn(2, run_named, folder, [name for name in [*FAULTS, *HEALTHY] if name not in QUICK])
+    return folder
+
+
+def run_of(name: str, request: pytest.FixtureRequest) -> Path:
+    folder: Path = request.getfixturevalue("first" if name in QUICK else "others")
+    return folder_of(folder, name)
+
+
+def verdicts(run_dir: Path) -> list[dict[str, Any]]:
     return [event.data | {"text": event.text} for event in read_events(run_dir) if event.kind == "verdict"]
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_has_its_verdict_and_no_other(found: tuple[Path, Any], name: str) -> None:
-    told = verdicts(found[0], name)
+def test_a_fault_has_its_verdict_and_no_other(request: pytest.FixtureRequest, name: str) -> None:
+    run_dir = run_of(name, request)
+    told = verdicts(run_dir)
     wanted, rank, cause = FAULTS[name][2]
     assert {(one["name"], one["cause"] or "") for one in told} == {(wanted, cause)}, told
     assert rank is None or {one["rank"] for one in told} == {rank}
     if rank is not None:
         assert told[0]["host"] and f"rank {rank} (host {told[0]['host']})" in told[0]["text"]
-    run_dir = found[0] / name.replace(",", "").replace(" ", "-")
     summary = json.loads((run_dir / "summary.json").read_text())["verdicts"]
     assert [one["name"] for one in summary] == [wanted] and summary[0]["remedy"] and summary[0]["numbers"]
     assert "step/" not in (run_dir / "metrics.csv").read_text().splitlines()[0], "these columns are in ranks.csv alone"
 
 
-def test_a_verdict_names_the_override_that_would_help(found: tuple[Path, Any]) -> None:
-    assert "strategy.defer_gradient_sync=true" in verdicts(found[0], "reduced in every micro-batch")[0]["remedy"]
-    assert "gc_every_n_steps=1000" in verdicts(found[0], "garbage")[0]["remedy"]
+def test_a_verdict_names_the_override_that_would_help(others: Path) -> None:
+    (reduced,) = verdicts(folder_of(others, "reduced in every micro-batch"))
+    (garbage,) = verdicts(folder_of(others, "garbage"))
+    assert "strategy.defer_gradient_sync=true" in reduced["remedy"] and "gc_every_n_steps=1000" in garbage["remedy"]
 
 
-@pytest.mark.parametrize("name", [*HEALTHY, "by-hand", "own"])
-def test_a_healthy_run_has_none(found: tuple[Path, Any], name: str) -> None:
-    assert verdicts(found[0], name) == []
-    summary = json.loads((found[0] / name.replace(" ", "-") / "summary.json").read_text())
-    assert summary["verdicts"] == []
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_has_none(request: pytest.FixtureRequest, name: str) -> None:
+    check_healthy(run_of(name, request))
 
 
-def test_collecting_by_hand_changes_no_number(found: tuple[Path, list[dict[str, Any]]]) -> None:
-    assert all(rank["same"] for rank in found[1])
+def check_healthy(run_dir: Path) -> None:
+    assert verdicts(run_dir) == []
+    assert json.loads((run_dir / "summary.json").read_text())["verdicts"] == []
+
+
+def test_collecting_by_hand_changes_no_number(tmp_path: Path) -> None:
+    assert all(rank["same"] for rank in spawn(2, run_collectors, tmp_path))
+    check_healthy(tmp_path / "by-hand")
+    check_healthy(tmp_path / "own")
 
 
 def test_the_module_is_well_without_a_fault() -> None:
