@@ -26,7 +26,7 @@ class Cell:
 
 
 class Faulty(LightningModule):
-    """A step takes some 30 ms on a CPU. `fault`: host, compute, leak, garbage, or none of these."""
+    """A step takes some 30 ms on a CPU. `fault`: host, compute, leak, garbage, "device leak", retries, or none."""
 
     def __init__(self, fault: str = "", width: int = 512, rows: int = 256, layers: int = 6) -> None:
         super().__init__()
@@ -39,16 +39,30 @@ class Faulty(LightningModule):
         if self.fault == "host" and on_rank_1():
             time.sleep(SLOW)
         if self.fault == "compute" and on_rank_1():
-            end = time.thread_time() + SLOW
-            while time.thread_time() < end:
-                torch.mm(x, x.T)
+            self._compute_more(x)
         if self.fault == "leak" and on_rank_1():
             self.kept.append(torch.ones(2**21))  # 8 MiB
+        if self.fault == "device leak":
+            self.kept.append(x.new_ones(2**25))  # 128 MiB
+        if self.fault == "retries":  # the next block fits nowhere until the allocator has given back what is cached
+            size = torch.cuda.mem_get_info()[0] // 2 + batch_idx * 2**28
+            del x
+            torch.empty(size, dtype=torch.uint8, device=self.device)
+            x = batch.new_ones(self.rows, self.width) * batch.mean()
         if self.fault == "garbage":
             for _ in range(30_000):
                 Cell()
         out: Tensor = self.layers(x)
         return out.pow(2).mean()
+
+    def _compute_more(self, x: Tensor) -> None:
+        if x.device.type != "cpu":
+            for _ in range(4 * len(self.layers)):
+                torch.mm(x, x.T)
+            return
+        end = time.thread_time() + SLOW
+        while time.thread_time() < end:
+            torch.mm(x, x.T)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.001)

@@ -1,8 +1,8 @@
 """Checks on GPUs what a profile is there: it adds up, changes no bit, tells of a starved loader, and reads memory.
 
-    python benchmarks/gpu_checks/profile.py                                 on two GPUs: ddp, fsdp, zero3; minutes
-    python benchmarks/gpu_checks/profile.py --devices 1                     on one GPU
-    python benchmarks/gpu_checks/profile.py --keep tests/golden/traces      keeps the traces, each below 1 MB
+    python benchmarks/gpu_checks/profiling.py                                 on two GPUs: ddp, fsdp, zero3; minutes
+    python benchmarks/gpu_checks/profiling.py --devices 1                     on one GPU
+    python benchmarks/gpu_checks/profiling.py --keep tests/golden/traces      keeps the traces, each below 1 MB
 
 Each cell is a run of train.py. Prints a line for each check, and exits with 1 if one fails. Not run on a GPU
 yet. `--accelerator cpu --devices 2` tries it out anywhere, where memory and synchronisation are left out.
