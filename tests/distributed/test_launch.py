@@ -72,7 +72,8 @@ def test_output_without_a_terminal_is_plain_lines(home: Path, two: subprocess.Co
     assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == [
         "step 1/3", "step 2/3", "step 3/3", "step 3",
     ]  # fmt: skip
-    table = lines[-1 - next(n for n, line in enumerate(reversed(lines[:-1])) if line.startswith("─")) :]
+    first, last = (number for number, line in enumerate(lines) if line.startswith("─"))
+    table = lines[first:last]
     assert any("tokens/s" in line for line in table) and any("3 steps, 24 samples" in line for line in table)
 
 
