@@ -255,7 +255,8 @@ class Rows(Logger):
         self.calls: list[tuple[Any, ...]] = []
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        own = {key: value for key, value in metrics.items() if not key.startswith("train/")}  # the run's own numbers
+        of_run = ("train/", "host/")  # the run's own numbers
+        own = {key: value for key, value in metrics.items() if not key.startswith(of_run)}
         if own:
             self.rows.append((own, step))
 
