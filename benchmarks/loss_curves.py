@@ -1,6 +1,7 @@
 """Loss curves of a 110 M language model on this machine's Python source: number formats and optimizers beside bf16.
 
     python benchmarks/loss_curves.py                          on one GPU; needs tokenizers, and torchao for some rows
+    python benchmarks/loss_curves.py --jobs 4                 four at a time: the losses are the same, times are not
     python benchmarks/loss_curves.py --only 'bf16|muon'       some of the curves; the others stay as recorded
 
 Each curve is `python train.py` as a user would start it. bf16 runs with three seeds: what they differ by is what chance
@@ -11,13 +12,13 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from benchmarks.harness import results  # noqa: E402
+from benchmarks.harness.commands import environment_of_commands, train  # noqa: E402
 
 COMMON = [
     "data=token_shards", "model=gpt2_124m", "model.vocab_size=32768", "data.sequence_length=1024",
-    "micro_batch_size=32", "global_batch_size=32", "strategy=ddp", "compile=model", "module.sample_tokens=0",
+    "micro_batch_size=16", "global_batch_size=16", "strategy=ddp", "compile=model", "module.sample_tokens=0",
     "optimizer.lr=1e-3", "schedule.warmup_steps=50", "log_every_n_steps=10", "checkpoint=none", "devices=1",
     "max_validation_batches=16",
 ]  # fmt: skip
@@ -46,11 +48,6 @@ CURVES = {
 }
 TINY = ["model.dim=32", "model.n_layers=2", "model.n_heads=2", "model.n_kv_heads=2", "model.ffn_dim=48",
         "data.sequence_length=64", "micro_batch_size=4", "global_batch_size=4", "compile=none"]  # fmt: skip
-
-
-def environment_of_commands() -> dict[str, str]:
-    earlier = os.environ.get("PYTHONPATH", "")
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), earlier])}
 
 
 def write_text(folder: Path, megabytes: int) -> Path:
@@ -77,16 +74,8 @@ def prepare(folder: Path, megabytes: int, vocabulary: int) -> dict[str, Any]:
 def curve(folder: Path, name: str, words: list[str], timeout: float) -> dict[str, Any]:
     run = re.sub(r"[^a-z0-9]+", "-", name.lower())
     given = [f"data.directory={folder / 'shards'}", f"runs_dir={folder / 'runs'}", f"name={run}"]
-    line = [sys.executable, str(ROOT / "train.py"), *words, *given]
-    started = time.perf_counter()
-    log = folder / f"{run}.log"
-    with log.open("w") as file:
-        try:
-            code = subprocess.run(
-                line, cwd=ROOT, env=environment_of_commands(), timeout=timeout, check=False, stdout=file, stderr=file
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = 124
+    started, log = time.perf_counter(), folder / f"{run}.log"
+    code = train([*words, *given], log, timeout)
     found: dict[str, Any] = {"words": words, "exit_code": code, "seconds": round(time.perf_counter() - started, 1)}
     if code:
         return found | {"error": log.read_text()[-1500:]}
@@ -105,7 +94,8 @@ def points(rows: list[dict[str, str]], column: str) -> list[tuple[int, float]]:
 def main() -> None:
     parser = results.command_line(__doc__)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--megabytes", type=int, default=120, help="of text")
+    parser.add_argument("--jobs", type=int, default=1, help="curves that are drawn at the same time, on one GPU")
+    parser.add_argument("--megabytes", type=int, default=60, help="of text")
     parser.add_argument("--timeout", type=float, default=420, help="seconds for one curve")
     parser.add_argument("--tiny", action="store_true", help="a small model, for trying it out")
     parser.add_argument("--only", default="", help="a regular expression: curves to draw, the others stay as recorded")
@@ -125,14 +115,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         result["text"] = prepare(folder, arguments.megabytes, 4096 if arguments.tiny else 32768)
-        for title, words in CURVES.items():
-            if not re.search(arguments.only, title):
-                continue
-            found = curve(folder, title, [*common, *words], arguments.timeout) | {"commit": commit}
-            result["curves"][title] = found
-            results.write(path, result)
-            last = found["validation"][-1:] if "validation" in found else found["error"][-300:]
-            print(f"{title}: {last}, {found['seconds']} s", flush=True)
+        wanted = [title for title in CURVES if re.search(arguments.only, title)]
+
+        def drawn(title: str) -> dict[str, Any]:
+            return curve(folder, title, [*common, *CURVES[title]], arguments.timeout) | {"commit": commit}
+
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            tasks = {pool.submit(drawn, title): title for title in wanted}
+            for task in as_completed(tasks):
+                title, found = tasks[task], task.result()
+                result["curves"][title] = found
+                results.write(path, result)
+                last = found["validation"][-1:] if "validation" in found else found["error"][-300:]
+                print(f"{title}: {last}, {found['seconds']} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
 
 `host`: a step with hardly any arithmetic. `gpu2ms`: steps of which the GPU needs 2 ms, of few kernels (three wide
 layers) and of many (five, bf16 under autocast). `llm`: language models, compared with a plain loop alone. `sync`: fsdp
-that reduces gradients in every micro-batch, and at the end of the accumulation window. Writes
+that reduces gradients in every micro-batch, and at the end of the accumulation window. `watching`: both kinds of steps
+here with telemetry, verdicts and Prometheus, and without. Writes
 benchmarks/results/overhead-<device>-x<ranks>.json after every part. Each part has processes of its own and a time
 limit, and one that fails is recorded with its error. `--tiny` is for trying it out on a CPU.
 """
@@ -45,9 +46,12 @@ from shardwise.plan import Plan  # noqa: E402
 from shardwise.rank import quiet_lightning  # noqa: E402
 
 FEW, MANY = "gpu2ms few kernels", "gpu2ms many kernels"
-SECTIONS = {"host": ["host"], "gpu2ms": [FEW, MANY], "llm": ["llm"], "sync": ["sync"]}
+WATCHING, WATCHING_LLM = contenders.WATCHING, contenders.WATCHING_LLM
+SECTIONS = {"host": ["host"], "gpu2ms": [FEW, MANY], "llm": ["llm"], "sync": ["sync"],
+            "watching": [WATCHING, WATCHING_LLM]}  # fmt: skip
+OF_MODELS = ("llm", "sync", WATCHING_LLM)
 ACCUMULATE = 4  # sync
-PRECISION = {"host": "fp32", FEW: "tf32", MANY: "bf16"}
+PRECISION = {"host": "fp32", WATCHING: "fp32", FEW: "tf32", MANY: "bf16"}
 WANTED_MS = 2.0  # gpu2ms
 NOTHING_ELSE = ["checkpoint=none", f"validate_every_n_steps={contenders.NEVER}", f"gradient_clip_val={CLIP}"]
 
@@ -80,6 +84,8 @@ SIZES = {
     FEW: Size(warm_up=50, timed=500, rounds=4, layers=2, width=8192, rows=1024),
     MANY: Size(warm_up=50, timed=500, rounds=4, width=2048, rows=4096),
     "llm": Size(warm_up=10, timed=30, rounds=4, limit_seconds=180),
+    WATCHING: Size(warm_up=50, timed=1000, rounds=8, layers=3, limit_seconds=180),
+    WATCHING_LLM: Size(warm_up=10, timed=40, rounds=6, limit_seconds=180),
     "sync": Size(warm_up=2 * ACCUMULATE, timed=10 * ACCUMULATE, rounds=2, limit_seconds=180),  # micro-batches
 }
 TINY_SIZES = {
@@ -87,6 +93,8 @@ TINY_SIZES = {
     FEW: Size(warm_up=3, timed=10, rounds=2, layers=2, width=64, rows=256),
     MANY: Size(warm_up=3, timed=10, rounds=2, width=64, rows=256),
     "llm": Size(warm_up=2, timed=4, rounds=2),
+    WATCHING: Size(warm_up=5, timed=20, rounds=2, layers=3),
+    WATCHING_LLM: Size(warm_up=2, timed=4, rounds=2),
     "sync": Size(warm_up=ACCUMULATE, timed=2 * ACCUMULATE, rounds=2),
 }
 
@@ -126,7 +134,7 @@ class Part:
         return ACCUMULATE if self.section == "sync" else 1
 
     def overrides(self) -> list[str]:
-        if self.section in ("llm", "sync"):
+        if self.section in OF_MODELS:
             return [*LLM, *MODELS[self.model], *(TINY_LANGUAGE_MODEL if self.tiny else []), f"strategy={self.strategy}"]
         fused = str(self.accelerator == "cuda").lower()
         return ["recipe=custom", "module._target_=benchmarks.harness.contenders.Mlp",
@@ -140,14 +148,14 @@ class Part:
         return resolve(on_all(words, self.ranks, self.accumulate), self.accelerator, folder, "base")
 
     def batch(self, plan: Plan, rows: int) -> Any:
-        if self.section in ("llm", "sync"):
+        if self.section in OF_MODELS:
             return pinned(batch_of_tokens(plan), self.device)
         return pinned(torch.randn(rows, contenders.FEATURES, generator=torch.Generator().manual_seed(0)), self.device)
 
 
 def run_contender(part: Part, plan: Plan, contender: str, rows: int) -> dict[str, float]:
     """Seconds per step: see `DataClock`."""
-    every = 10 if contender == contenders.OURS_LOGGING else contenders.NEVER
+    every = 10 if contender in contenders.LOGGING else contenders.NEVER
     plan = replace(plan, run_dir=f"{plan.run_dir}-{time.monotonic_ns()}", log_every_n_steps=every)
     Path(plan.run_dir).mkdir(parents=True, exist_ok=True)
     clock = part.clock()
@@ -214,7 +222,7 @@ def parts_of(arguments: argparse.Namespace, ranks: int) -> list[Part]:
     """The parts that the command line asks for, as far as this machine can measure them."""
     found = []
     for section in [part for name in arguments.sections.split(",") for part in SECTIONS[name]]:
-        if section == "host" or arguments.accelerator == "cuda" or arguments.tiny:
+        if section in ("host", WATCHING) or arguments.accelerator == "cuda" or arguments.tiny:
             found += parts_of_section(section, ranks, arguments.accelerator, arguments.tiny)
         else:
             print(f"{ranks} ranks  {section}: needs a GPU", flush=True)
@@ -223,7 +231,7 @@ def parts_of(arguments: argparse.Namespace, ranks: int) -> list[Part]:
 
 def parts_of_section(section: str, ranks: int, accelerator: str, tiny: bool) -> list[Part]:
     size = (TINY_SIZES if tiny else SIZES)[section]
-    if section not in ("llm", "sync"):
+    if section not in OF_MODELS:
         return [Part(section, ranks, accelerator, size, tiny=tiny)]
     strategies = ("fsdp",) if section == "sync" else ("ddp", "fsdp") if ranks > 1 else ("ddp",)
     return [Part(section, ranks, accelerator, size, m, s, tiny) for m in MODELS for s in strategies]

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from benchmarks.harness import results  # noqa: E402
+from benchmarks.harness.pictures import shrink  # noqa: E402
 from shardwise.run_dir.files import PROFILE_PICTURE, PROFILE_TABLE, profile_folder  # noqa: E402
 
 PAGE = ROOT / "docs" / "profiling.md"
@@ -49,14 +50,6 @@ def run(folder: Path, line: str) -> dict[str, str]:
     profile = profile_folder(folder / "runs" / name, 20)
     shrink(profile / PROFILE_PICTURE, ROOT / "docs" / f"profiling-{name}.png")
     return {"name": name, "table": (profile / PROFILE_TABLE).read_text()}
-
-
-def shrink(source: Path, target: Path) -> None:
-    from PIL import Image
-
-    with Image.open(source) as picture:
-        half = picture.convert("RGB").resize((picture.width // 2, picture.height // 2), Image.Resampling.LANCZOS)
-        half.quantize(64).save(target, optimize=True)
 
 
 if __name__ == "__main__":

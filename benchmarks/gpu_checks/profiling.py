@@ -23,9 +23,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
+from benchmarks.harness.commands import environment_of_commands  # noqa: E402
 from shardwise.metrics.csv_logger import read_metrics  # noqa: E402
 from shardwise.metrics.profile import ProfileSummary  # noqa: E402
 from shardwise.run_dir.files import METRICS, SUMMARY, profile_folder, profile_memory, profile_trace  # noqa: E402
+from tests.harness.faults import SLOW  # noqa: E402
 
 STEP = 12
 WORDS = [
@@ -37,6 +39,9 @@ TINY = ["model.dim=64", "model.n_layers=2", "model.n_heads=2", "model.n_kv_heads
         "model.max_seq_len=64", "model.vocab_size=256", "data.sequence_length=64", "micro_batch_size=1",
         "max_steps=16", "schedule=none", "checkpoint=none", "max_validation_batches=0", "module.sample_tokens=0",
         "log_every_n_steps=1"]  # fmt: skip
+STARVED = ["recipe=custom", "module._target_=tests.harness.faults.Faulty", "units=[Linear]", "micro_batch_size=1",
+           "data._target_=tests.harness.faults.FaultyData", "+data.fault=data", "max_steps=16", "checkpoint=none",
+           "log_every_n_steps=1"]  # fmt: skip
 MOST_BYTES = 2**20
 
 
@@ -51,15 +56,17 @@ class Checks:
         if not holds:
             self.failed.append(what)
 
-    def run(self, name: str, *words: str) -> Path:
+    def run(self, name: str, *words: str, model: list[str] | None = None) -> Path:
         """A run of train.py; its folder."""
-        on_cpu = self.arguments.accelerator == "cpu"
+        model = model or (TINY if self.arguments.accelerator == "cpu" else WORDS)
         command = [
-            sys.executable, str(ROOT / "train.py"), *(TINY if on_cpu else WORDS), f"devices={self.arguments.devices}",
+            sys.executable, str(ROOT / "train.py"), *model, f"devices={self.arguments.devices}",
             f"global_batch_size={2 * self.arguments.devices}", f"accelerator={self.arguments.accelerator}",
             f"runs_dir={self.folder}", f"name={name}", *words,
         ]  # fmt: skip
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment_of_commands(), capture_output=True, text=True, check=False
+        )
         self.check(f"{name} runs", done.returncode == 0, done.stderr[-500:] or "exit code 0")
         return self.folder / name
 
@@ -88,10 +95,10 @@ class Checks:
         self.keep(name, profile_trace(folder, 0))
 
     def starved(self) -> None:
-        """A loader without processes of its own: the wait for it is told."""
-        folder = self.run("starved", "strategy=ddp", f"profile.start={STEP}", "data.num_workers=0")
-        summary = ProfileSummary.from_json((profile_folder(folder, STEP) / SUMMARY).read_text())
-        self.check("starved: the wait for data is told", summary.step.waiting_for_data_ms > 0, summary.step)
+        """A loader that takes 60 ms for a sample: the wait for it is told."""
+        folder = self.run("starved", "strategy=ddp", f"profile.start={STEP}", model=STARVED)
+        step = ProfileSummary.from_json((profile_folder(folder, STEP) / SUMMARY).read_text()).step
+        self.check("starved: the wait for data is told", step.waiting_for_data_ms > 1600 * SLOW, step)
         self.keep("starved", profile_trace(profile_folder(folder, STEP), 0))
 
     def synchronizations(self, *switch: str) -> None:

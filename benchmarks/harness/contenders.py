@@ -26,10 +26,16 @@ PLAIN, STOCK, STOCK_LOGGING = "plain loop", "stock Lightning", "stock Lightning,
 OURS_LOGGING, OURS = "shardwise, logging every 10", "shardwise, never logging"
 UNCLIPPED = "plain loop, no clipping"
 EVERY, DEFERRED = "every micro-batch", "deferred"
+WATCHING, WATCHING_LLM = "watching host", "watching llm"
+WATCHED, UNWATCHED = "with telemetry, verdicts and Prometheus", "without"
+LOGGING = (OURS_LOGGING, WATCHED, UNWATCHED)  # every tenth step
+WATCHERS = ("TelemetryLog", "Verdicts", "PrometheusExport")
 OF_SMALL_STEPS = (PLAIN, STOCK, STOCK_LOGGING, OURS_LOGGING, OURS)
 OF_SECTION = {
     "llm": (PLAIN, OURS_LOGGING, UNCLIPPED),  # the two that are compared stand close together
     "sync": (EVERY, DEFERRED),
+    WATCHING: (WATCHED, UNWATCHED),
+    WATCHING_LLM: (WATCHED, UNWATCHED),
 }
 
 
@@ -79,11 +85,12 @@ def stock(plan: Plan, data: Held, clock: DataClock, *, logging: bool) -> None:
     ).fit(module, datamodule=data)
 
 
-def ours(plan: Plan, data: Held) -> None:
-    """What `python train.py` runs from its Plan on."""
+def ours(plan: Plan, data: Held, without: tuple[str, ...] = ()) -> None:
+    """What `python train.py` runs from its Plan on. `without`: the callbacks that are left out."""
     module = build_module(plan)
-    trainer = our_trainer(plan, module)
-    trainer.strategy.teardown = lambda: None  # type: ignore[method-assign] # it copies weights and state to the CPU
+    trainer: Any = our_trainer(plan, module)
+    trainer.callbacks = [c for c in trainer.callbacks if type(c).__name__ not in without]
+    trainer.strategy.teardown = lambda: None  # it copies weights and state to the CPU
     trainer.fit(module, datamodule=data)
 
 
@@ -91,6 +98,9 @@ def train(contender: str, plan: Plan, data: Held, clock: DataClock, *, language_
     if contender in (OURS, OURS_LOGGING, EVERY, DEFERRED):
         strategy = replace(plan.strategy, defer_gradient_sync=contender == DEFERRED)
         ours(replace(plan, strategy=strategy), data)
+    elif contender in (WATCHED, UNWATCHED):
+        exporting = replace(plan, metrics=replace(plan.metrics, prometheus="textfile"))
+        ours(exporting, data, WATCHERS if contender == UNWATCHED else ())
     elif contender in (STOCK, STOCK_LOGGING):
         stock(plan, data, clock, logging=contender == STOCK_LOGGING)
     elif language_model:

@@ -36,7 +36,7 @@ def machine(result: dict[str, Any]) -> list[str]:
     def begin_with(section: str) -> dict[str, Any]:
         return {name: part for name, part in parts.items() if name.startswith(section)}
 
-    small = [name for name in parts if not name.startswith(("llm", "sync"))]
+    small = [name for name in parts if not name.startswith(("llm", "sync", "watching"))]
     return [
         f"## {result['ranks']} × {device_of(result, 'CPU', default='cuda')}",
         "",
@@ -46,6 +46,7 @@ def machine(result: dict[str, Any]) -> list[str]:
         *(line for name in small for line in small_steps(name, parts[name])),
         *language_models(begin_with("llm")),
         *deferred_sync(begin_with("sync")),
+        *watching(begin_with("watching")),
     ]
 
 
@@ -147,6 +148,30 @@ def deferred_sync(parts: dict[str, dict[str, Any]]) -> list[str]:
         f"{size['warm_up'] // 4}, {size['rounds']} rounds.",
         "",
         *table(columns, rows),
+        "",
+        *unmeasured(parts),
+    ]
+
+
+def watching(parts: dict[str, dict[str, Any]]) -> list[str]:
+    """What telemetry, verdicts and Prometheus take together."""
+    if not parts:
+        return []
+    rows = []
+    for name, part in parts.items():
+        off, on = (part["contenders"].get(who, {}) for who in ("without", "with telemetry, verdicts and Prometheus"))
+        if "seconds_per_step" in on and "seconds_per_step" in off:
+            spread = ", ".join(f"{(r['highest'] - r['lowest']) / r['lowest']:.2%}" for r in (off, on))
+            rows.append([
+                name.removeprefix("watching llm ").replace("watching host", "the step bound by the host"),
+                *(f"{r['seconds_per_step'] * 1e3:,.3f}" for r in (off, on)),
+                f"{on['seconds_per_step'] / off['seconds_per_step'] - 1:+.2%}", spread,
+            ])  # fmt: skip
+    return [
+        "**Telemetry, verdicts and `metrics.prometheus=textfile`**: the same steps here with all three and without, a "
+        "row every 10 steps, in turns.",
+        "",
+        *table(["", "without, ms", "with, ms", "more", "spread of the rounds"], rows),
         "",
         *unmeasured(parts),
     ]
