@@ -1,4 +1,4 @@
-"""Records the CPU's golden traces anew: two ranks over gloo, FSDP2 and DDP, three small blocks.
+"""Records the CPU's golden traces anew: two ranks over gloo, FSDP2 and DDP, three small blocks; and a run under zero3.
 
     python tests/golden/record_cpu.py
 
@@ -7,6 +7,7 @@ Rank 1 of FSDP sleeps in its loader: its file is `cpu-fsdp-starved-rank1.json.gz
 
 from __future__ import annotations
 
+import gzip
 import os
 import sys
 import tempfile
@@ -20,8 +21,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from shardwise.run_dir.files import profile_folder, profile_trace
+from tests.harness.cells import cell_plan, fit
+from tests.harness.processes import spawn
 from tests.harness.traces import packed
 
 FOLDER = Path(__file__).parent / "traces"
@@ -75,7 +80,23 @@ def write(profiler: profile, path: Path) -> None:
         path.with_suffix(".json.gz").write_bytes(packed(plain))
 
 
+def run_zero3(run_dir: Path) -> None:
+    """A run of the tests' small language model; DeepSpeed takes its shards and its hooks around every layer."""
+    words = ["strategy=zero3", "micro_batch_size=2", "global_batch_size=4", "max_steps=3", "profile.start=3"]
+    fit(cell_plan(run_dir, 2, *words))
+
+
+def record_zero3() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        spawn(2, run_zero3, run_dir)
+        plain = Path(folder) / "cpu-zero3-rank0.json"
+        plain.write_bytes(gzip.decompress(profile_trace(profile_folder(run_dir, 3), 0).read_bytes()))
+        (FOLDER / f"{plain.name}.gz").write_bytes(packed(plain))
+
+
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     for number, strategy in enumerate(("fsdp", "ddp")):
         torch.multiprocessing.spawn(record, (strategy, 29700 + number), nprocs=2)
+    record_zero3()

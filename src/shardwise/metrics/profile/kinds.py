@@ -40,7 +40,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     (
         "copies and casts",
         r"copy|memcpy|memset|(?<!with)(?<!out)(?<!no)(?<!no_)(?<!broad)cast|convert|quantize|::to$|::clone|::contiguous|"
-        r"transpose|::cat$|CatArray|chunk_cat|split_with_sizes|permute|::stack$|fill",
+        r"transpose|::cat$|::flatten_dense_tensors$|CatArray|chunk_cat|split_with_sizes|permute|::stack$|fill",
     ),
     (
         "reductions",
@@ -51,9 +51,9 @@ PATTERNS: tuple[tuple[str, str], ...] = (
         "elementwise",
         r"elementwise|vectorized|triton_|pointwise|gelu|glu|silu|relu|sigmoid|tanh|dropout|index|gather|scatter|embedding|"
         r"compute_grad_weight|arange|rope|rotary|where|mask|random|distribution|philox|uniform|bernoulli|randn?|thrust|"
-        r"::(add|sub|mul|div|neg|pow|exp|log|sqrt|rsqrt|abs|sin|cos|erf|clamp\w*|lerp|addcmul|addcdiv|zero|ones|eq|ne|lt|"
+        r"::(add|sub|mul|div|neg|pow|exp|log|sqrt|rsqrt|abs|sin|cos|erf|clamp\w*|lerp|addcmul|addcdiv|zero|eq|ne|lt|"
         r"gt|le|ge|maximum|minimum|isfinite|isnan|isinf|square|reciprocal|normal|sign|floor|ceil|round|logical_\w+|"
-        r"bitwise_\w+)_?$|(Add|Sub|Mul|Div|Pow|Exp|Log|Neg)Backward|tril|triu|pad_",
+        r"bitwise_\w+|__\w+__|(full|ones|zeros)(_like)?)_?$|(Add|Sub|Mul|Div|Pow|Exp|Log|Neg)Backward|tril|triu|pad_",
     ),
 )
 # What the summary lists, the device's copies among them; the order is that of tables and pictures.
@@ -62,11 +62,13 @@ KINDS: tuple[str, ...] = (
     "reductions", OTHER, COMMUNICATION, COPY,
 )  # fmt: skip
 COMPUTE = tuple(kind for kind in KINDS if kind not in (COMMUNICATION, COPY))
-# Operators of the CPU that compute nothing: views, allocations, and the nodes of autograd around the operators.
+# Operators of the CPU that compute nothing: views, allocations, a number for Python, and what stands around operators:
+# autograd's nodes and Functions, on which FSDP2 and DeepSpeed hang hooks: their Python is the host's own time.
 OVERHEAD = re.compile(
     r"^aten::(_?(unsafe_)?view(_as)?|_?reshape(_alias)?|as_strided_?|t|transpose|permute|slice|select|narrow|split\w*|chunk|"
-    r"unbind|expand(_as)?|(un)?squeeze_?|detach_?|alias|empty\w*|new_empty\w*|set_|resize_|result_type|lift_fresh|is_\w+)$|"
-    r"^detach_?$|^autograd::|Backward\d*$|AccumulateGrad|^PythonSubclass$|^ProfilerStep"
+    r"unbind|expand(_as)?|(un)?squeeze_?|detach_?|alias|empty\w*|new_empty\w*|set_|resize_|result_type|lift_fresh|is_\w+|"
+    r"(un)?flatten|unflatten_dense_tensors|resolve_(conj|neg)|promote_types|item|_local_scalar_dense)$|"
+    r"^detach_?$|^\w*Function\w*$|^autograd::|Backward\d*$|AccumulateGrad|^PythonSubclass$|^ProfilerStep"
 )
 _COMPILED = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in PATTERNS)
 
