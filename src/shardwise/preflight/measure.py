@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import torch
@@ -17,6 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from shardwise import accelerator
 from shardwise.preflight.rounds import Pair
+from shardwise.preflight.timing import seconds_of
 
 At = Callable[[str], None]  # reports, in words, what the rank does next
 
@@ -141,21 +139,7 @@ class Measures:
         return pilot_seconds * self.sizes.whole / self.sizes.pilot * (self.sizes.times + _WARM_UP) < _SECONDS
 
     def _seconds(self, operation: Callable[[], Any], times: int) -> float:
-        """The time of one operation: the median on a GPU; the least on a CPU, whose cores also do other work."""
-        if accelerator.has_streams(self.device):
-            events = [accelerator.new_event(self.device, timed=True) for _ in range(times + 1)]
-            events[0].record()
-            for event in events[1:]:
-                operation()
-                event.record()
-            events[-1].synchronize()
-            return float(median(a.elapsed_time(b) / 1e3 for a, b in pairwise(events)))
-        seconds = []
-        for _ in range(times):
-            begin = time.perf_counter()
-            operation()
-            seconds.append(time.perf_counter() - begin)
-        return min(seconds)
+        return seconds_of(operation, self.device, times)
 
 
 def _factor(rank: int) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from shardwise import accelerator
 from shardwise.config.groups import ClusterConfig
 from shardwise.plan.hardware import is_gpu
 from shardwise.preflight.machine import Speed
+from shardwise.preflight.timing import seconds_of
 
 _WARM_UP_SECONDS = 0.3  # the clocks of an idle GPU are low
 _TIMES = 20
@@ -54,23 +53,9 @@ def _copy_bandwidth(device: torch.device, bytes_: int) -> float:
 
 
 def _seconds(device: torch.device, operation: Callable[[], Any]) -> float:
-    """The median time of one operation; on a CPU, whose cores also do other work, the least."""
+    """The time of one operation on a device that is warm."""
     begin = time.perf_counter()
     while time.perf_counter() - begin < _WARM_UP_SECONDS:
         operation()
         accelerator.synchronize(device)
-    if accelerator.has_streams(device):
-        events = [accelerator.new_event(device, timed=True) for _ in range(_TIMES + 1)]
-        events[0].record()
-        for event in events[1:]:
-            operation()
-            event.record()
-        events[-1].synchronize()
-        return float(median(a.elapsed_time(b) / 1e3 for a, b in pairwise(events)))
-    seconds = []
-    for _ in range(_TIMES):
-        begin = time.perf_counter()
-        operation()
-        accelerator.synchronize(device)
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)
+    return seconds_of(operation, device, _TIMES)
