@@ -25,6 +25,7 @@ from shardwise.run_dir.events import append_event
 from shardwise.step.record import LAG, Readback, StepNumbers, StepRecord
 from shardwise.strategies.base import strategy_of
 
+# Gets the step, its row, and the numbers of all ranks: name → one number a rank, or NaN
 RowListener = Callable[[int, dict[str, float], dict[str, list[float]]], None]
 LOSS, OTHER_LOSS = "train/loss", "train/global_batch_loss"
 MEMORY = ("train/memory_allocated_gib", "train/memory_reserved_gib")
@@ -52,7 +53,7 @@ class StepLog(Callback):
         self._last_step = 0
         self._row_step = 0  # the step of the last row
         self.rank_values = RankValues()
-        self.row_listeners: list[RowListener] = []  # called on every rank with step, row and the values of all ranks
+        self.row_listeners: list[RowListener] = []  # called on every rank for each row
         self.more_texts: list[Callable[[], dict[str, str]]] = []  # what others show in the progress bar
         self.ranks_csv: RanksCsv | None = None  # rank 0 writes it
         self._waited = 0.0  # the share of the time since the last row in which this rank waited for data
@@ -165,10 +166,8 @@ class StepLog(Callback):
         row |= self.rank_values.row(values)
         if self.ranks_csv is not None:
             self.ranks_csv.append(step, values)
-        for listen in self.rank_values.listeners:
-            listen(step, values)
-        for listen_to_row in self.row_listeners:
-            listen_to_row(step, row, values)
+        for listen in self.row_listeners:
+            listen(step, row, values)
         self._written.update(row)
         whole = {_untaken(key, self._taken): value for key, value in row.items()}
         logged = self._of_module.pop(step, None)

@@ -36,7 +36,7 @@ class TelemetryLog(Callback):
         for number, shown in enumerate(dict.fromkeys(self.names.values())):
             names = [name for name, of_name in self.names.items() if of_name == shown]
             log.rank_values.add_source(names, self._values_of_row if number else self._take, shown)
-        log.rank_values.add_listener(self._on_row)
+        log.row_listeners.append(self._on_row)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.names:
@@ -69,7 +69,7 @@ class TelemetryLog(Callback):
         append_event(self.plan.run_dir, error.kind, step, text, rank=rank, host=host, gpu=gpu, **error.data)
         tqdm.write(f"telemetry: {text}", file=console())
 
-    def _on_row(self, step: int, values: dict[str, list[float]]) -> None:
+    def _on_row(self, step: int, row: dict[str, float], values: dict[str, list[float]]) -> None:
         if self._trainer is None or not self._trainer.is_global_zero:
             return
         meter = self.steps.meter

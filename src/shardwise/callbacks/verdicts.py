@@ -46,7 +46,7 @@ class Verdicts(Callback):
                 self.plan, tuple(Place(*place) for place in places), strategy.units.total, self._sizes
             )  # fmt: skip
             self._trainer, self.judge = trainer, Judge(run, RULES)
-            self.step_log.rank_values.add_listener(self._listen)
+            self.step_log.row_listeners.append(self._on_row)
             self.step_log.more_texts.append(self._text)
             self._tell(trainer.global_step, self.judge.begin())
 
@@ -61,7 +61,7 @@ class Verdicts(Callback):
         """Everything that was told, the newest last."""
         return [] if self.judge is None else list(self.judge.told.values())
 
-    def _listen(self, step: int, values: dict[str, list[float]]) -> None:
+    def _on_row(self, step: int, row: dict[str, float], values: dict[str, list[float]]) -> None:
         assert self.judge is not None
         self._tell(step, self.judge.add(step, values, self._exposed()))
 

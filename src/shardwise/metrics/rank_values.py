@@ -41,7 +41,6 @@ class RankValues:
 
     def __init__(self) -> None:
         self._sources: list[Source] = []
-        self.listeners: list[Callable[[int, dict[str, list[float]]], None]] = []
 
     def add_source(self, names: Sequence[str], read: Callable[[], Mapping[str, float]], shown: Shown) -> None:
         """Add numbers to each row. Every rank adds the same sources in the same order before training starts.
@@ -49,10 +48,6 @@ class RankValues:
         `read` is called on every rank at each row, must not wait for the device, and may leave names out.
         """
         self._sources.append(Source(tuple(names), read, shown))
-
-    def add_listener(self, listen: Callable[[int, dict[str, list[float]]], None]) -> None:
-        """Call `listen(step, values)` on every rank for each row. `values`: name → one number a rank, or NaN."""
-        self.listeners.append(listen)
 
     @property
     def names(self) -> list[str]:
