@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,24 +144,24 @@ def reserved(device: torch.device) -> int:
     return int(torch.get_device_module(device).memory_reserved(device))
 
 
-def peaks(kind: str) -> tuple[int, int]:
-    """The most bytes that were allocated, and reserved, on this thread's device of a Plan's `accelerator`.
+class MemoryCounts(NamedTuple):
+    """What the allocator of a device has counted, in bytes. `retries`: how often it gave back what it kept first."""
 
-    mps counts no peaks: there it is what is held now. On the CPU both are 0. A step that logs calls this: torch's
-    functions for a single peak flatten all statistics first.
-    """
-    if kind == "mps":
-        return torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory()
-    if kind == "cpu":
-        return 0, 0
-    module: Any = torch.cuda if kind == "cuda" else torch.xpu
-    statistics = module.memory_stats_as_nested_dict()
-    return statistics["allocated_bytes"]["all"]["peak"], statistics["reserved_bytes"]["all"]["peak"]
+    allocated: int
+    allocated_peak: int
+    reserved_peak: int
+    retries: int
 
 
-def retries(device: torch.device) -> int:
-    """How often the allocator had to give back what it kept before it could allocate. CUDA and xpu."""
-    return int(torch.get_device_module(device).memory_stats_as_nested_dict(device)["num_alloc_retries"])
+def memory_counts(device: torch.device) -> MemoryCounts:
+    """All of them in one read: each logged row calls this. On mps peaks are what is held now; on the CPU all are 0."""
+    if device.type == "mps":
+        return MemoryCounts(allocated(device), allocated(device), reserved(device), 0)
+    if device.type == "cpu":
+        return MemoryCounts(0, 0, 0, 0)
+    found = torch.get_device_module(device).memory_stats_as_nested_dict(device)
+    tensors, kept = found["allocated_bytes"]["all"], found["reserved_bytes"]["all"]
+    return MemoryCounts(tensors["current"], tensors["peak"], kept["peak"], found["num_alloc_retries"])
 
 
 def empty_cache(kind: str) -> None:

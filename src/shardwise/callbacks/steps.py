@@ -17,7 +17,7 @@ from shardwise.callbacks.configured import refuse_callbacks
 from shardwise.callbacks.recompilations import Recompilations
 from shardwise.lightning_internals.results import step_logging, step_results, validation_results
 from shardwise.metrics.csv_logger import CsvLogger
-from shardwise.metrics.meter import SPENT, Meter, Sums, memory_gib
+from shardwise.metrics.meter import SPENT, Meter, Sums
 from shardwise.metrics.rank_values import Gathered, RanksCsv, RankValues
 from shardwise.plan import Plan
 from shardwise.protocols import loss_weight_unit_of
@@ -28,7 +28,6 @@ from shardwise.strategies.base import strategy_of
 # Gets the step, its row, and the numbers of all ranks: name → one number a rank, or NaN
 RowListener = Callable[[int, dict[str, float], dict[str, list[float]]], None]
 LOSS, OTHER_LOSS = "train/loss", "train/global_batch_loss"
-MEMORY = ("train/memory_allocated_gib", "train/memory_reserved_gib")
 
 
 class StepLog(Callback):
@@ -57,9 +56,7 @@ class StepLog(Callback):
         self.more_texts: list[Callable[[], dict[str, str]]] = []  # what others show in the progress bar
         self.ranks_csv: RanksCsv | None = None  # rank 0 writes it
         self._waited = 0.0  # the share of the time since the last row in which this rank waited for data
-        self.rank_values.add_source(("train/data_wait",), lambda: {"train/data_wait": self._waited}, "largest")
-        if plan.accelerator != "cpu":
-            self.rank_values.add_source(MEMORY, lambda: dict(zip(MEMORY, memory_gib(plan), strict=True)), "largest")
+        self.rank_values.add_source({"train/data_wait": "largest"}, lambda: {"train/data_wait": self._waited})
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         refuse_callbacks(trainer.callbacks)  # type: ignore[attr-defined] # now the module's are among them

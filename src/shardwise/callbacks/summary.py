@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from shardwise.accelerator import memory_counts
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import LOSS, OTHER_LOSS, StepLog, digits, final_metrics, last_of
 from shardwise.callbacks.verdicts import Verdicts, as_json
@@ -16,12 +17,12 @@ from shardwise.errors import count
 from shardwise.lightning_internals.patches import early_stop
 from shardwise.metrics.csv_logger import read_metrics
 from shardwise.metrics.energy import Energy
-from shardwise.metrics.meter import memory_gib
 from shardwise.nn.attention import kernels_that_ran
 from shardwise.plan import Plan
 from shardwise.protocols import baselines_of, loss_weight_unit_of
 from shardwise.run_dir.checkpoints import stopped_before
 from shardwise.run_dir.files import LOSSES, METRICS, SUMMARY, write_whole
+from shardwise.strategies.base import strategy_of
 
 
 class Summary(Callback):
@@ -41,7 +42,7 @@ class Summary(Callback):
         meter = self.steps.meter
         steady = meter.steady
         seconds = max(steady.seconds, 1e-9)
-        allocated, reserved = memory_gib(self.plan)
+        memory = memory_counts(strategy_of(trainer).root_device)
         measured = final_metrics(trainer, rows)
         summary: dict[str, Any] = {
             "steps": trainer.global_step,
@@ -64,8 +65,9 @@ class Summary(Callback):
             "graphs_compiled": self.steps.recompilations.graphs or None,
             "graphs_compiled_after_the_first_step": self.steps.recompilations.count or None,
             "skipped_steps_this_process": trainer.strategy.skipped_steps,  # type: ignore[attr-defined]
-            "memory_allocated_gib": round(allocated, 2) or None,  # this and the next are the peaks of rank 0
-            "peak_memory_gib": round(reserved, 2) or None,
+            # these two are the peaks of rank 0
+            "memory_allocated_gib": round(memory.allocated_peak / 2**30, 2) or None,
+            "peak_memory_gib": round(memory.reserved_peak / 2**30, 2) or None,
             # these two are of all GPUs since the run's first start
             "energy_kwh": self.energy.kwh,
             f"joules_per_{one_of(unit)}": self.energy.joules_per_weight,

@@ -31,11 +31,8 @@ class TelemetryLog(Callback):
         self._telemetry: Telemetry | None = None
         self._gpu: Gpu | None = None
         self._trainer: Trainer | None = None
-        self._values: Mapping[str, float] = {}  # of the row that is being gathered
         self.names = telemetry_values(plan.accelerator) if plan.metrics.telemetry else {}
-        for number, shown in enumerate(dict.fromkeys(self.names.values())):
-            names = [name for name, of_name in self.names.items() if of_name == shown]
-            log.rank_values.add_source(names, self._values_of_row if number else self._take, shown)
+        log.rank_values.add_source(self.names, self._take)
         log.row_listeners.append(self._on_row)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -48,13 +45,10 @@ class TelemetryLog(Callback):
         self._telemetry.start()
 
     def _take(self) -> Mapping[str, float]:
-        """What was measured since the last row. A row's sources are read in order, and this is the first."""
-        self._values = {} if self._telemetry is None else self._telemetry.take()
+        """What was measured since the last row."""
+        values = {} if self._telemetry is None else self._telemetry.take()
         self._print_notices()
-        return self._values
-
-    def _values_of_row(self) -> Mapping[str, float]:
-        return self._values
+        return values
 
     def _print_notices(self) -> None:
         for notice in [] if self._telemetry is None else self._telemetry.take_notices():

@@ -157,7 +157,7 @@ class Writer:
 
         Their memory stays with the copying stream, until the allocator runs out of memory and takes it back.
         """
-        ran_out, reserved = accelerator.retries(self.device), accelerator.reserved(self.device)
+        ran_out, reserved = accelerator.memory_counts(self.device).retries, accelerator.reserved(self.device)
         needed = sum(chunk.values.nbytes for s in tensors.values() for chunk in s.chunks if chunk.values.is_cuda)
         kept = (
             self._kept is not None

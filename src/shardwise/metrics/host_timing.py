@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise import accelerator
-from shardwise.metrics.rank_values import RankValues
+from shardwise.metrics.rank_values import RankValues, Shown
 from shardwise.metrics.verdicts import (
     BUSY,
     COLLECTING,
@@ -40,6 +40,9 @@ from shardwise.step.host_times import HostSums, HostTimes
 #   HOST_MEMORY           of this process alone: what it shares with others, such as files, is left out
 #   DEVICE_MEMORY         in tensors, between two steps
 _OF_STEPS = (SECONDS, BUSY, COMPUTE, WAITING, IDLE, COLLECTING)
+_OF_ALLOCATOR: dict[str, Shown] = {DEVICE_MEMORY: "not", RETRIES: "not"}
+# The most memory since the process began: of tensors, and of all that the allocator holds
+_PEAKS: dict[str, Shown] = {"train/memory_allocated_gib": "largest", "train/memory_reserved_gib": "largest"}
 
 
 class HostTiming:
@@ -49,10 +52,10 @@ class HostTiming:
         self.garbage = GarbageClock()
         self._times: HostTimes | None = None
         self._device: torch.device | None = None
-        values.add_source(_OF_STEPS, self._of_steps, "not")
-        values.add_source((COLLECTIONS, HOST_MEMORY), self._of_process, "not")
-        if kind in ("cuda", "xpu"):
-            values.add_source((DEVICE_MEMORY, RETRIES), self._of_device, "not")
+        values.add_source(dict.fromkeys(_OF_STEPS, "not"), self._of_steps)
+        values.add_source({COLLECTIONS: "not", HOST_MEMORY: "not"}, self._of_process)
+        if kind != "cpu":
+            values.add_source(_PEAKS if kind == "mps" else _PEAKS | _OF_ALLOCATOR, self._of_device)
 
     def begin(self, times: HostTimes, device: torch.device) -> None:
         self._times, self._device = times, device
@@ -74,9 +77,11 @@ class HostTiming:
     def _of_device(self) -> Mapping[str, float]:
         if self._device is None:
             return {}
-        return {
-            DEVICE_MEMORY: accelerator.allocated(self._device) / 2**30,
-            RETRIES: accelerator.retries(self._device),
+        counts = accelerator.memory_counts(self._device)
+        in_gib = (counts.allocated_peak / 2**30, counts.reserved_peak / 2**30)
+        return dict(zip(_PEAKS, in_gib, strict=True)) | {
+            DEVICE_MEMORY: counts.allocated / 2**30,
+            RETRIES: counts.retries,
         }
 
 

@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise import accelerator
 from shardwise.metrics.csv_logger import read_metrics
 from shardwise.plan import Plan
 from shardwise.run_dir.files import METRICS, STARTS, write_whole
@@ -101,12 +100,6 @@ class Meter:
     def goodput(self) -> float:
         """The share of the time since the run's first start that became training steps."""
         return self.training_seconds / max(time.time() - self.started, 1e-9)
-
-
-def memory_gib(plan: Plan) -> tuple[float, float]:
-    """This rank's peaks in GiB: allocated by tensors, and reserved by the allocator. Zero on the CPU."""
-    allocated, reserved = accelerator.peaks(plan.accelerator)
-    return allocated / 2**30, reserved / 2**30
 
 
 def process_start() -> float:

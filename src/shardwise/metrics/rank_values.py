@@ -7,7 +7,7 @@ import io
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -31,9 +31,8 @@ _LIMIT_BYTES = 16 * 2**20
 class Source:
     """Where a rank's numbers come from."""
 
-    names: tuple[str, ...]
+    names: dict[str, Shown]
     read: Callable[[], Mapping[str, float]]  # what has been measured since the last call; names may be missing
-    shown: Shown
 
 
 class RankValues:
@@ -42,12 +41,12 @@ class RankValues:
     def __init__(self) -> None:
         self._sources: list[Source] = []
 
-    def add_source(self, names: Sequence[str], read: Callable[[], Mapping[str, float]], shown: Shown) -> None:
+    def add_source(self, names: Mapping[str, Shown], read: Callable[[], Mapping[str, float]]) -> None:
         """Add numbers to each row. Every rank adds the same sources in the same order before training starts.
 
         `read` is called on every rank at each row, must not wait for the device, and may leave names out.
         """
-        self._sources.append(Source(tuple(names), read, shown))
+        self._sources.append(Source(dict(names), read))
 
     @property
     def names(self) -> list[str]:
@@ -67,8 +66,8 @@ class RankValues:
         """The columns of metrics.csv that are made of `values`."""
         row: dict[str, float] = {}
         for source in self._sources:
-            for name in source.names:
-                row |= columns(name, values[name], source.shown)
+            for name, shown in source.names.items():
+                row |= columns(name, values[name], shown)
         return row
 
 

@@ -22,8 +22,8 @@ class _OneKind(Accelerator):
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
         """The peaks of memory in bytes."""
-        allocated, reserved = accelerator.peaks(self.kind)
-        return {"allocated_bytes.all.peak": allocated, "reserved_bytes.all.peak": reserved}
+        counts = accelerator.memory_counts(device)
+        return {"allocated_bytes.all.peak": counts.allocated_peak, "reserved_bytes.all.peak": counts.reserved_peak}
 
     @staticmethod
     def parse_devices(devices: Any) -> Any:
