@@ -15,8 +15,10 @@ from unittest.mock import patch
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from shardwise.callbacks.prometheus import PrometheusExport
 from shardwise.metrics.host import Host
 from shardwise.metrics.nvml import Nvml
+from shardwise.metrics.prometheus import Exporter
 from shardwise.metrics.rank_values import read_ranks
 from shardwise.metrics.reading import GPU_VALUES, HOST_VALUES, Reader
 from shardwise.metrics.telemetry import Gpu
@@ -28,6 +30,7 @@ from tests.harness.processes import spawn
 
 WORDS = ["micro_batch_size=2", "global_batch_size=4", "max_steps=6", "schedule=none", "log_every_n_steps=2",
          "checkpoint=none"]  # fmt: skip
+SAVES = ["checkpoint.asynchronous=false", "checkpoint.save_every_n_steps=2", "metrics.prometheus=http"]
 LOOK = "metrics.telemetry_seconds=0.1"
 
 
@@ -43,6 +46,16 @@ class Slow(Callback):
         if self.library is not None and trainer.global_step == self.error_in:
             self.library.xids.append(79)
         time.sleep(0.15)
+
+
+class Exported(Callback):
+    """Keeps what hands the numbers to Prometheus, on rank 0."""
+
+    exporter: Exporter | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        (export,) = (one for one in trainer.callbacks if isinstance(one, PrometheusExport))  # type: ignore[attr-defined]
+        self.exporter = export.exporter
 
 
 def fit_with_gpus(run_dir: Path, rank: int, *words: str) -> dict[str, Any]:
@@ -75,9 +88,13 @@ def run_all(folder: Path) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     gpus = fit_with_gpus(folder / "gpus", rank, LOOK)
     again = fit_with_gpus(folder / "gpus", rank, LOOK)  # as a restart that had saved nothing
-    hosts = fit(cell_plan(folder / "hosts", 2, *WORDS, LOOK), Slow(None))
+    exported = Exported()
+    hosts = fit(cell_plan(folder / "hosts", 2, *WORDS[:-1], *SAVES, LOOK), Slow(None), exported)
     off = fit(cell_plan(folder / "off", 2, *WORDS, "metrics.telemetry=false"))
-    return {"gpus": gpus, "again": again, "hosts": hosts["losses"], "off": (off["losses"], off["norms"])}
+    saves = None if exported.exporter is None else exported.exporter.numbers.of_run["saves"]
+    return {
+        "gpus": gpus, "again": again, "hosts": hosts["losses"], "off": (off["losses"], off["norms"]), "saves": saves
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +147,11 @@ def test_a_run_is_the_same_with_and_without_and_ends_its_thread(runs: tuple[Path
     first = runs[1][0]
     assert first["off"] == (first["gpus"]["losses"], first["gpus"]["norms"])
     assert first["hosts"] == first["off"][0]
+
+
+def test_prometheus_is_told_how_many_checkpoints_are_saved(runs: tuple[Path, list[dict[str, Any]]]) -> None:
+    first, other = (rank["saves"] for rank in runs[1])
+    assert first in (2, 3) and other is None  # the last row may come before the last of three saves
 
 
 KILLER = """

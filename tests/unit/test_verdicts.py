@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
 from benchmarks.report import ROOT, with_tables
+from shardwise.callbacks.steps import StepLog
+from shardwise.callbacks.verdicts import Verdicts
 from shardwise.config.compose import compose
 from shardwise.metrics.dimensions import sizes_that_miss
 from shardwise.metrics.verdict_rules import RULES
@@ -29,6 +33,7 @@ from shardwise.metrics.verdicts import (
     Verdict,
 )
 from shardwise.plan import Host, Plan, make_plan
+from shardwise.run_dir.files import profile_folder
 
 RANKS = 4
 WELL = {
@@ -127,6 +132,18 @@ def test_memory_that_grows_and_an_allocator_at_its_limit() -> None:
     assert told(judge(), [one(RETRIES, 3.0, 0.0)] * 9) == [], "it does not grow"
     (limit,) = told(judge(), [one(RETRIES, float(i), 0.0) for i in range(9)])
     assert limit.name == "allocator at its limit" and limit.rank == 2 and "activation_checkpointing" in limit.remedy
+
+
+def test_the_last_profile_of_a_run_on_a_gpu_says_what_is_exposed(tmp_path: Path) -> None:
+    run = dataclasses.replace(plan(), run_dir=str(tmp_path))
+    verdicts = Verdicts(run, StepLog(run))
+    for step, exposed, is_cpu, expected in ((20, 2.0, False, 0.2), (9, 5.0, False, 0.2), (30, 3.0, True, None)):
+        folder = profile_folder(tmp_path, step)
+        folder.mkdir(parents=True)
+        content = {"is_cpu": is_cpu, "step": {"exposed_communication_ms": exposed, "span_ms": 10.0}}
+        (folder / "summary.json").write_text(json.dumps(content))
+        verdicts.read_profile()
+        assert verdicts.exposed_communication == expected
 
 
 def test_communication_by_a_profile_and_by_the_size_of_transfers() -> None:

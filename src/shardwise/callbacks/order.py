@@ -50,7 +50,7 @@ def build_run_callbacks(plan: Plan, *first: Callback) -> RunCallbacks:
     ordered.append(Heartbeat(plan))
     ordered.append(guard)  # it comes before the log and the saving, which see only steps that it has passed
     telemetry = TelemetryLog(plan, log)
-    ordered += [log, telemetry, PrometheusExport(plan, log, telemetry)]
+    ordered += [log, telemetry, PrometheusExport(plan, log, telemetry, saving)]
     ordered += [saving, verdicts, Summary(plan, log, saving, telemetry.energy, verdicts)]
     if plan.gc_every_n_steps is not None:
         ordered.append(GarbageCollection(plan, plan.gc_every_n_steps))
@@ -58,7 +58,8 @@ def build_run_callbacks(plan: Plan, *first: Callback) -> RunCallbacks:
         ordered.append(LearningRateFinder(plan))
     ordered.append(GracefulStop(plan, guard, saving))  # all others have seen the step by then
     if plan.stage == "fit":
-        ordered.append(Profile(plan, log, guard, saving))  # a profile has all that a step does, so it ends after them
+        # A profile has all that a step does, so it ends after them
+        ordered.append(Profile(plan, log, guard, saving, verdicts))
     return RunCallbacks(ordered, own, partial(_save_before_epoch_ends, guard, saving))
 
 

@@ -18,6 +18,7 @@ from shardwise.callbacks.guard import Guard, RollBack
 from shardwise.callbacks.profile_window import ProfileWindow
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog
+from shardwise.callbacks.verdicts import Verdicts
 from shardwise.metrics.phases import PREFIX
 from shardwise.plan import Plan
 from shardwise.plan.profiling import Profiling
@@ -64,8 +65,9 @@ class Profile(Callback):
 
     ends_step = True  # it is called after every other callback and the module: see lightning_internals/hooks.py
 
-    def __init__(self, plan: Plan, step_log: StepLog, guard: Guard, saving: Saving) -> None:
+    def __init__(self, plan: Plan, step_log: StepLog, guard: Guard, saving: Saving, verdicts: Verdicts) -> None:
         self.plan, self.step_log, self.guard, self.saving = plan, step_log, guard, saving
+        self.verdicts = verdicts
         self.wanted: list[Wanted] = []
         self.window: ProfileWindow | None = None  # from one step before it is open
         self.watch: RequestWatch | None = None
@@ -194,6 +196,7 @@ class Profile(Callback):
             self._say(trainer, f"it could not be {text}: {error}; the run goes on")
             self._answer(request, "failed", f"it could not be {text}: {error}")
             return
+        self.verdicts.read_profile()
         self.step_log.write(f"\n{text}profile: {self.window.folder} has the trace, the table and a picture")
         window = self.window
         append_event(

@@ -10,26 +10,24 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog
 from shardwise.callbacks.telemetry import TelemetryLog
 from shardwise.distributed.collectives import gather_objects
 from shardwise.metrics.prometheus import Exporter, RankLabels
 from shardwise.metrics.telemetry import gpu_of
 from shardwise.plan import Plan
-from shardwise.run_dir.files import EVENTS, STARTS
+from shardwise.run_dir.files import STARTS
 from shardwise.strategies.base import strategy_of
-
-_SAVE = b'"kind": "save"'
 
 
 class PrometheusExport(Callback):
     """Keeps the exporter, on rank 0."""
 
-    def __init__(self, plan: Plan, log: StepLog, telemetry: TelemetryLog) -> None:
-        self.plan, self.steps, self.telemetry = plan, log, telemetry
+    def __init__(self, plan: Plan, log: StepLog, telemetry: TelemetryLog, saving: Saving) -> None:
+        self.plan, self.steps, self.telemetry, self.saving = plan, log, telemetry, saving
         self.exporter: Exporter | None = None
         self._restarts = 0
-        self._saves, self._events_read = 0, 0
         if plan.metrics.prometheus != "none":
             log.row_listeners.append(self._on_row)
 
@@ -44,8 +42,6 @@ class PrometheusExport(Callback):
         with suppress(OSError, ValueError):
             # A run that the guard rolled back starts again in the same process
             self._restarts = len(set(json.loads((Path(self.plan.run_dir) / STARTS).read_text()))) - 1
-        self._count_saves()
-        self._saves = 0
         exporter = Exporter(self.plan, ranks)
         try:
             self.steps.write(f"prometheus: {exporter.start()}")
@@ -56,20 +52,11 @@ class PrometheusExport(Callback):
     def _on_row(self, step: int, row: dict[str, float], values: dict[str, list[float]]) -> None:
         if self.exporter is None:
             return
-        self._count_saves()
-        more = {"step": float(step), "saves": float(self._saves), "restarts": float(self._restarts),
+        more = {"step": float(step), "saves": float(self.saving.saves), "restarts": float(self._restarts),
                 "row time": time.time()}  # fmt: skip
         if joules := self.telemetry.energy.joules:
             more["energy"] = joules
         self.exporter.update(row | more, values)
-
-    def _count_saves(self) -> None:
-        """Count the saves among the events that are new."""
-        with suppress(OSError), (Path(self.plan.run_dir) / EVENTS).open("rb") as file:
-            file.seek(self._events_read)
-            new = file.read()
-            self._events_read += len(new)
-            self._saves += new.count(_SAVE)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.exporter is not None:

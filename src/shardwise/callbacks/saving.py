@@ -42,6 +42,7 @@ class Saving(Callback):
         self.best_path: str | None = None
         self.saved_step = -1
         self.writer: Writer | None = None
+        self.saves = 0  # the steps that this process has saved; rank 0 counts them
         self.failures = 0  # saves in a row that failed
         self._handled: Outcome | None = None  # the last outcome that all ranks have acted on
         self._announced: Outcome | None = None  # the last failure that was logged and printed
@@ -205,6 +206,7 @@ class Saving(Callback):
         step = trainer.global_step
 
         def published() -> None:
+            self.saves += 1
             write_job_file("saved", str(step))
             append_event(self.plan.run_dir, "save", step, f"{path.name} is saved", path=str(path))
             remove_superseded(self.plan, step)

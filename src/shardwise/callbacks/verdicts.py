@@ -30,7 +30,8 @@ class Verdicts(Callback):
         self.judge: Judge | None = None  # rank 0 has one
         self._sizes: tuple[Size, ...] = ()
         self._trainer: Trainer | None = None
-        self._profile: tuple[Path, float | None] | None = None  # the last that was read
+        # The share of a step that is communication which nothing hides, by the run's last profile on a GPU
+        self.exposed_communication: float | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and trainer.is_global_zero:
@@ -45,6 +46,7 @@ class Verdicts(Callback):
             run = Circumstances(
                 self.plan, tuple(Place(*place) for place in places), strategy.units.total, self._sizes
             )  # fmt: skip
+            self.read_profile()
             self._trainer, self.judge = trainer, Judge(run, RULES)
             self.step_log.row_listeners.append(self._on_row)
             self.step_log.more_texts.append(self._text)
@@ -63,7 +65,7 @@ class Verdicts(Callback):
 
     def _on_row(self, step: int, row: dict[str, float], values: dict[str, list[float]]) -> None:
         assert self.judge is not None
-        self._tell(step, self.judge.add(step, values, self._exposed()))
+        self._tell(step, self.judge.add(step, values, self.exposed_communication))
 
     def _tell(self, step: int, verdicts: list[Verdict]) -> None:
         assert self._trainer is not None
@@ -81,13 +83,10 @@ class Verdicts(Callback):
             {"verdict": ", ".join(dict.fromkeys(one.name for one in found))} if (found := self.judge.in_force) else {}
         )
 
-    def _exposed(self) -> float | None:
-        """The share of a step that is communication which nothing hides, by the run's last profile on a GPU."""
-        if not (paths := profile_summaries(self.plan.run_dir)):
-            return None
-        if self._profile is None or self._profile[0] != paths[-1]:
-            self._profile = paths[-1], _exposed_share(paths[-1])
-        return self._profile[1]
+    def read_profile(self) -> None:
+        """Take what the run's last profile says, if it has one. Rank 0 calls this from any thread when one is there."""
+        paths = profile_summaries(self.plan.run_dir)
+        self.exposed_communication = _exposed_share(paths[-1]) if paths else None
 
 
 def as_json(verdict: Verdict, judge: Judge | None = None) -> dict[str, Any]:
