@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.device import two_and_all  # noqa: E402
 from benchmarks.harness.limits import on_ranks  # noqa: E402
-from shardwise.metrics.csv_logger import read_metrics  # noqa: E402
+from shardwise.run_dir.rows import read_rows  # noqa: E402
 from tests.harness import backward, scalars  # noqa: E402
 from tests.harness.anybodys_module import BOUNDS as MODULE_BOUNDS  # noqa: E402
 from tests.harness.anybodys_module import KINDS, RANKS, deviations, run_all  # noqa: E402
@@ -78,7 +78,7 @@ def train(folder: Path, name: str, *words: str, timeout: int = 240) -> dict[str,
     run = folder / name
     if done.returncode:
         return {"command": " ".join(command), "exit_code": done.returncode, "stderr": done.stderr[-4000:]}
-    rows = read_metrics(run / "metrics.csv")
+    rows = read_rows(run / "metrics.csv")
     samples = run / "samples.txt"
     return {
         "command": " ".join(w for w in command if not w.startswith(("runs_dir", "data.directory"))),

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from shardwise.callbacks.summary import plot_losses
 from shardwise.errors import ConfigError, NonFiniteError
-from shardwise.metrics.csv_logger import read_metrics
 from shardwise.run_dir.checkpoints import list_checkpoints
+from shardwise.run_dir.rows import read_rows
 from shardwise.step.precision_plugin import LOSS_SCALE
 from shardwise.trainer import build_module
 from tests.harness import modules
@@ -127,7 +127,7 @@ def test_a_batch_is_a_step_however_many_optimizers_step_in_it(done: dict[Any, An
         for step in range(1, STEPS + 1):  # the module's own word, of that step
             (line,) = [line for line in cell["said"].splitlines() if line.startswith(f"step {step}/6  loss")]
             assert "  loss/critic " in line
-    rows = read_metrics(folder / "Rests" / "metrics.csv")
+    rows = read_rows(folder / "Rests" / "metrics.csv")
     assert [row["step"] for row in rows if row.get("train/samples")] == [str(n) for n in range(1, 7)]
     assert not any(row.get("train/loss") for row in rows)
     assert plot_losses(rows, {}, folder / "loss.png") == folder / "loss.png"

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.config.paths import CONF
 from shardwise.data.tokens import write_token_shards
-from shardwise.metrics.csv_logger import read_metrics
+from shardwise.run_dir.rows import read_rows
 from tests.harness.commands import check, run
 
 SMALL = [
@@ -26,6 +26,6 @@ def test_an_experiment_runs(tmp_path: Path, experiment: str) -> None:
     write_token_shards(tmp_path / "data", {s: [tokens] for s in ("train", "validation")}, vocab_size=256)
     words = [f"experiment={experiment}", *SMALL, "data=token_shards", f"data.directory={tmp_path / 'data'}", "name=run"]
     check(run(tmp_path, *words))
-    rows = read_metrics(tmp_path / "runs" / "run" / "metrics.csv")
+    rows = read_rows(tmp_path / "runs" / "run" / "metrics.csv")
     assert [row["step"] for row in rows if row["train/loss"]] == ["1", "2", "3"]
     assert rows[-1]["validation/loss"]

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from shardwise.config.compose import compose
 from shardwise.metrics.meter import SPENT, Meter, Sums, process_start
-from shardwise.metrics.rank_values import read_ranks
 from shardwise.plan import Host, Plan, make_plan
+from shardwise.run_dir.rows import read_rows
 from shardwise.step.record import Readback, StepRecord, Tick
 from tests.harness.cells import cell_plan, fit, masked_tokens
 from tests.harness.modules import samples
@@ -105,7 +105,7 @@ def test_the_rank_that_waits_longest_is_told(folder: Path) -> None:
     rows = rows_of(folder / "slow")
     waited = float(rows[-1]["train/data_wait"]) * float(rows[-1]["train/step_seconds"])
     assert waited >= WAIT * 0.99
-    ranks = [float(row["train/data_wait"]) for row in read_ranks(folder / "slow" / "ranks.csv")][-2:]
+    ranks = [float(row["train/data_wait"]) for row in read_rows(folder / "slow" / "ranks.csv")][-2:]
     assert ranks[1] == pytest.approx(float(rows[-1]["train/data_wait"]), rel=1e-5) and ranks[0] < ranks[1]
     summary = json.loads((folder / "slow" / "summary.json").read_text())
     assert summary["data_wait"] < 0.5, "rank 0 itself has its batches at once"

@@ -19,10 +19,10 @@ from shardwise.callbacks.prometheus import PrometheusExport
 from shardwise.metrics.host import Host
 from shardwise.metrics.nvml import Nvml
 from shardwise.metrics.prometheus import Exporter
-from shardwise.metrics.rank_values import read_ranks
 from shardwise.metrics.reading import GPU_VALUES, HOST_VALUES, Reader
 from shardwise.metrics.telemetry import Gpu
 from shardwise.run_dir.events import read_events
+from shardwise.run_dir.rows import read_rows
 from tests.harness.cells import cell_plan, fit
 from tests.harness.commands import MINE, OWN, make_home, run
 from tests.harness.nvml import PCI, UUID, FakeNvml, answering
@@ -113,7 +113,7 @@ def test_a_row_has_mean_and_extremes_with_their_ranks(runs: tuple[Path, list[dic
     found = {key: float(last[f"gpu/power_watts{key}"]) for key in ("", "_min", "_min_rank", "_max", "_max_rank")}
     assert found == {"": 650.0, "_min": 600.0, "_min_rank": 0.0, "_max": 700.0, "_max_rank": 1.0}
     assert float(last["gpu/sm_active"]) == pytest.approx(0.91) and float(last["host/rank_memory_gib"]) > 0
-    watts = {row["rank"]: row["gpu/power_watts"] for row in read_ranks(runs[0] / "gpus/ranks.csv")[-2:]}
+    watts = {row["rank"]: row["gpu/power_watts"] for row in read_rows(runs[0] / "gpus/ranks.csv")[-2:]}
     assert watts == {"0": "600", "1": "700"}
     hosts = rows_of(runs[0] / "hosts")[-1]
     assert float(hosts["host/cpu_busy"]) > 0 and not any(key.startswith("gpu/") for key in hosts)
@@ -131,7 +131,7 @@ def test_an_error_of_one_gpu_is_an_event_with_its_rank_host_and_gpu(runs: tuple[
 def test_energy_is_that_of_all_gpus_and_adds_up_over_starts(runs: tuple[Path, list[dict[str, Any]]]) -> None:
     summary = json.loads((runs[0] / "gpus/summary.json").read_text())
     kept = json.loads((runs[0] / "gpus/energy.json").read_text())
-    of_rows = sum(float(row["gpu/energy_joules"] or 0) for row in read_ranks(runs[0] / "gpus/ranks.csv"))
+    of_rows = sum(float(row["gpu/energy_joules"] or 0) for row in read_rows(runs[0] / "gpus/ranks.csv"))
     assert summary["energy_kwh"] == pytest.approx(kept["joules"] / 3.6e6)
     # ranks.csv has the second start alone. Each look takes ten joules, and a start has more than six looks a rank.
     assert kept["joules"] % 10 == 0 and of_rows + 2 * 60 < kept["joules"]

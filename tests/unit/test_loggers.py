@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.metrics.csv_logger import CsvLogger, read_metrics
+from shardwise.metrics.csv_logger import CsvLogger
+from shardwise.run_dir.rows import read_rows
 from tests.harness.commands import RECIPE, check, make_home, run
 
 
@@ -23,7 +24,7 @@ def test_a_new_metric_gets_a_column(tmp_path: Path) -> None:
 
 def test_what_follows_upon_a_step_goes_into_its_row(tmp_path: Path) -> None:
     def rows() -> list[tuple[str, ...]]:
-        return [tuple(row.get(key, "") for key in ("step", "loss", "validation", "b")) for row in read_metrics(path)]
+        return [tuple(row.get(key, "") for key in ("step", "loss", "validation", "b")) for row in read_rows(path)]
 
     path, logger = tmp_path / "metrics.csv", CsvLogger(tmp_path)
     for metrics, step in (
@@ -52,7 +53,7 @@ def test_what_follows_upon_a_step_goes_into_its_row(tmp_path: Path) -> None:
 def test_another_process_goes_on_in_the_same_file(tmp_path: Path) -> None:
     CsvLogger(tmp_path).log_metrics({"a": 1.0}, 1)
     CsvLogger(tmp_path).log_metrics({"a": 2.0, "b": 3.0}, 2)
-    assert read_metrics(tmp_path / "metrics.csv") == [
+    assert read_rows(tmp_path / "metrics.csv") == [
         {"step": "1", "a": "1.0", "b": ""}, {"step": "2", "a": "2.0", "b": "3.0"},
     ]  # fmt: skip
 
@@ -61,13 +62,13 @@ def test_every_row_is_on_disk_at_once_and_a_torn_one_is_left_out(tmp_path: Path)
     logger = CsvLogger(tmp_path)
     for step in range(1, 5):
         logger.log_metrics({"a": float(step)}, step)
-        assert len(read_metrics(tmp_path / "metrics.csv")) == step
+        assert len(read_rows(tmp_path / "metrics.csv")) == step
     with (tmp_path / "metrics.csv").open("a") as file:
         file.write("1")  # of 10, say
     again = CsvLogger(tmp_path)
     again.rewind(4)
     again.log_metrics({"a": 5.5}, 5)
-    assert [row["a"] for row in read_metrics(tmp_path / "metrics.csv")] == ["1.0", "2.0", "3.0", "4.0", "5.5"]
+    assert [row["a"] for row in read_rows(tmp_path / "metrics.csv")] == ["1.0", "2.0", "3.0", "4.0", "5.5"]
 
 
 @pytest.mark.parametrize(("step", "left"), [(9, [1, 2, 3]), (2, [1, 2]), (0, [])])
@@ -76,7 +77,7 @@ def test_rewind_forgets_later_steps(tmp_path: Path, step: int, left: list[int]) 
     for number in (1, 2, 3):
         logger.log_metrics({"a": 0.0}, number)
     logger.rewind(step)
-    assert [int(row["step"]) for row in read_metrics(tmp_path / "metrics.csv")] == left
+    assert [int(row["step"]) for row in read_rows(tmp_path / "metrics.csv")] == left
     CsvLogger(tmp_path).log_metrics({"a": 0.0}, 10)
     with (tmp_path / "metrics.csv").open(newline="") as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == [*left, 10]

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.metrics.rank_values import RanksCsv, columns, read_ranks
+from shardwise.metrics.rank_values import RanksCsv, columns
 from shardwise.run_dir.events import append_event, read_events
+from shardwise.run_dir.rows import read_rows
 
 NAN = float("nan")
 
@@ -23,7 +24,7 @@ def test_a_spread_names_the_ranks_of_the_smallest_and_the_largest() -> None:
 
 
 def written(path: Path) -> list[tuple[int, int, str]]:
-    return [(int(row["step"]), int(row["rank"]), row["a"]) for row in read_ranks(path / "ranks.csv")]
+    return [(int(row["step"]), int(row["rank"]), row["a"]) for row in read_rows(path / "ranks.csv")]
 
 
 def test_every_rank_has_a_row_and_a_resumed_run_writes_later_ones_again(tmp_path: Path) -> None:
@@ -37,7 +38,7 @@ def test_every_rank_has_a_row_and_a_resumed_run_writes_later_ones_again(tmp_path
     again.rewind(1)
     again.append(2, {"b": [7.0, 8.0], "a": [4.0, 5.0]})
     assert written(tmp_path) == [(1, 0, "1"), (1, 1, ""), (2, 0, "4"), (2, 1, "5")]
-    assert [row["b"] for row in read_ranks(tmp_path / "ranks.csv")] == ["", "", "7", "8"]
+    assert [row["b"] for row in read_rows(tmp_path / "ranks.csv")] == ["", "", "7", "8"]
     RanksCsv(tmp_path).rewind(0)
     assert not (tmp_path / "ranks.csv").exists()
 

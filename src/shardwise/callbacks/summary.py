@@ -15,13 +15,13 @@ from shardwise.callbacks.steps import LOSS, OTHER_LOSS, StepLog, digits, final_m
 from shardwise.callbacks.verdicts import Verdicts, as_json
 from shardwise.errors import count
 from shardwise.lightning_internals.patches import early_stop
-from shardwise.metrics.csv_logger import read_metrics
 from shardwise.metrics.energy import Energy
 from shardwise.nn.attention import kernels_that_ran
 from shardwise.plan import Plan
 from shardwise.protocols import baselines_of, loss_weight_unit_of
 from shardwise.run_dir.checkpoints import stopped_before
 from shardwise.run_dir.files import LOSSES, METRICS, SUMMARY, write_whole
+from shardwise.run_dir.rows import read_rows
 from shardwise.strategies.base import strategy_of
 
 
@@ -35,7 +35,7 @@ class Summary(Callback):
         if not trainer.is_global_zero:
             return
         run_dir = Path(self.plan.run_dir)
-        rows = read_metrics(run_dir / METRICS)
+        rows = read_rows(run_dir / METRICS)
         monitor = self.plan.checkpoint.monitor
         baselines = baselines_of(trainer.datamodule)  # type: ignore[attr-defined]
         unit = loss_weight_unit_of(pl_module)

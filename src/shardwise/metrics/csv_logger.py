@@ -1,4 +1,4 @@
-"""Writes and reads metrics.csv, which has a row for each logged step."""
+"""Writes metrics.csv, which has a row for each logged step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from shardwise.run_dir.files import METRICS, partial_path, put_in_place, stage_file
-
-
-def metrics_path(run_dir: str | Path) -> Path:
-    return Path(run_dir) / METRICS
+from shardwise.run_dir.rows import read_rows
 
 
 class CsvLogger(Logger):
@@ -91,7 +88,7 @@ class CsvLogger(Logger):
                 self._fields = list(csv.DictReader(file).fieldnames or ())
         fields = self._fields or ["step"]
         if new := [key for key in row if key not in self._fields]:
-            self._write(fields + [key for key in new if key != "step"], read_metrics(self.path))
+            self._write(fields + [key for key in new if key != "step"], read_rows(self.path))
         joins = str(step) == self._last.get("step") and not (row.keys() & self._last.keys()) - {"step", "epoch"}
         if joins:  # what comes after a step, such as a validation, goes into the step's row
             row = {**row, **self._last}
@@ -112,7 +109,7 @@ class CsvLogger(Logger):
 
         What the run logs again for `step` itself, such as a validation after the checkpoint, is left out.
         """
-        kept = [row for row in read_metrics(self.path) if int(row["step"]) <= step]
+        kept = [row for row in read_rows(self.path) if int(row["step"]) <= step]
         logged = {key for row in kept if int(row["step"]) == step for key, value in row.items() if value}
         self._known = step, logged - {"step", "epoch"}
         if kept:
@@ -123,7 +120,7 @@ class CsvLogger(Logger):
     @rank_zero_only
     def rename(self, names: dict[str, str]) -> None:
         """Rename columns. `names`: old name → new name."""
-        rows = read_metrics(self.path)
+        rows = read_rows(self.path)
         if rows:
             self._write(
                 [names.get(key, key) for key in rows[0]],
@@ -146,12 +143,3 @@ class CsvLogger(Logger):
         """Write nothing: the launcher writes config.yaml and plan.json."""
 
     log_hparams = log_hyperparams
-
-
-def read_metrics(path: Path) -> list[dict[str, str]]:
-    """The rows of a metrics.csv; none where there is no file. A last row that a kill cut short is left out."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        whole = [line for line in file if line.endswith("\n")]
-    return list(csv.DictReader(whole))

@@ -8,9 +8,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.metrics.csv_logger import read_metrics
 from shardwise.plan import Plan
 from shardwise.run_dir.files import METRICS, STARTS, write_whole
+from shardwise.run_dir.rows import read_rows
 from shardwise.step.record import StepRecord
 
 SPENT = "train/training_seconds"
@@ -49,7 +49,7 @@ class Meter:
     def on_start(self) -> None:
         """Read what earlier processes of the run have recorded, and record this start. Rank 0 calls this."""
         folder = Path(self.plan.run_dir)
-        rows = [row for row in read_metrics(folder / METRICS) if row.get(SPENT)]
+        rows = [row for row in read_rows(folder / METRICS) if row.get(SPENT)]
         self.spent_before = float(rows[-1][SPENT]) if rows else 0.0
         starts = folder / STARTS
         times = json.loads(starts.read_text()) if starts.exists() else []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from shardwise.accelerator import has_streams
 from shardwise.distributed.collectives import gather_in_order
 from shardwise.distributed.mesh import Mesh
 from shardwise.run_dir.files import RANKS, partial_path, put_in_place
+from shardwise.run_dir.rows import read_rows
 from shardwise.step.record import Readback
 
 # How a number of every rank appears in a row of metrics.csv: as the largest of any rank, as mean, smallest and largest
@@ -114,7 +114,7 @@ class RanksCsv:
 
     def rewind(self, step: int) -> None:
         """Remove the rows after `step`: a run that goes on from its checkpoint writes them again."""
-        rows = [row for row in read_ranks(self.path) if int(row["step"]) <= step]
+        rows = [row for row in read_rows(self.path) if int(row["step"]) <= step]
         if rows:
             self._write(list(rows[0]), rows)
         else:
@@ -133,7 +133,7 @@ class RanksCsv:
             for rank in ranks
         ]
         if fields != self._fields:  # the first row, or a run that went on with other numbers
-            earlier = read_ranks(self.path)
+            earlier = read_rows(self.path)
             self._write([*fields, *(key for key in (earlier[0] if earlier else ()) if key not in fields)], earlier)
             self._fields = fields
         text = io.StringIO(newline="")
@@ -145,7 +145,7 @@ class RanksCsv:
             self._thin()
 
     def _thin(self) -> None:
-        rows = read_ranks(self.path)
+        rows = read_rows(self.path)
         kept = set(list(dict.fromkeys(row["step"] for row in rows))[::2])
         self._write(self._written, [row for row in rows if row["step"] in kept])
         self._every *= 2
@@ -157,15 +157,6 @@ class RanksCsv:
             writer.writeheader()
             writer.writerows(rows)
         put_in_place(self.path)
-
-
-def read_ranks(path: str | Path) -> list[dict[str, str]]:
-    """The rows of a ranks.csv; none where there is no file. Rows that a kill cut short are left out."""
-    if not os.path.exists(path):
-        return []
-    with Path(path).open(newline="") as file:
-        whole = [line for line in file if line.endswith("\n")]
-    return [row for row in csv.DictReader(whole) if row.get("step") and row.get("rank")]
 
 
 def _in_order(source: Source) -> list[float]:

@@ -14,26 +14,25 @@ from urllib.parse import urlparse
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from shardwise.metrics.csv_logger import metrics_path, read_metrics
 from shardwise.plan import Plan
-from shardwise.run_dir.files import WANDB_GONE, write_whole
+from shardwise.run_dir.files import METRICS, WANDB_GONE, write_whole
+from shardwise.run_dir.rows import read_rows
 
 
 def build_wandb_logger(plan: Plan, record: dict[str, Any]) -> Logger:
     import wandb
     from lightning.pytorch.loggers import WandbLogger
 
+    metrics = Path(plan.run_dir) / METRICS
     # Names that earlier processes of the run have logged, by step: when this process gets there, it leaves them out.
     logged: dict[int, set[str]] = {}
-    for row in read_metrics(metrics_path(plan.run_dir)) if plan.stage == "fit" else []:
+    for row in read_rows(metrics) if plan.stage == "fit" else []:
         logged.setdefault(int(row["step"]), set()).update(key for key, value in row.items() if value)
 
     # Rows that W&B has missed: a signal to a whole job ends wandb's own process before the run ends.
     gone = Path(plan.run_dir) / WANDB_GONE
     since = int(gone.read_text()) if plan.stage == "fit" and gone.exists() else None
-    missed = (
-        [] if since is None else [row for row in read_metrics(metrics_path(plan.run_dir)) if int(row["step"]) >= since]
-    )
+    missed = [] if since is None else [row for row in read_rows(metrics) if int(row["step"]) >= since]
 
     class Continued(WandbLogger):
         is_gone = False

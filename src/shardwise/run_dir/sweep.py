@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.plan import Plan
 from shardwise.run_dir.files import METRICS, SUMMARY
+from shardwise.run_dir.rows import read_rows
 
 
 def swept(jobs: Sequence[Sequence[str]]) -> list[dict[str, str]]:
@@ -62,11 +62,7 @@ def _score(plan: Plan) -> tuple[str, float | None]:
 
 def _curve(plan: Plan) -> tuple[str, list[tuple[int, float]]]:
     """The name and points of the curve of the run's score, or of the training loss if that has under two points."""
-    path = Path(plan.run_dir) / METRICS
-    if not path.exists():
-        return "", []
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(Path(plan.run_dir) / METRICS)
     curves = {
         key: [(int(row["step"]), float(row[key])) for row in rows if row.get(key)]
         for key in (plan.checkpoint.monitor or "validation/loss", "train/global_batch_loss", "train/loss")
