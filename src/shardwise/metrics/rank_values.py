@@ -108,7 +108,7 @@ class RanksCsv:
 
     def __init__(self, run_dir: str | Path, limit: int = _LIMIT_BYTES) -> None:
         self.path, self._limit = Path(run_dir) / RANKS, limit
-        self._fields: list[str] = []
+        self._fields: list[str] = []  # the columns of the file
         self._every = 1  # of so many rows, one is written
         self._offered = 0
 
@@ -125,19 +125,18 @@ class RanksCsv:
         self._offered += 1
         if (self._offered - 1) % self._every:
             return
-        fields = ["step", "time", "rank", *values]
         now = f"{time.time():.1f}"
         ranks = range(max(map(len, values.values()), default=0))
         rows = [
             {"step": step, "time": now, "rank": rank} | {name: _text(of[rank]) for name, of in values.items()}
             for rank in ranks
         ]
-        if fields != self._fields:  # the first row, or a run that went on with other numbers
+        names = ["step", "time", "rank", *values]
+        if not set(names) <= set(self._fields):  # the first row, or a run that went on with other numbers
             earlier = read_rows(self.path)
-            self._write([*fields, *(key for key in (earlier[0] if earlier else ()) if key not in fields)], earlier)
-            self._fields = fields
+            self._write(list(dict.fromkeys([*names, *(earlier[0] if earlier else ())])), earlier)
         text = io.StringIO(newline="")
-        csv.DictWriter(text, self._written).writerows(rows)
+        csv.DictWriter(text, self._fields).writerows(rows)
         with self.path.open("a", newline="") as file:
             file.write(text.getvalue())  # in one call, which a kill cannot cut in two
             is_long = file.tell() > self._limit
@@ -147,11 +146,11 @@ class RanksCsv:
     def _thin(self) -> None:
         rows = read_rows(self.path)
         kept = set(list(dict.fromkeys(row["step"] for row in rows))[::2])
-        self._write(self._written, [row for row in rows if row["step"] in kept])
+        self._write(self._fields, [row for row in rows if row["step"] in kept])
         self._every *= 2
 
     def _write(self, fields: list[str], rows: list[dict[str, str]]) -> None:
-        self._written = fields
+        self._fields = fields
         with partial_path(self.path).open("w", newline="") as file:
             writer = csv.DictWriter(file, fields)
             writer.writeheader()
