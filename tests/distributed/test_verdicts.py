@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from shardwise.config.compose import compose
+from shardwise.metrics.verdicts import BUSY, COMPUTE, DATA_WAIT, SECONDS
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.run_dir.events import read_events
+from shardwise.run_dir.rows import read_rows
 from tests.harness.cells import cell_plan, fit
 from tests.harness.faults import Faulty
 from tests.harness.processes import spawn
@@ -103,6 +105,7 @@ def test_a_fault_has_its_verdict_and_no_other(request: pytest.FixtureRequest, na
     summary = json.loads((run_dir / "summary.json").read_text())["verdicts"]
     assert [one["name"] for one in summary] == [wanted] and summary[0]["remedy"] and summary[0]["numbers"]
     assert "step/" not in (run_dir / "metrics.csv").read_text().splitlines()[0], "these columns are in ranks.csv alone"
+    assert {DATA_WAIT, SECONDS, BUSY, COMPUTE} <= read_rows(run_dir / "ranks.csv")[0].keys(), "what watch reads"
 
 
 def test_a_verdict_names_the_override_that_would_help(others: Path) -> None:

@@ -21,6 +21,7 @@ import pytest
 from rich.cells import cell_len
 
 from shardwise import tools
+from shardwise.metrics.verdicts import BUSY, COMPUTE, DATA_WAIT, SECONDS
 from shardwise.run_dir import files
 from shardwise.run_dir.command import this_machine
 from shardwise.viewer.chart import series_of
@@ -82,6 +83,27 @@ def test_a_file_that_grows_is_read_once(tmp_path: Path) -> None:
 
 def _points(table: Table, name: str) -> tuple[list[int], list[float]]:
     return list(table.series[name].steps), list(table.series[name].values)
+
+
+def test_the_slowest_rank_is_the_one_farthest_above_the_median_by_the_columns_of_verdicts(tmp_path: Path) -> None:
+    folder = running(tmp_path / "run")
+
+    def slowest(accelerator: str, *ranks: tuple[float, float, float]) -> str | None:
+        """`ranks`: of each, the share of waiting for data, the host's seconds and those of computing in a step of 2."""
+        plan = json.loads((folder / files.PLAN).read_text()) | {"accelerator": accelerator}
+        (folder / files.PLAN).write_text(json.dumps(plan))
+        rows = [f"9,1.0,{rank},{wait},2.0,{host},{compute}" for rank, (wait, host, compute) in enumerate(ranks)]
+        names = ["step", "time", "rank", DATA_WAIT, SECONDS, BUSY, COMPUTE]
+        (folder / files.RANKS).write_text("\n".join([",".join(names), *rows, ""]))
+        return said(folder).get("slowest rank")
+
+    assert (
+        slowest("cuda", (0.01, 1.9, 0.5), (0.3, 1.9, 0.6))
+        == "rank 1 waits for data 30.0% of the time, the median is 15.5%"
+    )
+    assert slowest("cuda", (0.0, 1.2, 0.5), (0.1, 0.2, 1.5)) == "rank 1: step compute seconds 1.5, the median is 1"
+    assert slowest("cpu", (0.0, 1.9, 0.5), (0.1, 0.1, 1.0)) == "rank 0: step host seconds 1.9, the median is 1"
+    assert slowest("cpu", (0.0, 1.0, 0.5), (0.0, 1.0, 0.5)) is None
 
 
 def test_what_a_run_is_doing(tmp_path: Path) -> None:

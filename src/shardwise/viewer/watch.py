@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 from shardwise.errors import count
 from shardwise.run_dir.events import Event
@@ -24,8 +25,9 @@ _BARS = "▁▂▃▄▅▆▇█"
 _SPARKS = 40
 _RANK_BYTES = 2**18  # the end of ranks.csv that is read: the last step of some thousand ranks
 _SHOWN = 3  # verdicts, and events
-# What of a rank's numbers tells that it is slow: the first of these that the run logs
-_SLOW = ("train/compute_seconds", "train/host_seconds", "train/step_seconds", "train/data_wait")
+# What a rank does by itself. All ranks' steps take equally long, since they wait for the slow one.
+_WAIT, _HOST, _COMPUTE, _STEP = "train/data_wait", "step/host_seconds", "step/compute_seconds", "step/seconds"
+_HOST_BUSY = 0.8  # of the step: on a GPU, a host that does less is ahead of it
 # What is zero where all is well: it is left out then
 _QUIET = ("gpu/held_down_", "gpu/xid_", "gpu/ecc_", "gpu/remapped_")
 
@@ -119,19 +121,23 @@ class Watch:
                 yield words(name), short(value) + spread
 
     def _slowest(self) -> str:
-        """The rank whose number is the largest in the last row of ranks.csv."""
-        ranks = self._last_of_ranks()
-        name = next((name for name in _SLOW if len(ranks.get(name, ())) > 1), None)
-        if name is None:
-            return ""
-        values = ranks[name]
-        rank = max(values, key=lambda one: (values[one], -one))
-        middle = sorted(values.values())[len(values) // 2]
-        if values[rank] <= middle:
-            return ""
-        if name == "train/data_wait":
-            return f"rank {rank} waits for data {values[rank]:.1%} of the time, the median is {middle:.1%}"
-        return f"rank {rank}: {words(name)} {short(values[rank])}, the median is {short(middle)}"
+        """The rank that is farthest above the median in something, by the last step of ranks.csv."""
+        return max(self._worst(name) for name in (_WAIT, _HOST, _COMPUTE))[1]
+
+    def _worst(self, name: str) -> tuple[float, str]:
+        """By what share of a step the worst rank is above the median, and that in words; 0 and empty: no rank is."""
+        values = self._last_of_ranks().get(name, {})
+        if len(values) < 2:
+            return 0.0, ""
+        rank, middle = max(values, key=lambda one: (values[one], -one)), median(values.values())
+        step = 1.0 if name == _WAIT else self._last_of_ranks().get(_STEP, {}).get(rank, math.inf)
+        is_ahead = name == _HOST and self.run.plan.get("accelerator") != "cpu" and values[rank] < _HOST_BUSY * step
+        if values[rank] <= middle or is_ahead:
+            return 0.0, ""
+        text = f"rank {rank}: {words(name)} {short(values[rank])}, the median is {short(middle)}"
+        if name == _WAIT:
+            text = f"rank {rank} waits for data {values[rank]:.1%} of the time, the median is {middle:.1%}"
+        return (values[rank] - middle) / step, text
 
     def _last_of_ranks(self) -> dict[str, dict[int, float]]:
         """Column → rank → its number in the last step of ranks.csv that is whole."""
