@@ -56,6 +56,7 @@ def link_gb_per_second(cluster: ClusterConfig, nodes: int, devices: int, acceler
 _ARITHMETIC = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 # AMD's data sheets of each GPU: dense peaks of matrix cores in 16 bits (a sheet prints twice as much with sparsity), of
 # matrix cores or vectors, whichever is more, in fp32 and fp64. An MI250X is two devices: each has half of its sheet's.
+# They were not measured.
 _AMD = {
     "MI250X": {"bf16": 191.5, "fp16": 191.5, "fp32": 47.9, "fp64": 47.9},
     "MI300X": {"bf16": 1307.4, "fp16": 1307.4, "fp32": 163.4, "fp64": 163.4},
