@@ -27,7 +27,6 @@ from benchmarks.harness.commands import train  # noqa: E402
 from benchmarks.harness.data import NO_CORPUS  # noqa: E402
 from benchmarks.harness.pictures import shrink  # noqa: E402
 from benchmarks.harness.trainers import TINY_LANGUAGE_MODEL, on_all  # noqa: E402
-from shardwise.metrics.csv_logger import read_metrics  # noqa: E402
 from shardwise.run_dir.files import (  # noqa: E402
     METRICS,
     PROFILE_PICTURE,
@@ -35,6 +34,7 @@ from shardwise.run_dir.files import (  # noqa: E402
     SUMMARY,
     profile_folder,
 )
+from shardwise.run_dir.rows import read_rows  # noqa: E402
 
 STEP, STEPS = 40, 80
 ALWAYS = [
@@ -74,7 +74,7 @@ def card(name: str, words: list[str], folder: Path, options: dict[str, Any]) -> 
         return found | {"error": f"exit code {code}\n{log.read_text()[-1500:]}"}
     shrink(profile / PROFILE_PICTURE, options["pictures"] / picture_of(name, options["ranks"]))
     rows = [{key: value for key, value in row.items() if value and FELT.search(key)}
-            for row in read_metrics(folder / name / METRICS)]  # fmt: skip
+            for row in read_rows(folder / name / METRICS)]  # fmt: skip
     said = json.loads((folder / name / SUMMARY).read_text())
     return found | {"table": (profile / PROFILE_TABLE).read_text(), "rows": rows, "run": said,
                     "summary": json.loads((profile / SUMMARY).read_text())}  # fmt: skip
