@@ -1,4 +1,4 @@
-"""How large a run's report is, and how long it takes: 100,000 logged steps of 64 ranks with 12 numbers of each GPU.
+"""How large a run's report is, and how long it takes: 100,000 logged steps of 64 ranks with 36 numbers of each GPU.
 
     python benchmarks/report_size.py
     python benchmarks/report_size.py --steps 1000 --ranks 4
@@ -25,7 +25,7 @@ from shardwise.viewer.report import make_report  # noqa: E402
 from shardwise.viewer.watch import Watch  # noqa: E402
 from tests.harness.run_folder import make_run  # noqa: E402
 
-NUMBERS = tuple(f"gpu/number_{number}" for number in range(12))
+NUMBERS = tuple(f"gpu/number_{number}" for number in range(36))
 LIMIT_BYTES = 1_000_000
 _RANK_STEPS = 1500  # in ranks.csv: about the 16 MiB that a run keeps of 64 ranks
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import sqlite3
 import subprocess
 import sys
 from dataclasses import replace
@@ -28,6 +27,7 @@ from shardwise.metrics.profile.kinds import COMMUNICATION, COMPUTE, COPY, KINDS,
 from shardwise.metrics.profile.steps import step_work
 from shardwise.metrics.profile.summary import StepTime
 from shardwise.metrics.profile.trace import DeviceEvents
+from tests.harness.nsys_export import NsysExport
 from tests.harness.traces import BACKWARD, TraceWriter
 
 GOLDEN_FOLDER = Path(__file__).parents[1] / "golden"
@@ -353,63 +353,30 @@ def test_what_is_no_trace_gets_one_message(tmp_path: Path, content: bytes | None
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def nsys_export(path: Path) -> Path:
-    """The tables of `nsys export --type sqlite`, as its documentation lists them, with the columns that are read; two
-    ranks, of which the second has half of the work."""
-    with sqlite3.connect(path) as database:
-        device = (
-            "start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER, correlationId INTEGER, globalPid INTEGER"
-        )
-        database.executescript(f"""
-            CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT);
-            CREATE TABLE TARGET_INFO_GPU (id INTEGER, name TEXT);
-            CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL ({device}, demangledName INTEGER, shortName INTEGER);
-            CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE ({device}, graphId INTEGER);
-            CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY ({device}, copyKind INTEGER, bytes INTEGER);
-            CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER,
-                correlationId INTEGER, nameId INTEGER);
-            CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER,
-                globalTid INTEGER);
-            INSERT INTO TARGET_INFO_GPU VALUES (0, 'NVIDIA H200'), (1, 'NVIDIA H100');
-        """)
-        names = [GEMM, "cudaLaunchKernel_v7000", "cudaStreamSynchronize_v3020", GATHER, "shardwise::forward"]
-        database.executemany("INSERT INTO StringIds VALUES (?, ?)", list(enumerate(names, 1)))
-        one, two = 5 << 24, 6 << 24  # processes; a thread has its number in the lower bits
-        add(database, "CUPTI_ACTIVITY_KIND_KERNEL", [
-            (120, 220, 0, 7, 1, one, 1, 1), (200, 300, 0, 20, 2, one, 4, 4), (600, 700, 0, 7, 3, one, 1, 1),
-            (130, 230, 1, 7, 1, two, 1, 1),
-        ])  # fmt: skip
-        add(database, "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", [(700, 750, 0, 7, None, one, 1)])
-        add(database, "CUPTI_ACTIVITY_KIND_MEMCPY", [(300, 310, 0, 7, 4, one, 2, 4)])
-        add(database, "CUPTI_ACTIVITY_KIND_RUNTIME", [
-            (100, 101, one + 9, 1, 2), (102, 103, one + 9, 2, 2), (590, 591, one + 9, 3, 2), (104, 105, one + 9, 4, 2),
-            (150, 315, one + 9, 5, 3), (125, 126, two + 8, 1, 2), (120, 121, one + 9, None, 2),
-        ])  # fmt: skip
-        add(database, "NVTX_EVENTS", [
-            (0, 1000, 59, "shardwise::step#20", None, one + 9), (0, 90, 59, "shardwise::data", None, one + 9),
-            (95, 800, 59, None, 5, one + 9), (5, None, 34, "a mark", None, one + 9),
-            (3, 500, 59, "shardwise::step#20", None, two + 8),
-        ])  # fmt: skip
-    return path
-
-
-def add(database: sqlite3.Connection, table: str, rows: list[tuple[object, ...]]) -> None:
-    marks = ",".join("?" * len(rows[0]))
-    database.executemany(f"INSERT INTO {table} VALUES ({marks})", scaled(rows))
-
-
-def scaled(rows: list[tuple[object, ...]]) -> list[tuple[object, ...]]:
-    """Begin and end in µs → ns."""
-    return [tuple(v * 1000 if at < 2 and isinstance(v, int) else v for at, v in enumerate(row)) for row in rows]
+def nsys_export() -> NsysExport:
+    """Two ranks on two GPUs, of which the second has less work."""
+    export = NsysExport()
+    export.gpu(0, "NVIDIA H200")
+    export.gpu(1, "NVIDIA H100")
+    export.kernel(GEMM, 120, 220, launched=100)
+    export.kernel(GATHER, 200, 300, launched=102, stream=20)
+    export.kernel(GEMM, 600, 700, launched=590)
+    export.graph(700, 750)
+    export.copy_to_host(300, 310, launched=104)
+    export.call("cudaStreamSynchronize_v3020", 150, 315)
+    export.range("shardwise::step#20", 0, 1000)
+    export.range("shardwise::data", 0, 90)
+    export.range("shardwise::forward", 95, 800, registered=True)
+    export.range("a mark", 5, None)
+    export.kernel(GEMM, 130, 230, launched=125, device=1, process=2)
+    export.range("shardwise::step#20", 3, 500, process=2)
+    return export
 
 
 def test_an_export_of_nsys_is_read_into_the_same_summary(tmp_path: Path) -> None:
-    trace = read_nsys_sqlite(nsys_export(tmp_path / "rank-0.sqlite"))
+    trace = read_nsys_sqlite(nsys_export().write(tmp_path / "rank-0.sqlite"))
     summary = summarize(trace, rank=3)
-    assert us(summary.step) == {
-        "span": 1000, "compute": 250, "exposed_communication": 80, "communication": 100, "copies_alone": 10,
-        "idle": 660, "waiting_for_data": 90, "synchronising": 290, "launching": 280,
-    }  # fmt: skip
+    assert us(summary.step) == ALL
     assert (summary.rank, summary.step.number, summary.device_name) == (3, 20, "NVIDIA H200")
     assert [place.place for place in summary.idle_places if place.cause == "synchronising"] == [
         "cudaStreamSynchronize in shardwise::forward"
@@ -422,13 +389,67 @@ def test_an_export_of_nsys_is_read_into_the_same_summary(tmp_path: Path) -> None
         read_nsys_sqlite(tmp_path / "rank-0.sqlite", device=2)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no database at all, but long enough to be looked at" * 9])
-def test_what_is_no_export_of_nsys_gets_one_message(tmp_path: Path, content: bytes | None) -> None:
-    path = tmp_path / "rank-0.sqlite"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(DataError, match="cannot be read|is no export of nsys"):
+ALL = {
+    "span": 1000, "compute": 250, "exposed_communication": 80, "communication": 100, "copies_alone": 10, "idle": 660,
+    "waiting_for_data": 90, "synchronising": 290, "launching": 280,
+}  # fmt: skip
+WITHOUT: dict[
+    str, dict[str, float]
+] = {  # a table that nsys leaves out → what the summary then says otherwise; 0: no more
+    "TARGET_INFO_GPU": {},
+    "META_DATA_EXPORT": {},
+    "CUPTI_ACTIVITY_KIND_MEMCPY": {"copies_alone": 0, "idle": 670, "synchronising": 300},
+    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": {"compute": 200, "idle": 710, "launching": 330},
+    "CUPTI_ACTIVITY_KIND_RUNTIME": {"synchronising": 0, "launching": 570},
+    "NVTX_EVENTS": {"span": 650, "idle": 310, "waiting_for_data": 0, "synchronising": 290, "launching": 20},
+}
+
+
+@pytest.mark.parametrize("table", WITHOUT)
+def test_nsys_leaves_out_tables_that_would_be_empty(tmp_path: Path, table: str) -> None:
+    path = nsys_export().write(tmp_path / "rank-0.sqlite", without=(table,))
+    summary = summarize(read_nsys_sqlite(path))
+    assert us(summary.step) == {name: value for name, value in (ALL | WITHOUT[table]).items() if value}
+    assert summary.device_name == ("" if table == "TARGET_INFO_GPU" else "NVIDIA H200")
+
+
+def test_what_is_no_export_of_nsys_gets_one_message(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0 at 50%.sqlite"
+
+    def refused(said: str) -> None:
+        with pytest.raises(DataError, match=said) as caught:
+            read_nsys_sqlite(path)
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+    refused("there is no such file")
+    path.write_bytes(b"")
+    refused("is no export of nsys, or is damaged: it has no table StringIds, or an empty one; nsys export")
+    path.write_bytes(b"no database at all, but long enough to be looked at" * 9)
+    refused("is no export of nsys, or is damaged: file is not a database")
+    path.unlink()
+    whole = nsys_export().write(path).read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    refused("is no export of nsys, or is damaged: database disk image is malformed")
+    path.unlink()
+    nsys_export().write(path, without=("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE",
+                                       "CUPTI_ACTIVITY_KIND_MEMCPY"))  # fmt: skip
+    refused("has no kernel: profile with nsys profile --trace=cuda,nvtx, and export it anew")
+
+
+def test_an_export_of_another_version_of_nsys_gets_one_message(tmp_path: Path) -> None:
+    path = nsys_export().write(tmp_path / "renamed.sqlite", renamed={"deviceId": "gpuId", "copyKind": "operation"})
+    with pytest.raises(
+        DataError, match="its table CUPTI_ACTIVITY_KIND_KERNEL has no column deviceId .nsys' schema 3.28.1"
+    ):
         read_nsys_sqlite(path)
+    export = nsys_export()
+    export.rows["META_DATA_EXPORT"] = [{"name": "EXPORT_SCHEMA_VERSION", "value": "4.0.0"}]
+    with pytest.raises(
+        DataError, match="its tables have nsys' schema 4.0.0, and schema 3 is known; look at the report in"
+    ):
+        read_nsys_sqlite(export.write(tmp_path / "later.sqlite"))
+    export.rows["META_DATA_EXPORT"] = [{"name": "EXPORT_SCHEMA_VERSION", "value": "2.7.1"}]
+    assert us(summarize(read_nsys_sqlite(export.write(tmp_path / "earlier.sqlite"))).step) == ALL
 
 
 def test_a_name_that_is_no_utf_8_hides_nothing(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from shardwise.config.paths import ROOT
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, DataError
 from shardwise.plan import Plan
 from shardwise.run_dir.files import profile_export, profile_folder, profile_report
 
@@ -59,27 +59,37 @@ def read_reports(plan: Plan) -> None:
     if not ranks:
         print(f"profile: nsys has written no report into {folder}", flush=True)
         return
-    text = export_and_read(folder, ranks)
-    print(f"\n{text}profile: nsys-ui opens the reports in {folder}", flush=True)
+    try:
+        text = "\n" + export_and_read(folder, ranks)
+    except DataError as error:
+        text = f"profile: {error}\n"
+    print(f"{text}profile: nsys-ui opens the reports in {folder}", flush=True)
 
 
 def export_and_read(folder: Path, ranks: list[int]) -> str:
-    """The table of a profile whose ranks have reports of nsys, or a line that says why there is none."""
+    """The table of a profile whose ranks have reports of nsys.
+
+    Raises:
+        DataError: nsys cannot export a report, or what it has exported cannot be read.
+    """
     for rank in ranks:
         command = ["nsys", "export", "--type=sqlite", "--force-overwrite=true",
                    f"--output={profile_export(folder, rank)}", str(profile_report(folder, rank))]  # fmt: skip
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
-            return f"profile: nsys export cannot be started: {error.strerror}\n"
+            raise DataError(f"nsys export cannot be started: {error.strerror}; put nsys on the PATH") from None
         if done.returncode:
-            return f"profile: nsys export failed (exit code {done.returncode}): {_last(done.stderr or done.stdout)}\n"
+            said = _last(done.stderr or done.stdout)
+            raise DataError(f"nsys export of {command[-1]} failed (exit code {done.returncode}): {said}")
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-m", "shardwise.metrics.profile_summary", str(folder), *map(str, ranks)],
         env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    return f"profile: it could not be read: {_last(done.stderr)}\n" if done.returncode else done.stdout
+    if done.returncode:
+        raise DataError(_last(done.stderr))
+    return done.stdout
 
 
 def _last(text: str) -> str:

@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from shardwise.errors import count
+from shardwise.errors import DataError, count
 from shardwise.metrics.profile import (
     ProfileSummary,
     Trace,
@@ -86,7 +86,10 @@ def main(words: list[str]) -> None:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while not all(_has_trace(folder, rank) for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.2)
-    print(read_profile(folder, ranks), end="")
+    try:
+        print(read_profile(folder, ranks), end="")
+    except (DataError, FileNotFoundError) as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

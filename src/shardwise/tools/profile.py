@@ -93,7 +93,11 @@ def ranks_in(folder: Path) -> list[int]:
 
 
 def read_folder(folder: Path, ranks: list[int]) -> str:
-    """The table of the profile in `folder`."""
+    """The table of the profile in `folder`.
+
+    Raises:
+        DataError: a trace or a report is damaged, or nsys cannot export it.
+    """
     exported = [rank for rank in ranks if profile_report(folder, rank).exists()]
     if exported:
         return export_and_read(folder, exported)

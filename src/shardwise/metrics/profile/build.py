@@ -83,7 +83,8 @@ class Build:
         name, begin, end, lane, is_copy, link = (c[order] for c in (name, begin, end, lane, is_copy, link))
         kind = np.where(is_copy == 1, KINDS.index(COPY), np.array(kind_numbers(names), dtype=np.int64)[name])
         launched, thread = _launches_of(link, launches)
-        launched = _filled_in(launched, lane)
+        # Without any launch each kernel counts as launched when it began, so that it belongs to the step of that time
+        launched = _filled_in(launched, lane) if (launched != UNKNOWN).any() else begin
         return DeviceEvents(name, begin, end, lane, kind, launched, thread), len(where) - len(order)
 
 

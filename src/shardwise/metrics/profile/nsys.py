@@ -1,6 +1,6 @@
 """Reads a profile of Nsight Systems that `nsys export --type sqlite` has converted.
 
-Not run against a real nsys: the tables are those of its documentation.
+Not run against a real nsys: the tables are those of its documentation, schema 3.28 of the release 2026.4.
 """
 
 from __future__ import annotations
@@ -18,6 +18,24 @@ from shardwise.metrics.profile.trace import Step, Trace
 
 PUSH_POP, START_END = 59, 60  # types of NVTX_EVENTS: ranges of a thread, and ranges of a process
 COPY_KINDS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
+SCHEMA = 3  # with the next number everything may be different
+_DEVICE = ("start", "end", "deviceId", "streamId", "correlationId")
+# The columns that are read; an event's process (globalPid) is used where it is there
+COLUMNS = {
+    "StringIds": ("id", "value"),
+    "META_DATA_EXPORT": ("name", "value"),
+    "TARGET_INFO_GPU": ("id", "name"),
+    "CUPTI_ACTIVITY_KIND_KERNEL": (*_DEVICE, "demangledName", "shortName"),
+    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": _DEVICE,
+    "CUPTI_ACTIVITY_KIND_MEMCPY": (*_DEVICE, "copyKind"),
+    "CUPTI_ACTIVITY_KIND_MEMSET": _DEVICE,
+    "CUPTI_ACTIVITY_KIND_RUNTIME": ("start", "end", "correlationId", "globalTid", "nameId"),
+    "NVTX_EVENTS": ("start", "end", "eventType", "text", "textId", "globalTid"),
+}
+
+
+class _OtherSchema(Exception):
+    """The tables are not those that this module knows."""
 
 
 def read_nsys_sqlite(path: str | Path, *, device: int | None = None) -> Trace:
@@ -34,22 +52,42 @@ def read_nsys_sqlite(path: str | Path, *, device: int | None = None) -> Trace:
         raise DataError(f"{path} cannot be read: there is no such file")
     build = Build(path)
     try:
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             database.row_factory = sqlite3.Row
+            _check_schema(database)
             device_name = _read(database, build, device)
-    except (sqlite3.DatabaseError, IndexError, KeyError) as error:
-        raise DataError(f"{path} is no export of nsys: {error}; nsys export --type sqlite makes one") from None
+    except _OtherSchema as error:
+        raise DataError(
+            f"{path} cannot be read: {error}; look at the report in nsys-ui, or export it with another version of nsys"
+        ) from None
+    except sqlite3.DatabaseError as error:
+        raise DataError(
+            f"{path} is no export of nsys, or is damaged: {error}; nsys export --type sqlite makes one"
+        ) from None
     if not build.has_events:
         where = "" if device is None else f" on GPU {device}"
         raise DataError(f"{path} has no kernel{where}: profile with nsys profile --trace=cuda,nvtx, and export it anew")
     return build.trace(device_name=device_name)
 
 
+def _check_schema(database: sqlite3.Connection) -> None:
+    about = {row["name"]: str(row["value"]) for row in _rows(database, "META_DATA_EXPORT")}
+    version = about.get("EXPORT_SCHEMA_VERSION", "")
+    major = version.partition(".")[0]
+    if major.isdecimal() and int(major) > SCHEMA:
+        raise _OtherSchema(f"its tables have nsys' schema {version}, and schema {SCHEMA} is known")
+    for table, columns in COLUMNS.items():
+        known = {row["name"] for row in database.execute(f'PRAGMA table_info("{table}")')}
+        if known and (missing := [column for column in columns if column not in known]):
+            said = f" (nsys' schema {version})" if version else ""
+            raise _OtherSchema(f"its table {table} has no column {', '.join(missing)}{said}")
+
+
 def _read(database: sqlite3.Connection, build: Build, device: int | None) -> str:
     """Returns the GPU's name."""
     text = {row["id"]: row["value"] for row in _rows(database, "StringIds")}
     if not text:
-        raise KeyError("it has no table StringIds, or an empty one")
+        raise sqlite3.DatabaseError("it has no table StringIds, or an empty one")
     work = [*_device_rows(database, text)]
     spent: Counter[tuple[int, int]] = Counter()  # (process, device) → ns
     for row, _, _ in work:
