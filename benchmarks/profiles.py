@@ -36,7 +36,7 @@ from shardwise.run_dir.files import (  # noqa: E402
 )
 from shardwise.run_dir.rows import read_rows  # noqa: E402
 
-STEP, STEPS = 40, 80
+STEP, STEPS = 30, 60
 ALWAYS = [
     "data._target_=benchmarks.harness.data.RandomTokens", *NO_CORPUS, "data.sequence_length=8192",
     "+data.vocab_size=${model.vocab_size}", "module.sample_tokens=0", "precision=bf16", "checkpoint=none",

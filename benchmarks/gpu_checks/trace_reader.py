@@ -44,18 +44,18 @@ def blocks(width: int, layers: int) -> nn.Sequential:
 def record(device: torch.device, fault: str, stacks: bool) -> profile:
     """A few steps of a small transformer, one of which is left out of the trace."""
     is_gpu = device.type == "cuda"
-    width, layers, length = (1024, 8, 512) if is_gpu and fault != "tiny kernels" else (64, 2, 64)
+    width, layers, length = (2048, 8, 1024) if is_gpu and fault != "tiny kernels" else (64, 2, 64)
     module = blocks(width, layers).to(device)
     if fault == "fsdp":
         for layer in module:
             fully_shard(layer)
         fully_shard(module)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+    optimizer, rows = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True), torch.randn(8, length, width)
 
     def step() -> None:
         with record_function("shardwise::data"):
             time.sleep(SLEEP if fault == "slow loader" else 0)
-            batch = torch.randn(8, length, width).to(device, non_blocking=True)
+            batch = rows.to(device, non_blocking=True)
         with record_function("shardwise::forward"), torch.autocast(device.type, torch.bfloat16):
             loss = module(batch).float().square().mean()
         if fault == "item":

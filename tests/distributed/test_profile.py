@@ -129,7 +129,8 @@ def edges(folder: Path) -> dict[str, Any]:
     run("first", "max_steps=2", "profile.start=1", "profile.steps=2", "profile.stacks=true")
     with as_on_a_gpu() as known:
         run("memory", "max_steps=2", "profile.start=2", memory=True)
-    said["known"] = Counter(tensor.category for [tensors] in known for tensor in tensors)
+        run("memory-zero3", "max_steps=2", "profile.start=2", "strategy=zero3", memory=True)
+    said["known"], said["known of zero3"] = (Counter(one.category for one in tensors) for [tensors] in known)
     run("parts", "max_steps=3")
     saved = f"resume={folder}/parts/checkpoints/step-00000003.ckpt"
     run("parts", "max_steps=5", saved, "profile.start=2")
@@ -157,6 +158,9 @@ def test_a_window_at_an_edge_of_the_run(tmp_path: Path) -> None:
         assert parts == pytest.approx(step.span_ms, rel=0.01)
     known = said["known"]
     assert 0 < known["gradients"] <= known["parameters"] and known["optimizer"] == 3 * known["gradients"]
+    of_zero3 = said["known of zero3"]
+    assert of_zero3["gradients"] == 2  # flat ones: the rank's part, and the bucket in which they are reduced
+    assert of_zero3["optimizer"] >= 3 * 2  # of two groups: the masters and their moments
     assert (profile_folder(tmp_path / "memory", 2) / "memory-rank-0.png").exists()
     assert "profile: none is taken: profile.start=2, and the run goes on after step 3" in said["parts"]
     assert steps("epochs", 7) == [7] and steps("short", 12) == [12]

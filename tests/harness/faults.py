@@ -44,11 +44,11 @@ class Faulty(LightningModule):
             self.kept.append(torch.ones(2**21))  # 8 MiB
         if self.fault == "device leak":
             self.kept.append(x.new_ones(2**25))  # 128 MiB
-        if self.fault == "retries":  # the next block fits nowhere until the allocator has given back what is cached
-            size = torch.cuda.mem_get_info()[0] // 2 + batch_idx * 2**28
-            del x
+        if (
+            self.fault == "retries"
+        ):  # each block is a little larger than the cached one, and beside that it fits nowhere
+            size = int(0.55 * torch.cuda.mem_get_info()[1]) + batch_idx * 2**27
             torch.empty(size, dtype=torch.uint8, device=self.device)
-            x = batch.new_ones(self.rows, self.width) * batch.mean()
         if self.fault == "garbage":
             for _ in range(30_000):
                 Cell()

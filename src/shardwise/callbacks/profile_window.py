@@ -73,7 +73,7 @@ class ProfileWindow:
         if self.marks.nvtx:
             self._phases.mark_units(dict(self.strategy.units.modules))
         if self._memory is not None:
-            self._memory.start(self.strategy.module, self.strategy.optimizers)
+            self._memory.start(self.strategy.module, self.strategy.optimizers, self.strategy.sharded.held_memory())
         self._recorder.start()
         self.begin_step(first)
         return self.folder

@@ -200,7 +200,11 @@ class StepLog(Callback):
         if step in self._shown:
             names, values = self._shown.pop(step)
             texts |= {name: f"{value:.4g}" for name, value in zip(names, values.read(), strict=True)}
-        speeds = {key.removeprefix("train/"): value for key, value in metrics.items() if key.endswith("_per_second")}
+        speeds = {
+            key.removeprefix("train/"): value
+            for key, value in metrics.items()
+            if key.startswith("train/") and key.endswith("_per_second")
+        }
         for name, speed in list(speeds.items())[-1:]:  # of a profiled step there is none
             texts[name.replace("_per_second", "/s")] = f"{speed:,.0f}"
         if "train/mfu" in metrics:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ class MemoryRecorder:
         self._begin_us = 0.0
         self._content: dict[str, Any] = {}
 
-    def start(self, module: LightningModule, optimizers: Iterable[Any]) -> None:
+    def start(self, module: LightningModule, optimizers: Iterable[Any], more: Mapping[str, Iterable[Tensor]]) -> None:
+        """Begin to record. `more`: the strategy's own tensors by category."""
         if not self.keeps_history:
             record_memory_history(_ENTRIES)
         self._begin_us = now_us()
@@ -40,6 +41,8 @@ class MemoryRecorder:
         self._note("parameters", (*parameters, *module.buffers()))
         for optimizer in optimizers:
             self._note("optimizer", _tensors_of(optimizer, {id(parameter) for parameter in parameters}))
+        for category, tensors in more.items():
+            self._note(category, tensors)
 
     def note_gradients(self, module: LightningModule) -> None:
         self._note("gradients", (p.grad for p in module.parameters() if p.grad is not None))

@@ -54,8 +54,8 @@ def data_bound(seen: Seen, run: Circumstances) -> Iterator[Verdict]:
 
 def host_bound(seen: Seen, run: Circumstances) -> Iterator[Verdict]:
     shares = [max(one.known(IDLE).values(), default=0.0) for one in seen.last]
-    if min(shares) <= HOST_BOUND:
-        return
+    if min(shares) <= HOST_BOUND or max(seen.means(DATA_WAIT).values(), default=0.0) > run.limits.data_wait:
+        return  # a device that waits for data is idle, too
     share = mean(shares)
     if run.plan.compile.name == "none":
         word = "compile=layer launches fewer kernels"

@@ -51,12 +51,16 @@ class HostTimes:
         """Note that the host has waited until the device had done everything: that it is idle now says nothing."""
         self._device_was_awaited = True
 
-    def batch_arrived(self, device_is_idle: bool | None) -> None:
-        """Note that the step's first batch is there. `device_is_idle`: it has ended the last step; None: not known."""
+    def batch_fetched(self, device_is_idle: bool | None) -> None:
+        """Note that the loader has given the step's first batch. `device_is_idle`: the device has ended the last step;
+        None: not known."""
         if device_is_idle is not None and not (self._device_was_awaited or self.waits_unseen):
             self._sums.steps_asked += 1
             self._sums.steps_idle += device_is_idle
         self._device_was_awaited = False
+
+    def batch_arrived(self) -> None:
+        """Note that the step's first batch is on the device."""
         self._off_cpu = 0.0
         if self.on_cpu:
             self._arrived, self._thread, self._process = self._now(), time.thread_time(), time.process_time()

@@ -141,9 +141,14 @@ class StepRecorder:
         self._begin = Tick(self.device)
         self.times.restart()
 
+    def batch_fetched(self) -> None:
+        """Note that the first batch of a window is on the host. A copy from memory that is not pinned waits for the
+        device, so it is asked before whether it has ended the last step."""
+        self.times.batch_fetched(None if self._begin is None else self._begin.is_over())
+
     def batch_arrived(self) -> None:
         """Note that the first batch of a window is on the device."""
-        self.times.batch_arrived(None if self._begin is None else self._begin.is_over())
+        self.times.batch_arrived()
         self._arrived, self._forward_end = Tick(self.device), None
 
     def forward_ended(self, is_first: bool) -> None:

@@ -180,10 +180,13 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, Paralle
         if self._transfer is None:
             data = getattr(self.module.trainer, "datamodule", None)
             self._transfer = BatchTransfer(self.root_device, self.module, *([data] if data else []))
+        begins_window = self.train_loader is not None and self.train_loader.window_has_begun()
+        if begins_window:
+            self.recorder.batch_fetched()
         batch = self._transfer.copy(batch)
         if self._transfer.leaves_work(batch):
             batch = super().batch_to_device(batch, device, dataloader_idx)
-        if self.train_loader is not None and self.train_loader.window_has_begun():
+        if begins_window:
             self.recorder.batch_arrived()
         return batch
 

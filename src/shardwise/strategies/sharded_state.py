@@ -64,6 +64,11 @@ class DTensorState:
         if self.average is None:
             self.average = {name: shard.clone() for name, shard in self.master_shards().items()}
 
+    def held_memory(self) -> dict[str, list[Tensor]]:
+        """Tensors beside the module's and the optimizer's that live from step to step: the category of a memory
+        profile → tensors."""
+        return {}
+
     # The contents of a checkpoint
 
     def parameter_shards(self) -> Iterator[ParameterShard]:

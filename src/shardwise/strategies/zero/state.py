@@ -89,7 +89,7 @@ class ZeroState(DTensorState):
             if name in trained:
                 master = safe_get_full_fp32_param(p).detach().cpu().clone()
                 # With bf16_true it gives fp32 copies of bf16 masters.
-                whole[name] = master.view(getattr(p, "ds_shape", p.shape)).to(self._flats[0].dtype)
+                whole[name] = master.view(getattr(p, "ds_shape", p.shape)).to(self.flats[0].dtype)
             else:
                 with GatheredParameters([p], enabled=hasattr(p, "ds_id")):
                     whole[name] = p.detach().cpu().clone()
@@ -138,7 +138,7 @@ class ZeroState(DTensorState):
 
     def _flat_of(self, part: Tensor) -> tuple[Tensor, int]:
         """The flat master that has `part` in it, and the first element of `part` in it."""
-        for flat in self._flats:
+        for flat in self.flats:
             start = (part.data_ptr() - flat.data_ptr()) // flat.element_size()
             if 0 <= start < flat.numel() and part.device == flat.device:
                 return flat, start
@@ -171,9 +171,19 @@ class ZeroState(DTensorState):
         return base
 
     @property
-    def _flats(self) -> list[Tensor]:
+    def flats(self) -> list[Tensor]:
+        """This rank's masters, as DeepSpeed holds them: some flat tensors."""
         optimizer = self.engine_optimizer
         for name in ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition"):  # ZeRO-3; ZeRO-1 in bf16
             if hasattr(optimizer, name):
                 return list(getattr(optimizer, name))
         return list(optimizer.single_partition_of_fp32_groups)
+
+    def held_memory(self) -> dict[str, list[Tensor]]:
+        """The masters, and the buffers in which DeepSpeed holds gradients: none of them is a parameter's `.grad`."""
+        optimizer = self.engine_optimizer
+        held = [bucket.buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values()]
+        held += [getattr(optimizer, "grad_partitions_flat_buffer", None)]  # ZeRO-3
+        held += getattr(optimizer, "averaged_gradients", {}).values()
+        gradients = [tensor for one in held for tensor in (one if isinstance(one, list) else [one])]
+        return {"optimizer": self.flats, "gradients": [tensor for tensor in gradients if tensor is not None]}
