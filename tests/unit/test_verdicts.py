@@ -73,7 +73,7 @@ def active(memory: float, tensor: float) -> dict[str, list[float]]:
 
 SLOW_CLOCK = one("gpu/sm_clock_mhz", 1200.0, 1700.0)
 CASES: dict[str, tuple[dict[str, list[float]], str, str, str]] = {  # row → name, cause, what the remedy says
-    "all wait for data": ({DATA_WAIT: [0.2] * RANKS}, "data-bound", "", "workers"),
+    "all wait for data": ({DATA_WAIT: [0.2] * RANKS, IDLE: [0.9] * RANKS}, "data-bound", "", "workers"),
     "one waits for data": (one(DATA_WAIT, 0.3, 0.0), "straggler", "data", "workers"),
     "the device is idle": ({IDLE: [0.5] * RANKS}, "host-bound", "", "compile=layer"),
     "the host is the limit": (one(BUSY, 0.095, 0.02), "straggler", "host", "processes"),
