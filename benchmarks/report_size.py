@@ -46,9 +46,9 @@ def measure(steps: int, ranks: int) -> dict[str, Any]:
         watch.lines()
         next_look = time.process_time() - began
         return {
-            "steps": steps, "ranks": ranks, "numbers": len(NUMBERS), "report_bytes": len(page.encode()), "seconds": round(seconds, 2),
-            "is_repeated": page == make_report(read_run(folder)), "first_look_seconds": round(first_look, 2),
-            "next_look_seconds": round(next_look, 3),
+            "steps": steps, "ranks": ranks, "numbers": len(NUMBERS), "report_bytes": len(page.encode()),
+            "seconds": round(seconds, 2), "is_repeated": page == make_report(read_run(folder)),
+            "first_look_seconds": round(first_look, 2), "next_look_seconds": round(next_look, 3),
             "metrics_bytes": (folder / METRICS).stat().st_size, "ranks_bytes": (folder / RANKS).stat().st_size,
         }  # fmt: skip
 

@@ -73,6 +73,7 @@ RUNS: dict[str, list[str]] = {
     "verdicts": [
         "test_verdicts.py::test_a_fault_has_its_verdict_and_no_other[slow loader of one rank]",
         "test_verdicts.py::test_a_healthy_run_has_none[healthy]",
+        "test_verdicts.py::test_a_verdict_is_in_tensorboard_and_in_wandb_without_a_network",
     ],
     "signals": ["test_leaving.py::test_a_single_signal_saves_and_leaves[2]"],
     "out of memory": [

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import wandb
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardwise.config.compose import compose
 from shardwise.metrics.verdicts import BUSY, COMPUTE, DATA_WAIT, SECONDS
@@ -18,6 +20,7 @@ from shardwise.run_dir.rows import read_rows
 from tests.harness.cells import cell_plan, fit
 from tests.harness.faults import Faulty
 from tests.harness.processes import spawn
+from tests.unit.test_loggers import records
 
 OFTEN = ["strategy=fsdp", "global_batch_size=8", "units=[Linear]", "+module.width=768", "+module.rows=16"]
 # Run → its fault, overrides, and the verdict with its rank and cause. Each run lasts for a few observations.
@@ -36,6 +39,9 @@ HEALTHY = {
     "reduced once": [*OFTEN, "strategy.defer_gradient_sync=true", "max_steps=20"],
 }
 QUICK = ["slow loader of one rank", "healthy"]
+TOLD = "slow loader of one rank"  # this run has two trackers
+TRACKERS = ["logger=wandb", "logger.mode=offline",
+            "loggers.board._target_=lightning.pytorch.loggers.TensorBoardLogger"]  # fmt: skip
 SHORT = ["max_steps=40", "micro_batch_size=2", "global_batch_size=8", "schedule=none"]
 
 
@@ -53,7 +59,11 @@ def plan_of(run_dir: Path, fault: str, words: list[str]) -> Plan:
 def run_named(folder: Path, names: list[str]) -> None:
     for name in names:
         fault, words = FAULTS[name][:2] if name in FAULTS else ("", HEALTHY[name])
-        fit(plan_of(folder_of(folder, name), fault, words))
+        run_dir = folder_of(folder, name)
+        trackers = [*TRACKERS, f"loggers.board.save_dir={run_dir}/board"] if name == TOLD else []
+        fit(plan_of(run_dir, fault, [*words, *trackers]))
+        if wandb.run is not None:
+            wandb.finish()  # the process goes on with the next run
 
 
 def folder_of(folder: Path, name: str) -> Path:
@@ -106,6 +116,24 @@ def test_a_fault_has_its_verdict_and_no_other(request: pytest.FixtureRequest, na
     assert [one["name"] for one in summary] == [wanted] and summary[0]["remedy"] and summary[0]["numbers"]
     assert "step/" not in (run_dir / "metrics.csv").read_text().splitlines()[0], "these columns are in ranks.csv alone"
     assert {DATA_WAIT, SECONDS, BUSY, COMPUTE} <= read_rows(run_dir / "ranks.csv")[0].keys(), "what watch reads"
+
+
+def test_a_verdict_is_in_tensorboard_and_in_wandb_without_a_network(first: Path) -> None:
+    run_dir = folder_of(first, TOLD)
+    told = verdicts(run_dir)
+    board = EventAccumulator(next(str(path.parent) for path in run_dir.glob("board/**/events.out.tfevents.*")))
+    board.Reload()
+    tag = f"verdict/{told[0]['name']}/text_summary"
+    assert [(event.step, event.tensor_proto.string_val[0].decode()) for event in board.Tensors(tag)] == [
+        (event.step, event.text) for event in read_events(run_dir) if event.kind == "verdict"
+    ]
+    (record,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
+    found = list(records(record))
+    alerts = [(one.alert.title, one.alert.text) for one in found if one.HasField("alert")]
+    assert alerts == [(f"verdict: {one['name']}", one["text"]) for one in told]
+    kept = [item.value_json for one in found if one.HasField("summary") for item in one.summary.update
+            if item.key == "verdicts" or list(item.nested_key) == ["verdicts"]]  # fmt: skip
+    assert json.loads(kept[-1]) == [told[-1]["text"]]
 
 
 def test_a_verdict_names_the_override_that_would_help(others: Path) -> None:

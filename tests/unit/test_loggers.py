@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,10 +112,19 @@ def test_the_real_client(tmp_path: Path, logger: str) -> None:
 
 
 def history(record: Path) -> list[dict[str, str]]:
-    """What was logged, of a .wandb file: LevelDB's log format, a protobuf a record."""
+    """What was logged, of a .wandb file."""
+    return [
+        {item.key or ".".join(item.nested_key): item.value_json for item in found.history.item}
+        for found in records(record)
+        if found.HasField("history")
+    ]
+
+
+def records(file: Path) -> Iterator[Any]:
+    """The records of a .wandb file: LevelDB's log format, a protobuf a record."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    content, rows, whole = record.read_bytes(), [], b""
+    content, whole = file.read_bytes(), b""
     at = 7  # after the file's header
     while at + 7 <= len(content):
         if 32768 - at % 32768 < 7:  # a block's end is padded
@@ -123,10 +134,8 @@ def history(record: Path) -> list[dict[str, str]]:
         whole += content[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or its last part
-            parsed, whole = Record.FromString(whole), b""
-            if parsed.HasField("history"):
-                rows.append({item.key or ".".join(item.nested_key): item.value_json for item in parsed.history.item})
-    return rows
+            yield Record.FromString(whole)
+            whole = b""
 
 
 def test_wandb_has_every_step_once_over_restarts(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from shardwise.callbacks.steps import StepLog
 from shardwise.distributed.collectives import gather_objects
 from shardwise.metrics.dimensions import sizes_that_miss
 from shardwise.metrics.host_timing import HostTiming
+from shardwise.metrics.loggers import tell_verdict
 from shardwise.metrics.verdict_rules import RULES
 from shardwise.metrics.verdicts import Circumstances, Judge, Place, Size, Verdict
 from shardwise.plan import Plan
@@ -73,8 +74,7 @@ class Verdicts(Callback):
             self.step_log.write(f"verdict: {verdict.text}")
             append_event(self.plan.run_dir, "verdict", step, verdict.text, **as_json(verdict, self.judge))
             for logger in self._trainer.loggers:
-                if hasattr(logger, "tell_verdict"):  # W&B's
-                    logger.tell_verdict(verdict.name, verdict.text, [one.text for one in self.told])
+                tell_verdict(logger, verdict.name, verdict.text, [one.text for one in self.told], step)
 
     def _text(self) -> dict[str, str]:
         """What the progress bar shows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from shardwise.config.targets import build, check, locate
@@ -45,8 +45,6 @@ def build_loggers(plan: Plan, record: dict[str, Any]) -> list[Logger]:
     trackers: list[Logger] = []
     if plan.logger.name == "tensorboard":
         try:
-            from lightning.pytorch.loggers import TensorBoardLogger
-
             # Hide what an earlier process logged after the checkpoint that this one goes on from
             purge = None if plan.stage != "fit" or plan.resume is None else step_of(plan.resume) + 1
             version = "tensorboard" if plan.stage == "fit" else f"tensorboard-{plan.stage}"
@@ -59,6 +57,17 @@ def build_loggers(plan: Plan, record: dict[str, Any]) -> list[Logger]:
     for tracker in trackers:
         _hide_secrets(tracker)
     return [*trackers, CsvLogger(plan.run_dir, plan.stage)]
+
+
+def tell_verdict(logger: Logger, name: str, text: str, all_texts: list[str], step: int) -> None:
+    """Hand a verdict to a tracker that takes texts: W&B as an alert, TensorBoard as a text of this step.
+
+    `text`: the verdict in words, the newest of `all_texts`.
+    """
+    if hasattr(logger, "tell_verdict"):
+        logger.tell_verdict(name, text, all_texts)
+    elif isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_text(f"verdict/{name}", text, step)
 
 
 def _hide_secrets(tracker: Logger) -> None:
