@@ -120,8 +120,15 @@ class Exporter:
         """Begin to write or to listen. Returns where, for the user.
 
         Raises:
-            OSError: the files cannot be written, or the address cannot be listened on.
+            OSError: the files cannot be written, or the address cannot be listened on. Nothing of it stays then.
         """
+        try:
+            return self._begin()
+        except OSError:
+            self.stop()
+            raise
+
+    def _begin(self) -> str:
         from prometheus_client import CollectorRegistry, start_http_server
 
         self._registry = CollectorRegistry(auto_describe=False)

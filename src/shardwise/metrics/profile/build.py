@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.errors import DataError
 from shardwise.metrics.profile.cpu import work_of_the_host
 from shardwise.metrics.profile.kinds import COPY, KINDS, kind_numbers
 from shardwise.metrics.profile.trace import UNKNOWN, DeviceEvents, HostEvents, Step, Times, Trace
@@ -50,6 +51,10 @@ class Build:
                 notes.append(f"{others} kernels and copies ran on other GPUs than the busiest one: they are left out")
         else:
             device = work_of_the_host(names, operations, annotations)
+            if not len(device):
+                raise DataError(
+                    f"{self.source} has no kernel, and no operator that computes: there is nothing to add up"
+                )
         steps = tuple(sorted(set(self.steps), key=lambda step: step.begin))
         if not steps:
             notes.append("the trace names no steps (ProfilerStep#…): all of it counts as one")
