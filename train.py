@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from shardwise.cli import train
+from shardwise.launch.worker import leave
 
 if __name__ == "__main__":
-    sys.exit(train(sys.argv[1:]))
+    leave(train(sys.argv[1:]))

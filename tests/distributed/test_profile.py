@@ -27,7 +27,7 @@ from shardwise.run_dir.files import profile_folder, profile_trace
 from shardwise.run_dir.profile_request import Request, write_request
 from shardwise.tools import main
 from tests.harness.cells import cell_plan, fit
-from tests.harness.commands import RECIPE, Running, make_home
+from tests.harness.commands import OWN, RECIPE, Running, check, make_home, run
 from tests.harness.processes import spawn
 
 WORDS = ["micro_batch_size=2", "global_batch_size=8", "max_steps=8", "deterministic=true"]
@@ -195,3 +195,23 @@ def test_a_run_that_is_under_way_is_asked(tmp_path: Path, capsys: pytest.Capture
     ):
         assert main(["profile", str(runs / run)]) == 2
         assert message in capsys.readouterr().err
+
+
+FAILS = """
+from mine import Data, Module as Mine
+
+class Module(Mine):
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 2:
+            raise ValueError("broken by hand")
+        return super().training_step(batch, batch_idx)
+"""
+
+
+def test_a_module_that_raises_in_the_window_ends_the_run_as_without_it(tmp_path: Path) -> None:
+    home = make_home(tmp_path)
+    (home / "fails.py").write_text(FAILS)
+    words = [*OWN, "module._target_=fails.Module", "devices=1", "name=fails", "profile.start=2", "profile.steps=2"]
+    done = check(run(home, *words, anew=True), 1)  # to finalize the interpreter while torch records is a crash
+    assert "error: ValueError: broken by hand\n  in training_step, fails.py line 7" in done.stderr
+    assert profile_folder(home / "runs/fails", 2).is_dir()
