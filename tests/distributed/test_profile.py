@@ -189,11 +189,11 @@ def test_a_run_that_is_under_way_is_asked(tmp_path: Path, capsys: pytest.Capture
         assert not (runs / "asked/profile-request.json.partial").exists()
         assert main(["profile", str(runs / "asked")]) == 2
         assert "somebody has asked for a profile" in capsys.readouterr().err
-    for run, message in (
+    for name, message in (
         ("asked", "is not under way: it was stopped, or has died"),
         ("none", "is the folder of no run"),
     ):
-        assert main(["profile", str(runs / run)]) == 2
+        assert main(["profile", str(runs / name)]) == 2
         assert message in capsys.readouterr().err
 
 

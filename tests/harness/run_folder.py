@@ -6,12 +6,19 @@ import csv
 import json
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from shardwise.run_dir import files
 
 START = 1_700_000_000.0
+DAMAGED: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda content: content[: len(content) * 2 // 3 - 1],
+    "garbage": lambda content: b"\xff\0{[,\n",
+    # what a power failure leaves of a block, line ends of another system, and brackets that are not closed
+    "holes": lambda content: content[:400] + b"\0" * 200_000 + b"\n1\r2\r\n" + b"[" * 100_000 + b"\n" + content[400:],
+}
 TELEMETRY = ("gpu/power_watts", "gpu/temperature_celsius", "gpu/sm_clock_mhz", "gpu/utilization")
 
 

@@ -26,7 +26,7 @@ from shardwise.viewer.record import read_ranks, read_run
 from shardwise.viewer.report import make_report
 from shardwise.viewer.scale import make_axis, short, thin, ticks
 from shardwise.viewer.state import errors_of, one_line, state_of
-from tests.harness.run_folder import make_run
+from tests.harness.run_folder import DAMAGED, make_run
 
 EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">'
 
@@ -147,7 +147,7 @@ def test_everything_is_escaped(tmp_path: Path) -> None:
     assert "alert(1)" in both
 
 
-@pytest.mark.parametrize("how", ["missing", "cut", "empty", "garbage"])
+@pytest.mark.parametrize("how", ["missing", "cut", "empty", "garbage", "holes"])
 def test_a_damaged_folder_has_a_report_too(tmp_path: Path, how: str) -> None:
     whole = make_run(tmp_path / "whole", steps=20, ends=1)
     names = [path.name for path in whole.iterdir() if path.is_file()]
@@ -157,14 +157,19 @@ def test_a_damaged_folder_has_a_report_too(tmp_path: Path, how: str) -> None:
         shutil.copytree(whole, folder)
         for name in some:
             content = (folder / name).read_bytes()
-            (folder / name).write_bytes(
-                {"cut": content[: len(content) * 2 // 3 - 1], "garbage": b"\xff\0{[,\n"}.get(how, b"")
-            )
+            (folder / name).write_bytes(b"" if how in ("empty", "missing") else DAMAGED[how](content))
             if how == "missing":
                 (folder / name).unlink()
         page = page_of(folder)
         check_is_safe(page)
         assert state_of(read_run(folder)).text in unescape(page)
+
+
+def died_without_verdicts(folder: Path) -> Path:
+    make_run(folder, ends=4)
+    lines = [line for line in (folder / files.EVENTS).read_text().splitlines(True) if '"verdict"' not in line]
+    (folder / files.EVENTS).write_text("".join(lines))
+    return folder
 
 
 def test_a_run_that_died_says_how(tmp_path: Path) -> None:
@@ -174,6 +179,7 @@ def test_a_run_that_died_says_how(tmp_path: Path) -> None:
     # Nobody holds the lock that its process on this machine took, and no end was recorded
     killed = read_run(make_run(tmp_path / "killed", ends=None, machine=this_machine()))
     assert state_of(killed).name == "died" and "was it killed?" in make_report(killed)
+    assert "No fault was recorded" not in make_report(read_run(died_without_verdicts(tmp_path / "other")))
     # Of a run on another machine nothing can be known but its silence
     away = read_run(make_run(tmp_path / "away", ends=None, machine={"host": "elsewhere"}))
     assert state_of(away).name == "running" and state_of(away, now=4e9).name == "silent"

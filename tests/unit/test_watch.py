@@ -15,10 +15,12 @@ import subprocess
 import sys
 import termios
 import time
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
+from rich.console import Console
 
 from shardwise import tools
 from shardwise.metrics.verdicts import BUSY, COMPUTE, DATA_WAIT, SECONDS
@@ -27,11 +29,13 @@ from shardwise.run_dir.command import this_machine
 from shardwise.viewer.chart import series_of
 from shardwise.viewer.follow import FollowedFile, Table
 from shardwise.viewer.record import read_run
+from shardwise.viewer.report import make_report
+from shardwise.viewer.screen import panel
 from shardwise.viewer.state import duration, lock_holder, state_of
 from shardwise.viewer.watch import Watch, sparkline
 from tests.harness.commands import environment
 from tests.harness.patience import Patience, exit_code, wait_until
-from tests.harness.run_folder import make_run
+from tests.harness.run_folder import DAMAGED, make_run
 
 ROOT = Path(__file__).resolve().parents[2]
 WATCH = [sys.executable, "-m", "shardwise", "watch"]
@@ -146,7 +150,7 @@ def test_a_folders_lock_tells_that_a_run_is_alive(tmp_path: Path) -> None:
     assert lock_holder(folder) is None
 
 
-@pytest.mark.parametrize("how", ["missing", "cut", "garbage"])
+@pytest.mark.parametrize("how", ["missing", "cut", "garbage", "holes"])
 def test_any_file_may_be_missing_or_cut(tmp_path: Path, how: str) -> None:
     whole = make_run(tmp_path / "whole", steps=20, ends=None)
     names = [path.name for path in whole.iterdir() if path.is_file()]
@@ -158,9 +162,46 @@ def test_any_file_may_be_missing_or_cut(tmp_path: Path, how: str) -> None:
             content = (folder / name).read_bytes()
             (folder / name).unlink()
             if how != "missing":
-                (folder / name).write_bytes(content[: len(content) * 2 // 3 - 1] if how == "cut" else b"\xff\0{[,\n")
+                (folder / name).write_bytes(DAMAGED[how](content))
         watch.poll()
         assert watch.lines()[0].label == Watch(folder).lines()[0].label == "state"
+
+
+def test_records_of_other_types_and_times_are_passed_over(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=20)
+    lines, page = Watch(folder).lines(2e9), make_report(read_run(folder))
+    wrong = [
+        {"time": float("nan")},
+        {"time": 1e300},
+        {"time": -1e20},
+        {"text": None},
+        {"kind": 5},
+        {"step": "q"},
+        {"data": 3},
+    ]
+    with (folder / files.EVENTS).open("a") as file:
+        for one in wrong:
+            file.write(json.dumps({"time": 1.8e9, "kind": "save", "step": 1, "text": "", "data": {}} | one) + "\n")
+    starts = json.loads((folder / files.STARTS).read_text())
+    (folder / files.STARTS).write_text(json.dumps([*starts, 1e300, float("inf"), "x"]))
+    assert Watch(folder).lines(2e9) == lines and make_report(read_run(folder)) == page
+
+
+def test_what_is_not_known_is_not_said(tmp_path: Path) -> None:
+    (tmp_path / files.CONFIG).write_text("name: run\n")  # no file of a run that has begun
+    assert said(tmp_path)["state"] == "no sign of life: it may have died"
+    folder = running(tmp_path / "one", steps=20, ranks=1)
+    assert re.fullmatch(r"[\d.]+", said(folder)["GPU power watts"])  # one rank: no lowest and highest
+
+
+def test_half_of_a_narrow_terminal_is_left_for_the_values(tmp_path: Path) -> None:
+    watch = Watch(make_run(tmp_path / "run", steps=20))
+    for width in (80, 30):
+        console = Console(width=width, file=StringIO())
+        console.print(panel(watch, width))
+        rows = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        assert {cell_len(row) for row in rows} == {width}
+        assert any("20 of 20" in row for row in rows) and any("ended after" in row for row in rows)
 
 
 def test_without_a_terminal_it_prints_lines_and_ends_with_the_run(tmp_path: Path) -> None:

@@ -52,6 +52,13 @@ def read_events(run_dir: str | Path) -> list[Event]:
 def _parse(line: str) -> Event | None:
     try:
         event = Event(**json.loads(line))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
-    return event if isinstance(event.time, (int, float)) and isinstance(event.data, dict) else None
+    return event if _is_sound(event) else None
+
+
+def _is_sound(event: Event) -> bool:
+    """Whether everything is what it should be, and the time one that a calendar has."""
+    typed = isinstance(event.kind, str) and isinstance(event.text, str) and isinstance(event.data, dict)
+    timed = isinstance(event.time, (int, float)) and 0 <= event.time < 1e11
+    return typed and timed and isinstance(event.step, (int, type(None)))

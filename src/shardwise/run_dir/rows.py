@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -15,4 +19,17 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return []
     with path.open(newline="") as file:
         whole = [line for line in file if line.endswith("\n")]
-    return [row for row in csv.DictReader(whole) if row.get("step")]
+    return [row for row in readable(csv.DictReader(whole)) if row.get("step")]
+
+
+def readable(reader: Iterator[T]) -> Iterator[T]:
+    """What a reader of the csv module finds, without the lines that are no csv.
+
+    A power failure may leave thousands of zero bytes in a file, which the module takes for a field that is too long.
+    """
+    while True:
+        try:
+            yield from reader
+            return
+        except csv.Error:
+            continue

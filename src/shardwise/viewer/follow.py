@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardwise.run_dir.rows import readable
+
 _CHUNK = 2**22  # bytes
 
 
@@ -103,7 +105,7 @@ class Table:
         if is_new:
             self.step, self._step_place, self._columns = None, None, {}
         found = is_new
-        rows = csv.reader(lines)
+        rows = readable(csv.reader(lines))
         if self._step_place is None and (fields := next(rows, None)) is not None:
             self._step_place = fields.index("step") if "step" in fields else len(fields)
             kept = [(place, name) for place, name in enumerate(fields) if name != "step" and self._wanted(name)]

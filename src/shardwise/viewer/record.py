@@ -25,6 +25,7 @@ from shardwise.run_dir.files import (
     profile_summaries,
     rank_logs,
 )
+from shardwise.run_dir.rows import readable
 from shardwise.viewer.follow import FollowedFile, Table
 
 _LOG_LINES = 30
@@ -61,7 +62,8 @@ class RunRecord:
     def starts(self) -> list[float]:
         """When each process of the run was started, in seconds since 1970."""
         found = read_json(self.path / STARTS)
-        return sorted(float(x) for x in found if isinstance(x, (int, float))) if isinstance(found, list) else []
+        times = found if isinstance(found, list) else []
+        return sorted(float(time) for time in times if isinstance(time, (int, float)) and 0 <= time < 1e11)
 
     @cached_property
     def events(self) -> list[Event]:
@@ -161,7 +163,7 @@ def read_ranks(path: Path) -> RankTable:
 
     table, steps = RankTable(), dict[int, None]()
     _, lines = FollowedFile(path / RANKS).poll()
-    rows = csv.reader(lines)
+    rows = readable(csv.reader(lines))
     fields = next(rows, [])
     if "step" not in fields or "rank" not in fields:
         return table
@@ -208,7 +210,7 @@ def read_json(path: Path) -> Any:
     """What a JSON file holds; None where it is missing or damaged."""
     try:
         return json.loads(path.read_text(errors="replace"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 
@@ -218,7 +220,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     for line in read_text(path).splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
             rows.append(row)

@@ -58,7 +58,7 @@ def make_report(run: RunRecord) -> str:
 
     body = [
         _head(run, state),
-        section("Verdict", _ending(run, state), _verdicts(run), _numbers(run)),
+        section("Verdict", _ending(run, state), _verdicts(run, state), _numbers(run)),
         section("Loss", drawn("Loss"), _legend(marks)) if run.table.series else "",
         *(section(name, drawn(name)) for name in ("Speed", "Memory") if _has(charts, name)),
         section("Telemetry", drawn("Telemetry"), _zeros(charts)) if heats or _has(charts, "Telemetry") else "",
@@ -125,7 +125,7 @@ def _ending(run: RunRecord, state: State) -> str:
     return html
 
 
-def _verdicts(run: RunRecord) -> str:
+def _verdicts(run: RunRecord, state: State) -> str:
     found = [f"<li>{_at(event)}{escape(redact_text(event.text))}</li>\n" for event in run.verdicts[-40:]]
     if run.guard:
         kinds = sorted({str(row.get("what")) for row in run.guard})
@@ -133,7 +133,7 @@ def _verdicts(run: RunRecord) -> str:
         text = f"the guard objected to {count(len(run.guard), 'step')} ({', '.join(kinds)}): {steps}"
         found.append(f'<li class="bad">{escape(text)}</li>\n')
     if not found:
-        return paragraph("No fault was recorded.", "soft")
+        return "" if state.name in ("died", "silent") else paragraph("No fault was recorded.", "soft")
     return f'<ul class="verdicts">{"".join(found)}</ul>\n'
 
 

@@ -26,7 +26,7 @@ def make_console() -> Console:
 def show_once(watch: Watch, console: Console) -> None:
     """Show the run as it is now."""
     if console.is_terminal:
-        console.print(panel(watch))
+        console.print(panel(watch, console.width))
     else:
         print(_plain(watch.lines()), flush=True)
 
@@ -39,21 +39,24 @@ def show_until_it_ends(watch: Watch, console: Console, seconds: float) -> None:
     from rich.live import Live
 
     # A whole screen of its own is not taken: what was shown last stays there when it ends
-    with Live(panel(watch), console=console, auto_refresh=False, vertical_overflow="crop") as live:
+    with Live(panel(watch, console.width), console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while not watch.state.is_over:
             time.sleep(seconds)
             watch.poll()
-            live.update(panel(watch), refresh=True)
+            live.update(panel(watch, console.width), refresh=True)
 
 
-def panel(watch: Watch) -> RenderableType:
-    """The view as a frame with a line for each number; what is too long for the terminal goes on in the next line."""
+def panel(watch: Watch, width: int) -> RenderableType:
+    """The view as a frame with a line for each number, `width` letters wide.
+
+    What is too long for the terminal goes on in the next line. In a narrow one labels are cut, so that half is left.
+    """
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
 
     table = Table.grid(padding=(0, 2), expand=True)
-    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(style="cyan", no_wrap=True, max_width=max(4, width // 2 - 4))
     table.add_column(overflow="fold", ratio=1)
     for line in watch.lines():
         table.add_row(Text(line.label), Text(line.text, style=_STYLES[line.style]))

@@ -14,6 +14,7 @@ from statistics import median
 from shardwise.errors import count
 from shardwise.run_dir.events import Event
 from shardwise.run_dir.files import CONFIG, ENVIRONMENT, EVENTS, GUARD, METRICS, PLAN, RANKS, STARTS, SUMMARY
+from shardwise.run_dir.rows import readable
 from shardwise.viewer.columns import is_speed, is_spread, is_telemetry, loss_name, words
 from shardwise.viewer.follow import Series, Table
 from shardwise.viewer.record import RunRecord, find_run, read_text
@@ -66,7 +67,8 @@ class Watch:
         """The view. What the run does not log is left out. `now`: seconds since 1970."""
         now = time.time() if now is None else now
         style = {"ended": "good", "died": "bad", "silent": "warn", "stopped": "warn"}.get(self.state.name, "")
-        sign = "" if self.state.is_over else f", wrote {duration(max(0.0, now - last_sign(self.path)))} ago"
+        written = last_sign(self.path)
+        sign = f", wrote {_ago(written, now)}" if written and not self.state.is_over else ""
         found = [Line("state", self.state.text + sign, style)]
         found += [Line(label, text) for label, text in self._numbers(now) if text]
         found += [Line("verdict", _told(event, now), "warn") for event in self.run.verdicts[-_SHOWN:]]
@@ -117,7 +119,7 @@ class Watch:
         for name, value in last.items():
             if is_telemetry(name, last) and not is_spread(name, last) and (value or not name.startswith(_QUIET)):
                 low, high = last.get(f"{name}_min"), last.get(f"{name}_max")
-                spread = "" if low is None or high is None else f"  ({short(low)} to {short(high)})"
+                spread = "" if low is None or high is None or low == high else f"  ({short(low)} to {short(high)})"
                 yield words(name), short(value) + spread
 
     def _slowest(self) -> str:
@@ -152,20 +154,20 @@ class Watch:
         save = self.run.last_event("save")
         if not steps:
             return "none yet" if not self.state.is_over else "none"
-        ago = f", {duration(max(0.0, now - save.time))} ago" if save is not None and save.step == steps[-1] else ""
+        ago = f", {_ago(save.time, now)}" if save is not None and save.step == steps[-1] else ""
         return f"step {steps[-1]:,}{ago}" + (f"; {count(len(steps), 'checkpoint')} kept" if len(steps) > 1 else "")
 
 
 def _last_step(path: Path) -> dict[str, dict[int, float]]:
     try:
         with path.open(errors="replace") as file:
-            fields = next(csv.reader([file.readline()]), [])
+            fields = next(readable(csv.reader([file.readline()])), [])
     except OSError:
         return {}
     if "step" not in fields or "rank" not in fields:
         return {}
     lines = read_text(path, last=_RANK_BYTES).split("\n")[1:-1]  # the first and the last may be cut
-    rows = [row for row in csv.reader(lines) if len(row) == len(fields)]
+    rows = [row for row in readable(csv.reader(lines)) if len(row) == len(fields)]
     found: dict[str, dict[int, float]] = {}
     step, rank = fields.index("step"), fields.index("rank")
     for row in rows:
@@ -184,7 +186,11 @@ def _share(value: float | None) -> str:
 
 def _told(event: Event, now: float) -> str:
     step = "" if event.step is None else f"step {event.step:,}: "
-    return f"{step}{one_line(event.text)} ({duration(max(0.0, now - event.time))} ago)"
+    return f"{step}{one_line(event.text)} ({_ago(event.time, now)})"
+
+
+def _ago(seconds: float, now: float) -> str:
+    return f"{duration(max(0.0, now - seconds))} ago"
 
 
 def sparkline(series: Series, width: int = _SPARKS) -> str:
