@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ def draw_heat(title: str, values: Sequence[tuple[int, int, float]], ranks: int, 
 
     A cell of several rows has the value that is farthest from the mean of all, so that a short fault stays visible.
     """
-    finite = [entry for entry in values if entry[2] - entry[2] == 0]
+    finite = [entry for entry in values if math.isfinite(entry[2])]
     if not finite:
         return ""
     numbers = sorted(value for _, _, value in finite)

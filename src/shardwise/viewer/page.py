@@ -100,16 +100,11 @@ def as_text(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, float):
-        is_whole = value == int_of(value) and abs(value) < 1e15
-        return f"{value:,.0f}" if is_whole or 1000 <= abs(value) < 1e15 else f"{value:.6g}"
+        is_short = abs(value) < 1e15 and (value.is_integer() or abs(value) >= 1000)
+        return f"{value:,.0f}" if is_short else f"{value:.6g}"
     if isinstance(value, bool) or not isinstance(value, int):
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return f"{value:,}"
-
-
-def int_of(value: float) -> float:
-    """The whole number of a finite value; of others a value that equals none."""
-    return float(int(value)) if value - value == 0 else float("nan")
 
 
 def fold(title: str, text: str) -> str:

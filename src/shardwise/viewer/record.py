@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -159,8 +160,6 @@ class RankTable:
 
 def read_ranks(path: Path) -> RankTable:
     """The numbers of all ranks of a run; an empty table where there are none."""
-    import csv
-
     table, steps = RankTable(), dict[int, None]()
     _, lines = FollowedFile(path / RANKS).poll()
     rows = readable(csv.reader(lines))

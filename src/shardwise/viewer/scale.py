@@ -36,7 +36,7 @@ def thin(steps: Sequence[float], values: Sequence[float], columns: int) -> list[
 
 def finite_points(steps: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
     """The points in the order of their steps, without those that are not finite."""
-    points = [point for point in zip(steps, values, strict=True) if point[1] - point[1] == 0]
+    points = [point for point in zip(steps, values, strict=True) if math.isfinite(point[1])]
     points.sort(key=lambda point: point[0])
     return points
 
@@ -84,7 +84,7 @@ class Axis:
 
 def make_axis(values: Sequence[float], *, is_steps: bool = False, may_be_log: bool = True) -> Axis:
     """An axis that holds all finite `values`. It is logarithmic where a few values are far above the others."""
-    finite = sorted([value for value in values if value - value == 0])
+    finite = sorted([value for value in values if math.isfinite(value)])
     if not finite:
         return Axis(0.0, 1.0, (0.0, 1.0))
     low, high = finite[0], finite[-1]
