@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from shardwise.config.paths import ROOT
+from shardwise.config.paths import environment_with_source
 from shardwise.errors import ConfigError, DataError
 from shardwise.plan import Plan
 from shardwise.run_dir.files import profile_export, profile_folder, profile_report
@@ -82,10 +81,9 @@ def export_and_read(folder: Path, ranks: list[int]) -> str:
         if done.returncode:
             said = _last(done.stderr or done.stdout)
             raise DataError(f"nsys export of {command[-1]} failed (exit code {done.returncode}): {said}")
-    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-m", "shardwise.metrics.profile_summary", str(folder), *map(str, ranks)],
-        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False,
+        env=environment_with_source(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
         raise DataError(_last(done.stderr))

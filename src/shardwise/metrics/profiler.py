@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import torch
 from torch.profiler import profile
 
 from shardwise.accelerator import profiled_activities, start_capture, stop_capture, synchronize
-from shardwise.config.paths import ROOT
+from shardwise.config.paths import environment_with_source
 from shardwise.run_dir.files import partial_path, profile_trace, put_in_place
 
 
@@ -95,10 +94,9 @@ class Reading:
     """A process (metrics/profile_summary.py) that reads the traces in `folder` as soon as all `ranks` have one."""
 
     def __init__(self, folder: Path, ranks: list[int]) -> None:
-        path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
             [sys.executable, "-m", "shardwise.metrics.profile_summary", str(folder), *map(str, ranks)],
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+            env=environment_with_source() | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+from shardwise.config.paths import environment_with_source
 from shardwise.errors import ConfigError
 from shardwise.run_dir.files import REPORT
 
@@ -17,12 +17,11 @@ _SECONDS = 60  # a report of 100,000 rows takes a tenth of it
 def leave_report(run_dir: str | Path) -> str:
     """Write `<run>/report.html`. Returns one line for the user, also if that failed or took too long."""
     path = Path(run_dir) / REPORT
-    source = str(Path(__file__).resolve().parents[2])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))}
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "shardwise.viewer.at_end", str(run_dir)], env=environment, text=True,
-            check=False, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=_SECONDS,
+            [sys.executable, "-P", "-m", "shardwise.viewer.at_end", str(run_dir)], env=environment_with_source(),
+            text=True, check=False, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            timeout=_SECONDS,
         )  # fmt: skip
         why = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     except subprocess.TimeoutExpired:
