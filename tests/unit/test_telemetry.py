@@ -258,7 +258,7 @@ def test_an_amd_gpu_has_the_names_of_nvidias() -> None:
     }  # fmt: skip
     assert first.sums == {"gpu/energy_joules": 61.0} and first.errors == []
     assert [error.text for error in second.errors] == ["1 new uncorrected ECC errors"]
-    assert list(reader.calls.failed) == ["utilization"]  # the memory's part of it
+    assert second.levels == first.levels and list(reader.calls.failed) == ["activity of memory"]
 
 
 def test_a_cpu_has_no_gpu_to_read() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.metrics.reading import Calls, GpuError, Reading
+from shardwise.metrics.reading import Calls, ErrorCounts, Reading
 
 
 class AmdSmi:
@@ -17,20 +17,20 @@ class AmdSmi:
     name = "AMD SMI"
 
     def __init__(self, pci_address: str) -> None:
-        self.pci_address = pci_address[-12:]  # a domain of four digits
+        self.pci_address = pci_address[-12:].lower()  # a domain of four digits
         self.calls = Calls()
-        self._ecc: int | None = None  # the uncorrected errors at the last look
+        self._counts = ErrorCounts()
 
     def open(self) -> None:
-        """Raises ImportError: amdsmi is not installed; AmdSmiException: no driver, or no such GPU."""
+        """Raises ImportError: amdsmi is not installed; AmdSmiException: no driver; LookupError: no such GPU."""
         import amdsmi
 
         self._smi: Any = amdsmi
         amdsmi.amdsmi_init()
-        self._device = next(
-            device for device in amdsmi.amdsmi_get_processor_handles()
-            if amdsmi.amdsmi_get_gpu_device_bdf(device).lower() == self.pci_address.lower()
-        )  # fmt: skip
+        devices = {amdsmi.amdsmi_get_gpu_device_bdf(d).lower(): d for d in amdsmi.amdsmi_get_processor_handles()}
+        if self.pci_address not in devices:
+            raise LookupError(f"it knows no GPU at {self.pci_address}")
+        self._device = devices[self.pci_address]
 
     def read(self) -> Reading:
         reading = Reading()
@@ -39,7 +39,8 @@ class AmdSmi:
         self.calls("clocks", self._read_clock, reading)
         self.calls("temperature", self._read_temperature, reading, "HOTSPOT", "gpu/temperature_celsius")
         self.calls("memory temperature", self._read_temperature, reading, "VRAM", "gpu/memory_temperature_celsius")
-        self.calls("utilization", self._read_activity, reading)
+        self.calls("utilization", self._read_activity, reading, "gfx", "gpu/utilization")
+        self.calls("activity of memory", self._read_activity, reading, "umc", "gpu/dram_active")
         self.calls("ECC errors", self._read_ecc, reading)
         return reading
 
@@ -47,7 +48,10 @@ class AmdSmi:
         """Watts: of now where the GPU measures it, else a mean."""
         power = self._smi.amdsmi_get_power_info(self._device)
         watts = [power[f"{word}_socket_power"] for word in ("current", "average")]
-        reading.levels["gpu/power_watts"] = next(float(w) for w in watts if isinstance(w, (int, float)))
+        known = [float(value) for value in watts if isinstance(value, (int, float))]
+        if not known:
+            raise ValueError("the driver gives none")
+        reading.levels["gpu/power_watts"] = known[0]
 
     def _read_energy(self, reading: Reading) -> None:
         energy = self._smi.amdsmi_get_energy_count(self._device)  # the resolution is in microjoules
@@ -62,21 +66,14 @@ class AmdSmi:
         kind, current = smi.AmdSmiTemperatureType[sensor], smi.AmdSmiTemperatureMetric.CURRENT
         reading.levels[name] = float(smi.amdsmi_get_temp_metric(self._device, kind, current))
 
-    def _read_activity(self, reading: Reading) -> None:
+    def _read_activity(self, reading: Reading, part: str, name: str) -> None:
         activity = self._smi.amdsmi_get_gpu_activity(self._device)
-        reading.levels["gpu/utilization"] = float(activity["gfx_activity"]) / 100
-        reading.levels["gpu/dram_active"] = float(activity["umc_activity"]) / 100
+        reading.levels[name] = float(activity[f"{part}_activity"]) / 100
 
     def _read_ecc(self, reading: Reading) -> None:
         counts = self._smi.amdsmi_get_gpu_total_ecc_count(self._device)
-        bad = counts["uncorrectable_count"]
-        reading.changes["gpu/ecc_corrected_errors"] = counts["correctable_count"]
-        reading.changes["gpu/ecc_uncorrected_errors"] = bad
-        if self._ecc is not None and bad > self._ecc:
-            new = bad - self._ecc
-            data = {"value": "gpu/ecc_uncorrected_errors", "new": new}
-            reading.errors.append(GpuError("ecc", f"{new} new uncorrected ECC errors", data))
-        self._ecc = bad
+        for word, count in (("corrected", "correctable_count"), ("uncorrected", "uncorrectable_count")):
+            self._counts.note(reading, f"gpu/ecc_{word}_errors", counts[count], f"{word} ECC errors")
 
     def close(self) -> None:
         self._smi.amdsmi_shut_down()

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardwise.metrics.reading import Calls, GpuError, Reading
+from shardwise.metrics.reading import Calls, ErrorCounts, GpuError, Reading
 
 _ALL_LINKS = 2**32 - 1  # the scope that adds up a counter over all NVLinks
 _MIB = 2.0**20
@@ -69,7 +69,7 @@ class Nvml:
     def __init__(self, uuid: str, pci_address: str) -> None:
         self.uuid, self.pci_address = uuid, pci_address
         self.calls = Calls()
-        self._ecc: dict[str, float] = {}  # the counts of the last look
+        self._counts = ErrorCounts()
         self._xids = 0
         self._events: Any = None  # a set of events; None: Xids cannot be waited for
         self._samples: list[Any] = []  # two samples of GPM, the older first
@@ -181,20 +181,12 @@ class Nvml:
                  "uncorrected": nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED}  # fmt: skip
         for word, kind in kinds.items():
             count = nvml.nvmlDeviceGetTotalEccErrors(self._device, kind, nvml.NVML_VOLATILE_ECC)
-            self._count_errors(reading, f"gpu/ecc_{word}_errors", count, f"{word} ECC errors of its memory")
+            self._counts.note(reading, f"gpu/ecc_{word}_errors", count, f"{word} ECC errors of its memory")
 
     def _read_remapped_rows(self, reading: Reading) -> None:
         corrected, uncorrected, is_pending, _ = self._nvml.nvmlDeviceGetRemappedRows(self._device)
         pending = ", and a remapping waits for the GPU's next reset" if is_pending else ""
-        self._count_errors(reading, "gpu/remapped_rows", corrected + uncorrected, f"remapped rows of memory{pending}")
-
-    def _count_errors(self, reading: Reading, name: str, count: int, what: str) -> None:
-        reading.changes[name] = count
-        before = self._ecc.setdefault(name, count)
-        if count > before and name != "gpu/ecc_corrected_errors":  # a corrected error has changed no number
-            new = int(count - before)
-            reading.errors.append(GpuError("ecc", f"{new} new {what}", {"value": name, "new": new}))
-        self._ecc[name] = count
+        self._counts.note(reading, "gpu/remapped_rows", corrected + uncorrected, f"remapped rows of memory{pending}")
 
     def _read_events(self, reading: Reading) -> None:
         nvml = self._nvml

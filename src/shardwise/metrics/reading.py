@@ -68,6 +68,21 @@ class Reading:
     errors: list[GpuError] = field(default_factory=list)
 
 
+class ErrorCounts:
+    """Notes how often a GPU has counted errors, and what is new since the look before."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, int] = {}
+
+    def note(self, reading: Reading, name: str, count: int, what: str) -> None:
+        """Put a count into `reading`, with a GpuError if it has grown. `what` was counted, in words."""
+        reading.changes[name] = count
+        new = count - self._before.get(name, count)
+        if new > 0 and name != "gpu/ecc_corrected_errors":  # a corrected error has changed no number
+            reading.errors.append(GpuError("ecc", f"{new} new {what}", {"value": name, "new": new}))
+        self._before[name] = count
+
+
 class Reader(Protocol):
     """Looks at one device. All calls come from one thread; each may fail, or never come back."""
 
