@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -110,6 +111,17 @@ def test_runs_of_a_node_listen_on_ports_of_their_own_and_name_them(tmp_path: Pat
     for exporter in exporters:
         exporter.stop()
     assert list(site.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["textfile", "http"])
+def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path, how: str) -> None:
+    (tmp_path / "site").mkdir()
+    plan = plan_of(tmp_path, how, tmp_path / "site")
+    (tmp_path / "site").rmdir()  # the run's own file can be written, and the site's cannot
+    threads = threading.active_count()
+    with pytest.raises(OSError, match="site"):
+        Exporter(plan, RANKS).start()
+    assert threading.active_count() == threads and not any(path.exists() for path in prometheus_files.paths(plan))
 
 
 def test_files_of_killed_runs_go_with_the_next_start_and_no_others(tmp_path: Path) -> None:

@@ -342,6 +342,10 @@ def test_the_slow_rank_has_the_shortest_collectives() -> None:
         (b'{"traceEvents": []}', "nothing was recorded"),
         (b'{"traceEvents": [{"ph": "X", "cat": "kernel"}]}', "an event is malformed"),
         (b'{"traceEvents": [7]}', "an event is malformed"),
+        (
+            b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::view", "ts": 1}]}',
+            "no operator that computes",
+        ),
     ],
 )
 def test_what_is_no_trace_gets_one_message(tmp_path: Path, content: bytes | None, message: str) -> None:
