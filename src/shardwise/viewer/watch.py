@@ -28,6 +28,7 @@ _RANK_BYTES = 2**18  # the end of ranks.csv that is read: the last step of some 
 _SHOWN = 3  # verdicts, and events
 # What a rank does by itself. All ranks' steps take equally long, since they wait for the slow one.
 _WAIT, _HOST, _COMPUTE, _STEP = "train/data_wait", "step/host_seconds", "step/compute_seconds", "step/seconds"
+_NOISE = 0.01  # of the step: smaller differences say nothing
 _HOST_BUSY = 0.8  # of the step: on a GPU, a host that does less is ahead of it
 # What is zero where all is well: it is left out then
 _QUIET = ("gpu/held_down_", "gpu/xid_", "gpu/ecc_", "gpu/remapped_")
@@ -134,12 +135,13 @@ class Watch:
         rank, middle = max(values, key=lambda one: (values[one], -one)), median(values.values())
         step = 1.0 if name == _WAIT else self._last_of_ranks().get(_STEP, {}).get(rank, math.inf)
         is_ahead = name == _HOST and self.run.plan.get("accelerator") != "cpu" and values[rank] < _HOST_BUSY * step
-        if values[rank] <= middle or is_ahead:
+        excess = (values[rank] - middle) / step
+        if excess < _NOISE or is_ahead:
             return 0.0, ""
         text = f"rank {rank}: {words(name)} {short(values[rank])}, the median is {short(middle)}"
         if name == _WAIT:
             text = f"rank {rank} waits for data {values[rank]:.1%} of the time, the median is {middle:.1%}"
-        return (values[rank] - middle) / step, text
+        return excess, text
 
     def _last_of_ranks(self) -> dict[str, dict[int, float]]:
         """Column → rank → its number in the last step of ranks.csv that is whole."""

@@ -13,6 +13,12 @@ from shardwise.metrics.profile.summary import ProfileSummary
 
 DIFFERS = 0.1  # of the median: smaller differences are noise
 MATTERS = 0.01  # of the step
+_WHY = {
+    "waiting_for_data": "since its host is waiting for data",
+    "synchronising": "since its host is waiting for the device",
+    "launching": "since its host is busy before it launches",
+    "between_kernels": "between kernels",
+}
 
 
 @dataclass(frozen=True)
@@ -86,8 +92,7 @@ def _reason(slow: ProfileSummary, others: Sequence[ProfileSummary]) -> tuple[str
     if cause == "compute":
         more = f"it computes {slow.step.compute_ms:.1f} ms, {longer[cause]:.1f} ms more than the others"
         return "slow_gpu", None, f"Its GPU is slow, or has more to do: {more}"
-    words = cause.replace("_", " ")
-    return "late", cause, f"It comes late: it is idle for {longer[cause]:.1f} ms more than the others, {words}"
+    return "late", cause, f"It comes late: it is idle for {longer[cause]:.1f} ms more than the others, {_WHY[cause]}"
 
 
 def _beyond(slow: ProfileSummary, others: Sequence[ProfileSummary], name: str) -> float:
