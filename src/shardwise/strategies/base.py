@@ -92,16 +92,10 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, Paralle
         self.buffers, self.recorder = BufferKeeper(module), StepRecorder(self.root_device, self.mesh)
         self.sharded = self._make_sharded_state(module)
         self.state = TrainState(
-            self.plan,
-            module,
-            self.root_device,
-            self.sharded,
-            self.planned_precision,
-            loader=lambda: self.train_loader,
-            file_group=self.file_group,
-            synchronize_buffers=self.synchronize_buffers,
-            gradient_order=self._gradient_order,
-        )
+            self.plan, module, self.root_device, self.sharded, self.planned_precision,
+            loader=lambda: self.train_loader, file_group=self.file_group,
+            synchronize_buffers=self.synchronize_buffers, gradient_order=self._gradient_order,
+        )  # fmt: skip
 
     def _make_sharded_state(self, module: LightningModule) -> DTensorState:
         return DTensorState(module, lambda: self.optimizers)
