@@ -154,14 +154,14 @@ class MemoryCounts(NamedTuple):
 
 
 def memory_counts(device: torch.device) -> MemoryCounts:
-    """All of them in one read: each logged row calls this. On mps peaks are what is held now; on the CPU all are 0."""
+    """All of them in one read: each row calls this. mps: peaks are what is held now. 0: not counted (xpu: retries)."""
     if device.type == "mps":
         return MemoryCounts(allocated(device), allocated(device), reserved(device), 0)
     if device.type == "cpu":
         return MemoryCounts(0, 0, 0, 0)
     found = torch.get_device_module(device).memory_stats_as_nested_dict(device)
     tensors, kept = found["allocated_bytes"]["all"], found["reserved_bytes"]["all"]
-    return MemoryCounts(tensors["current"], tensors["peak"], kept["peak"], found["num_alloc_retries"])
+    return MemoryCounts(tensors["current"], tensors["peak"], kept["peak"], found.get("num_alloc_retries", 0))
 
 
 def empty_cache(kind: str) -> None:

@@ -3,12 +3,20 @@
 import math
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
-from shardwise.metrics.rank_values import RanksCsv, columns
+from shardwise.metrics.host_timing import HostTiming
+from shardwise.metrics.rank_values import RanksCsv, RankValues, columns
+from shardwise.metrics.verdicts import DEVICE_MEMORY, RETRIES
 from shardwise.run_dir.events import append_event, read_events
 from shardwise.run_dir.rows import read_rows
+from shardwise.step.host_times import HostTimes
+from tests.harness.cells import cell_plan
 
 NAN = float("nan")
 
@@ -41,6 +49,22 @@ def test_every_rank_has_a_row_and_a_resumed_run_writes_later_ones_again(tmp_path
     assert [row["b"] for row in read_rows(tmp_path / "ranks.csv")] == ["", "", "7", "8"]
     RanksCsv(tmp_path).rewind(0)
     assert not (tmp_path / "ranks.csv").exists()
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_a_row_reads_the_statistics_of_memory_once(tmp_path: Path, kind: str) -> None:
+    counts = {"allocated_bytes": {"all": {"current": 2**30, "peak": 2**31}}, "reserved_bytes": {"all": {"peak": 2**32}}}
+    retries = {"num_alloc_retries": 7} if kind == "cuda" else {}  # torch documents none for xpu
+    values = RankValues()
+    timing = HostTiming(kind, values)
+    timing.begin(HostTimes(cell_plan(tmp_path, 1)), torch.device(kind, 0))
+    alone: Any = SimpleNamespace(group=lambda name: SimpleNamespace(size=lambda: 1))
+    with patch.object(getattr(torch, kind), "memory_stats_as_nested_dict", return_value=counts | retries) as read:
+        found = values.gather(alone, torch.device("cpu")).read()
+    timing.end()
+    assert read.call_count == 1
+    assert found[DEVICE_MEMORY] == [1.0] and found[RETRIES] == [float(retries.get("num_alloc_retries", 0))]
+    assert values.row(found) == {"train/memory_allocated_gib": 2.0, "train/memory_reserved_gib": 4.0}
 
 
 def test_a_long_file_keeps_every_second_step(tmp_path: Path) -> None:
