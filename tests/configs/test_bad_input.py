@@ -292,7 +292,8 @@ WORDS: list[tuple[str, list[str]]] = [
     # profiles
     ("profile.start=0", ["profile.start=0: must be at least 1"]),
     ("profile.start=2 profile.steps=0", ["profile.steps=0: must be at least 1"]),
-    ("profile.steps=3", ["profile.start=null profiles no step; give profile.start=N"]),
+    ("profile.steps=3 profile.stacks=true",
+     ["profile.steps profile.stacks: profile.start=null profiles no step; give profile.start=N"]),
     ("profile.start=20 max_steps=20 profile.steps=2",
      ["profile.start=20 profile.steps=2 ends with step 21, and the run with step 20: use profile.start=19"]),
     ("profile.start=2 profile.ranks=[0,1]",

@@ -178,9 +178,12 @@ def test_a_run_that_is_under_way_is_asked(tmp_path: Path, capsys: pytest.Capture
     words = [*RECIPE, "max_steps=100000", "devices=2", "name=asked", "max_validation_batches=0", "checkpoint=none"]
     with Running(home, "asked", *words) as running:
         running.wait_for("step 3/")
-        assert main(["profile", str(runs / "asked"), "--steps", "2", "--ranks=all", "wait_seconds=400"]) == 0
+        assert (
+            main(["profile", str(runs / "asked"), "--steps", "2", "--stacks", "--ranks=all", "wait_seconds=400"]) == 0
+        )
         said = capsys.readouterr().out
         [folder] = (runs / "asked/profile").iterdir()
+        assert '"cat": "python_function"' in gzip.decompress((folder / "rank-0.json.gz").read_bytes()).decode()
         assert "of rank 0 (CPU" in said and said.count("\nthe run ") + said.startswith("the run ") >= 1
         assert {path.name for path in folder.iterdir()} == {
             "rank-0.json.gz", "rank-1.json.gz", "ranks.json", "summary.json", "profile.txt", "profile.png",

@@ -215,6 +215,8 @@ def test_gpus_without_a_driver_and_limits_of_a_container_are_seen(tmp_path: Path
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
     found = describe_machine(str(tmp_path / "runs"), tmp_path)
+    assert found.runs_dir_is_writable
+    assert not describe_machine(str(tmp_path / "dev/shm/x/runs"), tmp_path).runs_dir_is_writable  # x is a file
     assert (found.memory_gib, found.free_memory_gib, found.memory_limit_gib) == (64.0, 1.0, 8.0)
     if not any(one.maker == "NVIDIA" for one in found.accelerators):
         assert any("NVIDIA GPUs on the PCI bus: 1; no driver answers" in line for line in found.trouble)
@@ -301,4 +303,6 @@ def test_the_cpu_is_measured_and_labelled(tmp_path: Path) -> None:
 def test_a_figure_far_below_the_cluster_files_is_noted() -> None:
     made = report(a_machine(H200))
     made.speeds = [machine.Speed("0 NVIDIA H200", "bf16 products of matrices", 700.0, "TFLOP/s", 989.4)]
+    made.speeds.append(machine.Speed("CPU", "fp32 products of matrices", 0.0437, "TFLOP/s", None))
+    assert "0.044 TFLOP/s, fp32 products of matrices" in show(made)
     assert "700.0 TFLOP/s, bf16 products of matrices, 71% of the cluster file's 989" in show(made)

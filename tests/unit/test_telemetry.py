@@ -131,6 +131,13 @@ def test_a_call_that_hangs_costs_its_values_and_no_time(monkeypatch: pytest.Monk
         wait_until(lambda: not telemetry._thread.is_alive())
 
 
+def test_a_share_that_a_counter_gives_is_never_above_one() -> None:
+    telemetry = Telemetry([], 1.0, print)
+    for now, busy in ((0.0, 0.0), (1.0, 1.005)):
+        telemetry._add(Reading(rates={"host/cpu_busy": busy, "host/rank_cpu_cores": 3 * now}), now)
+    assert telemetry.take() == {"host/cpu_busy": 1.0, "host/rank_cpu_cores": 3.0}
+
+
 def test_rows_closer_than_looks_repeat_levels_and_count_energy_once() -> None:
     with answering(FakeNvml()) as library, running(Nvml(UUID, PCI)) as telemetry:
         joules = 0.0

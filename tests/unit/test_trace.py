@@ -179,6 +179,20 @@ def test_a_steps_work_is_what_was_launched_in_it(tmp_path: Path) -> None:
     assert us(second) == {"span": 140, "compute": 135, "idle": 5, "between_kernels": 5}
 
 
+def test_calls_that_are_not_in_every_step_are_no_whole_number(tmp_path: Path) -> None:
+    writer = TraceWriter()
+    for number in range(3):
+        writer.step(number, 100 * number, 100 * number + 100)
+        writer.kernel(GEMM, 100 * number + 10, 100 * number + 20, launched=100 * number + 5)
+    writer.kernel(ADD, 230, 260, launched=225)
+    writer.host("user_annotation", "shardwise::validation", 210, 290)
+    text = table(summary_of(writer, tmp_path))
+    rows = [line.split() for line in text.splitlines()]
+    assert ["elementwise", "0.01", "0.3", "30.0"] in [row[:4] for row in rows]
+    assert ["matmul", "0.01", "1", "10.0"] in [row[:4] for row in rows]
+    assert [row[-1] for row in rows if row[:1] == ["validation"]] == ["0.3"]
+
+
 def test_kernels_of_a_cuda_graph_were_launched_together(tmp_path: Path) -> None:
     writer = TraceWriter()
     writer.step(0, 0, 100)

@@ -155,8 +155,9 @@ class Telemetry:
         for name, count in reading.rates.items():
             if (growth := self._growth(name, count, now)) is not None:
                 rate = growth[0] / growth[1]
-                # A share is above one by what the driver's two readings are further apart than the two looks
-                levels[name] = min(rate, 1.0) if "held_down" in name else rate
+                # A share is above one by what the counter's two readings are further apart than the two looks
+                is_share = "held_down" in name or name == "host/cpu_busy"
+                levels[name] = min(rate, 1.0) if is_share else rate
         for name, level in levels.items():
             self._sums.levels.setdefault(name, []).append(level)
         for name, count in reading.sums.items():

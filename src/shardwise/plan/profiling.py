@@ -46,9 +46,10 @@ def make_profiling(
     """
     profile = config.profile
     if profile.start is None:
-        if profile != ProfileConfig():
+        usual = ProfileConfig()
+        if given := [f"profile.{word}" for word, value in vars(profile).items() if value != getattr(usual, word)]:
             raise ConfigError(
-                "profile.…: profile.start=null profiles no step; give profile.start=N, or leave the others out too"
+                f"{' '.join(given)}: profile.start=null profiles no step; give profile.start=N, or leave this out too"
             )
         return Profiling()
     for word, value in (("start", profile.start), ("steps", profile.steps)):

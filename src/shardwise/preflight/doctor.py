@@ -186,7 +186,8 @@ def _accelerator(one: Accelerator) -> str:
 
 def _speed(speed: Speed) -> str:
     share = f", {speed.share:.0%} of the cluster file's {speed.expected:,.0f}" if speed.share and speed.expected else ""
-    return f"{speed.value:,.1f} {speed.unit}, {speed.what}{share}"
+    value = f"{speed.value:,.1f}" if speed.value >= 1 else f"{speed.value:.2g}"  # a busy CPU has hundredths
+    return f"{value} {speed.unit}, {speed.what}{share}"
 
 
 def _gib(value: float | None) -> str:

@@ -96,7 +96,7 @@ def describe_machine(runs_dir: str, root: Path = Path("/")) -> Machine:
         shared_memory_gib=_size_gib(root / "dev/shm"),
         runs_dir=runs_dir,
         runs_dir_gib=_free_gib(folder),
-        runs_dir_is_writable=os.access(folder, os.W_OK),
+        runs_dir_is_writable=folder.is_dir() and os.access(folder, os.W_OK),
         slurm=text.strip().removeprefix("slurm ") if code == 0 and text.strip() else None,
         versions={
             "python": platform.python_version(),

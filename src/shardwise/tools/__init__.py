@@ -7,7 +7,7 @@ from collections.abc import Callable
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from shardwise.config.bind import bind
 from shardwise.errors import ConfigError, did_you_mean
@@ -26,6 +26,7 @@ TOOLS = {
     "watch": "how is a run, now and as it goes on?",
 }
 
+_TRUTHS = {"true": True, "false": False}
 _T = TypeVar("_T")
 
 
@@ -72,7 +73,9 @@ def read_words(words: list[str], kind: type[_T]) -> tuple[list[str], _T]:
         if word.startswith("-"):
             raise ConfigError(f"{word}: there is no such flag; words look like key=value, and --help lists them")
     alone, values = take_options(words, str.isidentifier)
-    config: _T = bind(kind, values)
+    types = get_type_hints(kind)
+    typed = {key: _TRUTHS.get(value, value) if types.get(key) is bool else value for key, value in values.items()}
+    config: _T = bind(kind, typed)
     return alone, config
 
 

@@ -34,7 +34,7 @@ run's folder, runs/NAME. The run's losses and weights stay the same to the bit. 
 
 RUN may also be a folder with traces (rank-0.json.gz) or reports of nsys (rank-0.nsys-rep): they are read anew.
 
-`--steps 1` and `--ranks all` are read too. What a run does from its start on: train.py … profile.start=N
+`--steps 1`, `--ranks all` and `--stacks` are read too. What a run does from its start on: train.py … profile.start=N
 """
 
 _ANSWER_SECONDS = 30.0  # in which the thread of rank 0 must have seen a request
@@ -107,12 +107,15 @@ def read_folder(folder: Path, ranks: list[int]) -> str:
 
 
 def _plain(words: list[str]) -> list[str]:
-    """`--steps 1` and `--steps=1` → `steps=1`."""
+    """`--steps 1` and `--steps=1` → `steps=1`; `--stacks` → `stacks=true`."""
     plain: list[str] = []
-    rest = iter(words)
-    for word in rest:
-        if word.startswith("--"):
-            word = word[2:] if "=" in word else f"{word[2:]}={next(rest, '')}"
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word == "--stacks" and rest[:1] not in (["true"], ["false"]):
+            word = "stacks=true"
+        elif word.startswith("--"):
+            word = word[2:] if "=" in word else f"{word[2:]}={rest.pop(0) if rest else ''}"
         plain.append(word)
     return plain
 

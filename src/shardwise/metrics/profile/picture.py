@@ -13,6 +13,7 @@ from shardwise.metrics.profile.kinds import COMMUNICATION, COMPUTE, COPY, KINDS,
 from shardwise.metrics.profile.phases import PHASES, host_phases
 from shardwise.metrics.profile.steps import StepWindow, step_windows, within
 from shardwise.metrics.profile.summary import ProfileSummary
+from shardwise.metrics.profile.table import calls_of
 from shardwise.metrics.profile.trace import DeviceEvents, Trace
 
 # Colours that people with any colour vision tell apart, as far as eleven kinds allow
@@ -130,7 +131,8 @@ def _kernels(axis: Any, summary: ProfileSummary) -> None:
     for row, kernel in enumerate(kernels):
         axis.barh(row, kernel.total_ms, color=COLOURS[kernel.kind])
         text = (
-            f"{short_name(kernel.name, 80)}   {kernel.total_ms:.2f} ms, {kernel.calls:,.0f} x {kernel.mean_us:,.1f} µs"
+            f"{short_name(kernel.name, 80)}   {kernel.total_ms:.2f} ms, {calls_of(kernel.calls)} x "
+            f"{kernel.mean_us:,.1f} µs"
         )
         axis.text(kernel.total_ms + longest * 0.008, row, text.replace("$", r"\$"), va="center", fontsize=9)
     names = [kernel.kind for kernel in kernels]

@@ -68,7 +68,7 @@ def _kernels(summary: ProfileSummary) -> Iterator[str]:
         title = "costliest operators" if summary.is_cpu else "costliest kernels"
         yield f"{title:20}{'ms':>9}{'calls':>8}{'mean µs':>10}"
     for kernel in summary.kernels:
-        figures = f"{kernel.total_ms:9.2f}{kernel.calls:8.0f}{kernel.mean_us:10.1f}"
+        figures = f"{kernel.total_ms:9.2f}{calls_of(kernel.calls):>8}{kernel.mean_us:10.1f}"
         yield f"  {kernel.kind:18}{figures}  {short_name(kernel.name)}"
 
 
@@ -76,7 +76,12 @@ def _phases(summary: ProfileSummary) -> Iterator[str]:
     if summary.phases:
         yield f"{'phases (they overlap)':32}{'host ms':>10}{'device ms':>11}{'calls':>8}"
     for phase in summary.phases:
-        yield f"  {phase.name:30}{phase.host_ms:10.2f}{phase.device_ms:11.2f}{phase.calls:8.0f}"
+        yield f"  {phase.name:30}{phase.host_ms:10.2f}{phase.device_ms:11.2f}{calls_of(phase.calls):>8}"
+
+
+def calls_of(calls: float) -> str:
+    """How often in a step: a whole number, or one that several steps have as their mean."""
+    return f"{calls:,.0f}" if calls == round(calls) else f"{calls:,.1f}"
 
 
 def _cut(text: str, longest: int) -> str:
