@@ -98,10 +98,10 @@ class Profile(Callback):
 
     def _ask(self, trainer: Trainer, request: Request) -> None:
         """Hand on a request, in the thread of rank 0 that has seen it."""
-        busy = {"pytorch": "profiler=pytorch"}.get(self.plan.profiler)
-        busy = busy if self.plan.profile.tool == "torch" else f"profile.tool={self.plan.profile.tool}"
-        if busy is not None:
-            self._answer(request, "failed", f"the run is profiled by {busy} already")
+        tool, profiler = self.plan.profile.tool, self.plan.profiler
+        if tool != "torch" or profiler == "pytorch":
+            word = f"profiler={profiler}" if tool == "torch" else f"profile.tool={tool}"
+            self._answer(request, "failed", f"the run is profiled by {word} already")
             return
         self.asked = request
         signal_requests.ask_for_profile(request.number)

@@ -79,9 +79,8 @@ class Verdicts(Callback):
     def _text(self) -> dict[str, str]:
         """What the progress bar shows."""
         assert self.judge is not None
-        return (
-            {"verdict": ", ".join(dict.fromkeys(one.name for one in found))} if (found := self.judge.in_force) else {}
-        )
+        names = dict.fromkeys(one.name for one in self.judge.in_force)
+        return {"verdict": ", ".join(names)} if names else {}
 
     def read_profile(self) -> None:
         """Take what the run's last profile says, if it has one. Rank 0 calls this from any thread when one is there."""

@@ -35,7 +35,7 @@ def required(root: Path = ROOT) -> list[Package]:
         import platform
 
         version = platform.python_version()
-        made.append(Package("python", python, version, _fits(version, python), install="another Python"))
+        made.append(Package("python", python, version, _fits(version, python), install="install another Python"))
     return made
 
 

@@ -38,7 +38,7 @@ def show_until_it_ends(watch: Watch, console: Console, seconds: float) -> None:
         return
     from rich.live import Live
 
-    # A whole screen of its own is not taken: what was shown last stays there when it ends
+    # The terminal's other screen is not used, so that what was shown last stays when the view ends
     with Live(panel(watch, console.width), console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while not watch.state.is_over:
             time.sleep(seconds)
