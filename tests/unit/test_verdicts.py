@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from shardwise.callbacks.steps import StepLog
 from shardwise.callbacks.verdicts import Verdicts
 from shardwise.config.compose import compose
 from shardwise.metrics.dimensions import sizes_that_miss
+from shardwise.metrics.overrides import larger_micro_batch
 from shardwise.metrics.verdict_rules import RULES
 from shardwise.metrics.verdicts import (
     BUSY,
@@ -46,10 +49,12 @@ WELL = {
 }  # fmt: skip
 
 
+@functools.cache
 def plan(*words: str, accelerator: str = "cuda") -> Plan:
     argv = [f"accelerator={accelerator}", f"devices={RANKS}", "name=v", "micro_batch_size=1",
             "global_batch_size=8", "max_steps=9", *words]  # fmt: skip
-    return make_plan(compose(argv).jobs[0].config, Host(cuda_devices=RANKS, gpu="NVIDIA H200", gpu_capability=(9, 0)))
+    host = Host(cuda_devices=RANKS, xpu_devices=RANKS, gpu="NVIDIA H200", gpu_capability=(9, 0))
+    return make_plan(compose(argv).jobs[0].config, host)
 
 
 def judge(*words: str, parameters: int = 10**8, accelerator: str = "cuda") -> Judge:
@@ -82,7 +87,7 @@ CASES: dict[str, tuple[dict[str, list[float]], str, str, str]] = {  # row → na
     "heat": (one("gpu/held_down_by_heat", 0.4, 0.0), "held down", "heat", "cooling"),
     "memory": (active(0.8, 0.1), "memory-bound", "", "compile=layer"),
     "tensor cores": (active(0.2, 0.8), "compute-bound", "", "fp8"),
-    "garbage": (one(COLLECTING, 0.01, 0.0), "garbage collection", "", "gc_every_n_steps=1000"),
+    "garbage": (one(COLLECTING, 0.01, 0.0), "garbage collection", "", "make fewer objects"),
 }  # fmt: skip
 
 
@@ -97,6 +102,48 @@ def test_three_rows_make_a_verdict_and_two_do_not(case: str) -> None:
         assert found.rank == 2 and "rank 2 (host node-1, GPU 0)" in found.sentence
     assert told(at, [row] * 9) == [], "it is told once"
     assert [v.name for v in at.in_force] == ([] if found.is_note else [name])
+
+
+GRAPHS = ["compile=layer", "compile.cudagraphs=true"]
+RUNS: dict[str, list[list[str]]] = {  # accelerator → words of runs
+    "cuda": [[], GRAPHS, [*GRAPHS, "micro_batch_size=2"], ["strategy=fsdp", "compile=layer"],
+             ["strategy=fsdp_hybrid", "strategy.shard_size=2"], ["strategy=zero3"], ["gc_every_n_steps=5"]],
+    "xpu": [["compile=layer"], ["strategy=fsdp"]],
+    "cpu": [["strategy=fsdp"]],
+}  # fmt: skip
+OVERRIDE = re.compile(r"(?<![\w.])[a-z_]+(?:\.[a-z_]+)*=\w+")
+
+
+@pytest.mark.parametrize("accelerator", RUNS)
+def test_the_run_can_take_each_override_that_a_verdict_names(accelerator: str) -> None:
+    followed = set()
+    for words in RUNS[accelerator]:
+        faults = [told(judge(*words, accelerator=accelerator), [row] * 9) for row, *_ in CASES.values()]
+        faults.append(told(judge(*words, accelerator=accelerator), [WELL] * 9, 0.3))
+        faults.append(told(judge(*words, accelerator=accelerator), [one(RETRIES, float(i), 0.0) for i in range(9)]))
+        for found in (verdict for verdicts in faults for verdict in verdicts):
+            for choice in re.split("; | or ", found.remedy):
+                named = {word.partition("=")[0]: word for word in OVERRIDE.findall(choice)}
+                kept = [
+                    word for word in words if not word.startswith(tuple(f"{name}{c}" for name in named for c in "=."))
+                ]
+                plan(*kept, *named.values(), accelerator=accelerator)  # raises an error where one is refused
+                followed |= named.keys()
+    assert "activation_checkpointing" in followed
+
+
+def test_a_larger_micro_batch_divides_the_global_one() -> None:
+    assert larger_micro_batch(plan("global_batch_size=48")) == "micro_batch_size=2 (global_batch_size=48 stays)"
+    assert larger_micro_batch(plan("global_batch_size=12")) == "micro_batch_size=3 (global_batch_size=12 stays)"
+    assert larger_micro_batch(plan("global_batch_size=4")) == "micro_batch_size=2 global_batch_size=8"
+
+
+def test_garbage_of_young_objects_is_not_mended_by_rarer_full_collections() -> None:
+    row, *_ = CASES["garbage"]
+    (young,), (full,) = told(judge(), [row] * 9), told(judge("gc_every_n_steps=5"), [row] * 9)
+    assert "gc_every_n_steps=" not in young.remedy and "gc_every_n_steps=50" in full.remedy
+    (python,) = told(judge("gc_every_n_steps=null"), [row] * 9)
+    assert "gc_every_n_steps=100" in python.remedy
 
 
 def test_a_healthy_run_has_no_verdict_and_nor_has_one_of_very_short_steps() -> None:

@@ -26,12 +26,17 @@ def remedies(plan: Plan, memory: GpuMemory | None, requested: float | None) -> l
         words.append("strategy.reshard_after_forward=true")
     if strategy.name.startswith("fsdp") and strategy.defer_gradient_sync:
         words.append("strategy.defer_gradient_sync=false")
+    ungraphed = " compile.cudagraphs=false" * plan.compile.cudagraphs  # graphs are for ddp alone
     sharded = "zero3" if strategy.zero_stage and plan.compile.name != "model" else "fsdp"
     if strategy.name not in ("fsdp", "zero3") and ranks > 1:
-        words.append(f"strategy={sharded} (parameters, gradients and optimizer state sharded over the {ranks} ranks)")
+        words.append(
+            f"strategy={sharded}{ungraphed} (parameters, gradients and optimizer state sharded over the {ranks} ranks)"
+        )
     if trains and plan.accelerator == "cuda" and plan.precision.name != "fp64":
         if not strategy.zero_stage:
-            words.append("strategy=zero2 strategy.offload_optimizer=true (its state and step on the CPU; DeepSpeed)")
+            words.append(
+                f"strategy=zero2 strategy.offload_optimizer=true{ungraphed} (its state and step on the CPU; DeepSpeed)"
+            )
         elif not strategy.offload_optimizer:
             words.append("strategy.offload_optimizer=true (its state and step on the CPU)")
     if strategy.zero_stage == 3 and plan.accelerator == "cuda" and not strategy.offload_parameters:

@@ -48,6 +48,6 @@ def fewer_transfers(plan: Plan) -> str:
         return "strategy.reshard_after_forward=false gathers parameters once, and keeps them until the backward pass"
     if strategy.name == "fsdp" and plan.topology.nodes > 1:
         return "strategy=fsdp_hybrid gathers parameters within a node alone"
-    if strategy.zero_stage == 3:
+    if strategy.zero_stage == 3 and not strategy.offload_parameters:  # zero2 would need room for all parameters
         return "strategy=zero2 gathers no parameters within a step"
     return f"global_batch_size={2 * plan.global_batch_size} sends half as much for each sample"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from shardwise.metrics.overrides import measures_gpus, more_workers
 from shardwise.metrics.verdicts import (
     BUSY,
     COMPUTE,
@@ -19,7 +20,6 @@ from shardwise.metrics.verdicts import (
     mean,
     of_others,
 )
-from shardwise.plan import Plan
 
 HOST_BUSY = 0.8  # of the step: a host that does less is ahead of its GPU, and slows nobody
 _CLOCK = "gpu/sm_clock_mhz"
@@ -43,12 +43,13 @@ def straggler(seen: Seen, run: Circumstances) -> Iterator[Verdict]:
                 found.pop((rank, other), None)
     if found:
         rank, cause = max(found, key=found.__getitem__)
-        what, remedy = _OF_CAUSE[cause]
+        what, remedy, preflight = _OF_CAUSE[cause]
+        word = more_workers(run.plan) + ", on its host" if cause == "data" else remedy
         yield Verdict(
             "straggler",
             f"{run.where(rank)} is slower than the others, which wait for it: {what} "
             f"({found[rank, cause]:.0%} of a step more than the median of the others)",
-            f"{more_workers(run.plan)}, on its host" if cause == "data" else remedy,
+            word + (measures_gpus(run.plan, preflight) if preflight else ""),
             {"excess": found[rank, cause]}, found[rank, cause], rank, cause,
         )  # fmt: skip
 
@@ -100,20 +101,13 @@ _CAUSES: dict[str, tuple[str, Callable[..., int], _Excess]] = {
     "compute": (COMPUTE, max, _computes_longer),
 }
 _EXPLAINS = {"clock": ("compute", "host"), "host": ("compute",)}
+# Cause → what is so, what helps, and what preflight says of it
 _OF_CAUSE = {
-    "data": ("its data come late", ""),
+    "data": ("its data come late", "", ""),
     "host": ("its host is slow", "look for other processes on that host, and for work that training_step does there "
-                                 "alone"),
-    "clock": ("its GPU runs at a lower clock", "preflight=true finds such a GPU before the run, and "
-                                               "exclude_bad_nodes=true leaves its node out"),
-    "compute": ("it computes longer", "look whether its samples are longer or training_step does more there; if not, "
-                                      "preflight=true measures the GPU"),
+                                 "alone", ""),
+    "clock": ("its GPU runs at a lower clock", "look at the cooling and power of that node",
+              "finds such a GPU before the run, and exclude_bad_nodes=true leaves its node out"),
+    "compute": ("it computes longer", "look whether its samples are longer or training_step does more there",
+                "measures its GPU, if it is neither"),
 }  # fmt: skip
-
-
-def more_workers(plan: Plan) -> str:
-    """What makes data come sooner."""
-    workers = (plan.data or {}).get("num_workers")
-    if isinstance(workers, int):
-        return f"data.num_workers={max(4, 2 * workers)} reads ahead with more processes"
-    return "give the loader more workers (num_workers=), or data that need less work"

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from shardwise.metrics.communication import expected_seconds, fewer_transfers, reduces_too_often
 from shardwise.metrics.memory_rules import allocator_at_limit, leaking_memory
-from shardwise.metrics.stragglers import more_workers, straggler
+from shardwise.metrics.overrides import faster_products, fewer_launches, measures_gpus, more_workers
+from shardwise.metrics.stragglers import straggler
 from shardwise.metrics.verdicts import (
     COLLECTING,
     COLLECTIONS,
@@ -57,16 +58,10 @@ def host_bound(seen: Seen, run: Circumstances) -> Iterator[Verdict]:
     if min(shares) <= HOST_BOUND or max(seen.means(DATA_WAIT).values(), default=0.0) > run.limits.data_wait:
         return  # a device that waits for data is idle, too
     share = mean(shares)
-    if run.plan.compile.name == "none":
-        word = "compile=layer launches fewer kernels"
-    elif not run.plan.compile.cudagraphs:
-        word = "compile.cudagraphs=true launches all kernels of a graph at once"
-    else:
-        word = f"micro_batch_size={2 * run.plan.micro_batch_size} gives each kernel more to do"
     yield Verdict(
         "host-bound",
         f"in {share:.0%} of the steps the device has nothing left to do when the host begins the next one",
-        f"{word}; a .item() or print of a tensor in training_step also makes the host wait",
+        f"{fewer_launches(run.plan)}; a .item() or print of a tensor in training_step also makes the host wait",
         {"device_idle": share},
         share,
     )
@@ -103,8 +98,7 @@ def memory_bound(seen: Seen, run: Circumstances) -> Iterator[Verdict]:
 def compute_bound(seen: Seen, run: Circumstances) -> Iterator[Verdict]:
     memory, tensor = _active(seen, "dram"), _active(seen, "tensor")
     if min(tensor) > BUSY_UNIT and 0 <= max(memory) < IDLE_UNIT:
-        word = "precision=fp8 computes faster" if run.plan.precision.fp8 is None else "only more GPUs are faster"
-        remedy = f"this is how it should be; {word}"
+        remedy = f"this is how it should be; {faster_products(run.plan)}"
         yield Verdict(
             "compute-bound", _ACTIVE.format(mean(memory), mean(tensor)), remedy, _numbers(memory, tensor), is_note=True
         )
@@ -131,7 +125,7 @@ def held_down(seen: Seen, run: Circumstances) -> Iterator[Verdict]:
                     "held down",
                     f"the clock of {run.where(rank)} is held down {shares[rank]:.0%} of the time, "
                     f"by {reason.replace('_', ' ')}",
-                    "look at its cooling and power; preflight=true measures every GPU before the run",
+                    "look at its cooling and power" + measures_gpus(run.plan, "measures every GPU before the run"),
                     {name: shares[rank]}, shares[rank], rank, reason,
                 )  # fmt: skip
 
@@ -141,17 +135,23 @@ def garbage_collection(seen: Seen, run: Circumstances) -> Iterator[Verdict]:
     if min(max(share.values(), default=0.0) for share in shares) <= GARBAGE:
         return
     rank = max(shares[-1], key=shares[-1].__getitem__)
-    share, every = mean([max(share.values()) for share in shares]), run.plan.gc_every_n_steps
-    word = "gc_every_n_steps=100 lets all ranks collect at once" if every is None else (
-        f"gc_every_n_steps={10 * every} collects all of it less often"
-    )  # fmt: skip
+    share = mean([max(share.values()) for share in shares])
     yield Verdict(
         "garbage collection",
         f"Python's garbage collector takes {share:.0%} of a step, on {run.where(rank)}",
-        f"{word}; better, make fewer objects in a step, or call gc.freeze() after those that stay",
+        _less_garbage(seen, run.plan.gc_every_n_steps),
         {"share": share, "collections": seen.last[-1].known(COLLECTIONS).get(rank, 0.0)},
         share,
     )
+
+
+def _less_garbage(seen: Seen, every: int | None) -> str:
+    fewer = "make fewer objects in a step that refer to each other"
+    if every is None:
+        return f"gc_every_n_steps=100 lets all ranks collect at once; or {fewer}"
+    if any(one.steps < every for one in seen.last):  # in some observation nothing but young objects was collected
+        return f"{fewer}: these are collections of young objects, which gc_every_n_steps does not change"
+    return f"gc_every_n_steps={10 * every} collects all of it less often; or {fewer}"
 
 
 def dimensions(seen: Seen, run: Circumstances) -> Iterator[Verdict]:
@@ -176,9 +176,9 @@ RULES = (
     ),
     Rule(
         "host-bound",
-        "in more than 20 % of the steps the device has ended the last step when the host begins the next, though the "
-        "data are there. Not known under zero1 to zero3 and fp16, which make the host wait in each step",
-        "`compile=layer`, then `compile.cudagraphs=true`, then a larger `micro_batch_size`",
+        "GPUs: in more than 20 % of the steps the device has ended the last step when the host begins the next, though "
+        "the data are there. Not known under zero1 to zero3 and fp16, which make the host wait in each step",
+        "`compile=layer`, then `compile.cudagraphs=true` under ddp, then a larger `micro_batch_size`",
         host_bound,
     ),
     Rule(
@@ -219,13 +219,13 @@ RULES = (
     Rule(
         "garbage collection",
         "Python's garbage collector takes more than 2 % of a rank's step",
-        "`gc_every_n_steps`, fewer objects",
+        "fewer objects in a step; `gc_every_n_steps`, if it is full collections that take so long",
         garbage_collection,
     ),
     Rule(
         "leaking memory",
-        "what is held between two steps grows in every quarter of the run, by more than 2 % and 64 MiB on the device "
-        "or 128 MiB on the host",
+        "what is held between two steps grows in every quarter of the run, which has 17 rows or more, by more than 2 % "
+        "and 64 MiB on the device or 128 MiB on the host in all",
         "`memory_history=true`",
         leaking_memory,
         needs_long_steps=False,
