@@ -151,5 +151,10 @@ def test_mfu_waiting_and_the_first_step() -> None:
     assert meter.mfu(meter.steady) == pytest.approx(16e12 / (4.0 * 4 * 100e12))
     assert meter.training_seconds == pytest.approx(4.0 + 2.0), "the first step compiled: it counts as the others"
     assert meter.take_interval() == Sums(3, 34.0, 1.0, 90.0, 17e12) and meter.take_interval() == Sums()
+    meter.leave_out(range(1, 2))
+    meter.add(step_of(2.0, 0.25, 1.0), 40.0, 8e12)
+    assert meter.take_interval() == Sums() and meter.weight == 130.0, (
+        "a profiled step has no speed, and its tokens count"
+    )
     OneGpu.peak_tflops = None
     assert meter.mfu(meter.steady) is None

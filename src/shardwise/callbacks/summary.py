@@ -40,7 +40,8 @@ class Summary(Callback):
         baselines = baselines_of(trainer.datamodule)  # type: ignore[attr-defined]
         unit = loss_weight_unit_of(pl_module)
         meter = self.steps.meter
-        steady = meter.steady
+        steady, measured_steps = meter.steady, meter.first.steps + meter.rest.steps
+        all_profiled = self.steps.steps > 0 and not measured_steps
         seconds = max(steady.seconds, 1e-9)
         memory = memory_counts(strategy_of(trainer).root_device)
         measured = final_metrics(trainer, rows)
@@ -49,16 +50,17 @@ class Summary(Callback):
             "stopped_early": self._stop(trainer),
             "samples": trainer.strategy.train_loader.consumed,  # type: ignore[attr-defined]
             "steps_this_process": self.steps.steps,
-            f"{unit}_this_process": round(meter.first.weight + meter.rest.weight) or None,
+            f"{unit}_this_process": round(meter.weight) or None,
+            "measured_steps_this_process": measured_steps,  # the others were profiled, and no speed has them in it
             "training_seconds": round(meter.first.seconds + meter.rest.seconds, 2),
             "first_step_seconds": round(meter.first.seconds, 3),
             # these leave out the first step, where there are others
-            "step_seconds": steady.seconds / max(steady.steps, 1),
-            "samples_per_second": steady.steps * self.plan.global_batch_size / seconds,
+            "step_seconds": None if all_profiled else steady.seconds / max(steady.steps, 1),
+            "samples_per_second": None if all_profiled else steady.steps * self.plan.global_batch_size / seconds,
             f"{unit}_per_second": steady.weight / seconds or None,
             "mfu": meter.mfu(steady),
-            "data_wait": steady.waiting_seconds / seconds,
-            "goodput": meter.goodput if self.steps.steps else None,
+            "data_wait": None if all_profiled else steady.waiting_seconds / seconds,
+            "goodput": meter.goodput if measured_steps else None,
             # under DeepSpeed the inner optimizer, which may be another class than the config names
             "optimizers": [type(getattr(o, "optimizer", o)).__name__ for o in trainer.optimizers],
             "attention": kernels_that_ran() or None,
@@ -95,19 +97,24 @@ class Summary(Callback):
         """The lines of the table: names in words, numbers with their units."""
         speeds = [(unit, summary[f"{unit}_per_second"]), ("samples", summary["samples_per_second"])]
         seconds, first = summary["training_seconds"], summary["first_step_seconds"]
+        made, measured_steps = summary["steps_this_process"], summary["measured_steps_this_process"]
+        which = f"the {count(made, 'step')}"
+        if measured_steps < made:
+            which = f"{measured_steps:,} of {which}"
+        rest = f"; the other {made - measured_steps:,} were profiled" if measured_steps < made else ""
         lines = {
             "trained": f"{count(summary['steps'], 'step')}, {count(summary['samples'], 'sample')}",
-            "time": f"{seconds:,.1f} s in the {count(summary['steps_this_process'], 'step')} of this process, the "
-            f"first "
-            f"{first:,.1f} s",
-            "speed": ", ".join(f"{speed:,.0f} {word}/s" for word, speed in speeds if speed) or "no step was due",
+            "time": f"{seconds:,.1f} s in {which} of this process, the first {first:,.1f} s{rest}",
+            "speed": ", ".join(f"{speed:,.0f} {word}/s" for word, speed in speeds if speed)
+            or ("every step was profiled" if made else "no step was due"),
         }
         if (stop := summary["stopped_early"]) is not None:
             why = f": {stop['reason']}" if stop["reason"] else ""
             lines["stopped early"] = f"at step {stop['step']:,} by {stop['by']}{why}"
         if summary["mfu"] is not None:
             lines["MFU"] = f"{summary['mfu']:.1%} of {self.plan.peak_tflops:,.0f} TFLOP/s a GPU"
-        lines["waiting for data"] = f"{summary['data_wait']:.1%} of the time"
+        if summary["data_wait"] is not None:
+            lines["waiting for data"] = f"{summary['data_wait']:.1%} of the time"
         if summary["goodput"] is not None:
             lines["goodput"] = f"{summary['goodput']:.1%} of the time since the run was first started became steps"
         if (ran := summary["attention"]) is not None:

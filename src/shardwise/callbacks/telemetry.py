@@ -66,8 +66,7 @@ class TelemetryLog(Callback):
     def _on_row(self, step: int, row: dict[str, float], values: dict[str, list[float]]) -> None:
         if self._trainer is None or not self._trainer.is_global_zero:
             return
-        meter = self.steps.meter
-        self.energy.add(_total(values, _JOULES), meter.first.weight + meter.rest.weight)
+        self.energy.add(_total(values, _JOULES), self.steps.meter.weight)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._telemetry is None:
@@ -79,8 +78,7 @@ class TelemetryLog(Callback):
             return
         last = gather_objects(strategy_of(trainer).mesh.group("world"), rest.get(_JOULES, 0.0))
         if trainer.is_global_zero:
-            meter = self.steps.meter
-            self.energy.add(sum(last), meter.first.weight + meter.rest.weight)
+            self.energy.add(sum(last), self.steps.meter.weight)
             self.energy.write()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

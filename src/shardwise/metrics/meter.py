@@ -42,6 +42,7 @@ class Meter:
         self.first = Sums()  # this process's first step, which compiles, allocates and connects
         self.rest = Sums()  # this process's other steps
         self.interval = Sums()  # the steps since the last row
+        self.weight = 0.0  # of all steps of this process, profiled ones too
         self.profiled_steps: set[int] = set()  # steps that are profiled, and take longer for that
         self.spent_before = 0.0  # seconds of earlier processes' steps, up to the checkpoint that the run goes on from
         self.started = process_start()  # when the run's first process was started
@@ -58,6 +59,7 @@ class Meter:
 
     def add(self, step: StepRecord, weight: float, flops: float) -> None:
         """Add a step. `weight` and `flops` are those of all ranks."""
+        self.weight += weight
         if step.number in self.profiled_steps:
             self.profiled_steps.remove(step.number)
             return

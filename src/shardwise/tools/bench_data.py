@@ -177,7 +177,7 @@ def appetite_of(run_dir: Path) -> Appetite:
     try:
         summary = json.loads((run_dir / SUMMARY).read_text())
         plan = Plan.from_json((run_dir / PLAN).read_text())
-        rate, unit = float(summary["samples_per_second"]), plan.topology.world_size
+        rate, unit = float(summary["samples_per_second"] or 0.0), plan.topology.world_size
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"run={run_dir}: its {SUMMARY} does not say how fast it was ({type(error).__name__}: {error}); name the "
