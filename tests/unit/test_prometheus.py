@@ -5,11 +5,13 @@ import json
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -77,8 +79,9 @@ def test_a_file_has_the_ranks_numbers_in_base_units_and_goes_at_the_end(tmp_path
     exporter._write()
     families = list(text_string_to_metric_families(prometheus_files.paths(plan)[0].read_text()))
     labels = [sample.labels for family in families for sample in family.samples]
-    assert {"run": "run", "rank": "1", "host": 'no"de2', "gpu": "GPU-b"} in labels
-    assert all(keys.keys() in ({"run"}, {"run", "rank", "host", "gpu"}) for keys in labels)
+    assert {"run": "run", "runs_dir": str(tmp_path), "rank": "1", "host": 'no"de2', "gpu": "GPU-b"} in labels
+    of_run = {"run", "runs_dir"}
+    assert all(keys.keys() in (of_run, of_run | {"rank", "host", "gpu"}) for keys in labels)
     assert samples(prometheus_files.paths(plan)[0].read_text())["shardwise_gpu_sm_clock_hertz", "1"] == 2e6
     exporter.stop()
     assert list(site.iterdir()) == [] and not (tmp_path / "run/metrics.prom").exists()
@@ -122,6 +125,48 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path, how: str) 
     with pytest.raises(OSError, match="site"):
         Exporter(plan, RANKS).start()
     assert threading.active_count() == threads and not any(path.exists() for path in prometheus_files.paths(plan))
+
+
+def test_two_runs_of_one_name_have_no_series_in_common(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    exporters = [Exporter(plan_of(tmp_path / folder, "textfile", site), RANKS) for folder in ("a", "b")]
+    for exporter in exporters:
+        exporter.update(ROW, VALUES)
+        exporter.start()
+    series = [
+        (sample.name, *sorted(sample.labels.items()))
+        for path in site.iterdir()
+        for family in text_string_to_metric_families(path.read_text())
+        for sample in family.samples
+    ]
+    assert len(set(series)) == len(series), "a node exporter drops a series that it reads twice"
+    for exporter in exporters:
+        exporter.stop()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            {"prometheus_port": "taken"},
+            "metrics.prometheus_port=taken: Address already in use; metrics.",
+        ),
+        ({"prometheus_address": "no.such.host.invalid"}, "metrics.prometheus_address=no.such.host.invalid: "),
+        ({"prometheus_address": "192.0.2.1"}, "metrics.prometheus_address=192.0.2.1: "),
+        ({"prometheus": "textfile", "prometheus_directory": "/proc"}, "/proc/shardwise-run-"),
+    ],
+)
+def test_what_cannot_be_listened_on_is_named_with_its_word(tmp_path: Path, words: dict[str, Any], says: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        if "prometheus_port" in words:
+            words, says = words | {"prometheus_port": port}, says.replace("taken", str(port))
+        plan = plan_of(tmp_path, "http")
+        exporter = Exporter(dataclasses.replace(plan, metrics=dataclasses.replace(plan.metrics, **words)), RANKS)
+        with pytest.raises(OSError) as error:
+            exporter.start()
+        assert exporter.why_not(error.value).startswith(says)
 
 
 def test_files_of_killed_runs_go_with_the_next_start_and_no_others(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class PrometheusExport(Callback):
             self.steps.write(f"prometheus: {exporter.start()}")
             self.exporter = exporter
         except OSError as error:
-            self.steps.write(f"prometheus: the run goes on without it: {error}")
+            self.steps.write(f"prometheus: the run goes on without it: {exporter.why_not(error)}")
 
     def _on_row(self, step: int, row: dict[str, float], values: dict[str, list[float]]) -> None:
         if self.exporter is None:

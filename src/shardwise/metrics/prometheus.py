@@ -7,7 +7,9 @@ Prometheus keep a series for every step.
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from shardwise.run_dir import prometheus_files
 
 _SECONDS = 5.0  # between two writes of the file; Prometheus looks every 15 to 60 s
 _JOIN_SECONDS = 1.0
+_RUN_LABELS = ["run", "runs_dir"]
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,19 @@ class Exporter:
         prometheus_files.write_targets(self.plan, where)
         return f"http://{where}/metrics, which {prometheus_files.paths(self.plan)[-1]} names"
 
+    def why_not(self, error: OSError) -> str:
+        """Why `start` has failed, with the words that it was told by."""
+        reason = error.strerror or str(error)
+        if self.plan.metrics.prometheus == "textfile":
+            return f"{error.filename or 'the file'} cannot be written: {reason}"
+        words = f"metrics.prometheus_address={self.plan.metrics.prometheus_address}"
+        if error.errno == errno.EADDRINUSE:
+            words = f"metrics.prometheus_port={self.plan.metrics.prometheus_port}"
+            return f"{words}: {reason}; metrics.prometheus_port=0 takes a free port"
+        if error.errno in (errno.EACCES, errno.EPERM):
+            return f"metrics.prometheus_port={self.plan.metrics.prometheus_port}: {reason}; give one above 1023, or 0"
+        return f"{words}: {reason}; give an address of this node, or 0.0.0.0 for every one"
+
     def update(self, of_run: dict[str, float], of_ranks: dict[str, list[float]]) -> None:
         """Take a row: the run's numbers by name, and those of each rank, NaN where a rank does not know one."""
         for name in SUMMED_SERIES.keys() & of_ranks.keys():
@@ -185,21 +201,23 @@ class Exporter:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-        numbers, run = self.numbers, self.plan.run_id
+        numbers = self.numbers
+        # Two runs may have one name: what a node exporter reads twice with the same labels, it drops
+        run = [self.plan.run_id, os.path.dirname(os.path.abspath(self.plan.run_dir))]
         for name, series in (RUN_SERIES | OTHER_SERIES).items():
             if name in numbers.of_run:
-                family = families[series.kind](f"shardwise_{series.name}", series.says, labels=["run"])
-                family.add_metric([run], numbers.of_run[name] * series.factor)
+                family = families[series.kind](f"shardwise_{series.name}", series.says, labels=_RUN_LABELS)
+                family.add_metric(run, numbers.of_run[name] * series.factor)
                 yield family
         for name, series in (RANK_SERIES | SUMMED_SERIES).items():
             known = {r: v for r, v in enumerate(numbers.of_ranks.get(name, [])) if not math.isnan(v)}
             if known:
                 family = families[series.kind](
-                    f"shardwise_{series.name}", series.says, labels=["run", "rank", "host", "gpu"]
+                    f"shardwise_{series.name}", series.says, labels=[*_RUN_LABELS, "rank", "host", "gpu"]
                 )
                 for rank, value in known.items():
                     labels = self.ranks[rank]
-                    family.add_metric([run, str(rank), labels.host, labels.gpu], value * series.factor)
+                    family.add_metric([*run, str(rank), labels.host, labels.gpu], value * series.factor)
                 yield family
 
 
