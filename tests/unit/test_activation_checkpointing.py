@@ -195,6 +195,46 @@ def test_a_layer_that_is_not_one_graph_is_checkpointed_around_its_pieces(words: 
     torch.testing.assert_close(model[0].statistics.running_mean, plain[0].statistics.running_mean)
 
 
+class Remembering(Layer):
+    """A layer whose result depends on what its earlier calls have left: an average in a buffer, written to in place; a
+    buffer that is put in the place of another; numbers in attributes. It also has a BatchNorm."""
+
+    average: Tensor
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(16)
+        self.register_buffer("average", torch.zeros(16))
+        self.register_buffer("scale", torch.ones(()))
+        self.calls, self.last = 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.statistics(x.flatten(0, 1)).view_as(x)
+        self.calls += 1
+        if self.last is None:
+            self.last = 1.5
+        self.scale = self.scale * 1.1
+        self.average.mul_(0.5).add_(x.detach().square().mean((0, 1)), alpha=0.5)
+        return super().forward(x - self.average * self.scale) * (self.calls + self.last)
+
+
+@pytest.mark.parametrize("words", [["activation_checkpointing=full"], [SELECTIVE]], ids=["full", "selective"])
+def test_a_layer_is_computed_again_from_the_state_that_it_had(words: list[str]) -> None:
+    """Two micro-batches are on their way before the first backward pass, and nothing is counted twice."""
+    model, plain = prepared(Remembering, *words), prepared(Remembering)
+    for _ in range(2):
+        for either in (model, plain):
+            losses = [either(batch() * n).square().mean() for n in (1, 2)]
+            for loss in losses:
+                loss.backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None and torch.equal(ours.grad, theirs.grad), name
+    for (name, ours), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert [(layer.calls, layer.last) for layer in model] == [(4, 1.5)] * LAYERS
+
+
 class Random(Layer):
     """Two draws of random numbers in one layer, of which the user wants one kept."""
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import re
 import shlex
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,16 @@ from shardwise.plan import Host, Plan, make_plan
 from shardwise.plan.profiling import Debugging, Profiling
 from shardwise.process.signals import SignalRequests, to_leave, to_profile, to_save
 from shardwise.run_dir.files import profile_folder
-from shardwise.run_dir.profile_request import MOST_STEPS, Request
+from shardwise.run_dir.profile_request import (
+    MOST_STEPS,
+    Answer,
+    Request,
+    read_answer,
+    read_request,
+    remove_request,
+    write_answer,
+    write_request,
+)
 from shardwise.tools import main
 from tests.harness.cells import cell_plan
 from tests.harness.nsys_export import NsysExport
@@ -180,12 +192,9 @@ def test_layers_are_marked_by_hooks_that_are_removed() -> None:
 
 
 def test_a_request_is_read_once_it_is_whole(tmp_path: Path) -> None:
-    from shardwise.run_dir.profile_request import Answer, read_answer, read_request, remove_request, write_answer
-    from shardwise.run_dir.profile_request import write_request as write
-
     request = Request(steps=3)
     assert read_request(tmp_path) is None
-    write(tmp_path, request)
+    write_request(tmp_path, request)
     assert read_request(tmp_path) == request and read_answer(tmp_path, request) is None
     write_answer(tmp_path, Answer(request.id, "begun", "folder"))
     assert read_answer(tmp_path, request) == Answer(request.id, "begun", "folder")
@@ -194,6 +203,47 @@ def test_a_request_is_read_once_it_is_whole(tmp_path: Path) -> None:
     assert read_request(tmp_path) == request
     remove_request(tmp_path, request)
     assert read_request(tmp_path) is None
+
+
+ANSWERS: dict[str, tuple[str | None, str]] = {  # what a run does with the request → what the user reads of it
+    "nothing": (None, "the run in {} has not answered for 1 s: it trains no step yet, was started by an earlier "
+                      "version, or hangs; see its logs/"),
+    "seen": ("", "no profile after wait_seconds=1: the run has seen the request; give it more, or look into {} later"),
+    "begun": ("", "no profile after wait_seconds=1: the run is being profiled; give it more, or look into {} later"),
+    "failed": ("the run has ended with step 9", "{}: the run has ended with step 9"),
+    "dies": (None, "the run in {} is not under way: it was stopped, or has died; start it with profile.start=N to "
+                   "profile its step N"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("does", ANSWERS)
+def test_a_run_that_gives_no_profile_is_not_waited_for_for_ever(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], does: str
+) -> None:
+    text, message = ANSWERS[does]
+    (tmp_path / "plan.json").write_text("{}")
+    trains = os.open(tmp_path, os.O_RDONLY)  # the lock of a process that trains
+    fcntl.flock(trains, fcntl.LOCK_EX)
+
+    def react() -> None:
+        while (request := read_request(tmp_path)) is None:
+            time.sleep(0.02)
+        if text is not None:
+            write_answer(tmp_path, Answer(request.id, does, text))  # type: ignore[arg-type]
+        elif does == "dies":
+            os.close(trains)
+
+    run = threading.Thread(target=react)
+    run.start()
+    try:
+        assert main(["profile", str(tmp_path), "wait_seconds=1"]) == 2
+    finally:
+        run.join()
+        if does != "dies":
+            os.close(trains)
+    said = capsys.readouterr().err
+    assert said.strip().endswith(message.format(tmp_path)) and said.count("\n") == 1
+    assert read_request(tmp_path) is None, "the request is taken back"
 
 
 FAKE_NSYS = """#!/bin/sh

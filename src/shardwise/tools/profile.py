@@ -140,12 +140,14 @@ def _wait(run_dir: Path, request: Request, seconds: float) -> Path:
             raise ConfigError(f"{run_dir}: {answer.text}")
         if answer is None and waited > min(seconds, _ANSWER_SECONDS):
             raise ConfigError(
-                f"the run in {run_dir} does not answer after {waited:.0f} s: it trains no step yet, was started by an "
+                f"the run in {run_dir} has not answered for {waited:.0f} s: it trains no step yet, was started by an "
                 f"earlier version, or hangs; see its logs/"
             )
         if waited > seconds:
-            raise ConfigError(f"no profile after wait_seconds={seconds:.0f}: {_state(answer)}; give more, or look into "
-                              f"{run_dir} later")  # fmt: skip
+            raise ConfigError(
+                f"no profile after wait_seconds={seconds:g}: the run {_state(answer)}; give it more, or look into "
+                f"{run_dir} later"
+            )
         _check_runs(run_dir)
         if answer is not None and answer.state != shown:
             shown = answer.state
