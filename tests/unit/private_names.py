@@ -74,12 +74,13 @@ USED = {
     "nn/flash_attention_4.py": "_flash_attn_bwd _flash_attn_fwd",
     "optim/adamw.py": "_foreach_add_",
     "optim/deepspeed_operators.py": "_get_build_directory",
-    "parallel/activation_checkpointing.py": "_buffers _cdata _higher_order_ops _pytree _schema",
+    "parallel/activation_checkpointing.py": "_cdata _higher_order_ops _pytree _schema",
     "parallel/compile.py": "_dynamo _functorch",
     "parallel/float8.py": (
         "_aot_autograd _axiswise_dim _data _dynamo _foreach_norm _functorch _local_tensor _orig_dtype _parameters "
         "_scale"
     ),
+    "parallel/layer_state.py": "_buffers _version",
     "parallel/parallelize.py": "_pytree",
     "parallel/precision.py": "_NormBase _parameters _pytree",
     "parallel/units.py": "_no_split_modules _parameters",
@@ -341,6 +342,7 @@ NAMES = {
     "_modules": name(MODULE, "a hook that reaches for it may look at weights"),
     "_non_persistent_buffers_set": name(MODULE, "which buffers a checkpoint leaves out"),
     "_backward_hooks": name("torch.Tensor", "a tensor with hooks is pickled without them"),
+    "_version": name("torch.Tensor", "whether somebody has written into it"),
     "_is_view": name("torch.Tensor", "a hook on a view is lost when somebody writes into it"),
     "_get_iterator": name("torch.utils.data.DataLoader", "whether a subclass iterates in its own way", "(self)"),
     "_iterator": name("torch.utils.data.DataLoader", "a copy of a loader has an iterator of its own"),

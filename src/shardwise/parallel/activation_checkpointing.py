@@ -10,7 +10,7 @@ import functools
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.errors import ConfigError
+from shardwise.parallel.layer_state import LayerState, own_attributes
 from shardwise.plan.layers import SAVED
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # around the forward, the recomputation
@@ -46,17 +47,17 @@ def recomputed(
     """Wrap `forward` of `unit` so that its activations are computed again in the backward pass instead of being kept.
 
     What the layer keeps from call to call is updated only once, and the recomputation begins with what the forward pass
-    had found: see `_State`. A compiled graph has no side effects that could happen twice.
+    had found: see layer_state.py. A compiled graph has no side effects that could happen twice.
 
     `contexts`: from `keep_results_of`; None: no result is kept. It is the same object for all layers, since a compiled
     layer depends on which one it is.
     """
     compiled: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
-    own = _own_attributes(unit)
+    own = own_attributes(unit)
 
     def eager_contexts() -> Contexts:
         while_forward, while_recomputing = (nullcontext(), nullcontext()) if contexts is None else contexts()
-        state = _State(unit, own)
+        state = LayerState(unit, own)
         return (
             _Around(while_forward, state.watch, state.compare),
             _Around(while_recomputing, state.lend, state.put_back),
@@ -91,69 +92,6 @@ def without_caches(root: nn.Module) -> str | None:
 
 def _caches(config: Any) -> bool:
     return getattr(config, "use_cache", None) is True
-
-
-_Slot = tuple[dict[str, Any], str]  # where a value is: a dictionary of a module, and the name in it
-
-
-def _own_attributes(unit: nn.Module) -> list[_Slot]:
-    """The attributes that a layer's author has given it, and no engine yet: such as counters, and tensors beside the
-    buffers. PyTorch's own layers keep nothing there."""
-    usual = vars(nn.Module()).keys()
-    modules = [module for module in unit.modules() if not type(module).__module__.startswith("torch.nn.")]
-    return [(vars(module), name) for module in modules for name in vars(module).keys() - usual]
-
-
-class _State:
-    """What a layer keeps from call to call in buffers and attributes: as one forward pass has found it.
-
-    Tensors are copied before the forward pass, and those that it has written to or replaced are kept until the layer is
-    computed again, which works on copies too. BatchNorm's kernel does not show (by `_version`) that it writes to its
-    averages; what it computes in training does not depend on them. What changes within a list is not seen.
-    """
-
-    def __init__(self, unit: nn.Module, own: list[_Slot]) -> None:
-        self.unit, self.own = unit, own
-        self._found: list[tuple[_Slot, Any, int | None, Any]] = []  # the value, its version, a copy
-        self._changed: list[tuple[_Slot, Any]] = []
-        self._present: list[tuple[_Slot, Any]] = []
-
-    def watch(self) -> None:
-        self._found = [(slot, value, _version(value), _copy(value)) for slot, value in self._values()]
-
-    def compare(self) -> None:
-        for (where, name), value, version, copy in self._found:
-            if where.get(name) is not value or _version(value) != version:
-                self._changed.append(((where, name), copy))
-        self._found = []
-
-    def lend(self) -> None:
-        """Give the layer what it had, in copies."""
-        self._present = list(self._values())
-        for (where, name), value in [*self._present, *self._changed]:
-            where[name] = _copy(value)
-
-    def put_back(self) -> None:
-        for (where, name), value in self._present:
-            where[name] = value
-        self._present = []
-
-    def _values(self) -> Iterator[tuple[_Slot, Any]]:
-        buffers = ((module._buffers, name) for module in self.unit.modules() for name in module._buffers)
-        return ((slot, slot[0][slot[1]]) for slot in [*buffers, *self.own] if slot[1] in slot[0])
-
-
-def _is_state(value: Any) -> bool:
-    """Whether it is a tensor that a layer may write to: no gradient goes through it."""
-    return isinstance(value, Tensor) and not value.requires_grad
-
-
-def _version(value: Any) -> int | None:
-    return value._version if _is_state(value) and not value.is_inference() else None
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if _is_state(value) else value
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwise.parallel.layer_state import LayerState
 from shardwise.plan.plan import Compile
 
 Function = Callable[..., Any]
@@ -34,22 +35,34 @@ def compiled(function: Function, options: Compile, *, as_one_graph: bool = False
     return torch.compile(function, fullgraph=as_one_graph, options=settings or None)
 
 
-def one_graph_or(function: Function, otherwise: Callable[[], Function], options: Compile) -> Function:
+def one_graph_or(
+    function: Function, otherwise: Callable[[], Function], options: Compile, state: Callable[[], LayerState]
+) -> Function:
     """`function` as one graph; or what `otherwise` makes, from the first call on that shows that this is not possible.
 
     torch finds that out while it compiles, before anything of the call has run. An error of another kind comes again.
+    A graph that writes to buffers computes again from what it has written, so a layer whose first call in training does
+    that (`state`) is called once more, as what `otherwise` makes.
     """
-    chosen, is_one_graph = compiled(function, options, as_one_graph=True), True
+    chosen, is_one_graph, is_tried = compiled(function, options, as_one_graph=True), True, False
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal chosen, is_one_graph
-        if not is_one_graph:
-            return chosen(*args, **kwargs)
+        nonlocal chosen, is_one_graph, is_tried
+        found = None
+        if is_one_graph and not is_tried and torch.is_grad_enabled():
+            found, is_tried = state(), True
+            found.watch()
         try:
-            return chosen(*args, **kwargs)
+            result = chosen(*args, **kwargs)
         except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit):
+            if not is_one_graph:
+                raise
             chosen, is_one_graph = otherwise(), False
             return chosen(*args, **kwargs)
+        if found is not None and found.has_changed_what_matters():
+            chosen, is_one_graph = otherwise(), False
+            result = chosen(*args, **kwargs)
+        return result
 
     return run

@@ -23,6 +23,7 @@ from torch import nn
 
 from shardwise.parallel.activation_checkpointing import Contexts, keep_results_of, recomputed
 from shardwise.parallel.compile import compiled, one_graph_or, prepare_compiler
+from shardwise.parallel.layer_state import LayerState, own_attributes
 from shardwise.parallel.precision import (
     ParameterSites,
     cast_forward,
@@ -68,12 +69,15 @@ def _compile_and_checkpoint(
     def checkpointed_pieces() -> Callable[..., Any]:  # inside a compiled piece no result can be told from another
         return recomputed(unit, compiled(forward, options))
 
+    own = own_attributes(unit)
     if is_checkpointed:
         unit.forward = recomputed(unit, forward, contexts)
     if options.name == "layer":
         whole = unit.forward
         unit.forward = (
-            one_graph_or(whole, checkpointed_pieces, options) if is_checkpointed else compiled(whole, options)
+            one_graph_or(whole, checkpointed_pieces, options, lambda: LayerState(unit, own))
+            if is_checkpointed
+            else compiled(whole, options)
         )
 
 
