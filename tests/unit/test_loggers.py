@@ -52,6 +52,15 @@ def test_what_follows_upon_a_step_goes_into_its_row(tmp_path: Path) -> None:
     assert len(rows()) == 7
 
 
+def test_a_run_goes_on_after_a_power_failure_has_left_zeros_in_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(b"step,a\n1,1.0\n" + b"\0" * 200_000 + b"\n2\r2.0\n3,3.0\n" + b"\0" * 5000)
+    again = CsvLogger(tmp_path)
+    again.rewind(3)
+    again.log_metrics({"a": 4.0}, 4)
+    assert [row["a"] for row in read_rows(path)] == ["1.0", "3.0", "4.0"]
+
+
 def test_another_process_goes_on_in_the_same_file(tmp_path: Path) -> None:
     CsvLogger(tmp_path).log_metrics({"a": 1.0}, 1)
     CsvLogger(tmp_path).log_metrics({"a": 2.0, "b": 3.0}, 2)

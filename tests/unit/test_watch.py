@@ -192,6 +192,10 @@ def test_what_is_not_known_is_not_said(tmp_path: Path) -> None:
     assert said(tmp_path)["state"] == "no sign of life: it may have died"
     folder = running(tmp_path / "one", steps=20, ranks=1)
     assert re.fullmatch(r"[\d.]+", said(folder)["GPU power watts"])  # one rank: no lowest and highest
+    (folder / files.METRICS).write_text(
+        "step,gpu/power_watts,gpu/power_watts_min,gpu/power_watts_max\n1,20,19.9999,20.0001\n"
+    )
+    assert said(folder)["GPU power watts"] == "20"  # all the same, as far as it is shown
 
 
 def test_half_of_a_narrow_terminal_is_left_for_the_values(tmp_path: Path) -> None:

@@ -101,12 +101,12 @@ class Summary(Callback):
         which = f"the {count(made, 'step')}"
         if measured_steps < made:
             which = f"{measured_steps:,} of {which}"
-        rest = f"; the other {made - measured_steps:,} were profiled" if measured_steps < made else ""
+        rest = f"; a profile disturbed the other {made - measured_steps:,}" if measured_steps < made else ""
         lines = {
             "trained": f"{count(summary['steps'], 'step')}, {count(summary['samples'], 'sample')}",
             "time": f"{seconds:,.1f} s in {which} of this process, the first {first:,.1f} s{rest}",
             "speed": ", ".join(f"{speed:,.0f} {word}/s" for word, speed in speeds if speed)
-            or ("every step was profiled" if made else "no step was due"),
+            or ("a profile disturbed every step" if made else "no step was due"),
         }
         if (stop := summary["stopped_early"]) is not None:
             why = f": {stop['reason']}" if stop["reason"] else ""

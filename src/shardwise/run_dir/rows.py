@@ -19,7 +19,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return []
     with path.open(newline="") as file:
         whole = [line for line in file if line.endswith("\n")]
-    return [row for row in readable(csv.DictReader(whole)) if row.get("step")]
+    return [row for row in readable(csv.DictReader(whole)) if (row.get("step") or "").isdigit()]
 
 
 def readable(reader: Iterator[T]) -> Iterator[T]:

@@ -120,8 +120,8 @@ class Watch:
         for name, value in last.items():
             if is_telemetry(name, last) and not is_spread(name, last) and (value or not name.startswith(_QUIET)):
                 low, high = last.get(f"{name}_min"), last.get(f"{name}_max")
-                spread = "" if low is None or high is None or low == high else f"  ({short(low)} to {short(high)})"
-                yield words(name), short(value) + spread
+                ends = [] if low is None or high is None else [short(low), short(high)]
+                yield words(name), short(value) + (f"  ({' to '.join(ends)})" if len(set(ends)) > 1 else "")
 
     def _slowest(self) -> str:
         """The rank that is farthest above the median in something, by the last step of ranks.csv."""
