@@ -172,7 +172,7 @@ def a_refusal_to_pin_is_an_error(device: torch.device) -> bool:
 @check("cuda xpu mps")
 def running_out_of_memory_is_known(device: torch.device) -> bool:
     try:
-        torch.empty(2**42, dtype=torch.uint8, device=device)
+        torch.empty(2 * accelerator.free_and_total(device)[1], dtype=torch.uint8, device=device)
     except (accelerator.OutOfMemory, RuntimeError) as error:
         print(f"       {type(error).__name__}: {str(error).splitlines()[0][:90]}")
         known = isinstance(error, accelerator.OutOfMemory)

@@ -185,7 +185,12 @@ def synchronizations() -> Found:
     with tempfile.TemporaryDirectory() as folder:
         for number, words in enumerate((["metrics.telemetry=false"], ["metrics.prometheus=textfile"])):
             more = ["checkpoint=none", "max_steps=30", "log_every_n_steps=5", "schedule=none", "module.sample_tokens=0"]
-            plan = resolve(on_all([*TINY_LANGUAGE_MODEL, *more, *words], 1), "cuda", Path(folder), f"run{number}")
+            plan = resolve(
+                on_all([*TINY_LANGUAGE_MODEL, "model.vocab_size=256", *more, *words], 1),
+                "cuda",
+                Path(folder),
+                f"run{number}",
+            )
             if not torch.distributed.is_initialized():
                 init_process_group(plan)
             module = build_module(plan)

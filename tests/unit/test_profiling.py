@@ -256,7 +256,7 @@ while case "$1" in --*) true ;; *) false ;; esac; do
     case "$1" in --output=*) output=$(printf %s "${1#--output=}" | sed "s/%q{RANK}/$RANK/; s/%%/%/g") ;; esac
     shift
 done
-if [ "$task" = profile ]; then touch "$output.nsys-rep"; exec "$@"; fi
+if [ "$task" = profile ]; then touch "$output.nsys-rep" || exit 1; exec "$@"; fi
 [ -e "$NSYS_DATABASE" ] || { echo "Importer error: the report was written by a newer version" >&2; exit 3; }
 [ -e "$1" ] && cp "$NSYS_DATABASE" "${output%%.sqlite}.sqlite"
 """
@@ -292,10 +292,10 @@ def test_nsys_is_put_before_a_rank_and_its_report_is_read(
     monkeypatch.setenv("NSYS_SAID", str(tmp_path / "said"))
     monkeypatch.setenv("NSYS_DATABASE", str(exported().write(database)))
     folder = profile_folder(plan.run_dir, 2)
-    folder.mkdir(parents=True)
     check_profiler(plan)
     assert launch(plan, in_process=True) == 0
     said = capfd.readouterr().out
+    assert "none is taken" not in said
     assert "step 2/2" in said and said.endswith(f"\nprofile: nsys-ui opens the reports in {folder}\n")
     words = (tmp_path / "said.profile").read_text().splitlines()
     output = str(folder).replace("%", "%%") + "/rank-%q{RANK}"

@@ -77,7 +77,8 @@ class Profile(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         start = self.plan.profile.start  # no rank can be profiled yet, so all see the same
-        self.earlier = start is not None and profile_folder(self.plan.run_dir, start).exists()
+        if start is not None and self.plan.profile.tool == "torch":  # the launcher makes the folder for the others
+            self.earlier = profile_folder(self.plan.run_dir, start).exists()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         start = self.plan.profile.start

@@ -16,7 +16,7 @@ from typing import Any
 from shardwise.config.paths import ROOT
 from shardwise.devices import count_cpus
 from shardwise.errors import ExitCode
-from shardwise.launch.nsight import read_reports, words_before
+from shardwise.launch.nsight import make_folder, read_reports, words_before
 from shardwise.launch.worker import run_rank
 from shardwise.plan import Plan
 from shardwise.process.parent import BEHIND_ANOTHER, PARENT
@@ -42,6 +42,7 @@ def launch(plan: Plan, in_process: bool) -> int:
     alone = plan.topology.world_size == 1 and in_process and not plan.max_restarts and plan.profile.tool == "torch"
     if plan.launcher != "local" or alone:
         return run_rank(plan)
+    make_folder(plan)
     restarts = fruitless = 0
     while True:
         code = _Start(plan).run()

@@ -45,6 +45,12 @@ def words_before(plan: Plan, rank: int) -> list[str]:
     return [*NSYS, f"--output={output}/rank-%q{{RANK}}"]
 
 
+def make_folder(plan: Plan) -> None:
+    """Make the folder of the reports: the profilers make none, and ncu opens its report at once. Raises OSError."""
+    if plan.profile.tool != "torch" and plan.profile.start is not None:
+        profile_folder(plan.run_dir, plan.profile.start).mkdir(parents=True, exist_ok=True)
+
+
 def read_reports(plan: Plan) -> None:
     """Read what nsys has recorded, and print the table; a report that cannot be read is left to nsys-ui."""
     profile = plan.profile

@@ -177,7 +177,8 @@ RULES = (
     Rule(
         "host-bound",
         "GPUs: in more than 20 % of the steps the device has ended the last step when the host begins the next, though "
-        "the data are there. Not known under zero1 to zero3 and fp16, which make the host wait in each step",
+        "the data are there. Not known under zero1 to zero3, in fp16, and with an optimizer that is not fused: the "
+        "host has to wait in each step there",
         "`compile=layer`, then `compile.cudagraphs=true` under ddp, then a larger `micro_batch_size`",
         host_bound,
     ),

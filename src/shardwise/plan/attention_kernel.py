@@ -8,6 +8,7 @@ and Ada GPUs FlashAttention 2, for 32 bits the memory-efficient kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from shardwise.config.schema import AttentionKernel, RunConfig
@@ -191,7 +192,7 @@ def gather_facts(config: RunConfig, host: Host, accelerator: str) -> Facts:
         deterministic=config.deterministic,
         documents=bool(data.get("document_mask")),
         head_size=_head_size(config.module),
-        flash_attention_4=installed("flash-attn-4"),
+        flash_attention_4=installed("flash-attn-4") if find_spec("cutlass") else None,  # it is written in CuTe
         cudnn=None if cudnn is None else tuple(int(number) for number in cudnn.split(".")[:3] if number.isdigit()),
     )
 

@@ -183,6 +183,8 @@ class StepRecorder:
         loss, norm = window.loss if window.losses else self._zero, precision.gradient_norm
         if norm is not None and norm.device != loss.device:  # DeepSpeed gives it on the host
             norm = torch.full_like(self._zero, norm.item())
+        if not isinstance(skipped, Tensor):  # the host has waited for it
+            self.times.device_was_awaited()
         values = [loss, norm, skipped if isinstance(skipped, Tensor) else None, verdict.skip_requested]
         # This is one kernel if all have one dtype, as is usual.
         numbers = torch.stack([self._zero if value is None else value for value in values])
