@@ -18,10 +18,11 @@ from shardwise import tools
 from shardwise.run_dir import files
 from shardwise.run_dir.command import this_machine
 from shardwise.run_dir.secrets import redact, redact_text, redact_words
-from shardwise.viewer.chart import COLUMNS, Curve, draw, range_of_steps, series_of
+from shardwise.viewer.chart import COLUMNS, LEFT, Curve, draw, range_of_steps, series_of
 from shardwise.viewer.columns import charts_of
 from shardwise.viewer.compare import differences, make_comparison
 from shardwise.viewer.heat import draw_heat
+from shardwise.viewer.page import STYLE
 from shardwise.viewer.record import read_ranks, read_run
 from shardwise.viewer.report import make_report
 from shardwise.viewer.scale import make_axis, short, thin, ticks
@@ -268,6 +269,7 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (): "report takes one run or several",
         (str(tmp_path / "none"),): "there is no such folder; give runs/<id>",
         (str(tmp_path),): "is no run's folder",
+        (str(one), str(tmp_path / "runs" / files.REPORT)): "is a file: give the folders of runs, such as runs/<id>",
         (str(one), str(one)): "a run is given twice",
         (str(one), f"output={tmp_path}"): "is a folder: give the name of a file in it",
         (str(one), f"output={tmp_path}/none/x.html"): "cannot be written: No such file or directory",
@@ -287,6 +289,11 @@ def test_numbers_are_short_and_ticks_are_round() -> None:
     for values in ([], [float("nan")], [5.0], [0.0, 0.0], [-1e-30, 1e30]):
         axis = make_axis(values)
         assert axis.high > axis.low and all(0 <= axis.share(v) <= 1 for v in (*axis.ticks, 0.5))
+
+
+def test_a_charts_labels_are_within_it_also_on_a_phone() -> None:
+    largest = max(int(size) for size in re.findall(r"svg text {[^}]*font-size: (\d+)px", STYLE))
+    assert 0.6 * largest * len("0.00104") <= LEFT - 8  # a digit is about 0.6 of its height wide
 
 
 def test_numbers_of_ranks_that_are_cut_short(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ th { font-weight: 600; } td.number { font-variant-numeric: tabular-nums; white-s
 pre { background: var(--box); padding: 10px 12px; overflow-x: auto; font-size: .85em; border-radius: 4px;
   white-space: pre-wrap; margin: .5em 0; }
 details { margin: .5em 0; } summary { cursor: pointer; }
-@media (max-width: 640px) { body { padding: 10px 12px 40px; font-size: 14px; } svg text { font-size: 24px; }
+@media (max-width: 640px) { body { padding: 10px 12px 40px; font-size: 14px; } svg text { font-size: 21px; }
   figcaption { min-height: 0; } }
 @media print { body { max-width: none; } }
 """

@@ -141,6 +141,10 @@ def find_run(folder: str | Path) -> Path:
         ConfigError: there is no such folder, or it holds none of a run's files.
     """
     path = Path(folder).expanduser().absolute()
+    if path.is_file():
+        raise ConfigError(
+            f"{folder} is a file: give the folders of runs, such as runs/<id>; runs/*/ means folders alone"
+        )
     if not path.is_dir():
         raise ConfigError(f"{folder}: there is no such folder; give runs/<id>")
     names = (CONFIG, PLAN, METRICS, SUMMARY, CHECKPOINTS)
