@@ -124,6 +124,7 @@ WORDS: list[tuple[str, list[str]]] = [
     ("stage=fitt", ["stage=fitt: must be one of fit, validate, test, predict (did you mean fit?)"]),
     ("stage=null", ["stage=null: must be one of fit, validate, test, predict"]),
     ("accelerator=tpu", ["accelerator=tpu: must be one of auto, cpu, cuda"]),
+    ("accelerator=rocm", ["accelerator=rocm: AMD's GPUs are accelerator=cuda, with torch's ROCm build"]),
     ("accelerator=gpu", ["accelerator=cuda: this process sees 0 CUDA devices; use accelerator=cpu"]),
     ("precision.compute_dtype=float16", ["float16, and nothing else, needs a loss scale; use precision=fp16"]),
     ("precision=bf16 precision.loss_scaling=true", ["float16, and nothing else, needs a loss scale"]),

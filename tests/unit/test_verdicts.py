@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import json
 import math
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from shardwise.callbacks.steps import StepLog
 from shardwise.callbacks.verdicts import Verdicts
 from shardwise.config.compose import compose
 from shardwise.metrics.dimensions import sizes_that_miss
+from shardwise.metrics.host_timing import GarbageClock
 from shardwise.metrics.overrides import larger_micro_batch
 from shardwise.metrics.verdict_rules import RULES
 from shardwise.metrics.verdicts import (
@@ -146,6 +149,21 @@ def test_garbage_of_young_objects_is_not_mended_by_rarer_full_collections() -> N
     assert "gc_every_n_steps=100" in python.remedy
 
 
+def test_waiting_for_a_core_is_no_collecting_of_garbage() -> None:
+    def sleep(phase: str, _: dict[str, Any]) -> None:  # within a collection, after the clock has begun
+        time.sleep(0.2)
+
+    clock = GarbageClock()
+    clock.begin()
+    gc.callbacks.append(sleep)
+    try:
+        gc.collect(0)
+    finally:
+        gc.callbacks.remove(sleep)
+        clock.end()
+    assert clock.count and 0 < clock.take() < 0.2
+
+
 def test_a_healthy_run_has_no_verdict_and_nor_has_one_of_very_short_steps() -> None:
     assert told(judge("strategy=fsdp"), [WELL] * 30) == []
     ahead = one(BUSY, 0.06, 0.02)  # a host that is ahead of its GPU slows nobody
@@ -191,6 +209,21 @@ def test_the_last_profile_of_a_run_on_a_gpu_says_what_is_exposed(tmp_path: Path)
         (folder / "summary.json").write_text(json.dumps(content))
         verdicts.read_profile()
         assert verdicts.exposed_communication == expected
+
+
+def test_the_table_at_the_end_names_the_rank_and_every_verdict_of_a_kind() -> None:
+    verdicts = Verdicts(plan(), StepLog(plan()))
+    verdicts.judge = judge()
+    verdicts.judge.tell([
+        Verdict("straggler", "slow", "look at it", rank=1, cause="host"),
+        Verdict("data-bound", "waits", "more workers"),
+        Verdict("dimensions", "a", "a=8", cause="a"), Verdict("dimensions", "b", "b=16", cause="b"),
+    ])  # fmt: skip
+    assert verdicts.lines == {
+        "verdict: straggler": "rank 1 (host node-0, GPU 1): look at it",
+        "verdict: data-bound": "more workers",
+        "verdict: dimensions": "a=8; b=16",
+    }
 
 
 def test_communication_by_a_profile_and_by_the_size_of_transfers() -> None:

@@ -134,7 +134,7 @@ class Summary(Callback):
             joules = self.energy.joules_per_weight
             each = f", {digits(joules)} J a {one_of(unit)}" if joules is not None else ""
             lines["energy"] = f"{digits(kwh)} kWh of all GPUs{each}"
-        lines |= {f"verdict: {verdict.name}": verdict.remedy for verdict in self.verdicts.told}
+        lines |= self.verdicts.lines
         if summary["train/loss"] is not None:
             lines["training loss"] = digits(summary["train/loss"])
         of_data = {key: value for key, value in summary.items() if key.startswith("data/")}

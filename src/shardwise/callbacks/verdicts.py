@@ -64,6 +64,15 @@ class Verdicts(Callback):
         """Everything that was told, the newest last."""
         return [] if self.judge is None else list(self.judge.told.values())
 
+    @property
+    def lines(self) -> dict[str, str]:
+        """What the table at the end says: for each kind of verdict what helps, and on which rank."""
+        lines: dict[str, list[str]] = {}
+        for verdict in self.told:
+            where = "" if self.judge is None or verdict.rank is None else self.judge.circumstances.where(verdict.rank)
+            lines.setdefault(f"verdict: {verdict.name}", []).append(f"{where}: {verdict.remedy}".removeprefix(": "))
+        return {name: "; ".join(dict.fromkeys(remedies)) for name, remedies in lines.items()}
+
     def _on_row(self, step: int, row: dict[str, float], values: dict[str, list[float]]) -> None:
         assert self.judge is not None
         self._tell(step, self.judge.add(step, values, self.exposed_communication))

@@ -198,6 +198,7 @@ _BECAUSE = {
     "strategy=auto": ", which is right for one device and for several",
 }
 _REFUSED_VALUES: dict[str, dict[str, str]] = {
+    "accelerator": dict.fromkeys(("rocm", "hip", "amd"), "AMD's GPUs are accelerator=cuda, with torch's ROCm build"),
     "precision": {
         "transformer-engine": "products in fp8 come from torchao here, around fp32 weights; use precision=fp8",
         "16-true": "weights in float16 lose what small gradients change, so there is no such run here; use "
