@@ -24,7 +24,7 @@ from shardwise.viewer.compare import differences, make_comparison
 from shardwise.viewer.heat import draw_heat
 from shardwise.viewer.page import STYLE
 from shardwise.viewer.record import read_ranks, read_run
-from shardwise.viewer.report import make_report
+from shardwise.viewer.report import final_numbers, make_report
 from shardwise.viewer.scale import make_axis, short, thin, ticks
 from shardwise.viewer.state import errors_of, one_line, state_of
 from tests.harness.run_folder import DAMAGED, make_run
@@ -184,6 +184,18 @@ def test_a_run_that_died_says_how(tmp_path: Path) -> None:
     # Of a run on another machine nothing can be known but its silence
     away = read_run(make_run(tmp_path / "away", ends=None, machine={"host": "elsewhere"}))
     assert state_of(away).name == "running" and state_of(away, now=4e9).name == "silent"
+
+
+def test_the_speed_of_a_run_that_died_is_its_mean_as_that_of_one_that_ended(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", ends=None)
+    rows = ["step,train/step_seconds,train/samples_per_second,train/data_wait,train/loss",
+            "1,9.0,1.0,0.9,5", "2,1.0,8.0,0.5,4", "3,,,,3", "4,3.0,2.6666,0.1,2"]  # fmt: skip
+    (folder / files.METRICS).write_text("\n".join(rows) + "\n")
+    found = final_numbers(read_run(folder))
+    assert found["seconds a step"] == 2.0 and found["waiting for data"] == "20.0%"  # (0.5 · 1 + 0.1 · 3) / 4
+    assert found["samples/s"] == pytest.approx((8 + 3 * 2.6666) / 4) and found["training loss"] == 2
+    (folder / files.METRICS).write_text("\n".join(rows[:2]) + "\n")
+    assert final_numbers(read_run(folder))["seconds a step"] == 9.0
 
 
 def test_a_command_that_was_refused_changes_no_verdict(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from html import escape
@@ -15,6 +16,7 @@ from shardwise.run_dir.secrets import redact_text
 from shardwise.viewer.background import command, environment, plan, profile
 from shardwise.viewer.chart import COLUMNS, Mark, draw, parts_of, range_of_steps
 from shardwise.viewer.columns import Chart, charts_of, is_speed, loss_name, words
+from shardwise.viewer.follow import Series
 from shardwise.viewer.heat import BINS, draw_heat
 from shardwise.viewer.page import fold, make_page, paragraph, section, table
 from shardwise.viewer.record import RunRecord, log_tails, read_ranks, read_run
@@ -147,12 +149,13 @@ _FINAL = {
     "memory_allocated_gib": "allocated at most, GiB",
 }  # fmt: skip
 _SHARES = ("mfu", "data_wait", "goodput")
+_SECONDS = "train/step_seconds"
 
 
 def final_numbers(run: RunRecord) -> dict[str, Any]:
-    """The numbers that a run came to: from its summary, else from its last rows."""
+    """The numbers that a run came to: from its summary, else from its rows, of the speeds the means as there."""
     found: dict[str, Any] = {"steps": run.steps}
-    last = run.table.last
+    last = run.table.last | _mean_speeds(run.table.series)
     for key, word in _FINAL.items():
         value = run.summary.get(key, last.get(f"train/{key}"))
         if isinstance(value, (int, float)):
@@ -167,6 +170,21 @@ def final_numbers(run: RunRecord) -> dict[str, Any]:
     found |= {words(key): value for key, value in rates.items() if isinstance(value, (int, float))}
     more = {key: value for key, value in run.summary.items() if "energy" in key or "joules" in key or "kwh" in key}
     return found | {words(key): value for key, value in more.items() if isinstance(value, (int, float))}
+
+
+def _mean_speeds(series: dict[str, Series]) -> dict[str, float]:
+    """The means over the time of a run's rows, without the first row if there are others: that of step 1 is slow."""
+    timed = series.get(_SECONDS, Series())
+    rows = list(zip(timed.steps, timed.values, strict=True))
+    seconds = {step: value for step, value in rows[min(1, len(rows) - 1) :] if 0 < value < math.inf}
+    means = {_SECONDS: sum(seconds.values()) / len(seconds)} if seconds else {}
+    for name, column in series.items():
+        if is_speed(name) or name in ("train/data_wait", "train/mfu"):
+            values = dict(zip(column.steps, column.values, strict=True))
+            steps = [step for step in seconds if math.isfinite(values.get(step, math.nan))]
+            if steps:
+                means[name] = sum(values[step] * seconds[step] for step in steps) / sum(seconds[step] for step in steps)
+    return means
 
 
 def _numbers(run: RunRecord) -> str:
