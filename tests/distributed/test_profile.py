@@ -224,5 +224,6 @@ def test_a_module_that_raises_in_the_window_ends_the_run_as_without_it(tmp_path:
     (home / "fails.py").write_text(FAILS)
     words = [*OWN, "module._target_=fails.Module", "devices=1", "name=fails", "profile.start=2", "profile.steps=2"]
     done = check(run(home, *words, anew=True), 1)  # to finalize the interpreter while torch records is a crash
+    assert "USDT" not in done.stderr + done.stdout
     assert "error: ValueError: broken by hand\n  in training_step, fails.py line 7" in done.stderr
     assert profile_folder(home / "runs/fails", 2).is_dir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,9 @@ class TorchRecorder:
 
     def __init__(self, device: torch.device, *, stacks: bool) -> None:
         self.device = device
+        # torch 2.13 prints two lines for each profile, "USDT:…". Of a GPU its errors would be silenced with them
+        if device.type == "cpu":
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self._profile: profile | None = profile(activities=profiled_activities(device), with_stack=stacks)
         self._prepared = False
 
