@@ -124,7 +124,8 @@ def main() -> None:
             tasks = {pool.submit(drawn, title): title for title in wanted}
             for task in as_completed(tasks):
                 title, found = tasks[task], task.result()
-                result["curves"][title] = found
+                curves = result["curves"] | {title: found}
+                result["curves"] = {title: curves[title] for title in CURVES if title in curves}
                 results.write(path, result)
                 last = found["validation"][-1:] if "validation" in found else found["error"][-300:]
                 print(f"{title}: {last}, {found['seconds']} s", flush=True)

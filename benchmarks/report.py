@@ -1,6 +1,5 @@
 """Writes docs/gpu.md, docs/parity.md and docs/overhead.md from benchmarks/results/*.json, the tables of
-docs/metrics.md, docs/checkpointing.md, docs/data.md, docs/large-models.md, docs/reliability.md, docs/lightning.md
-and docs/watch.md, and docs/floors.svg: see pages/.
+the other pages in WITH_TABLES, and docs/floors.svg: see pages/.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from benchmarks.pages import (  # noqa: E402
     parity,
     profiling,
     reliability,
+    telemetry,
     watch,
     your_own_text,
 )
@@ -39,6 +39,7 @@ WITH_TABLES = {
     "metrics.md": metrics.TABLES,
     "profiling.md": profiling.TABLES,
     "reliability.md": reliability.TABLES,
+    "telemetry.md": telemetry.TABLES,
     "watch.md": watch.TABLES,
     "your-own-text.md": your_own_text.TABLES,
 }

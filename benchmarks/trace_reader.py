@@ -3,19 +3,21 @@
     python -m venv /tmp/hta && /tmp/hta/bin/pip install HolisticTraceAnalysis==0.5.0
     python benchmarks/trace_reader.py --hta /tmp/hta/bin/python --traces FOLDER
 
-FOLDER has traces of torch.profiler from GPUs, at least two steps each. Without it, traces are made: the kernels,
+FOLDER has traces of torch.profiler from GPUs, at least two steps each: of tests/golden/traces cuda-none and
+cuda-tiny-kernels. Without it, traces are made: the kernels,
 copies, collectives and launches of a transformer under FSDP, of random lengths, in the same format.
 
 HTA leaves out what was launched in or after the last profiled step: the figures of the reader are of the same events.
 By default HTA also shortens every event to whole microseconds. Every trace is compared with HTA as it is, and with that
 switched off (HTA_DISABLE_NS_ROUNDING=1), where both must agree.
-Writes benchmarks/results/trace-reader-cpu.json.
+Writes benchmarks/results/trace-reader-made.json, or trace-reader-recorded.json for traces of yours.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import random
 import shutil
@@ -143,7 +145,7 @@ def apart(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, float]:
     """The difference of each time in per cent of HTA's window; of the overlap in points."""
     whole = theirs["kernel_time"]
     result = {name: round(100 * abs(ours[name] - theirs[name]) / whole, 4) for name in FIGURES[:4]}
-    if "overlap_percent" in theirs:
+    if math.isfinite(theirs.get("overlap_percent", math.nan)):  # without communication it is not
         result["overlap_percent"] = round(abs(ours["overlap_percent"] - theirs["overlap_percent"]), 4)
     return result
 
@@ -203,7 +205,7 @@ def main() -> None:
             result["compared"] = {
                 path.name: compared(path, options.hta) | {"adds_up_percent": adds_up(path)} for path in paths
             }
-    write(options.out / "trace-reader-cpu.json", result)
+    write(options.out / f"trace-reader-{result['traces']}.json", result)
     print(json.dumps(result["speed"], indent=1))
     for name, row in result.get("compared", {}).items():
         print(name, row["kernels"], "apart", row["apart_percent"], "with its rounding", row["apart_percent_rounding"])

@@ -96,4 +96,15 @@ def deviation(pairs: list[Any]) -> str:
     return "failed" if any("error" in pair for pair in pairs) else f"{max(pair['loss'] for pair in pairs):.0e}"
 
 
-TABLES = {"saving": saving, "exact": exact, "resumed": resumed}
+def direct_storage() -> list[str]:
+    """results/direct-storage-<gpu>.json: both ways from a GPU to a file."""
+    rows = []
+    for result in read("direct-storage"):
+        for name in ("through pinned host memory", "cuFile"):
+            row = result["rows"][name]
+            speeds = [f"{row[key]:.1f}" for key in ("write_gb_per_second", "read_gb_per_second") if key in row]
+            rows.append([name, *(speeds or [row["error"], None])])
+    return table(["one GPU, its local disk", "writes, GB/s", "reads, GB/s"], rows)
+
+
+TABLES = {"direct_storage": direct_storage, "saving": saving, "exact": exact, "resumed": resumed}

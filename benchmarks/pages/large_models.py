@@ -61,8 +61,8 @@ def loss_curves() -> list[str]:
         ends = {name: curve["validation"][-1][1] for name, curve in measured["curves"].items() if "validation" in curve}
         yardstick = mean(end for name, end in ends.items() if name.startswith(SEEDS))
         for name, end in ends.items():
-            rows.append([name, f"{end:.4f}", f"{end - yardstick:+.4f}", f"{measured['curves'][name]['seconds']:.0f} s"])
-    return table(["", "validation loss at the end", "beside the mean of bf16's seeds", "the whole command"], rows)
+            rows.append([name, f"{end:.4f}", f"{end - yardstick:+.4f}"])
+    return table(["", "validation loss at the end", "beside the mean of bf16's seeds"], rows)
 
 
 def draw(path: Path = PICTURE) -> None:

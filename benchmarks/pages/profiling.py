@@ -21,4 +21,18 @@ def profile_mended() -> list[str]:
     return _example("mended")
 
 
-TABLES = {"profile_slow": profile_slow, "profile_mended": profile_mended}
+def cards() -> list[str]:
+    """results/profiles-<gpu>-x<ranks>.json: what each run printed, and its picture."""
+    lines = []
+    for result in read("profiles"):
+        for name, card in result["cards"].items():
+            if "table" in card:
+                words = " ".join(f"`{word}`" for word in card["words"])
+                gpus = f"{result['ranks']} × {result['environment']['gpus'][0]}"
+                lines += [f"**{name.replace('-', ' under ')}**, {gpus}: {words}", ""]
+                lines += ["```text", *card["table"].splitlines(), "```", ""]
+                lines += [f"![The step of {name}](profile-{name}-x{result['ranks']}.png)", ""]
+    return lines or ["Not run yet."]
+
+
+TABLES = {"profile_cards": cards, "profile_slow": profile_slow, "profile_mended": profile_mended}

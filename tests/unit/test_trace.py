@@ -506,7 +506,8 @@ def test_a_recorded_trace_adds_up_and_is_drawn(path: Path, tmp_path: Path) -> No
     assert summary.other_share < 0.05, f"these kernels have no kind: {summary.other_names}"
     names = {phase.name for phase in summary.phases}
     assert {"data", "forward", "backward", "optimizer"} <= names
-    assert not any(engine in path.name for engine in ("fsdp", "zero3")) or {"gather", "reduce"} <= names
+    if "fsdp" in path.name or "zero3" in path.name:
+        assert ({"reduce"} if path.name.startswith("cuda-run") else {"gather", "reduce"}) <= names  # those had one GPU
     assert "starved" not in path.name or summary.share("waiting_for_data") > 0.2
     assert 0 < len(summary.kernels) <= 10 and ProfileSummary.from_json(summary.to_json()) == summary
     assert all(len(line) <= 110 for line in table(replace(summary, notes=())).splitlines())
