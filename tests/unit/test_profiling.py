@@ -360,3 +360,24 @@ def test_ncu_records_one_rank() -> None:
     assert words[0] == "ncu" and words[-1] == f"--export={profile_folder(plan.run_dir, 2)}/rank-0"
     assert words_before(planned("profile.start=2"), 0) == []
     assert words_before(planned("profile.start=2", "profile.tool=nsys"), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["wait_seconds=-1"], "wait_seconds=-1: must be at least 1"),
+        (["wait_seconds=nan"], "wait_seconds=nan: must be at least 1"),
+        (["--steps", "0"], "steps=0: must be from 1 to 100; one is usually enough"),
+        (
+            ["--stacks", "false", "runs/other"],
+            "shardwise profile takes the folder of one run: shardwise profile runs/NAME",
+        ),
+        (["stacks=maybe"], "stacks=maybe: must be true or false"),
+        (["--ranks", "3"], "ranks=3: must be 0 or all; others are said at the start: profile.ranks=[3]"),
+    ],
+)
+def test_a_wrong_word_of_a_request_is_one_message(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", str(tmp_path), *words]) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"

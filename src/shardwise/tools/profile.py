@@ -62,6 +62,8 @@ def run(words: list[str]) -> None:
         raise ConfigError(f"steps={options.steps}: must be from 1 to {MOST_STEPS}; one is usually enough")
     if options.ranks not in ("0", "all"):
         raise ConfigError(f"ranks={options.ranks}: must be 0 or all; others are said at the start: profile.ranks=[3]")
+    if not options.wait_seconds >= 1:
+        raise ConfigError(f"wait_seconds={options.wait_seconds:g}: must be at least 1")
     run_dir = Path(alone[0])
     if not (run_dir / PLAN).is_file() and (ranks := ranks_in(run_dir)):
         print(read_folder(run_dir, ranks), end="")
