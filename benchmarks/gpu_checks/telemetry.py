@@ -133,6 +133,7 @@ def in_turns(step: Callable[[], None], steps: int, bound: float) -> Found:
         is_on = number % 2 == 0
         telemetry = Telemetry(build_readers(gpu_of(DEVICE)) if is_on else [], 1.0, print)
         telemetry.start()
+        time.sleep(1.0)  # its thread opens NVML, which a run does once
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(steps):
