@@ -170,3 +170,7 @@ def test_a_size_matters_from_a_million_weights_and_a_twentieth_on() -> None:
 def test_a_precision_has_its_multiple() -> None:
     assert [multiple_of(plan(f"precision={name}")) for name in ("bf16", "fp8", "tf32", "fp32")] == [8, 16, 4, None]
     assert multiple_of(plan("precision=bf16", accelerator="cpu")) is None
+
+
+def test_a_micro_batch_has_a_multiple_of_tokens() -> None:
+    assert sizes(nn.Linear(8, 8), "data.sequence_length=1020") == [(1020, 1024)]
