@@ -135,6 +135,18 @@ def test_the_run_can_take_each_override_that_a_verdict_names(accelerator: str) -
     assert "activation_checkpointing" in followed
 
 
+def test_a_module_without_layers_that_repeat_is_compiled_whole() -> None:
+    for case in ("the device is idle", "memory"):
+        at = judge()
+        at.circumstances = dataclasses.replace(at.circumstances, has_layers=False)
+        (found,) = told(at, [CASES[case][0]] * 9)
+        assert "compile=model" in found.remedy and "compile=layer" not in found.remedy
+    at = judge("strategy=zero3")
+    at.circumstances = dataclasses.replace(at.circumstances, has_layers=False)
+    (found,) = told(at, [CASES["memory"][0]] * 9)
+    assert "compile=" not in found.remedy
+
+
 def test_a_larger_micro_batch_divides_the_global_one() -> None:
     assert larger_micro_batch(plan("global_batch_size=48")) == "micro_batch_size=2 (global_batch_size=48 stays)"
     assert larger_micro_batch(plan("global_batch_size=12")) == "micro_batch_size=3 (global_batch_size=12 stays)"

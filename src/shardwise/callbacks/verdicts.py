@@ -45,7 +45,8 @@ class Verdicts(Callback):
         places = gather_objects(strategy.mesh.group("world"), (socket.gethostname(), gpu))
         if trainer.is_global_zero:
             run = Circumstances(
-                self.plan, tuple(Place(*place) for place in places), strategy.units.total, self._sizes
+                self.plan, tuple(Place(*place) for place in places), strategy.units.total,
+                bool(strategy.units.modules), self._sizes,
             )  # fmt: skip
             self.read_profile()
             self._trainer, self.judge = trainer, Judge(run, RULES)

@@ -13,10 +13,17 @@ def more_workers(plan: Plan) -> str:
     return "give the loader more workers (num_workers=), or data that need less work"
 
 
-def fewer_launches(plan: Plan) -> str:
+def compiled(plan: Plan, has_layers: bool) -> str | None:
+    """How to compile a module that is not: by its layers, if some repeat. None: it is, or zero3 cannot."""
+    if plan.compile.name != "none" or (plan.strategy.zero_stage == 3 and not has_layers):
+        return None
+    return "compile=layer" if has_layers else "compile=model"
+
+
+def fewer_launches(plan: Plan, has_layers: bool) -> str:
     """What gives the host less to do for each step, or the device more."""
-    if plan.compile.name == "none":
-        return "compile=layer launches fewer kernels"
+    if (word := compiled(plan, has_layers)) is not None:
+        return f"{word} launches fewer kernels"
     if plan.accelerator == "cuda" and plan.strategy.name == "ddp" and not plan.compile.cudagraphs:
         return "compile.cudagraphs=true launches all kernels of a graph at once"
     return f"{larger_micro_batch(plan)} gives each kernel more to do"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from shardwise.metrics.communication import expected_seconds, fewer_transfers, reduces_too_often
 from shardwise.metrics.memory_rules import allocator_at_limit, leaking_memory
-from shardwise.metrics.overrides import faster_products, fewer_launches, measures_gpus, more_workers
+from shardwise.metrics.overrides import compiled, faster_products, fewer_launches, measures_gpus, more_workers
 from shardwise.metrics.stragglers import straggler
 from shardwise.metrics.verdicts import (
     COLLECTING,
@@ -61,7 +61,8 @@ def host_bound(seen: Seen, run: Circumstances) -> Iterator[Verdict]:
     yield Verdict(
         "host-bound",
         f"in {share:.0%} of the steps the device has nothing left to do when the host begins the next one",
-        f"{fewer_launches(run.plan)}; a .item() or print of a tensor in training_step also makes the host wait",
+        f"{fewer_launches(run.plan, run.has_layers)}; a .item() or print of a tensor in training_step also makes the "
+        f"host wait",
         {"device_idle": share},
         share,
     )
@@ -88,7 +89,8 @@ def communication_bound(seen: Seen, run: Circumstances) -> Iterator[Verdict]:
 def memory_bound(seen: Seen, run: Circumstances) -> Iterator[Verdict]:
     memory, tensor = _active(seen, "dram"), _active(seen, "tensor")
     if min(memory) > BUSY_UNIT and 0 <= max(tensor) < IDLE_UNIT:
-        word = "compile=layer joins" if run.plan.compile.name == "none" else "larger layers and fused operations join"
+        compiling = compiled(run.plan, run.has_layers)
+        word = f"{compiling} joins" if compiling else "larger layers and fused operations join"
         remedy = f"{word} operations that read and write the same tensors"
         yield Verdict(
             "memory-bound", _ACTIVE.format(mean(memory), mean(tensor)), remedy, _numbers(memory, tensor), mean(memory)
@@ -179,7 +181,8 @@ RULES = (
         "GPUs: in more than 20 % of the steps the device has ended the last step when the host begins the next, though "
         "the data are there. Not known under zero1 to zero3, in fp16, and with an optimizer that is not fused: the "
         "host has to wait in each step there",
-        "`compile=layer`, then `compile.cudagraphs=true` under ddp, then a larger `micro_batch_size`",
+        "`compile=layer`, or `compile=model` where no layer repeats, then `compile.cudagraphs=true` under ddp, then "
+        "a larger `micro_batch_size`",
         host_bound,
     ),
     Rule(

@@ -91,6 +91,7 @@ class Circumstances:
     plan: Plan
     places: tuple[Place, ...]  # of each rank
     parameters: int = 0  # of the whole module
+    has_layers: bool = True  # that repeat, on which compile=layer acts
     sizes: tuple[Size, ...] = ()  # that tensor cores do not like
 
     @property
