@@ -260,15 +260,15 @@ def switch_all(folder: Path, wanted: set[tuple[str, str]] | None) -> dict[tuple[
 
 @contextmanager
 def recomputations() -> Iterator[list[int]]:
-    from shardwise.parallel import activation_checkpointing
+    from shardwise.parallel.layer_state import LayerState
 
-    count, copied = [0], activation_checkpointing._CopiedBuffers
+    count, lend = [0], LayerState.lend
 
-    def counting(*arguments: Any) -> Any:
+    def counting(state: LayerState) -> None:
         count[0] += 1
-        return copied(*arguments)
+        lend(state)
 
-    with patch.object(activation_checkpointing, "_CopiedBuffers", counting):
+    with patch.object(LayerState, "lend", counting):
         yield count
 
 

@@ -266,7 +266,7 @@ def test_ctrl_c_while_processes_start_is_one_line_and_keeps_the_trained_tokenize
         os.killpg(process.pid, signal.SIGINT)
         said = process.communicate()[1].splitlines()
     kept = tmp_path / ".s.preparing"
-    assert process.returncode == 130 and len(said) == 4, said
+    assert process.returncode == 130 and len(said) == 4, "\n".join(said)
     assert said[1].startswith("the tokenizer has ") and said[1].endswith(
         " not 9,999: the inputs have no more pairs that stand there twice"
     )

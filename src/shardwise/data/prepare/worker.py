@@ -188,12 +188,26 @@ class Pool:
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back while processes are started. These inherit that, and so never see one: we end them."""
+    """Hold Ctrl-C back while processes are started. In the main thread.
+
+    The processes inherit that it is blocked, and so never see one: we end them. Here that is not enough: a thread of
+    the tokenizers library may get it, and then Python would interrupt the main thread all the same.
+    """
+    came = False
+
+    def note(*_: Any) -> None:
+        nonlocal came
+        came = True
+
+    handler = signal.signal(signal.SIGINT, note)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager
