@@ -10,7 +10,6 @@ does. Writes benchmarks/results/loss-curves-<gpu>.json after every curve.
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import subprocess
@@ -27,6 +26,8 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.commands import environment_of_commands, train  # noqa: E402
+from shardwise.run_dir.files import METRICS  # noqa: E402
+from shardwise.run_dir.rows import read_rows  # noqa: E402
 
 COMMON = [
     "data=token_shards", "model=gpt2_124m", "model.vocab_size=32768", "data.sequence_length=1024",
@@ -79,8 +80,7 @@ def curve(folder: Path, name: str, words: list[str], timeout: float) -> dict[str
     found: dict[str, Any] = {"words": words, "exit_code": code, "seconds": round(time.perf_counter() - started, 1)}
     if code:
         return found | {"error": log.read_text()[-1500:]}
-    with (folder / "runs" / run / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(folder / "runs" / run / METRICS)
     return found | {key: points(rows, column) for key, column in COLUMNS.items()}
 
 

@@ -56,13 +56,19 @@ def largest() -> list[str]:
 
 def loss_curves() -> list[str]:
     """results/loss-curves-*.json: the last validation loss of each curve, beside those of bf16 with several seeds."""
-    rows = []
+    lines = []
     for measured in read("loss-curves"):
+        rows, words = [], dict(word.split("=") for word in measured["words"])
+        tokens = int(words["max_steps"]) * int(words["global_batch_size"]) * int(words["data.sequence_length"])
         ends = {name: curve["validation"][-1][1] for name, curve in measured["curves"].items() if "validation" in curve}
         yardstick = mean(end for name, end in ends.items() if name.startswith(SEEDS))
         for name, end in ends.items():
             rows.append([name, f"{end:.4f}", f"{end - yardstick:+.4f}"])
-    return table(["", "validation loss at the end", "beside the mean of bf16's seeds"], rows)
+        lines += [
+            f"`{measured['command']}`, `model={words['model']}`, {tokens:,} tokens:", "",
+            *table(["", "validation loss at the end", "beside the mean of bf16's seeds"], rows),
+        ]  # fmt: skip
+    return lines
 
 
 def draw(path: Path = PICTURE) -> None:

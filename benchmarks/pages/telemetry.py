@@ -9,6 +9,7 @@ from benchmarks.harness.results import read
 from benchmarks.pages.markdown import table
 
 POWER = "gpu/power_watts"
+EVERY = 5  # steps between two rows: the first row after the profile has its step
 FELT = {
     POWER: ("power, W", 1.0), "gpu/sm_clock_mhz": ("clock, MHz", 1.0),
     "gpu/held_down_by_power": ("held down by power, %", 100.0), "gpu/temperature_celsius": ("chip, °C", 1.0),
@@ -23,15 +24,15 @@ def calls() -> list[str]:
     for result in (one for one in read("telemetry") if "gpu" in one):
         checks = result["checks"]
         took = {name.removesuffix("_ms"): ms for name, ms in checks["calls"].items() if name.endswith("_ms")}
-        longest = sorted(took, key=lambda name: -took[name])[:3]
+        longest, others = (names := sorted(took, key=lambda name: -took[name]))[:3], names[3:]
         energy, model, host = checks["energy"], checks["model step"], checks["host-bound step"]
         lines += [
             f"On one {result['gpu']} (`python benchmarks/gpu_checks/telemetry.py`):",
             "",
             f"- A look takes {sum(took.values()):.1f} ms in its thread; "
             + ", ".join(f"{name.replace('_', ' ')} {took[name]:.1f}" for name in longest)
-            + ", all others less than 0.2 ms each. None failed; GPM needed no more rights than the run's own "
-            + ("(root)." if checks["gpm"]["root"] else "(an ordinary user)."),
+            + f", each of the others at most {max(took[name] for name in others):.1f}. None failed; GPM could be read "
+            + ("by root; an ordinary user was not tried." if checks["gpm"]["root"] else "by an ordinary user."),
             f"- The energy counter and the integral of {energy['samples']:,} samples of power over 20 s of changing "
             f"load are {abs(energy['off_by']):.1%} apart.",
             f"- A language model's step of {model['off_ms']:.0f} ms took {model['more']:+.2%} with telemetry; a step "
@@ -44,8 +45,9 @@ def power_limit() -> list[str]:
     """results/profiles-<gpu>-x<ranks>.json: means of the rows after the profile."""
     rows = []
     for result in read("profiles"):
+        profiled = int(next(word for word in result["words"] if word.startswith("profile.start=")).split("=")[1])
         for name, card in result["cards"].items():
-            after = [row for row in card.get("rows", []) if int(row["step"]) > len(card["rows"]) // 2 * 5 + 5]
+            after = [row for row in card.get("rows", []) if int(row["step"]) > profiled + EVERY]
             if after and all(key in row for row in after for key in FELT):
                 watts, speed = (mean(float(row[key]) for row in after) for key in (POWER, "train/tokens_per_second"))
                 joules = result["ranks"] * watts / speed

@@ -69,6 +69,14 @@ def test_a_counter_becomes_a_rate_and_one_that_begins_anew_is_no_rate() -> None:
     assert telemetry.take() == {"share": 0.5, "watts": 2.0}
 
 
+def test_a_share_of_the_time_is_at_most_one() -> None:
+    telemetry = Telemetry([], 1.0, print)
+    name = "gpu/held_down_by_power"
+    for now, count in ((10.0, 3.0), (11.0, 4.04)):  # the driver counted a little longer than the looks were apart
+        telemetry._add(Reading(rates={name: count, "bytes": count}), now)
+    assert telemetry.take() == {name: 1.0, "bytes": pytest.approx(1.04)}
+
+
 def test_without_gpm_nvlink_is_counted_and_what_fails_is_dropped_and_reported_once() -> None:
     library = FakeNvml(gpm=False)
     library.unsupported = {pynvml.NVML_FI_DEV_POWER_INSTANT, pynvml.NVML_FI_DEV_MEMORY_TEMP,
