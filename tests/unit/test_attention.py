@@ -30,6 +30,7 @@ from shardwise.plan.attention_kernel import (
     check_takes_attention,
     choose_kernel,
     explain_attention,
+    gather_facts,
     obstacle,
 )
 from shardwise.plan.plan import Choice
@@ -168,6 +169,14 @@ def test_the_plan_holds_the_choice_and_one_of_before_still_loads() -> None:
 def test_what_the_config_says_is_known(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_plan(config(**changes), Host(cuda_devices=1, run_id="r", gpu_capability=(9, 0)))
+
+
+def test_flash_attention_4_is_there_only_with_what_it_is_written_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper, at = Host(cuda_devices=1, run_id="r", gpu_capability=(9, 0)), "shardwise.plan.attention_kernel"
+    monkeypatch.setattr(f"{at}.installed", lambda package: "4.0.0")
+    for found, version in ((object(), "4.0.0"), (None, None)):
+        monkeypatch.setattr(f"{at}.find_spec", lambda module, found=found: found)
+        assert gather_facts(config(), hopper, "cuda").flash_attention_4 == version
 
 
 def test_a_module_without_choose_attention_computes_its_own() -> None:
