@@ -91,12 +91,12 @@ def attempt(words: list[str], layers: int, options: dict[str, Any]) -> dict[str,
     return found | {"seconds": round(time.perf_counter() - began, 1)}
 
 
-def first_guess(on_gpu: float, on_host: float, ranks: int, accelerator: str) -> int:
+def first_guess(on_gpu: float, on_host: float, ranks: int, accelerator: str, host_gib: float | None) -> int:
     """The layers whose state fills the usable memory of the GPUs, or of the host."""
     if accelerator == "cpu":
         return 2
     gpu = ranks * torch.cuda.get_device_properties(0).total_memory * USABLE / on_gpu
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 0.8
+    host = (host_gib * 2**30 if host_gib else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) * 0.8
     with_offload = host / on_host if on_host else gpu
     return max(1, int((min(gpu, with_offload) - BESIDE) / PER_LAYER))
 
@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model, for trying the search out")
     parser.add_argument("--most", type=int, default=4, help="tries for each row")
     parser.add_argument("--timeout", type=float, default=150, help="seconds for one try")
+    parser.add_argument("--host-gib", type=float, help="the host's memory, where the kernel says too little (balloons)")
     parser.add_argument("--only", default="", help="a regular expression: rows to search, the others stay as recorded")
     arguments = parser.parse_args()
     environment, device = results.measured_on(arguments.accelerator, arguments.commit)
@@ -149,7 +150,8 @@ def main() -> None:
             continue
         print(name, flush=True)
         given = [*ALWAYS, *words.split(), *(TINY_LANGUAGE_MODEL if arguments.tiny else [])]
-        tries = search(given, first_guess(on_gpu, on_host, arguments.ranks, arguments.accelerator), options)
+        guess = first_guess(on_gpu, on_host, arguments.ranks, arguments.accelerator, arguments.host_gib)
+        tries = search(given, guess, options)
         rows[name] = {"words": words, "tries": tries, "commit": commit}
         result = {"command": f"python benchmarks/largest_model.py --ranks {arguments.ranks}", "ranks": arguments.ranks,
                   "environment": environment, "settings": {"words": ALWAYS}, "rows": rows}  # fmt: skip

@@ -1,6 +1,6 @@
 """Profiles of Llama 3 on GPUs, as cards for docs/profiling.md, and what the GPUs feel meanwhile.
 
-    python benchmarks/profiles.py --ranks 1            Llama 3 1 B on one GPU under ddp, fsdp and zero3
+    python benchmarks/profiles.py --ranks 1            Llama 3 1 B on one GPU under ddp, fsdp and zero3, 8 B under fsdp
     python benchmarks/profiles.py --ranks 2            that, and Llama 3 8 B under fsdp and zero3
     python benchmarks/profiles.py --accelerator cpu --tiny          tries it out anywhere
 
@@ -48,6 +48,8 @@ CARDS = {
         "llama3_1b-ddp": ["model=llama3_1b", "micro_batch_size=2", "strategy=ddp", "compile=model"],
         "llama3_1b-fsdp": ["model=llama3_1b", "micro_batch_size=2", "strategy=fsdp", "compile=model"],
         "llama3_1b-zero3": ["model=llama3_1b", "micro_batch_size=2", "strategy=zero3", "compile=none"],
+        "llama3_8b-fsdp-adamw_8bit": ["model=llama3_8b", "micro_batch_size=2", "strategy=fsdp", "compile=model",
+                                      "optimizer=adamw_8bit", "activation_checkpointing=full"],
     },
     2: {
         "llama3_8b-fsdp": ["model=llama3_8b", "micro_batch_size=1", "strategy=fsdp", "compile=model"],
