@@ -79,7 +79,7 @@ def curve(folder: Path, name: str, words: list[str], timeout: float) -> dict[str
     code = train([*words, *given], log, timeout)
     found: dict[str, Any] = {"words": words, "exit_code": code, "seconds": round(time.perf_counter() - started, 1)}
     if code:
-        return found | {"error": log.read_text()[-1500:]}
+        return found | {"error": log.read_text()[-6000:]}
     rows = read_rows(folder / "runs" / run / METRICS)
     return found | {key: points(rows, column) for key, column in COLUMNS.items()}
 

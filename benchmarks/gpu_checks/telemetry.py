@@ -34,9 +34,12 @@ from shardwise.distributed.process_group import init_process_group  # noqa: E402
 from shardwise.metrics.nvml import Nvml  # noqa: E402
 from shardwise.metrics.reading import GPU_VALUES, Reading  # noqa: E402
 from shardwise.metrics.telemetry import Telemetry, build_readers, gpu_of  # noqa: E402
+from shardwise.plan.measuring import Measuring  # noqa: E402
 from shardwise.trainer import build_data, build_module  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
+SECONDS = Measuring.telemetry_seconds  # between two looks
+BLOCKS = 12
 NEEDED = {"gpu/power_watts", "gpu/energy_joules", "gpu/sm_clock_mhz", "gpu/temperature_celsius", "gpu/utilization",
           "gpu/held_down_by_power", "gpu/held_down_by_heat", "gpu/xid_errors"}  # fmt: skip
 ENERGY_BOUND, MODEL_BOUND, HOST_BOUND = 0.02, 0.002, 0.02
@@ -127,11 +130,11 @@ def energy() -> Found:
 
 
 def in_turns(step: Callable[[], None], steps: int, bound: float) -> Found:
-    """Blocks of steps with telemetry and without."""
+    """Blocks of steps of some five seconds, as far apart as two looks are, with telemetry and without."""
     times: dict[bool, list[float]] = {True: [], False: []}
-    for number in range(24):
+    for number in range(BLOCKS):
         is_on = number % 2 == 0
-        telemetry = Telemetry(build_readers(gpu_of(DEVICE)) if is_on else [], 1.0, print)
+        telemetry = Telemetry(build_readers(gpu_of(DEVICE)) if is_on else [], SECONDS, print)
         telemetry.start()
         time.sleep(1.0)  # its thread opens NVML, which a run does once
         torch.cuda.synchronize()
@@ -157,7 +160,7 @@ def model_step() -> Found:
         optimizer.step()
         optimizer.zero_grad()
 
-    return in_turns(step, 12, MODEL_BOUND)
+    return in_turns(step, 46, MODEL_BOUND)
 
 
 def host_step() -> Found:
@@ -170,7 +173,7 @@ def host_step() -> Found:
         optimizer.step()
         optimizer.zero_grad()
 
-    return in_turns(step, 1000, HOST_BOUND)
+    return in_turns(step, 2600, HOST_BOUND)
 
 
 def synchronizations() -> Found:

@@ -44,10 +44,12 @@ class Faulty(LightningModule):
             self.kept.append(torch.ones(2**21))  # 8 MiB
         if self.fault == "device leak":
             self.kept.append(x.new_ones(2**25))  # 128 MiB
-        if self.fault == "retries" and batch_idx > 2:  # by then all other blocks have places of their own
-            # Each block is a little larger than the cached one, and beside that it fits nowhere
-            size = int(0.55 * torch.cuda.mem_get_info()[1]) + batch_idx * 2**27
-            torch.empty(size, dtype=torch.uint8, device=self.device)
+        if self.fault == "retries" and batch_idx > 2:
+            # The second block is larger than the cached first one, and fits nowhere beside it
+            size = int(0.55 * torch.cuda.mem_get_info()[1])
+            for more in (0, 2**27):
+                torch.empty(size + more, dtype=torch.uint8, device=self.device)
+            torch.cuda.empty_cache()  # else other tensors would be put into that block, and hold it
         if self.fault == "garbage":
             for _ in range(30_000):
                 Cell()

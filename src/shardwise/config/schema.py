@@ -103,7 +103,7 @@ class MetricsConfig:
     telemetry: bool = option(
         True, "what GPUs and hosts report: power, clocks, temperatures, errors, activity: docs/telemetry.md"
     )
-    telemetry_seconds: float = option(1.0, "between two looks at a GPU, by a thread that no step waits for")
+    telemetry_seconds: float = option(5.0, "between two looks at a GPU, by a thread that no step waits for")
     prometheus: Prometheus = option(Prometheus.none, "give the run's numbers to Prometheus, by a file or a port")
     prometheus_directory: str | None = option(
         None, "a folder of the site in which Prometheus, or its node exporter, looks for files of runs", form="DIR"

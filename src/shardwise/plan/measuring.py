@@ -16,7 +16,7 @@ _SHORTEST_SECONDS = 0.1  # the hardware's counters of activity need so much time
 @dataclass(frozen=True)
 class Measuring:
     telemetry: bool = True
-    telemetry_seconds: float = 1.0
+    telemetry_seconds: float = 5.0
     prometheus: Literal["none", "textfile", "http"] = "none"
     prometheus_directory: str | None = None
     prometheus_address: str = "127.0.0.1"
