@@ -6,7 +6,7 @@ import re
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.plan.topology import Topology, make_topology
+from shardwise.plan.topology import AXES, make_topology
 
 SIZES = [(nodes, devices) for nodes in range(1, 7) for devices in range(1, 10)]
 
@@ -26,14 +26,46 @@ def test_every_rank_has_a_place(strategy: str) -> None:
             assert [topology.data_parallel_rank(rank) for rank in range(world)] == list(range(world))
 
 
-def test_peers_on_other_axes_share_a_data_parallel_rank() -> None:
-    class WithTensorAxis(Topology):
-        @property
-        def data_parallel_size(self) -> int:
-            return self.world_size // 4
-
-    topology = WithTensorAxis(nodes=2, devices=8, replicate=1, shard=4)
+@pytest.mark.parametrize("axes", [{"tensor": 4}, {"context": 2, "tensor": 2}, {"context": 4}])
+def test_peers_on_other_axes_share_a_data_parallel_rank(axes: dict[str, int]) -> None:
+    topology = make_topology("fsdp", 2, 8, **axes)
+    assert (topology.shard, topology.data_parallel_size) == (4, 4)
     assert [topology.data_parallel_rank(rank) for rank in range(16)] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+
+
+def test_pipelines_are_outermost_and_rank_zero_has_the_last_stage() -> None:
+    topology = make_topology("fsdp_hybrid", 2, 8, 2, tensor=2, pipeline=2)
+    assert topology.mesh == {"pipeline": 2, "replicate": 2, "shard": 2, "tensor": 2}
+    assert [topology.pipeline_rank(rank) for rank in range(16)] == [1] * 8 + [0] * 8
+    assert [topology.data_parallel_rank(rank) for rank in range(16)] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
+    assert topology.position(13) == {"pipeline": 1, "replicate": 1, "shard": 0, "context": 0, "tensor": 1}
+    assert topology.groups(["pipeline"]) == [[rank, rank + 8] for rank in range(8)]
+    assert topology.groups(["tensor"]) == [[rank, rank + 1] for rank in range(0, 16, 2)]
+    assert topology.groups(["replicate", "shard"])[:2] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_groups_hold_every_rank_once_and_differ_on_their_axes_alone() -> None:
+    topology = make_topology("fsdp_hybrid", 4, 12, 2, context=2, tensor=3, pipeline=2)
+    for number in range(2 ** len(AXES)):
+        axes = [axis for i, axis in enumerate(AXES) if number >> i & 1]
+        groups = topology.groups(axes)
+        assert sorted(rank for group in groups for rank in group) == list(range(48))
+        for group in groups:
+            assert group == sorted(group)
+            others = {tuple(p for axis, p in topology.position(rank).items() if axis not in axes) for rank in group}
+            assert len(others) == 1
+
+
+@pytest.mark.parametrize(("axes", "said"), [
+    ({"tensor": 3}, "tensor_parallel_size=3 does not divide devices=8: the ranks of a tensor axis are on one node"),
+    ({"tensor": 0}, "tensor_parallel_size=0: must be at least 1"),
+    ({"context": 5}, r"context_parallel_size=5 does not divide nodes \* devices = 2 \* 8 = 16"),
+    ({"context": 4, "pipeline": 3},
+     r"context_parallel_size=4 \* strategy.pipeline_parallel_size=3 = 12 does not divide"),
+])  # fmt: skip
+def test_axes_that_do_not_divide_the_ranks_are_refused(axes: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_topology("fsdp", 2, 8, **axes)
 
 
 def test_hybrid_shards_within_a_node_unless_told() -> None:

@@ -91,6 +91,9 @@ class FsdpConfig:
     backward_prefetch_units: int | None = option(
         None, "the same in the backward pass; left out: FSDP2's own order, one ahead"
     )
+    tensor_parallel_size: int = option(1, "ranks of one node that share each layer's matrices: docs/parallelism.md")
+    context_parallel_size: int = option(1, "ranks that share each sequence")
+    pipeline_parallel_size: int = option(1, "ranks that have different layers, and hand over what goes between them")
     timeout_minutes: float = 10.0
 
 

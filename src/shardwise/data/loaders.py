@@ -58,8 +58,9 @@ class TrainLoader:
         loss_weight: Callable[[Any], int] | None,
         flops: Callable[[Any], int] | None = None,
         group: Group = lambda: None,
+        mesh: Mesh | None = None,
     ) -> None:
-        self.original = loader
+        self.original, self.mesh = loader, mesh or Mesh(plan)
         self.plan, self.rank, self.device, self.loss_weight, self.flops = plan, rank, device, loss_weight, flops
         self.consumed = 0  # the training clock: how many samples of all ranks were handed over
         self._scales: deque[Tensor | None] = deque()
@@ -240,14 +241,15 @@ class TrainLoader:
             return [None] * len(window)
         weights = [self.loss_weight(batch) for batch in window]
         self.window_weight = sum(weights)
-        if len(window) == self.plan.topology.data_parallel_size == 1 and weights[0] > 0:
+        ranks = self.plan.topology.loss_size
+        if len(window) == ranks == 1 and weights[0] > 0:
             return [None]  # the micro-batch is the whole global batch
         # torch.tensor would wait for the copy.
         total = torch.full((), sum(weights), dtype=exact_dtype(self.device), device=self.device)
         if dist.is_initialized():
-            sum_over(Mesh(self.plan).group("data"), total)
+            sum_over(self.mesh.group("data"), total)
         # The strategy divides by the number of ranks, and Lightning by that of micro-batches. This undoes both.
-        per_weight = len(window) * self.plan.topology.data_parallel_size / total.clamp(min=1)
+        per_weight = len(window) * ranks / total.clamp(min=1)
         return [weight * per_weight for weight in weights]
 
 

@@ -11,10 +11,10 @@ from shardwise.accelerator import exact_dtype
 
 
 def broadcast_from_rank_zero(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite every rank's tensors with the values of rank 0."""
+    """Overwrite every rank's tensors with the values of the first rank of the group."""
     if group.size() > 1:
         for tensor in tensors:
-            dist.broadcast(tensor, src=0, group=group)
+            dist.broadcast(tensor, group_src=0, group=group)
 
 
 def sum_over(group: dist.ProcessGroup, values: Tensor) -> Tensor:

@@ -11,39 +11,76 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from shardwise.distributed.process_group import group_timeout
 from shardwise.plan import Plan
 
-GroupName = Literal["world", "data", "loss"]
+GroupName = Literal["world", "data", "loss", "stage", "tensor", "context", "pipeline"]
+# A group's name → the axes on which its ranks differ
+_AXES: dict[str, tuple[str, ...]] = {
+    "data": ("replicate", "shard", "context"),
+    "loss": ("replicate", "shard", "context"),
+    "stage": ("replicate", "shard", "context", "tensor"),
+    "tensor": ("tensor",),
+    "context": ("context",),
+    "pipeline": ("pipeline",),
+}
 
 
 class Mesh:
     """The groups of one run.
 
     `world`: every rank.
-    `data`: ranks that read different samples; their losses are weighed with each other.
+    `data`: ranks that read different samples, or parts of samples; their losses are weighed with each other.
     `loss`: ranks among which losses and gradients are averaged.
+    `stage`: ranks that have the same layers, and so the same buffers.
+    `tensor`, `context`, `pipeline`: the ranks of one axis, which see the same samples.
 
-    On a mesh that has only the axes `replicate` and `shard`, each group is all ranks.
+    On a mesh that has only the axes `replicate` and `shard`, the first four are all ranks.
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+        self.plan, self.topology = plan, plan.topology
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}  # the axes of a group → this rank's
+
+    def build(self) -> None:
+        """Make the groups. Collective. The process group must have begun."""
+        if self.topology.is_data_parallel_only:
+            return
+        for axes in sorted(set(_AXES.values())):
+            ranks = self.topology.groups(axes)
+            made = dist.new_subgroups_by_enumeration(ranks, timeout=group_timeout(self.plan))  # type: ignore[no-untyped-call]
+            group = made[0]
+            assert group is not None
+            self._groups[axes] = group
 
     def group(self, name: GroupName) -> dist.ProcessGroup:
         """The group of that name which this rank is in. The process group must have begun."""
-        assert name in ("world", "data", "loss") and dist.group.WORLD is not None
-        return dist.group.WORLD
+        assert dist.group.WORLD is not None
+        if name == "world" or self.topology.is_data_parallel_only:
+            assert name in ("world", "data", "loss", "stage")
+            return dist.group.WORLD
+        return self._groups[_AXES[name]]
 
     def data_rank(self, rank: int) -> int:
         """The number of a rank among those that read different samples."""
-        return self.plan.topology.data_parallel_rank(rank)
+        return self.topology.data_parallel_rank(rank)
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether this rank stands for its peers in sums over all ranks of what they share: the first of its tensor
+        axis, in the last stage of its pipeline, which knows the loss."""
+        position = self.topology.position(dist.get_rank())
+        return position["tensor"] == 0 and position["pipeline"] == 0
 
     def build_shard_mesh(self, device_type: str) -> DeviceMesh:
-        """Build FSDP2's mesh: the axis `shard`, and `replicate` if there are copies. Collective."""
-        topology = self.plan.topology
-        axes = {"shard": topology.shard} if topology.replicate == 1 else topology.mesh
+        """Build FSDP2's mesh: `shard` with `context` in it, and `replicate` if there are copies. Collective."""
+        topology = self.topology
+        shard = topology.shard * topology.context
+        axes = {"pipeline": topology.pipeline, "replicate": topology.replicate, "shard": shard,
+                "tensor": topology.tensor}  # fmt: skip
+        axes = {axis: size for axis, size in axes.items() if size > 1 or axis == "shard"}
         mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         for axis in axes:  # their groups are made with NCCL's default time limit
             limit_wait(mesh.get_group(axis), self.plan)
-        return mesh
+        own = tuple(axis for axis in axes if axis in ("replicate", "shard"))
+        return mesh if own == tuple(axes) else mesh[own]
 
 
 def limit_wait(group: dist.ProcessGroup, plan: Plan) -> None:

@@ -36,7 +36,7 @@ def check_knobs(config: StrategyConfig, topology: Topology) -> None:
             f"aligns what it gathers to two elements"
         )
     if isinstance(config, FsdpConfig) and not isinstance(config.reshard_after_forward, bool):
-        _check_group_size(config.reshard_after_forward, topology.shard)
+        _check_group_size(config.reshard_after_forward, topology.shard * topology.context)
 
 
 def _check_group_size(size: int, ranks: int) -> None:

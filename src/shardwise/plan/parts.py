@@ -15,6 +15,7 @@ from shardwise.plan.topology import Topology
 
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 _YEAR_MINUTES = 365 * 24 * 60
+_OF_TOPOLOGY = tuple(f"{axis}_parallel_size" for axis in ("tensor", "context", "pipeline"))
 
 
 def make_checkpointing(config: CheckpointConfig, accelerator: str) -> Checkpointing:
@@ -46,7 +47,7 @@ def make_checkpointing(config: CheckpointConfig, accelerator: str) -> Checkpoint
 
 
 def make_strategy(config: StrategyConfig, topology: Topology) -> Strategy:
-    options = {key: value for key, value in vars(config).items() if key not in ("name", "shard_size")}
+    options = {key: value for key, value in vars(config).items() if key not in ("name", "shard_size", *_OF_TOPOLOGY)}
     if not 0 < config.timeout_minutes <= _YEAR_MINUTES:
         raise ConfigError(
             f"strategy.timeout_minutes={config.timeout_minutes}: must be above 0 and at most {_YEAR_MINUTES}, a year"

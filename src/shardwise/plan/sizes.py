@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from shardwise.config.groups import FsdpHybridConfig
+from shardwise.config.groups import FsdpConfig, FsdpHybridConfig
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.accelerator import check_devices
 from shardwise.plan.plan import Host
 from shardwise.plan.topology import Topology, make_topology
+
+_NOT_YET = ("context", "tensor", "pipeline")
 
 
 def resolve_topology(config: RunConfig, host: Host, accelerator: str) -> Topology:
@@ -36,7 +38,16 @@ def resolve_topology(config: RunConfig, host: Host, accelerator: str) -> Topolog
             )
     check_devices(devices, nodes, accelerator, host)
     shard_size = config.strategy.shard_size if isinstance(config.strategy, FsdpHybridConfig) else None
-    return make_topology(config.strategy.name.value, nodes, devices, shard_size)
+    axes = {}
+    if isinstance(config.strategy, FsdpConfig):
+        strategy = config.strategy
+        axes = {"context": strategy.context_parallel_size, "tensor": strategy.tensor_parallel_size,
+                "pipeline": strategy.pipeline_parallel_size}  # fmt: skip
+    topology = make_topology(config.strategy.name.value, nodes, devices, shard_size, **axes)
+    for axis in _NOT_YET:
+        if axes.get(axis, 1) > 1:
+            raise ConfigError(f"strategy.{axis}_parallel_size={axes[axis]}: not supported yet; leave it out")
+    return topology
 
 
 def accumulation_steps(config: RunConfig, topology: Topology) -> int:

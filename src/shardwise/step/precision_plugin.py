@@ -48,7 +48,7 @@ class _Scaler(torch.amp.GradScaler):
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(list(map(local_part, gradients)), found_inf, inv_scale)
         if any(isinstance(gradient, DTensor) for gradient in gradients):
-            largest_over(self._mesh.group("loss"), found_inf)
+            largest_over(self._mesh.group("world"), found_inf)
         return {found_inf.device: found_inf}
 
 

@@ -189,7 +189,7 @@ class StepRecorder:
         # This is one kernel if all have one dtype, as is usual.
         numbers = torch.stack([self._zero if value is None else value for value in values])
         of_rank = (loader.window_weight, loader.window_flops, signal_requests)
-        if self.mesh.group("loss").size() > 1:
+        if self.mesh.group("world").size() > 1:
             numbers = torch.cat([numbers, self._sums_over_ranks(loss, of_rank)])
         step = StepRecord(
             number=number,
@@ -213,9 +213,14 @@ class StepRecorder:
         return step
 
     def _sums_over_ranks(self, loss: Tensor, of_rank: tuple[int, int, int]) -> Tensor:
-        """The sums of the loss and of `of_rank`, in one small collective. Does not wait."""
+        """The sums of the loss and of `of_rank`, in one small collective. Does not wait.
+
+        What peers on an axis share is counted once. A signal may reach any rank.
+        """
         dtype = accelerator.exact_dtype(loss.device)
+        if not self.mesh.counts_samples:
+            loss, of_rank = self._zero, (0, 0, of_rank[2])
         if of_rank != self._of_rank:  # seldom: most steps have equally many tokens
             self._of_rank = of_rank
             self._of_rank_on_device = torch.stack([torch.full_like(loss, n, dtype=dtype) for n in of_rank])
-        return sum_over(self.mesh.group("loss"), torch.cat([loss.to(dtype).reshape(1), self._of_rank_on_device]))
+        return sum_over(self.mesh.group("world"), torch.cat([loss.to(dtype).reshape(1), self._of_rank_on_device]))

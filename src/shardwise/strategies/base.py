@@ -164,8 +164,9 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, Paralle
         if self.train_loader is not None:
             raise ConfigError("several training loaders: a step is one global batch of one loader; combine the data")
         self.train_loader = TrainLoader(
-            dataloader, self.plan, rank, self.root_device, loss_weight_of(module), flops_of(module), self.file_group
-        )
+            dataloader, self.plan, rank, self.root_device, loss_weight_of(module), flops_of(module), self.file_group,
+            self.mesh,
+        )  # fmt: skip
         if self.is_global_zero:
             print("".join(f"{line}\n" for line in self.train_loader.notices()), end="", flush=True)
         return self.train_loader
@@ -341,7 +342,7 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, Paralle
             set_random_state(self._before_validation, self.root_device)
 
     def synchronize_buffers(self) -> None:
-        self.buffers.synchronize(self.mesh.group("world"))
+        self.buffers.synchronize(self.mesh.group("stage"))
 
     def _gradient_order(self) -> list[int]:
         """The order in which gradients arrive, if it decides which gradients are summed together; else empty."""

@@ -49,6 +49,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         self._setup_distributed()
+        self.mesh.build()
         self._device_mesh = self.mesh.build_shard_mesh(self.root_device.type)
 
     @property
@@ -104,7 +105,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         units = self.units
         self._parallelize(module, units, casts_inputs=False)
         fsdp_gathering.check_prefetch(module, units, self.plan)
-        materializer = Materializer(module, self.root_device, self.plan.seed, self.mesh.group("world"))
+        materializer = Materializer(module, self.root_device, self.plan.seed, self.mesh.group("stage"))
         precision = self.plan.precision
         with fsdp_gathering.one_mesh_for_all_units(self.plan):
             for _, unit in units.modules:
@@ -147,7 +148,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         if self.float8 is not None:
             self.float8.gather(change_within_steps=not module.automatic_optimization)
         self._backwards = InnerBackwards(module, module.automatic_optimization)
-        broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("world"))
+        broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("stage"))
 
     def _keeps_whole(self, parameter: nn.Parameter) -> bool:
         """Whether FSDP2 cannot shard `parameter`, because it has no dimension or no elements. Every rank keeps it."""
@@ -189,10 +190,11 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         """Average the gradients of parameters that FSDP2 does not shard. Collective."""
         module = self.module
         wholes = [p for p in module.parameters() if p.requires_grad and p.ndim == 0]
-        if not wholes or self.world_size == 1:
+        ranks = self.plan.topology.loss_size
+        if not wholes or ranks == 1:
             return
         gradients = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in wholes])
-        gradients = gradients.to(dtype_of(self.plan.precision.reduce_dtype)) / self.world_size
+        gradients = gradients.to(dtype_of(self.plan.precision.reduce_dtype)) / ranks
         sum_over(self.mesh.group("loss"), gradients)
         for p, gradient in zip(wholes, gradients.unbind(), strict=True):
             p.grad = gradient.to(p.dtype)
