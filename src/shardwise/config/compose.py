@@ -34,6 +34,7 @@ from shardwise.config.groups import STRATEGY_CONFIGS, ClusterConfig, StrategyNam
 from shardwise.config.help import config_groups, help_text
 from shardwise.config.paths import CONF
 from shardwise.config.schema import RunConfig
+from shardwise.config.secrets import refer_to_secrets
 from shardwise.config.translate import translate
 from shardwise.errors import ConfigError, did_you_mean
 
@@ -221,6 +222,7 @@ def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str]
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error, config_name, words, searchpath)) from None
     check_numbers(plain)
+    plain = refer_to_secrets(plain)
     text = OmegaConf.to_yaml(OmegaConf.create(plain))
     return Job(config=_typed(plain), yaml=text, overrides=words, clusters=read_clusters(), messages=messages)
 

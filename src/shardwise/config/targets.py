@@ -13,6 +13,7 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from shardwise.config.bind import as_yaml
 from shardwise.config.one_lightning import read_as_one, second_copy
+from shardwise.config.secrets import read_secrets
 from shardwise.errors import ConfigError, a_or_an, did_you_mean
 from shardwise.mistakes import describe_mistake
 
@@ -163,7 +164,10 @@ def _spelled(annotation: Any) -> str:
 
 
 def build(node: Any, where: str = "") -> Any:
-    """Build `node`, innermost first. Mappings without a `_target_`, lists and plain values are not changed."""
+    """Build `node`, innermost first. Mappings without a `_target_`, lists and plain values are not changed, but for
+    references to keys of the environment."""
+    if isinstance(node, str):
+        return read_secrets(node, where)
     if isinstance(node, list):
         return [build(value, where) for value in node]
     if not isinstance(node, dict):

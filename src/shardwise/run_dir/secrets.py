@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
-_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL")
+from shardwise.config.secrets import environment_secrets
+
 # The names of options that hold one: `api_key`, `hf_token`, `db.password`; not `sample_tokens` or `tokenizer`
 _NAMED = re.compile(
     r"(?i)(^|[._-])(api_?key|access_?key|private_?key|secret\w*|password|passwd|passphrase|credentials?|bearer|auth"
@@ -26,14 +26,14 @@ HIDDEN = "***"
 def without_secrets(value: Any) -> Any:
     """`value`, in whose texts the keys and passwords of this process's environment are replaced by ***."""
     if isinstance(value, str):
-        for name, secret in os.environ.items():
-            if _SECRET.search(name) and len(secret) >= 8:
-                value = value.replace(secret, HIDDEN)
+        for secret in environment_secrets().values():
+            value = value.replace(secret, HIDDEN)
         return value
     if isinstance(value, Mapping):
         return {key: without_secrets(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [without_secrets(item) for item in value]
+        kept = [without_secrets(item) for item in value]
+        return kept if isinstance(value, list) or type(value) is not tuple else tuple(kept)
     return value
 
 
