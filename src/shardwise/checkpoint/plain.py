@@ -14,6 +14,7 @@ from typing import Any
 from shardwise.checkpoint.classes import NotPlainError, name_of
 from shardwise.checkpoint.encoding import KIND, PLAIN, decode, encode
 from shardwise.checkpoint.pickles import to_pickle
+from shardwise.run_dir.secrets import without_secrets
 
 Key = tuple[str, ...]  # a path in the checkpoint: ("callbacks", "Mine", "history")
 
@@ -52,10 +53,11 @@ def pack(content: Mapping[str, Any], depths: Mapping[str, int], quiet: tuple[str
 
     `depths`: for a top-level key, how many levels of dicts below it are treated as keys of their own. Elsewhere a value
     that is not plain data takes its whole top-level key with it, so that nobody gets half of a dict. `quiet`: top-level
-    keys under which such a value is dropped without a pickle or a message.
+    keys that no run reads. Such a value is dropped there without a pickle or a message, and secrets are hidden.
     """
     packed = Packed()
     for name, value in content.items():
+        value = without_secrets(value) if name in quiet else value
         found = _pack(value, (name,), depths.get(name, 0), packed, name in quiet)
         if found is not _LEFT:
             packed.plain[name] = found

@@ -36,7 +36,6 @@ from shardwise.lightning_internals.counters import count_in_other_micro_batches
 from shardwise.lightning_internals.patches import dump_checkpoint
 from shardwise.lightning_internals.results import logged_so_far, restore_callback_metrics, restore_logged
 from shardwise.plan import Plan
-from shardwise.run_dir.secrets import without_secrets
 
 # torch raises these for a checkpoint that is cut short, holds code, or has other weights
 _UNLOADABLE = (EOFError, OSError, RuntimeError, ValueError, LookupError, AssertionError, UnpicklingError,
@@ -121,11 +120,7 @@ class TrainState:
             return Packed()
         data = getattr(self.module.trainer, "datamodule", None)
         packed = pack(
-            {
-                key: without_secrets(value) if key in _HYPERPARAMETERS else value
-                for key, value in checkpoint.items()
-                if key not in _NOT_SAVED
-            },
+            {key: value for key, value in checkpoint.items() if key not in _NOT_SAVED},
             {**_DEPTHS, type(data).__qualname__: 1},
             quiet=_HYPERPARAMETERS,
         )
