@@ -1,7 +1,7 @@
 """Pipeline schedules as plain lists: which stage does what with which micro-batch, in which order. No torch here.
 
 The ranks run these lists, and the simulator runs them too: what it says of idle time and memory is of what will run.
-Stage s is on position s % ranks; position 0 has the first stage. `Topology.stage(rank)` is the position of a rank.
+Stage s is on position s % ranks; position 0 has the first stage. `Topology.pipeline_rank` is the position of a rank.
 """
 
 from __future__ import annotations
