@@ -183,14 +183,19 @@ def simulate(schedule: Schedule, forward: Sequence[float] = (), backward: Sequen
                 moved = True
     _check_all_ran(schedule, [len(done) for done in spans], ends, stages)
     _check_order(schedule, stages)
-    return Timeline(tuple(map(tuple, spans)), max(ends.values()), tuple(map(most_kept, schedule)))
+    kept = tuple(int(most_kept(own)) for own in schedule)
+    return Timeline(tuple(map(tuple, spans)), max(ends.values()), kept)
 
 
-def most_kept(actions: Sequence[Action]) -> int:
-    """The forwards, each of one micro-batch through one stage, whose activations are kept at the same time, at most."""
-    most = now = 0
+def most_kept(actions: Sequence[Action], sizes: Sequence[float] = ()) -> float:
+    """The most that is kept at the same time for backwards to come, over the stages of a position.
+
+    `sizes`: what a forward of each stage keeps; without them, forwards are counted.
+    """
+    most = now = 0.0
     for action in actions:
-        now += 1 if action.kind == "F" else -1
+        size = sizes[action.stage] if sizes else 1.0
+        now += size if action.kind == "F" else -size
         most = max(most, now)
     return most
 

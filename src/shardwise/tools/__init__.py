@@ -22,6 +22,7 @@ TOOLS = {
     "preflight": "are the machines that a run would be on what they should be, and do they work together?",
     "profile": "where the time of a step goes, in a run that is under way",
     "report": "a page about a run, or about several side by side, also where they died",
+    "schedule": "which rank of a pipeline does what when, how long it waits and what it keeps",
     "submit": "a run to Slurm, once it is known that it can work",
     "watch": "how is a run, now and as it goes on?",
 }

@@ -1,0 +1,102 @@
+"""Shows a pipeline's schedule as text: a diagram of time × rank, idle time and what each rank keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from string import ascii_lowercase
+
+from shardwise.errors import count
+from shardwise.plan.pipeline_schedule import (
+    Action,
+    Schedule,
+    Timeline,
+    make_schedule,
+    most_kept,
+    schedule_notice,
+    simulate,
+)
+
+
+def label(action: Action, ranks: int, chunks: int) -> str:
+    """`F3`, or `F3a` for the first of several stages of a rank."""
+    chunk = action.stage // ranks
+    letter = ascii_lowercase[chunk] if chunk < len(ascii_lowercase) else f"/{chunk}"
+    return f"{action.kind}{action.micro_batch}" + letter * (chunks > 1)
+
+
+def diagram(timeline: Timeline, width: int = 120) -> list[str]:
+    """A line for each rank in the order of the layers, and time from left to right, in blocks of at most `width`.
+
+    Each action is as wide as it is long, `.` is waiting.
+    """
+    ranks = len(timeline.spans)
+    chunks = 1 + max(action.stage for own in timeline.spans for action, _, _ in own) // ranks
+    spans = [(label(action, ranks, chunks), begin, end) for own in timeline.spans for action, begin, end in own]
+    scale = max((len(text) + 1) / (end - begin) for text, begin, end in spans if end > begin)
+    rows = []
+    for own in timeline.spans:
+        row = ""
+        for action, begin, end in own:
+            row += "." * (round(begin * scale) - len(row) - 1)
+            row = row.ljust(round(begin * scale))
+            row += label(action, ranks, chunks).ljust(round(end * scale) - len(row) - 1, "-") + " "
+        rows.append(row + "." * (round(timeline.total * scale) - len(row)))
+    names = [stages_of(position, ranks, chunks) for position in range(ranks)]
+    margin = max(map(len, names))
+    wide = max(20, width - margin - 3)
+    lines = []
+    for begin in range(0, len(rows[0]), wide):
+        parts = [row[begin : begin + wide].rstrip() for row in rows]
+        lines += [*(f"{name:<{margin}} | {part}" for name, part in zip(names, parts, strict=True)), ""]
+    return lines[:-1]
+
+
+def stages_of(position: int, ranks: int, chunks: int) -> str:
+    """`stage 0`, or `stages 0, 4` where a rank has several."""
+    stages = range(position, ranks * chunks, ranks)
+    return f"stage{'s' * (chunks > 1)} {', '.join(map(str, stages))}"
+
+
+def describe(name: str, schedule: Schedule, timeline: Timeline, split: Sequence[int] = ()) -> list[str]:
+    """Idle time of the whole, and of each rank its share of work and the activations that it keeps.
+
+    `split`: the layers of each stage; without it, all stages are alike.
+    """
+    ranks = len(schedule)
+    stages = 1 + max(action.stage for own in schedule for action in own)
+    chunks, micro_batches = stages // ranks, 1 + max(action.micro_batch for action in schedule[0])
+    shares = [layers / sum(split) for layers in split] or [1 / stages] * stages
+    lines = [
+        f"{name}, {count(ranks, 'rank')} × {count(chunks, 'stage')}, {count(micro_batches, 'micro-batch')} a step: "
+        f"bubble {timeline.bubble:.1%} of the ideal time; "
+        f"ranks wait {timeline.idle:.1%} of a step"
+    ]
+    rows = []
+    for position, own in enumerate(schedule):
+        layers = [str(split[stage]) for stage in range(position, stages, ranks)] if split else []
+        rows.append(
+            [
+                stages_of(position, ranks, chunks),
+                f"{' + '.join(layers)} layers" if layers else "",
+                f"works {timeline.busy[position] / timeline.total:.0%}",
+                f"keeps {timeline.kept[position] / chunks:g} of {count(micro_batches, 'micro-batch')}",
+                f"= {most_kept(own, shares):.2f} × one micro-batch in all layers",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True) if width]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def schedule_lines(name: str, ranks: int, chunks: int, micro_batches: int, split: Sequence[int] = ()) -> list[str]:
+    """What the dry run says of a pipeline whose layers all cost the same.
+
+    Raises:
+        ConfigError: there is no such schedule.
+    """
+    schedule = make_schedule(name, ranks, chunks, micro_batches)
+    timeline = simulate(schedule, split, [2.0 * layers for layers in split])
+    notice = schedule_notice(ranks, micro_batches)
+    return [*describe(name, schedule, timeline, split), *([notice] if notice else [])]
