@@ -22,6 +22,7 @@ from benchmarks.pages import (  # noqa: E402
     lightning,
     metrics,
     overhead,
+    parallelism,
     parity,
     profiling,
     reliability,
@@ -37,6 +38,7 @@ WITH_TABLES = {
     "large-models.md": large_models.TABLES | host_memory.TABLES,
     "lightning.md": lightning.TABLES,
     "metrics.md": metrics.TABLES,
+    "parallelism.md": parallelism.TABLES,
     "profiling.md": profiling.TABLES,
     "reliability.md": reliability.TABLES,
     "telemetry.md": telemetry.TABLES,
@@ -51,6 +53,7 @@ def main() -> None:
         if lines := made():
             (ROOT / "docs" / name).write_text("\n".join(lines).rstrip() + "\n")
     large_models.draw()
+    parallelism.draw()
     (ROOT / "docs" / "floors.svg").write_text(architecture.picture())
     for name in WITH_TABLES:
         page = ROOT / "docs" / name

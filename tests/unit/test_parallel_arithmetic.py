@@ -61,11 +61,12 @@ def test_context_parallelism() -> None:
 
 
 def test_fsdp() -> None:
-    assert arithmetic.fsdp_elements(parameters=1000, shards=4, micro_batches=3) == 9 * 750
-    assert arithmetic.fsdp_elements(parameters=1000, shards=4, micro_batches=3, gathered_once=True) == 4 * 750
-    once = arithmetic.fsdp_elements(parameters=1000, shards=4, micro_batches=3, gathered_once=True, synced_once=True)
-    assert once == 2 * 750
-    assert arithmetic.fsdp_elements(parameters=1000, shards=1, micro_batches=3) == 0
+    gathered, scattered = arithmetic.fsdp_gathered_elements, arithmetic.fsdp_scattered_elements
+    assert gathered(parameters=1000, shards=4, micro_batches=3) == 6 * 750
+    assert scattered(parameters=1000, shards=4, micro_batches=3) == 3 * 750
+    assert gathered(parameters=1000, shards=4, micro_batches=3, once=True) == 750
+    assert scattered(parameters=1000, shards=4, micro_batches=3, once=True) == 750
+    assert gathered(parameters=1000, shards=1, micro_batches=3) == 0
 
 
 def test_weights_gradients_and_optimizer_state() -> None:

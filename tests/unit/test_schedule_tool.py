@@ -83,3 +83,10 @@ def test_what_cannot_be_is_one_message(words: list[str], message: str, capsys: p
     assert main(["schedule", *words]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and not printed.out
+
+
+def test_the_tables_of_the_page_are_todays() -> None:
+    from benchmarks.report import ROOT, with_tables
+
+    text = (ROOT / "docs/parallelism.md").read_text()
+    assert text == with_tables(text), "python benchmarks/report.py writes docs/parallelism.md anew"

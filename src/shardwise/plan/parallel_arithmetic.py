@@ -92,19 +92,21 @@ def context_elements_by_keys(
     return 2 * layers * micro_batches * each_way
 
 
-def fsdp_elements(
-    *, parameters: float, shards: int, micro_batches: int, gathered_once: bool = False, synced_once: bool = False
-) -> float:
-    """What FSDP sends for a rank's weights: (n−1)/n·P gathered 2·m times and scattered m times.
+def fsdp_gathered_elements(*, parameters: float, shards: int, micro_batches: int, once: bool = False) -> float:
+    """What FSDP sends to gather a rank's weights: (n−1)/n·P, 2·m times.
 
-    P: the parameters of the rank's stage and tensor part, before FSDP shards them. n = shard · context.
-
-    Args:
-        gathered_once: weights stay gathered from the first micro-batch to the last: one gather.
-        synced_once: gradients add up unsharded, and are scattered after the last micro-batch: one scatter.
+    P: the parameters of the rank's stage and tensor part, before FSDP shards them. n = shard · context. `once`: they
+    stay gathered from the first micro-batch to the last.
     """
-    times = (1 if gathered_once else 2 * micro_batches) + (1 if synced_once else micro_batches)
-    return times * parameters * (shards - 1) / shards
+    return (1 if once else 2 * micro_batches) * parameters * (shards - 1) / shards
+
+
+def fsdp_scattered_elements(*, parameters: float, shards: int, micro_batches: int, once: bool = False) -> float:
+    """What FSDP sends to add up gradients and scatter them: (n−1)/n·P, m times.
+
+    P and n as for gathering. `once`: they add up unsharded, and are scattered after the last micro-batch.
+    """
+    return (1 if once else micro_batches) * parameters * (shards - 1) / shards
 
 
 def state_bytes(

@@ -1,0 +1,81 @@
+"""docs/parallelism.md: what the simulator and the arithmetic say, and pictures of a mesh and a schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.pages.markdown import table
+from shardwise.metrics.parallel_pictures import draw_mesh, draw_schedule
+from shardwise.plan import parallel_arithmetic as arithmetic
+from shardwise.plan.pipeline_schedule import make_schedule, simulate
+from shardwise.plan.pipeline_split import split_units, stage_costs
+from shardwise.plan.topology import Topology
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+HEAD = 2.4  # layers of Llama 3 8 B
+
+
+def draw() -> None:
+    draw_mesh(Topology(2, 4, replicate=1, shard=2, tensor=2, pipeline=2), DOCS / "parallelism-mesh.png")
+    draw_schedule("1f1b", simulate(make_schedule("1f1b", 4, 1, 8)), DOCS / "parallelism-schedule.png")
+
+
+def schedules() -> list[str]:
+    rows = []
+    for micro_batches in (8, 32):
+        for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4)):
+            line = simulate(make_schedule(name, 4, chunks, micro_batches))
+            kept = ", ".join(f"{number / chunks:g}" for number in line.kept)
+            rows.append([str(micro_batches), name, str(chunks), f"{line.bubble:.1%}", f"{line.idle:.1%}", kept])
+    return table(["micro-batches", "schedule", "stages a rank", "bubble", "a rank waits", "kept, first to last"], rows)
+
+
+def splits() -> list[str]:
+    rows = []
+    for split in ((8, 8, 8, 8), split_units([1.0] * 32, 4, behind=HEAD)):
+        costs = stage_costs(split, [1.0] * 32, behind=HEAD)
+        line = simulate(make_schedule("1f1b", 4, 1, 32), costs, [2 * cost for cost in costs])
+        rows.append([", ".join(map(str, split)), f"{max(costs):g}", f"{1 + line.bubble:.2f} ×"])
+    return table(["layers of the stages", "slowest, in layers", "time of a step over the ideal"], rows)
+
+
+def costs() -> list[str]:
+    """Llama 3 8 B: a layer's matrices and norms; embedding, head and the last norm; 128 samples in a step."""
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
+    ends = 2 * 128256 * 4096 + 4096
+    shape = {"samples": 1, "tokens": 8192, "width": 4096}
+    heads = {"heads": 32, "key_heads": 8}
+    rows = []
+    for tensor, context, pipeline in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 4), (2, 2, 2)):
+        shards, layers = 8 // (tensor * pipeline), 32 // pipeline
+        shape["micro_batches"] = micro_batches = 128 * context // shards
+        # In a pipeline of two, each end has one of the two tables; in a longer one, the middle has neither
+        parameters = (layers * layer + {1: ends, 2: ends / 2}.get(pipeline, 0)) / tensor
+        sent = [
+            arithmetic.pipeline_elements(context=context, tensor=tensor, **shape) if pipeline > 1 else 0,
+            arithmetic.tensor_elements(layers=layers, context=context, tensor=tensor, **shape),
+            arithmetic.context_elements_by_heads(layers=layers, context=context, tensor=tensor, **shape, **heads),
+            # Gathered in 16 bits, reduced in 32
+            arithmetic.fsdp_gathered_elements(parameters=parameters, shards=shards, micro_batches=micro_batches)
+            + 2 * arithmetic.fsdp_scattered_elements(parameters=parameters, shards=shards, micro_batches=micro_batches),
+        ]
+        if pipeline == 2:  # both ranks are at an end, and hand over in one direction each
+            sent[0] /= 2
+        state = arithmetic.state_bytes(parameters=parameters, shards=shards)
+        words = [f"{size}" for size in (pipeline, shards // context, context, tensor, micro_batches)]
+        rows.append([*words, *(f"{2 * elements / 1e9:,.1f}" for elements in sent), f"{state / 1e9:.1f}"])
+    head = [
+        "pipeline",
+        "shard",
+        "context",
+        "tensor",
+        "micro-batches",
+        "GB sent: pipeline",
+        "tensor",
+        "context, by heads",
+        "FSDP",
+    ]
+    return table([*head, "GB of weights, gradients and optimizer state"], rows)
+
+
+TABLES = {"pipeline_schedules": schedules, "pipeline_splits": splits, "parallel_costs": costs}
