@@ -36,6 +36,9 @@ RUNS: dict[str, list[str]] = {
     "Lightning's hooks": ["test_like_lightning.py::test_hooks_come_in_lightnings_order_and_as_often[1]"],
     "callbacks, early stop": ["test_callbacks.py::test_an_early_stop_is_told_and_its_count_survives_a_resume[fsdp]"],
     "attention kernels": ["test_attention.py"],
+    "context parallelism": [
+        "test_context_parallel.py::test_parts_of_sequences_equal_the_plain_loop_by_heads_and_by_keys"
+    ],
     "activation checkpointing": [
         "test_same_run.py::test_switches_change_no_number[activation_checkpointing=full-fsdp]",
         "test_checkpointing.py::test_what_is_computed_again_has_the_same_bits[selective-fsdp]",

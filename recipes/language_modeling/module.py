@@ -34,6 +34,7 @@ class LanguageModel(LightningModule):
     evaluations: nn.ModuleList  # over each set that has a name
     loss_weight_unit = "tokens"  # the log's name for what loss_weight counts
     takes_documents = True
+    sequence_tensors = ("tokens", "targets")
 
     def __init__(self, model: Transformer, sample_prompt: str = "def ", sample_tokens: int = 0) -> None:
         super().__init__()

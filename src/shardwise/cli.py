@@ -15,6 +15,7 @@ from shardwise.launch.nsight import check_profiler
 from shardwise.launch.slurm import read_array_member, read_task
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.plan.attention_kernel import check_takes_attention, explain_attention
+from shardwise.plan.context_parallel import check_takes_context
 from shardwise.plan.location import number_run
 from shardwise.plan.loss import check_takes_loss, explain_loss
 from shardwise.plan.plan import headline
@@ -157,6 +158,7 @@ def check_targets(plans: list[Plan]) -> list[Plan]:
             check_ownership(plan, target)
             plan = check_takes_loss(plan, target)
             plan = check_takes_attention(plan, target)
+            check_takes_context(plan, target)
         made.append(plan)
         try_optimizer(plan)
         data = build(plan.data, "data")

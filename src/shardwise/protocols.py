@@ -20,6 +20,11 @@ class Module(Protocol):
     takes_documents: bool
     """It keeps attention inside `batch["documents"]`, the number of each token's document: see docs/data.md."""
 
+    sequence_tensors: tuple[str, ...]
+    """The keys of the batch's tensors [sequences, positions, …] of which a rank gets its part of the positions, under
+    context parallelism; the others come whole. With it a module says that a position reaches others through
+    `causal_attention` alone, and that it takes its positions from the layout: see docs/parallelism.md."""
+
     channels_last: bool
     """Convolutions get images in channels-last layout. Under `ddp` their weights take that layout too."""
 
@@ -169,6 +174,15 @@ def loss_weight_unit_of(module: Any) -> str:
 
 def takes_documents(module: Any) -> bool:
     return bool(getattr(module, "takes_documents", False))
+
+
+def sequence_tensors_of(module: Any) -> tuple[str, ...]:
+    return tuple(getattr(module, "sequence_tensors", ()))
+
+
+def weighs_its_loss(module: Any) -> bool:
+    """Whether a module or its class has `loss_weight`."""
+    return callable(getattr(module, "loss_weight", None))
 
 
 def wants_channels_last(module: Any) -> bool:

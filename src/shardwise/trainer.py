@@ -33,6 +33,7 @@ from shardwise.parallel.precision import default_dtype, set_parameter_dtype
 from shardwise.parallel.units import find_units
 from shardwise.plan import Plan
 from shardwise.plan.attention_kernel import check_takes_attention
+from shardwise.plan.context_parallel import check_takes_context
 from shardwise.plan.loss import check_takes_loss
 from shardwise.protocols import choose_attention_of, choose_loss_of, initializes_itself
 from shardwise.run_dir.environment import describe_environment
@@ -64,6 +65,7 @@ def build_module(plan: Plan) -> LightningModule:
         choose_loss(plan.loss.name)
     set_parameter_dtype(module, plan.precision)
     check_takes_attention(plan, module)
+    check_takes_context(plan, module)
     if (choose_attention := choose_attention_of(module)) is not None:
         choose_attention(plan.attention.name)
     if plan.optimizer is not None:

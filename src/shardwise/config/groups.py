@@ -61,6 +61,12 @@ class Dtype(Enum):
     float16 = "float16"
 
 
+class ContextParallelMethod(Enum):
+    auto = "auto"
+    heads = "heads"
+    keys = "keys"
+
+
 class LoggerName(Enum):
     csv = "csv"
     wandb = "wandb"
@@ -93,6 +99,11 @@ class FsdpConfig:
     )
     tensor_parallel_size: int = option(1, "ranks of one node that share each layer's matrices: docs/parallelism.md")
     context_parallel_size: int = option(1, "ranks that share each sequence")
+    context_parallel_method: ContextParallelMethod = option(
+        ContextParallelMethod.auto,
+        "how attention reaches positions of other ranks: heads exchanges positions for heads, keys gathers all keys "
+        "and values; auto: heads where the ranks divide the key heads",
+    )
     pipeline_parallel_size: int = option(1, "ranks that have different layers, and hand over what goes between them")
     timeout_minutes: float = 10.0
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from shardwise.data.agreement import Group
-from shardwise.data.streams import evaluation_batches
+from shardwise.data.streams import check_own_samples, evaluation_batches
 from shardwise.data.user_loader import (
     attribute_of,
     is_stream,
@@ -28,7 +28,7 @@ class EvaluationLoader:
 
     Strategies that gather parameters need all ranks in every forward. A rank without samples left runs a padding batch,
     as large as a full one. `mark` is called for every batch, with whether it is padding. `limit`: the most batches of
-    all ranks together.
+    all ranks together. `part_of(batch)`: the part of a batch of whole sequences that this rank computes.
     """
 
     def __init__(
@@ -39,10 +39,13 @@ class EvaluationLoader:
         mark: Callable[[bool], None],
         limit: int | None = None,
         group: Group = lambda: None,
+        part_of: Callable[[Any], Any] = lambda batch: batch,
     ) -> None:
+        self.part_of = part_of
         self.original, self.plan, self.rank, self.mark, self.limit, self.group = loader, plan, rank, mark, limit, group
         self.batches: list[Any] | None = None  # the batches of all ranks; None for a stream
         if is_stream(loader):
+            check_own_samples(loader, plan)
             self.loader = with_watched_workers(loader)
             return
         self.batches = _evaluation_keys(loader, plan)[:limit]
@@ -63,11 +66,11 @@ class EvaluationLoader:
         if self.batches is None:
             for batch, is_padding in evaluation_batches(self.loader, self.plan, self.rank, self.limit, self.group):
                 self.mark(is_padding)
-                yield batch
+                yield self.part_of(batch)
             return
         for turn, batch in enumerate(self.loader):
             self.mark(self.number_of(turn) >= len(self.batches))
-            yield batch
+            yield self.part_of(batch)
 
     def number_of(self, turn: int) -> int:
         """The number of this rank's batch of `turn` among the batches of all ranks."""

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from shardwise.accelerator import exact_dtype
 from shardwise.data.agreement import Group, check_same_order
 from shardwise.data.order import DrawnOrder, GlobalOrder
-from shardwise.data.streams import Stream
+from shardwise.data.streams import Stream, check_own_samples
 from shardwise.data.user_loader import (
     Batches,
     attribute_of,
@@ -47,6 +47,8 @@ class TrainLoader:
     module's `loss_weight(batch)` is summed over the window and the data-parallel ranks. `next_scale` then gives a
     factor for each micro-batch. With it the gradient that is accumulated and averaged over ranks is the gradient of
     the mean over the global batch.
+
+    `part_of(batch)`: the part of a batch of whole sequences that this rank computes.
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class TrainLoader:
         flops: Callable[[Any], int] | None = None,
         group: Group = lambda: None,
         mesh: Mesh | None = None,
+        part_of: Callable[[Any], Any] = lambda batch: batch,
     ) -> None:
-        self.original, self.mesh = loader, mesh or Mesh(plan)
+        self.original, self.mesh, self.part_of = loader, mesh or Mesh(plan), part_of
         self.plan, self.rank, self.device, self.loss_weight, self.flops = plan, rank, device, loss_weight, flops
         self.consumed = 0  # the training clock: how many samples of all ranks were handed over
         self._scales: deque[Tensor | None] = deque()
@@ -75,6 +78,7 @@ class TrainLoader:
         self._identity = identity_of(self._samples)  # when the run begins
         check_batch_size(loader, plan)
         if is_stream(loader):
+            check_own_samples(loader, plan)
             if plan.guard.on_spike == "rollback":
                 raise ConfigError(
                     f"guard.on_spike=rollback: {name_of(loader)} keeps an order of its own and starts anew when a "
@@ -134,7 +138,9 @@ class TrainLoader:
             window, position, is_last = found
             self.fetching_seconds = time.perf_counter() - begin
             self.window_start, self._window_begins, self.has_ended = self.consumed, True, False
-            self.window_flops = sum(map(self.flops, window)) if self.flops else 0
+            # Ranks of a context axis share the sequences equally; a part alone would not tell what attention costs.
+            self.window_flops = sum(map(self.flops, window)) // self.plan.topology.context if self.flops else 0
+            window = [self.part_of(batch) for batch in window]
             for number, (batch, scale) in enumerate(zip(window, self._window_scales(window), strict=True), start=1):
                 self.consumed += self.plan.micro_batch_size * self.plan.topology.data_parallel_size
                 self._scales.append(scale)

@@ -30,6 +30,21 @@ _CPU = torch.device("cpu")
 _END = object()
 
 
+def check_own_samples(loader: Any, plan: Plan) -> None:
+    """Refuse a stream where ranks share samples: it splits itself by RANK and WORLD_SIZE.
+
+    Raises:
+        ConfigError
+    """
+    axes = {axis: n for axis, n in plan.topology.mesh.items() if axis in ("pipeline", "context", "tensor")}
+    if axes:
+        words = " ".join(f"strategy.{axis}_parallel_size={n}" for axis, n in axes.items())
+        raise ConfigError(
+            f"{words}: ranks of such an axis need the same samples, and {name_of(loader)} keeps an order of its own, "
+            f"which each rank splits by RANK and WORLD_SIZE; use a data set with a length and indices"
+        )
+
+
 class Stream:
     """Reads one rank's micro-batches a window ahead, so that all ranks know which window is the last."""
 

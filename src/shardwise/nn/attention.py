@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.errors import ConfigError
 from shardwise.nn.flash_attention_4 import flash_attention_4
+from shardwise.nn.sequence_parts import sequence_parts
 
 try:
     from torch.nn.attention import varlen
@@ -72,7 +73,8 @@ def document_layout(
 
     Returns:
         `positions`: int64 [B, T], from 0 on in each document. And `starts`, or `mask`: bool [B, 1, T, T], or
-        `block_mask`: flex_attention's.
+        `block_mask`: flex_attention's. Under context parallelism the positions are those of this rank's part of each
+        sequence; `documents` is given whole.
 
     Raises:
         ConfigError: the kernel cannot keep documents apart.
@@ -81,33 +83,44 @@ def document_layout(
     index = torch.arange(length, device=documents.device)
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     positions = index - torch.where(begins, index, 0).cummax(dim=1).values
-    number = begins.cumsum(dim=1)
+    number, parts = begins.cumsum(dim=1), sequence_parts()
+    layout = {"positions": positions} if parts is None else parts.layout(positions, number)
+    if "masks" in layout:
+        return layout
     if kernel == "flex":
-        return {"positions": positions, "block_mask": _block_mask(number)}
+        return layout | {"block_mask": _block_mask(number)}
     if kernel == "fa4" or (kernel in (SDPA, "flash") and runs_varlen(documents, dtype, head_dim)):
-        return {"positions": positions, "starts": document_starts(documents) if starts is None else starts}
+        return layout | {"starts": document_starts(documents) if starts is None else starts}
     if kernel == "cudnn" or (kernel == "flash" and documents.is_cuda):
         raise ConfigError(
             f"attention={kernel}: the batch has documents to keep apart, which this kernel cannot do for heads of "
             f"{head_dim} in {dtype}; use attention=auto"
         )
     same = number[:, :, None] == number[:, None, :]
-    return {"positions": positions, "mask": (same & (index[:, None] >= index)).unsqueeze(1)}
+    return layout | {"mask": (same & (index[:, None] >= index)).unsqueeze(1)}
 
 
 def whole_layout(tokens: Tensor, kernel: str) -> Layout | None:
     """What `causal_attention` with this `kernel` needs for sequences without documents; most kernels need nothing.
 
-    `tokens`: [B, T].
+    `tokens`: [B, T]. Under context parallelism these are a part of each sequence, and `positions`, int64 [T], says
+    where in it they are.
     """
-    if kernel != "flex":
-        return None
-    make = _causal_block_mask if torch.compiler.is_compiling() else _kept_block_mask
-    return {"block_mask": make(tokens.shape[1], tokens.device)}
+    parts, length = sequence_parts(), tokens.shape[1]
+    layout: Layout = {}
+    if parts is not None:
+        length *= parts.ranks
+        layout = parts.layout(torch.arange(length, device=tokens.device), None)
+    if kernel == "flex":
+        make = _causal_block_mask if torch.compiler.is_compiling() else _kept_block_mask
+        layout["block_mask"] = make(length, tokens.device)
+    return layout or None
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = None, kernel: str = SDPA) -> Tensor:
     """Attention in which a position looks at itself and what is before it; with `layout` only in its own document.
+
+    Under context parallelism T is this rank's part of each sequence; a position also looks at those of other ranks.
 
     `q`: [B, heads, T, head_dim]; `k` and `v`: the same, or with fewer heads, each of which several queries share.
     `kernel`: cudnn, flash, efficient, math, flex or fa4 runs that one and no other; sdpa leaves the choice to torch.
@@ -119,10 +132,18 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = No
     Raises:
         ConfigError: the kernel does not take such tensors.
     """
+    layout, parts = {} if layout is None else layout, sequence_parts()
+    if parts is not None:
+        return parts.attend(q, k, v, layout, kernel, _attend)
+    return _attend(q, k, v, layout, kernel)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, kernel: str) -> Tensor:
+    """`causal_attention` over all positions, or with a mask."""
     shares = q.shape[1] != k.shape[1]
-    layout = {} if layout is None else layout
     mask, starts = layout.get("mask"), layout.get("starts")
-    where = "documents" if "positions" in layout else "whole sequences"
+    # Only positions in documents differ between sequences.
+    where = "documents" if "positions" in layout and layout["positions"].dim() == 2 else "whole sequences"
     if shares and (kernel == "efficient" or (mask is not None and q.is_cuda)):
         # With a mask and shared heads torch would hold a number for every pair of positions, heads times. Its
         # memory-efficient kernel does not know shared heads before torch 2.13.

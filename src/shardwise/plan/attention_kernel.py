@@ -15,6 +15,7 @@ from shardwise.config.schema import AttentionKernel, RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.accelerator import WHERE, vendor
 from shardwise.plan.choices import arguments_of, for_module, installed
+from shardwise.plan.context_parallel import context_parallel_method
 from shardwise.plan.plan import Choice, Host, Plan
 from shardwise.protocols import choose_attention_of
 
@@ -35,6 +36,7 @@ class Facts:
     head_size: int | None = None
     flash_attention_4: str | None = None  # its version; None: it is not installed
     cudnn: tuple[int, ...] | None = None  # its version
+    context_by_keys: bool = False  # whether attention is of a part of each sequence with all of its keys
 
 
 def choose_attention(config: RunConfig, host: Host, accelerator: str) -> Choice:
@@ -78,6 +80,8 @@ def explain_attention(plan: Plan) -> list[str]:
 
 def obstacle(kernel: str, facts: Facts) -> str | None:
     """Why `kernel` cannot run, as a part of a sentence; None: nothing that is known speaks against it."""
+    if facts.context_by_keys and kernel in ("cudnn", "flash", "flex", "fa4"):
+        return "strategy.context_parallel_method=keys needs a kernel that takes a mask"
     rules = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient, "flex": _flex, "fa4": _fa4}
     rule = rules.get(kernel)
     return None if rule is None else rule(facts)  # math takes everything
@@ -193,6 +197,7 @@ def gather_facts(config: RunConfig, host: Host, accelerator: str) -> Facts:
         documents=bool(data.get("document_mask")),
         head_size=_head_size(config.module),
         flash_attention_4=installed("flash-attn-4") if find_spec("cutlass") else None,  # it is written in CuTe
+        context_by_keys=context_parallel_method(config) == "keys",
         cudnn=None if cudnn is None else tuple(int(number) for number in cudnn.split(".")[:3] if number.isdigit()),
     )
 

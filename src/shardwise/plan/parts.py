@@ -46,8 +46,9 @@ def make_checkpointing(config: CheckpointConfig, accelerator: str) -> Checkpoint
     )
 
 
-def make_strategy(config: StrategyConfig, topology: Topology) -> Strategy:
-    options = {key: value for key, value in vars(config).items() if key not in ("name", "shard_size", *_OF_TOPOLOGY)}
+def make_strategy(config: StrategyConfig, topology: Topology, context_parallel_method: str | None = None) -> Strategy:
+    elsewhere = ("name", "shard_size", "context_parallel_method", *_OF_TOPOLOGY)
+    options = {key: value for key, value in vars(config).items() if key not in elsewhere}
     if not 0 < config.timeout_minutes <= _YEAR_MINUTES:
         raise ConfigError(
             f"strategy.timeout_minutes={config.timeout_minutes}: must be above 0 and at most {_YEAR_MINUTES}, a year"
@@ -55,7 +56,7 @@ def make_strategy(config: StrategyConfig, topology: Topology) -> Strategy:
     if isinstance(config, DdpConfig) and config.bucket_cap_mb < 1:
         raise ConfigError(f"strategy.bucket_cap_mb={config.bucket_cap_mb}: must be at least 1")
     check_knobs(config, topology)
-    return Strategy(name=config.name.value, **options)
+    return Strategy(name=config.name.value, context_parallel_method=context_parallel_method, **options)  # type: ignore[arg-type]
 
 
 def make_environment(cluster: ClusterConfig) -> dict[str, str]:

@@ -57,6 +57,7 @@ class Strategy:
     offload_parameters: bool = False
     forward_prefetch_units: int | None = None  # None: the order of FSDP2's own
     backward_prefetch_units: int | None = None
+    context_parallel_method: Literal["heads", "keys"] | None = None  # None: every rank computes whole sequences
     reduce_bucket_elements: int = 25_000_000
     overlap_comm: bool = True  # on GPUs
     allgather_bucket_elements: int = 25_000_000
@@ -291,8 +292,7 @@ def headline(plan: Plan) -> str:
         )
     else:
         batches = "every sample once"
-    begin = plan.resume or plan.init_from
-    resumed = f", from {Path(begin).name}" if begin else ""
+    resumed = f", from {Path(begin).name}" if (begin := plan.resume or plan.init_from) else ""
     return (
         f"run {plan.run_id}: {plan.stage} with {plan.strategy.name}, {plan.precision.name}, on "
         f"{count(topology.world_size, f'{plan.accelerator} rank')} ({mesh}){resumed}\n"

@@ -9,6 +9,7 @@ from shardwise.config.schema import RunConfig, Stage
 from shardwise.errors import ConfigError
 from shardwise.plan.accelerator import check_accelerator, choose_accelerator
 from shardwise.plan.attention_kernel import choose_attention
+from shardwise.plan.context_parallel import context_parallel_method
 from shardwise.plan.hardware import link_gb_per_second, peak_tflops
 from shardwise.plan.layers import make_activation_checkpointing, make_compile
 from shardwise.plan.location import initial_weights, run_name, runs_folder
@@ -78,7 +79,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         accelerator=accelerator,
         topology=topology,
         peak_tflops=peak_tflops(config, host, accelerator, clusters),
-        strategy=make_strategy(config.strategy, topology),
+        strategy=make_strategy(config.strategy, topology, context_parallel_method(config)),
         precision=make_precision(config, host, accelerator),
         micro_batch_size=config.micro_batch_size,
         accumulate_grad_batches=accumulate,

@@ -1,0 +1,83 @@
+"""Decides how attention reaches positions of other ranks, and refuses what context parallelism cannot do."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from shardwise.config.groups import ContextParallelMethod, FsdpConfig
+from shardwise.config.schema import RunConfig, Stage
+from shardwise.errors import ConfigError
+from shardwise.plan.choices import arguments_of
+from shardwise.plan.plan import Plan
+from shardwise.protocols import sequence_tensors_of, weighs_its_loss
+
+
+def context_parallel_method(config: RunConfig) -> Literal["heads", "keys"] | None:
+    """How attention reaches positions of other ranks; None: every rank computes whole sequences.
+
+    Raises:
+        ConfigError: the ranks cannot divide the sequences or the key heads equally, or the run cannot be divided.
+    """
+    strategy = config.strategy
+    if not isinstance(strategy, FsdpConfig):
+        return None
+    ranks, word = strategy.context_parallel_size, strategy.context_parallel_method
+    rule = f"strategy.context_parallel_size={ranks}"
+    if ranks <= 1:
+        if word is not ContextParallelMethod.auto:
+            raise ConfigError(
+                f"strategy.context_parallel_method={word.value} {rule}: no sequence is divided; leave the method out, "
+                f"or give a size above 1"
+            )
+        return None
+    if config.stage is Stage.predict:
+        raise ConfigError(f"stage=predict {rule}: predictions are of whole sequences; leave it out")
+    data = config.data if isinstance(config.data, dict) else {}
+    length = data.get("sequence_length")
+    if isinstance(length, int) and length % ranks:
+        raise ConfigError(
+            f"data.sequence_length={length} {rule}: {ranks} ranks cannot divide {length} positions equally; use a "
+            f"multiple of {ranks}, such as data.sequence_length={max(1, length // ranks) * ranks}"
+        )
+    return _method(config, strategy, rule)
+
+
+def _method(config: RunConfig, strategy: FsdpConfig, rule: str) -> Literal["heads", "keys"]:
+    ranks, tensor = strategy.context_parallel_size, strategy.tensor_parallel_size
+    word = strategy.context_parallel_method
+    sizes = arguments_of(config.module)
+    heads = sizes.get("n_kv_heads", sizes.get("n_heads"))
+    fits = isinstance(heads, int) and heads % (ranks * tensor) == 0
+    if word is ContextParallelMethod.heads and isinstance(heads, int) and not fits:
+        divided = f"{rule} * strategy.tensor_parallel_size={tensor}" if tensor > 1 else rule
+        raise ConfigError(
+            f"strategy.context_parallel_method=heads: {divided} does not divide the model's {heads} key heads; use "
+            f"strategy.context_parallel_method=keys"
+        )
+    if word is ContextParallelMethod.heads or (word is ContextParallelMethod.auto and fits):
+        return "heads"
+    return "keys"
+
+
+def check_takes_context(plan: Plan, module: Any) -> None:
+    """Check that a LightningModule or its class takes part in context parallelism.
+
+    Raises:
+        ConfigError: it does not say what of a batch is divided, or how much a part of it counts.
+    """
+    ranks = plan.topology.context
+    if ranks == 1:
+        return
+    missing = [] if sequence_tensors_of(module) else ["sequence_tensors"]
+    missing += [] if weighs_its_loss(module) else ["loss_weight"]
+    if missing:
+        raise ConfigError(
+            f"strategy.context_parallel_size={ranks}: {plan.module['_target_']} has no {' and no '.join(missing)}, so "
+            f"its sequences cannot be divided over ranks; leave it out, or see docs/parallelism.md for how a module "
+            f"takes part"
+        )
+    if getattr(module, "automatic_optimization", True) is False:
+        raise ConfigError(
+            f"strategy.context_parallel_size={ranks}: {plan.module['_target_']} optimizes by hand, so that parts of "
+            f"sequences are not weighed with each other; leave it out"
+        )
