@@ -256,6 +256,18 @@ WORDS: list[tuple[str, list[str]]] = [
     ("strategy=fsdp devices=8 micro_batch_size=1 strategy.reshard_after_forward=1", ["use 2, 4, true or false"]),
     ("strategy=fsdp_hybrid devices=8 micro_batch_size=1 strategy.shard_size=4 strategy.reshard_after_forward=4",
      ["must divide the 4 ranks that share the parameters", "use 2, true or false"]),
+    ("strategy=fsdp devices=2 micro_batch_size=1 strategy.context_parallel_size=2 data.sequence_length=33",
+     ["data.sequence_length=33 strategy.context_parallel_size=2: 2 ranks cannot divide 33 positions", "length=32"]),
+    ("strategy=fsdp devices=4 micro_batch_size=1 strategy.context_parallel_size=4 model.n_heads=4 model.n_kv_heads=2 "
+     "strategy.context_parallel_method=heads",
+     ["context_parallel_size=4 does not divide the model's 2 key heads", "use strategy.context_parallel_method=keys"]),
+    ("strategy=fsdp strategy.context_parallel_method=keys",
+     ["strategy.context_parallel_method=keys strategy.context_parallel_size=1: no sequence is divided"]),
+    ("strategy=fsdp devices=2 strategy.context_parallel_size=2 stage=predict", ["predictions are of whole sequences"]),
+    ("strategy=fsdp devices=2 micro_batch_size=1 strategy.context_parallel_size=2 attention=flash "
+     "strategy.context_parallel_method=keys",
+     ["attention=flash: strategy.context_parallel_method=keys needs a kernel that takes a mask; use attention="]),
+    ("strategy=ddp strategy.context_parallel_size=2", ["context_parallel_size"]),
     ("strategy=zero2 strategy.reduce_bucket_elements=0", ["strategy.reduce_bucket_elements=0: must be at least 1"]),
     ("strategy=zero2 strategy.reduce_bucket_elements=5e8", ["must be a whole number; write 500000000"]),
     ("strategy=zero1 strategy.allgather_bucket_elements=1", ["must be at least 2"]),

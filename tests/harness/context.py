@@ -117,7 +117,8 @@ def deviations(case: Case, result: dict[str, Any]) -> dict[str, float]:
     assert len(result["losses"]) == STEPS and set(final) == set(start)
     model.load_state_dict(final, strict=False)
     with torch.no_grad():
-        sums = [model.loss_sum({k: v[None] for k, v in row.items()}) for row in sequences(5, case.length, False, seed=1)]
+        rows = sequences(5, case.length, False, seed=1)
+        sums = [model.loss_sum({key: value[None] for key, value in row.items()}) for row in rows]
     validation = float(sum(total for total, _ in sums) / sum(items for _, items in sums))
     return {
         "update": max(update_deviation(start, result["final"], final).values()),

@@ -76,6 +76,7 @@ USED = {
     "optim/deepspeed_operators.py": "_get_build_directory",
     "parallel/activation_checkpointing.py": "_cdata _higher_order_ops _pytree _schema",
     "parallel/compile.py": "_dynamo _functorch",
+    "parallel/context_parallel.py": "_c10d_functional",
     "parallel/float8.py": (
         "_aot_autograd _axiswise_dim _data _dynamo _foreach_norm _functorch _local_tensor _orig_dtype _parameters "
         "_scale"
@@ -297,6 +298,7 @@ NAMES = {
     "_unsharded_param": name(f"{FSDP}._fsdp_param.FSDPParam", "a weight that took no part has a zero gradient"),
     "_module_info": name(f"{FSDP}._fsdp_param.FSDPParam", "whole weights that a hook sees are no shards"),
     # torch
+    "_c10d_functional": name("torch.ops", "collectives that torch.compile puts into its graph"),
     "_C": name("torch", "TCPStore and HashStore without importing torch.distributed; NCCL's record"),
     "_distributed_c10d": name("torch._C", "TCPStore and HashStore without importing torch.distributed; NCCL's record"),
     "_dump_nccl_trace": name(

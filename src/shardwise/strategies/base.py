@@ -36,7 +36,6 @@ from shardwise.lightning_internals import counters
 from shardwise.lightning_internals.results import unrecorded
 from shardwise.optim.optimizers import check_one_owner, step_schedules_unless
 from shardwise.parallel.activation_checkpointing import explain, without_caches
-from shardwise.parallel.context_parallel import ContextParallel
 from shardwise.parallel.parallelize import copy_outside_units, parallelize
 from shardwise.parallel.precision import ParameterSites
 from shardwise.parallel.units import Units, units_for
@@ -50,13 +49,14 @@ from shardwise.step.verdict import StepVerdict
 from shardwise.step.window import AccumulationWindow, check_output
 from shardwise.strategies.checkpoint_hooks import CheckpointHooks
 from shardwise.strategies.copied_parameters import CopiedParameters
+from shardwise.strategies.divided_sequences import DividedSequences
 from shardwise.strategies.gathered import GatheringHooks
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.whole_weights import weights_are_sharded
 from shardwise.weights.init_from import read_initial
 
 
-class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, ParallelStrategy):
+class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, GatheringHooks, ParallelStrategy):
     """The hooks that are the same under every strategy. Each strategy mixes them into one of Lightning's."""
 
     runs_inside_forward = True  # whether a step must run inside the forward of the wrapped module
@@ -79,7 +79,6 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, Paralle
         self._transfer: BatchTransfer | None = None
         self._file_group: dist.ProcessGroup | None = None
         self._closing: list[Callable[[], Any]] = []
-        self.context: ContextParallel | None = None  # how sequences are divided over ranks
         self._before_validation: dict[str, Any] | None = None  # the states of the random streams
 
     # Set-up
@@ -158,25 +157,20 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, Paralle
     # Data
 
     def process_dataloader(self, dataloader: object) -> object:
-        module, rank = self.module, self.mesh.data_rank(self.global_rank)
+        module, plan, rank = self.module, self.plan, self.mesh.data_rank(self.global_rank)
         if module.trainer.state.stage != RunningStage.TRAINING:
             validating = module.trainer.state.stage == RunningStage.VALIDATING
-            limit = self.plan.max_validation_batches if validating or self.plan.quick_check else None
-            return EvaluationLoader(
-                dataloader, self.plan, rank, self._paddings.append, limit, self.file_group, self._part_of_batch
-            )
+            limit = plan.max_validation_batches if validating or plan.quick_check else None
+            return EvaluationLoader(dataloader, plan, rank, self._paddings.append, limit, self.file_group, self._cut)
         if self.train_loader is not None:
             raise ConfigError("several training loaders: a step is one global batch of one loader; combine the data")
         self.train_loader = TrainLoader(
             dataloader, self.plan, rank, self.root_device, loss_weight_of(module), flops_of(module), self.file_group,
-            self.mesh, self._part_of_batch,
+            self.mesh, self._cut,
         )  # fmt: skip
         if self.is_global_zero:
             print("".join(f"{line}\n" for line in self.train_loader.notices()), end="", flush=True)
         return self.train_loader
-
-    def _part_of_batch(self, batch: Any) -> Any:
-        return batch if self.context is None else self.context.cut(batch)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self._transfer is None:
@@ -201,8 +195,7 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, GatheringHooks, Paralle
 
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         assert self.model is not None
-        if self.context is not None:
-            self.context.begin_batch(args[0])
+        self._begin_batch(*args)
         if name != "training_step" or not self.window.losses:  # a step's further micro-batches see the same weights
             self._refresh_float8()
         return self.step_forward.run(self.model if self.runs_inside_forward else None, name, *args, **kwargs)

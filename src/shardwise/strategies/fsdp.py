@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -28,13 +27,10 @@ from shardwise.checkpoint.chunks import slice_of
 from shardwise.distributed.collectives import broadcast_from_rank_zero, sum_over
 from shardwise.distributed.dtensor import local_part
 from shardwise.errors import ConfigError
-from shardwise.nn.sequence_parts import use_sequence_parts
 from shardwise.optim.optimizers import check_by_hand, steps_on_shards
-from shardwise.parallel.context_parallel import ContextParallel
 from shardwise.parallel.parallelize import roots_of
 from shardwise.parallel.precision import dtype_of, mixed_precision_policy
 from shardwise.plan import Plan
-from shardwise.protocols import sequence_tensors_of
 from shardwise.strategies import fsdp_gathering
 from shardwise.strategies.base import PlannedStrategy
 from shardwise.strategies.sharded_state import DTensorState
@@ -154,14 +150,6 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             self.float8.gather(change_within_steps=not module.automatic_optimization)
         self._backwards = InnerBackwards(module, module.automatic_optimization)
         broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("stage"))
-
-    def _divide_sequences(self, module: LightningModule) -> None:
-        if self.plan.topology.context == 1:
-            return
-        by_keys = self.plan.strategy.context_parallel_method == "keys"
-        self.context = ContextParallel(self.mesh.group("context"), by_keys=by_keys, tensors=sequence_tensors_of(module))
-        use_sequence_parts(self.context)
-        self.at_teardown(partial(use_sequence_parts, None))
 
     def _keeps_whole(self, parameter: nn.Parameter) -> bool:
         """Whether FSDP2 cannot shard `parameter`, because it has no dimension or no elements. Every rank keeps it."""

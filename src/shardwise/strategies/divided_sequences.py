@@ -1,0 +1,41 @@
+"""What a strategy does about sequences of which each rank computes a part: see parallel/context_parallel.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from shardwise.distributed.mesh import Mesh
+from shardwise.nn.sequence_parts import use_sequence_parts
+from shardwise.parallel.context_parallel import ContextParallel
+from shardwise.plan import Plan
+from shardwise.protocols import sequence_tensors_of
+
+
+class DividedSequences:
+    """A part of `PlannedStrategy`. Without a context axis it does nothing."""
+
+    plan: Plan
+    mesh: Mesh
+    at_teardown: Callable[[Callable[[], Any]], None]
+    context: ContextParallel | None = None
+
+    def _divide_sequences(self, module: LightningModule) -> None:
+        """Let attention of this process work on parts of sequences until the run ends."""
+        if self.plan.topology.context == 1:
+            return
+        by_keys = self.plan.strategy.context_parallel_method == "keys"
+        self.context = ContextParallel(self.mesh.group("context"), by_keys=by_keys, tensors=sequence_tensors_of(module))
+        use_sequence_parts(self.context)
+        self.at_teardown(partial(use_sequence_parts, None))
+
+    def _cut(self, batch: Any) -> Any:
+        """This rank's part of a batch of whole sequences."""
+        return batch if self.context is None else self.context.cut(batch)
+
+    def _begin_batch(self, batch: Any, *_: Any) -> None:
+        if self.context is not None:
+            self.context.begin_batch(batch)
