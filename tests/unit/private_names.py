@@ -298,7 +298,9 @@ NAMES = {
     "_unsharded_param": name(f"{FSDP}._fsdp_param.FSDPParam", "a weight that took no part has a zero gradient"),
     "_module_info": name(f"{FSDP}._fsdp_param.FSDPParam", "whole weights that a hook sees are no shards"),
     # torch
-    "_c10d_functional": name("torch.ops", "collectives that torch.compile puts into its graph"),
+    "_c10d_functional": name(
+        "torch.distributed._functional_collectives", "collectives that torch.compile puts into its graph"
+    ),
     "_C": name("torch", "TCPStore and HashStore without importing torch.distributed; NCCL's record"),
     "_distributed_c10d": name("torch._C", "TCPStore and HashStore without importing torch.distributed; NCCL's record"),
     "_dump_nccl_trace": name(
