@@ -18,6 +18,7 @@ from shardwise.plan.attention_kernel import check_takes_attention, explain_atten
 from shardwise.plan.context_parallel import check_takes_context
 from shardwise.plan.location import number_run
 from shardwise.plan.loss import check_takes_loss, explain_loss
+from shardwise.plan.parallel_lines import parallel_lines
 from shardwise.plan.plan import headline
 from shardwise.process.console import outlive_console
 from shardwise.process.parent import die_with_parent
@@ -73,7 +74,7 @@ def _train(argv: list[str]) -> int:
         jobs, plans = make_run_plans(command.jobs, host)
         if any(job.config.dry_run for job in jobs):
             for job, plan in zip(jobs, plans, strict=True):
-                notices = "".join(f"# {line}\n" for line in job.messages)
+                notices = "".join(f"# {line}\n" for line in [*job.messages, *parallel_lines(plan)])
                 print(f"{notices}# config\n{job.yaml}\n# plan\n{plan.to_json()}")
             return 0
         plans = check_targets(plans)

@@ -47,7 +47,7 @@ def pipeline_elements(
 
 
 def tensor_elements(
-    *, layers: int, micro_batches: int, samples: int, tokens: int, width: int, tensor: int, context: int = 1
+    *, layers: float, micro_batches: int, samples: int, tokens: int, width: int, tensor: int, context: int = 1
 ) -> float:
     """What tensor and sequence parallelism send inside the layers: 8·b·s·h/c·(t−1)/t, a layer and a micro-batch.
 
@@ -68,7 +68,7 @@ def tensor_end_elements(
 
 
 def context_elements_by_heads(
-    *, layers: int, micro_batches: int, samples: int, tokens: int, width: int, heads: int, key_heads: int,
+    *, layers: float, micro_batches: int, samples: int, tokens: int, width: int, heads: int, key_heads: int,
     context: int, tensor: int = 1,
 ) -> float:  # fmt: skip
     """What context parallelism by heads sends: 2·(2+2k/a)·b·s·h/(c·t)·(c−1)/c, a layer and a micro-batch.
@@ -81,7 +81,7 @@ def context_elements_by_heads(
 
 
 def context_elements_by_keys(
-    *, layers: int, micro_batches: int, samples: int, tokens: int, width: int, heads: int, key_heads: int,
+    *, layers: float, micro_batches: int, samples: int, tokens: int, width: int, heads: int, key_heads: int,
     context: int, tensor: int = 1,
 ) -> float:  # fmt: skip
     """What context parallelism by gathered keys and values sends: 2·(2k/a)·b·s·h/t·(c−1)/c, a layer and a micro-batch.
