@@ -128,6 +128,22 @@ class Transformer(nn.Module):
     """Computes hidden states from tokens. It owns `head` and does not call it: the loss uses its weight."""
 
     _no_split_modules: ClassVar[list[str]] = ["TransformerBlock"]
+    tensor_parallel_layers: ClassVar[dict[str, str]] = {
+        "embedding": "embedding",
+        "blocks.*.attention_norm": "norm",
+        "blocks.*.attention": "gather",
+        "blocks.*.attention.wq": "column",
+        "blocks.*.attention.wk": "column",
+        "blocks.*.attention.wv": "column",
+        "blocks.*.attention.wo": "row",
+        "blocks.*.ffn_norm": "norm",
+        "blocks.*.feed_forward": "gather",
+        "blocks.*.feed_forward.w1": "column",
+        "blocks.*.feed_forward.w3": "column",
+        "blocks.*.feed_forward.w2": "row",
+        "norm": "norm",
+        "head": "head",
+    }
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from shardwise.nn.generation import Sampling, continue_texts
 from shardwise.nn.key_value_cache import KeyValueCache
 from shardwise.nn.linear_cross_entropy import IGNORE, linear_cross_entropy
 from shardwise.nn.mean_metric import ExactMean
+from shardwise.nn.vocabulary_part import vocabulary_part_of
 from shardwise.protocols import gathered_weights, tokenizer_of_data
 
 Batch = dict[str, Tensor]
@@ -225,7 +226,9 @@ class LanguageModel(LightningModule):
         targets = batch["targets"]
         documents = {name: batch[key] for name, key in _DOCUMENTS.items() if key in batch}
         hidden = self.model(batch["tokens"], **documents)
-        total = linear_cross_entropy(hidden, self.model.head.weight, targets, loss=self.loss_name)
+        head = self.model.head
+        part = vocabulary_part_of(head)
+        total = linear_cross_entropy(hidden, head.weight, targets, loss=self.loss_name, part=part)
         return total, (targets != IGNORE).sum()
 
     def _begin_evaluation(self, sets: int) -> None:

@@ -65,6 +65,11 @@ class Module(Protocol):
         `causal_attention` of nn/attention.py takes it. Called once, before the module is set up. The size of its heads
         is `dim` / `n_heads` of the arguments of the module, or of its argument `model`."""
 
+    tensor_parallel_layers: dict[str, str]
+    """How `strategy.tensor_parallel_size=N` divides the layers, for the module itself or any of its parts: names of
+    layers, with * for one part of a name → "column", "row", "embedding", "head", "gather" or "norm".
+    recipes/README.md says what each means."""
+
     # A module with these four can continue texts: `shardwise generate`, nn/generation.py.
 
     vocab_size: int
@@ -220,6 +225,12 @@ def choose_attention_of(module: Any) -> Callable[[str], None] | None:
     """Of a module or its class."""
     found = getattr(module, "choose_attention", None)
     return found if callable(found) else None
+
+
+def tensor_parallel_layers_of(layer: Any) -> dict[str, str] | None:
+    """Of a module, its class, or a part of it."""
+    found: dict[str, str] | None = getattr(layer, "tensor_parallel_layers", None)
+    return found
 
 
 def check_of(data: Any) -> Callable[[], None] | None:

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.errors import ConfigError
+from shardwise.nn.peers import Peers
+from shardwise.nn.vocabulary_part import VocabularyPart
 
 IGNORE = -100  # a target that does not count, as torch's cross_entropy has it
 
@@ -30,6 +32,7 @@ def linear_cross_entropy(
     loss: str = "chunked",
     reduction: str = "sum",
     chunk_rows: int = 0,
+    part: VocabularyPart | None = None,
 ) -> Tensor:
     """Cross-entropy in nats between `targets` and the logits `hidden @ weight.T`.
 
@@ -42,6 +45,8 @@ def linear_cross_entropy(
       "fused": as chunked, and a kernel of quack-kernels turns logits into losses and gradients. On NVIDIA GPUs from
         Hopper on, in 16 bits, with V a multiple of 8.
     `chunk_rows`: how many rows at a time; 0: as many as suit the vocabulary.
+    `part`: `vocabulary_part_of(head)`. With it `weight` has this rank's tokens, and ranks exchange two or three numbers
+      a row, never logits; `targets` are of the whole vocabulary and the whole sequence. It has no "fused".
 
     Returns:
         A scalar, in fp32 or in the dtype of `hidden` if that is wider.
@@ -49,16 +54,21 @@ def linear_cross_entropy(
     Raises:
         ConfigError: "fused" cannot run here, or a gradient of "chunked" or "fused" is differentiated.
     """
+    hidden = hidden if part is None else part.whole_sequence(hidden)
     if loss == "full":
         logits = F.linear(hidden, weight)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if part is not None:
+            counts = targets.flatten() != IGNORE
+            total = torch.where(counts, part.losses(logits.flatten(0, -2), targets.flatten()), 0.0).sum()
+            return total if reduction == "sum" else total / counts.sum()
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction=reduction)
     hidden, weight = _as_autocast_has_it(hidden), _as_autocast_has_it(weight)
     needs = torch.is_grad_enabled()
-    total: Tensor
+    where = ("", 0, 1, 0) if part is None else (part.peers.name, part.peers.rank, part.peers.size, part.whole)
     total, _, _ = _summed(
         hidden.flatten(0, -2), weight, targets.flatten(), loss, chunk_rows,
-        needs and hidden.requires_grad, needs and weight.requires_grad,
+        needs and hidden.requires_grad, needs and weight.requires_grad, *where,
     )  # fmt: skip
     return total if reduction == "sum" else total / (targets != IGNORE).sum()
 
@@ -82,18 +92,24 @@ def _summed(
     chunk_rows: int,
     needs_hidden: bool,
     needs_weight: bool,
+    group: str = "",
+    rank: int = 0,
+    ranks: int = 1,
+    vocabulary: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The summed loss of `hidden` [N, D], and its gradients. One that is not needed is empty.
 
-    That of the weight has the dtype of the loss, since it is a sum over chunks.
+    That of the weight has the dtype of the loss, since it is a sum over chunks. `group`, `rank`, `ranks`: the peers
+    that divide the `vocabulary`; "": nobody does.
     """
-    rows = _rows_of(loss, hidden, weight)
+    part = VocabularyPart(Peers(group, rank, ranks), vocabulary) if group else None
+    rows = _rows_of(loss, hidden, weight, part)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     losses = hidden.new_empty(len(hidden), dtype=wide)
     hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
     weight_gradient = torch.empty_like(weight, dtype=wide) if needs_weight else None
     most = CHUNK_LOGITS * (2 if loss == "fused" else 1)
-    step = chunk_rows or rows_of_a_chunk(len(hidden), len(weight), most)
+    step = chunk_rows or rows_of_a_chunk(len(hidden), len(weight) if part is None else part.most, most)
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(hidden), step):
             part = slice(start, start + step)
@@ -119,6 +135,10 @@ def _(
     chunk_rows: int,
     needs_hidden: bool,
     needs_weight: bool,
+    group: str = "",
+    rank: int = 0,
+    ranks: int = 1,
+    vocabulary: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return (
@@ -129,7 +149,7 @@ def _(
 
 
 def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, weight, _, loss, *needs = inputs
+    _, weight, _, loss, *needs = inputs[:7]
     ctx.save_for_backward(*output[1:])
     ctx.set_materialize_grads(False)  # else the gradients of the gradients would be made, of zeros
     ctx.call = loss, weight.dtype, *needs[1:]
@@ -146,7 +166,7 @@ def _scale_gradients(ctx: Any, scale: Tensor | None, *of_gradients: Tensor | Non
     return (
         _scaled(hidden, scale, hidden.dtype) if needs_hidden and scale is not None else None,
         _scaled(weight, scale, weight_dtype) if needs_weight and scale is not None else None,
-        *[None] * 5,
+        *[None] * 9,
     )
 
 
@@ -198,25 +218,44 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> 
         total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=beta)
 
 
-def _plain_rows(logits: Tensor, targets: Tensor, losses: Tensor, with_gradients: bool) -> None:
-    """Cross-entropy of rows, computed in the dtype of `losses`: if it is wider, on one more copy of the logits."""
+def _plain_rows(
+    logits: Tensor, targets: Tensor, losses: Tensor, with_gradients: bool, part: VocabularyPart | None = None
+) -> None:
+    """Cross-entropy of rows, computed in the dtype of `losses`: if it is wider, on one more copy of the logits.
+
+    `part`: of the vocabulary that this rank's logits are of.
+    """
     counts, at = targets != IGNORE, targets.clamp(min=0).unsqueeze(1)
     highest = logits.amax(1, keepdim=True).to(losses.dtype)
+    mine = None
+    if part is not None:
+        highest = part.peers.reduce(highest, "max")
+        mine, at = part.own(at)
     below = torch.sub(logits, highest, out=logits if logits.dtype == losses.dtype else None)
     at_target = below.gather(1, at)
     powers = below.exp_()
     sums = powers.sum(1, keepdim=True)
+    own_powers = at_target.exp()
+    if part is not None and mine is not None:
+        at_target = torch.where(mine, at_target, 0.0)
+        sums, at_target = part.peers.reduce(torch.stack((sums, at_target)), "sum").unbind()
     losses.copy_(torch.where(counts, (sums.log() - at_target).squeeze(1), 0.0))
     if not with_gradients:
         return
     counts = counts.unsqueeze(1)
     torch.mul(powers, counts / sums, out=logits)
-    logits.scatter_(1, at, ((at_target.exp() / sums - 1) * counts).to(logits.dtype))
+    at_row = own_powers / sums - (1.0 if mine is None else mine.to(sums.dtype))
+    logits.scatter_(1, at, (at_row * counts).to(logits.dtype))
 
 
-def _rows_of(loss: str, hidden: Tensor, weight: Tensor) -> Rows:
+def _rows_of(loss: str, hidden: Tensor, weight: Tensor, part: VocabularyPart | None) -> Rows:
     if loss == "chunked":
-        return _plain_rows
+        return functools.partial(_plain_rows, part=part)
+    if part is not None:
+        raise ConfigError(
+            f"loss={loss}: its kernel needs all logits of a row, and tensor parallelism divides the vocabulary; use "
+            f"loss=chunked"
+        )
     if loss != "fused":
         raise ConfigError(f"loss={loss}: must be one of full, chunked, fused")
     vocabulary = len(weight)

@@ -1,0 +1,103 @@
+"""Collectives between the ranks that compute a layer together, for autograd and torch.compile.
+
+A rank is one of `Peers`, which all see the same samples and compute the same loss. So a value that each of them has
+whole has the same gradient on each, and of a gathered value a rank takes its own part of the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_OPS = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Peers:
+    """A group of ranks by its name, as torch.compile keeps it in a graph, and this rank's place in it."""
+
+    name: str
+    rank: int
+    size: int
+
+    def gather(self, part: Tensor, dim: int) -> Tensor:
+        """Put the equal parts of all ranks together along `dim`; the gradients of all ranks are summed."""
+        gathered: Tensor = _Gather.apply(part, dim, self)
+        return gathered
+
+    def scatter_sum(self, whole: Tensor, dim: int) -> Tensor:
+        """Sum over the ranks, and give each rank its part along `dim`, which the number of ranks divides."""
+        part: Tensor = _ScatterSum.apply(whole, dim, self)
+        return part
+
+    def gather_copies(self, part: Tensor) -> Tensor:
+        """[...] -> [size, ...] of which every rank computes the same: its gradient is that of its own part."""
+        gathered: Tensor = _GatherCopies.apply(part, self)
+        return gathered
+
+    def reduce(self, values: Tensor, how: str) -> Tensor:
+        """The "sum" or "max" over the ranks, without a gradient."""
+        reduced: Tensor = _OPS.wait_tensor(_OPS.all_reduce(values.contiguous(), how, self.name))
+        return reduced
+
+
+def share_of(number: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Where the part of `rank` begins and how long it is, if `number` rows are divided; the first ones have one more.
+
+    It is not torch.chunk's cut, which leaves nothing for the last rank of 5 rows over 4.
+    """
+    each, more = divmod(number, ranks)
+    return rank * each + min(rank, more), each + (rank < more)
+
+
+def _gathered(part: Tensor, dim: int, peers: Peers) -> Tensor:
+    whole: Tensor = _OPS.wait_tensor(_OPS.all_gather_into_tensor(part.contiguous(), peers.size, peers.name))
+    return whole if dim % part.ndim == 0 else torch.cat(whole.chunk(peers.size), dim)
+
+
+def _scattered_sum(whole: Tensor, dim: int, peers: Peers) -> Tensor:
+    parts = whole if dim % whole.ndim == 0 else torch.cat(whole.chunk(peers.size, dim))
+    part: Tensor = _OPS.wait_tensor(
+        _OPS.reduce_scatter_tensor(parts.contiguous(), "sum", peers.size, peers.name)
+    )
+    return part
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, dim: int, peers: Peers) -> Tensor:
+        ctx.dim, ctx.peers = dim, peers
+        return _gathered(part, dim, peers)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _scattered_sum(gradient, ctx.dim, ctx.peers), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, dim: int, peers: Peers) -> Tensor:
+        ctx.dim, ctx.peers = dim, peers
+        return _scattered_sum(whole, dim, peers)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _gathered(gradient, ctx.dim, ctx.peers), None, None
+
+
+class _GatherCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
+        return _gathered(part.unsqueeze(0), 0, peers)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient[ctx.peers.rank], None

@@ -1,0 +1,242 @@
+"""Tensor parallelism: each rank computes with its part of the weights, and has its part of the sequence in between.
+
+A module says what its layers are (`tensor_parallel_layers` of protocols.py). The weights become plain tensors, each a
+part of the whole one; strategies shard these parts as they shard whole weights. Where a pass needs no gradients every
+rank has the whole sequence, so that a text may have any length: the same numbers, for more communication.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.errors import ConfigError
+from shardwise.nn.peers import Peers, share_of
+from shardwise.nn.vocabulary_part import VocabularyPart
+from shardwise.protocols import tensor_parallel_layers_of
+
+SEQUENCE = -2  # the dim of the sequence in what layers hand over, [..., T, D]
+_CUT = {"column": 0, "row": 1, "embedding": 0, "head": 0}  # word → the dim of the weight that is divided
+_CLASSES = {"column": nn.Linear, "row": nn.Linear, "embedding": nn.Embedding, "head": nn.Linear}
+WORDS = (*_CUT, "gather", "norm")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which part of a parameter this rank has: from `start` on along `dim` of a tensor of `shape`."""
+
+    dim: int
+    start: int
+    shape: tuple[int, ...]
+
+
+class TensorParallel:
+    """The layers of one module that its peers compute together.
+
+    Raises:
+        ConfigError: the module does not say what its layers are, or says what they cannot be.
+    """
+
+    def __init__(self, module: nn.Module, peers: Peers) -> None:
+        self.module, self.peers = module, peers
+        self.layers = declared_layers(module)
+        self.cuts: dict[str, Cut] = {}  # a parameter's name → its part; one that is not here is whole on every rank
+        self._done: set[int] = set()  # ids of layers
+        names = {id(p): name for name, p in module.named_parameters()}
+        owners: dict[int, list[tuple[str, str]]] = {}  # a parameter's id → its layers and their words
+        self._seen_in_part: set[str] = set()  # parameters whose gradients are of a part of the sequence or of the heads
+        for name, layer in module.named_modules():
+            word = self.layers.get(name, "")
+            for key, p in layer._parameters.items():
+                if p is None:
+                    continue
+                owners.setdefault(id(p), []).append((name, word if key == "weight" else f"{word} {key}"))
+                if word == "norm" or (word == "row" and key == "bias"):
+                    self._seen_in_part.add(names[id(p)])
+                elif word in _CUT:
+                    self._note(names[id(p)], name, p, _CUT[word] if key == "weight" else 0)
+        _check_owners(module, owners, names)
+        for name, word in self.layers.items():
+            _WRAPPERS[word](module.get_submodule(name), peers)
+
+    def _note(self, name: str, layer: str, parameter: Tensor, dim: int) -> None:
+        """Note which part of a parameter this rank has."""
+        size, ranks = parameter.shape[dim], self.peers.size
+        divides_vocabulary = self.layers[layer] in ("embedding", "head")
+        if size < ranks or (size % ranks and not divides_vocabulary):
+            raise ConfigError(
+                f"strategy.tensor_parallel_size={ranks} does not divide the {size} "
+                f"{('rows', 'columns')[dim]} of {name}, which {type(self.module).__name__} calls "
+                f"{self.layers[layer]!r}; use a divisor of {size}"
+            )
+        self.cuts[name] = Cut(dim, share_of(size, ranks, self.peers.rank)[0], tuple(parameter.shape))
+
+    def cut(self, part: nn.Module) -> None:
+        """Replace the weights in `part`, which are whole, by this rank's parts. Layers that are done are left alone."""
+        inside, made = {id(layer) for layer in part.modules()}, dict[int, nn.Parameter]()
+        for name, layer in self.module.named_modules():
+            word = self.layers.get(name)
+            if id(layer) not in inside or id(layer) in self._done or word not in _CUT:
+                continue
+            self._done.add(id(layer))
+            for key, p in layer._parameters.items():
+                if p is None or (word == "row" and key == "bias"):
+                    continue
+                if id(p) not in made:  # a tied weight is cut once, and stays one
+                    made[id(p)] = self._own_part(p, _CUT[word] if key == "weight" else 0)
+                layer._parameters[key] = made[id(p)]
+            _say_sizes(layer)
+
+    def _own_part(self, whole: nn.Parameter, dim: int) -> nn.Parameter:
+        start, size = share_of(whole.shape[dim], self.peers.size, self.peers.rank)
+        part = whole.detach().narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
+        return nn.Parameter(part, requires_grad=whole.requires_grad)
+
+    def partial(self, module: nn.Module) -> Iterator[nn.Parameter]:
+        """The trained parameters whose gradients have to be summed over the peers, once a step."""
+        for name, p in module.named_parameters():
+            if name in self._seen_in_part and p.requires_grad:
+                yield p
+
+
+def declared_layers(module: nn.Module) -> dict[str, str]:
+    """The names of layers → what they are, as `module` and its parts declare it.
+
+    Raises:
+        ConfigError: nothing is declared, or a declaration means no layer, or one of another class.
+    """
+    found: dict[str, str] = {}
+    names = [name for name, _ in module.named_modules()]
+    for prefix, owner in module.named_modules():
+        for pattern, word in (tensor_parallel_layers_of(owner) or {}).items():
+            where = f"{type(owner).__name__}.tensor_parallel_layers"
+            if word not in WORDS:
+                raise ConfigError(f"{where}: {pattern!r} is {word!r}, which must be one of {', '.join(WORDS)}")
+            of = re.compile(re.escape(f"{prefix}.{pattern}".strip(".")).replace(r"\*", r"[^.]+"))
+            matches = [name for name in names if of.fullmatch(name)]
+            if not matches:
+                raise ConfigError(f"{where}: no layer is named {pattern!r}; a * stands for one part of a name")
+            for name in matches:
+                layer = module.get_submodule(name)
+                if not isinstance(layer, _CLASSES.get(word, nn.Module)):
+                    raise ConfigError(
+                        f"{where}: {name} is {word!r}, which an {_CLASSES[word].__name__} can be, and it is a "
+                        f"{type(layer).__name__}"
+                    )
+                found[name] = word
+    if not found:
+        raise ConfigError(
+            f"strategy.tensor_parallel_size: {type(module).__name__} does not say how its layers are divided; add "
+            f"tensor_parallel_layers (recipes/README.md has an example), or leave it out"
+        )
+    return found
+
+
+def _check_owners(module: nn.Module, owners: dict[int, list[tuple[str, str]]], names: dict[int, str]) -> None:
+    """Refuse weights of which nothing is said: their gradients would differ between the peers in silence."""
+    for of, sites in owners.items():
+        layer, word = sites[0]
+        if not word.strip() or word.startswith("gather"):
+            raise ConfigError(
+                f"{type(module).__name__}.tensor_parallel_layers says nothing of {layer or 'the module'}, which owns "
+                f"{names[of]}: name it, 'norm' for a layer with whole weights that sees a part of the sequence"
+            )
+        dims = {_CUT.get(word) for _, word in sites}
+        if len(dims) > 1:
+            tied = " and ".join(f"{layer} ({word})" for layer, word in sites)
+            raise ConfigError(f"tensor_parallel_layers: {tied} share a weight, and are divided in different ways")
+
+
+# What is put around the forward of a layer. All of it is traced when the layer is compiled.
+
+
+def _cuts_sequence() -> bool:
+    return torch.is_grad_enabled()
+
+
+def _summed(peers: Peers, whole: Tensor) -> Tensor:
+    """The sum over the peers: this rank's part of its sequence, or all of it where no gradient is needed."""
+    if not _cuts_sequence():
+        return peers.reduce(whole, "sum")
+    if whole.shape[SEQUENCE] % peers.size:
+        raise ConfigError(
+            f"strategy.tensor_parallel_size={peers.size} does not divide a sequence of {whole.shape[SEQUENCE]}: give "
+            f"training data of such a length"
+        )
+    return peers.scatter_sum(whole, SEQUENCE)
+
+
+def _gather_input(layer: nn.Module, peers: Peers) -> None:
+    forward = layer.forward
+
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(peers.gather(x, SEQUENCE) if _cuts_sequence() else x, *args, **kwargs)
+
+    layer.forward = run
+
+
+def _sum_output(layer: nn.Module, peers: Peers) -> None:
+    forward: Callable[[Tensor], Tensor] = layer.forward
+
+    def run(x: Tensor) -> Tensor:
+        if layer.bias is None:
+            return _summed(peers, forward(x))
+        return _summed(peers, F.linear(x, layer.weight)) + layer.bias  # type: ignore[arg-type,operator]
+
+    layer.forward = run
+
+
+def _look_up(layer: nn.Module, peers: Peers) -> None:
+    assert isinstance(layer, nn.Embedding)
+    if layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq or layer.padding_idx is not None:
+        raise ConfigError(
+            "strategy.tensor_parallel_size: an nn.Embedding with padding_idx, max_norm, sparse or scale_grad_by_freq "
+            "is not divided; leave these out"
+        )
+    forward, part = layer.forward, VocabularyPart(peers, layer.num_embeddings)
+
+    def run(tokens: Tensor) -> Tensor:
+        mine, own = part.own(tokens)
+        return _summed(peers, torch.where(mine.unsqueeze(-1), forward(own), 0.0))
+
+    layer.forward = run
+
+
+def _divide_vocabulary(layer: nn.Module, peers: Peers) -> None:
+    """A head that is called gives all logits; the loss uses its weight alone, see nn/linear_cross_entropy.py."""
+    assert isinstance(layer, nn.Linear)
+    forward, part = layer.forward, VocabularyPart(peers, layer.out_features)
+    layer.vocabulary_part = part  # type: ignore[assignment]
+
+    def run(hidden: Tensor) -> Tensor:
+        return part.whole_logits(forward(part.whole_sequence(hidden)))
+
+    layer.forward = run
+
+
+def _leave(layer: nn.Module, peers: Peers) -> None:
+    """Nothing is done in the forward pass."""
+
+
+_WRAPPERS: dict[str, Callable[[nn.Module, Peers], None]] = {
+    "column": _leave,
+    "row": _sum_output,
+    "embedding": _look_up,
+    "head": _divide_vocabulary,
+    "gather": _gather_input,
+    "norm": _leave,
+}
+
+
+def _say_sizes(layer: nn.Module) -> None:
+    """Let a layer that was divided say its own sizes."""
+    if isinstance(layer, nn.Linear):
+        layer.out_features, layer.in_features = layer.weight.shape
+    elif isinstance(layer, nn.Embedding):
+        layer.num_embeddings = layer.weight.shape[0]
