@@ -40,12 +40,18 @@ def whole(values: Tensor) -> ChunkedTensor:
     return ChunkedTensor(tuple(values.shape), [Chunk((0,) * values.ndim, values)])
 
 
-def slice_of(tensor: Tensor, local: Tensor) -> list[Chunk]:
-    """`local` as a chunk of `tensor`, which may be a DTensor. `local` has the shape of this rank's part of it."""
-    if not isinstance(tensor, DTensor):
-        return [Chunk((0,) * local.ndim, local)]
-    offsets = _offsets(tensor.shape, tensor.device_mesh, tensor.placements)
-    return [Chunk(offsets, local)] if local.numel() else []
+def slice_of(tensor: Tensor, local: Tensor, first: tuple[int, int] = (0, 0)) -> list[Chunk]:
+    """`local` as a chunk of `tensor`, which may be a DTensor. `local` has the shape of this rank's part of it.
+
+    `first`: a dim, and where `tensor` begins in it, if `tensor` is a part of the whole itself.
+    """
+    offsets: tuple[int, ...] = (0,) * local.ndim
+    if isinstance(tensor, DTensor):
+        offsets = _offsets(tensor.shape, tensor.device_mesh, tensor.placements)
+        if not local.numel():
+            return []
+    dim, start = first
+    return [Chunk(tuple(o + start * (i == dim) for i, o in enumerate(offsets)), local)]
 
 
 @cache  # a parameter's moments have the same offsets, as have later saves, and each computation takes 80 µs

@@ -44,6 +44,9 @@ class ShardedState(Protocol):
     def parameter_shards(self) -> Iterator[ParameterShard]:
         """This rank's parts of all parameters. A parameter of which it holds nothing may be left out."""
 
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the whole parameters and persistent buffers, by name."""
+
     def optimizer_state(self, shard: ParameterShard) -> tuple[int, dict[str, Tensor]]:
         """The number of the optimizer that trains the shard, and what that keeps for it.
 
@@ -102,7 +105,7 @@ def restore(
         ConfigError: the checkpoint has other parameters than this model; the message lists them.
     """
     known: dict[str, Any] = metadata.state_dict_metadata
-    _check_names(module, known, folder)
+    _check_names(state, known, folder)
     tensors = {f"model.{name}": whole(buffer) for name, buffer in persistent_buffers(module)}
     saved: dict[str, dict[str, TensorStorageMetadata]] = {}  # `<optimizer's number>.<parameter>` → key → metadata
     for full, tensor in known.items():
@@ -145,14 +148,14 @@ def _chunked(shard: ParameterShard, values: Tensor, *, by_rows: bool = False) ->
     return whole(values)
 
 
-def _check_names(module: nn.Module, known: dict[str, Any], folder: Path) -> None:
+def _check_names(state: ShardedState, known: dict[str, Any], folder: Path) -> None:
     saved = {name.removeprefix("model."): tuple(m.size) for name, m in known.items() if name.startswith("model.")}
-    if difference := unlike(shapes_of(module), saved, "this model", "the checkpoint"):
+    if difference := unlike(state.whole_shapes(), saved, "this model", "the checkpoint"):
         raise ConfigError(f"resume={folder}: is of another model: {difference}")
 
 
 def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The whole shapes of parameters and persistent buffers: a checkpoint of this module has all of them."""
+    """The shapes of parameters and persistent buffers; whole, unless tensor parallelism divides them."""
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
     return shapes | {name: tuple(buffer.shape) for name, buffer in persistent_buffers(module)}
 

@@ -54,6 +54,19 @@ def check_by_hand(optimizer: Optimizer, strategy_name: str) -> None:
         )
 
 
+def check_of_parts(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that needs rows or whole matrices, of which tensor parallelism leaves each rank a part.
+
+    Raises:
+        ConfigError: the optimizer does not treat every weight by itself.
+    """
+    if not treats_weights_one_by_one(optimizer):
+        raise ConfigError(
+            f"{type(optimizer).__name__} computes with rows or whole matrices, of which each rank has a part under "
+            f"strategy.tensor_parallel_size: use AdamW or SGD, or leave it out"
+        )
+
+
 def try_optimizer(plan: Plan) -> None:
     """Build optimizer and schedule for one small matrix, so that they can refuse their values before the run starts.
 
@@ -64,6 +77,8 @@ def try_optimizer(plan: Plan) -> None:
         return
     try:
         made = configure_optimizers(plan, nn.Linear(2, 2, bias=False), {"weight"})
+        if plan.topology.tensor > 1:
+            check_of_parts(made if isinstance(made, Optimizer) else made["optimizer"])
         if plan.schedule is not None and plan.max_steps is not None:
             float(made["lr_scheduler"]["scheduler"].lr_lambdas[0](plan.max_steps - 1))
     except (TypeError, ValueError, ArithmeticError) as error:

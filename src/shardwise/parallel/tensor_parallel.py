@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.distributed.collectives import gather_in_order, sum_over
+from shardwise.distributed.dtensor import local_part
 from shardwise.errors import ConfigError
 from shardwise.nn.peers import Peers, share_of
 from shardwise.nn.vocabulary_part import VocabularyPart
@@ -43,8 +46,9 @@ class TensorParallel:
         ConfigError: the module does not say what its layers are, or says what they cannot be.
     """
 
-    def __init__(self, module: nn.Module, peers: Peers) -> None:
-        self.module, self.peers = module, peers
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        self.module, self.group = module, group
+        self.peers = peers = Peers(group.group_name, group.rank(), group.size())
         self.layers = declared_layers(module)
         self.cuts: dict[str, Cut] = {}  # a parameter's name → its part; one that is not here is whole on every rank
         self._done: set[int] = set()  # ids of layers
@@ -98,11 +102,32 @@ class TensorParallel:
         part = whole.detach().narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
         return nn.Parameter(part, requires_grad=whole.requires_grad)
 
-    def partial(self, module: nn.Module) -> Iterator[nn.Parameter]:
-        """The trained parameters whose gradients have to be summed over the peers, once a step."""
-        for name, p in module.named_parameters():
-            if name in self._seen_in_part and p.requires_grad:
-                yield p
+    def divided(self) -> Iterator[nn.Parameter]:
+        """The parameters of which each peer has its own part."""
+        return (p for name, p in self.module.named_parameters() if name in self.cuts)
+
+    def sum_gradients(self, dtype: torch.dtype) -> None:
+        """Sum the gradients of whole weights that see a part of the sequence or of the heads, in `dtype`. Collective.
+
+        Once a step, after the last backward pass: all of them at once, since they are few and small.
+        """
+        seen_in_part = [p for name, p in self.module.named_parameters() if name in self._seen_in_part]
+        gradients = [local_part(p.grad) for p in seen_in_part if p.grad is not None]
+        if gradients:
+            flat = sum_over(self.group, torch.cat([gradient.reshape(-1).to(dtype) for gradient in gradients]))
+            for gradient, whole in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(whole.view(gradient.shape))
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """Gather a parameter of which `part` is this rank's. Collective."""
+        if (cut := self.cuts.get(name)) is None:
+            return part
+        shares = [share_of(cut.shape[cut.dim], self.peers.size, rank)[1] for rank in range(self.peers.size)]
+        rows = part.movedim(cut.dim, 0)
+        padded = torch.cat((rows, rows.new_zeros(shares[0] - len(rows), *rows.shape[1:])))
+        parts = gather_in_order(self.group, padded.flatten()).view(self.peers.size, *padded.shape)
+        own = [rows[:share] for rows, share in zip(parts, shares, strict=True)]
+        return torch.cat(own).movedim(0, cut.dim).contiguous()
 
 
 def declared_layers(module: nn.Module) -> dict[str, str]:

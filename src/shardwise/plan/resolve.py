@@ -29,6 +29,7 @@ from shardwise.plan.plan import (
 from shardwise.plan.profiling import debug_environment, make_debugging, make_profiling
 from shardwise.plan.rules import check_pairs, check_schedule, check_values
 from shardwise.plan.sizes import accumulation_steps, check_train_batches, duration, resolve_topology
+from shardwise.plan.tensor_parallel import check_tensor_parallel
 
 
 def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] = ()) -> Plan:
@@ -60,6 +61,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
 
     check_values(config, host, accelerator, make_checkpointing(config.checkpoint, accelerator))
     check_pairs(config, accelerator)
+    check_tensor_parallel(config, topology)
     check_accelerator(config, accelerator, host)
     if not 0 <= config.seed < 2**63:
         raise ConfigError(f"seed={config.seed}: must be in [0, 2**63)")

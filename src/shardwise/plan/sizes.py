@@ -9,7 +9,7 @@ from shardwise.plan.accelerator import check_devices
 from shardwise.plan.plan import Host
 from shardwise.plan.topology import Topology, make_topology
 
-_NOT_YET = ("tensor", "pipeline")
+_NOT_YET = ("pipeline",)
 
 
 def resolve_topology(config: RunConfig, host: Host, accelerator: str) -> Topology:

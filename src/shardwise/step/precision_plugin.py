@@ -244,6 +244,10 @@ class PlannedPrecision(LightningPrecision):
         self.gradients = list(zip(parameters, norms, strict=True))
         self.gradient_norm = self._whole_norm(parameters, norms) if norms else torch.zeros(())
 
+    def divide(self, parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
+        """Note that `parameter` is a part of one that the ranks of `group` divide, beside its shards."""
+        self._shard_groups[id(parameter)] = (*shard_groups(parameter), group)
+
     def _whole_norm(self, parameters: list[nn.Parameter], norms: list[Tensor]) -> Tensor:
         """The norm of all gradients, over every mesh axis that they are sharded on. Collective."""
         by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}

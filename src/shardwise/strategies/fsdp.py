@@ -27,9 +27,10 @@ from shardwise.checkpoint.chunks import slice_of
 from shardwise.distributed.collectives import broadcast_from_rank_zero, sum_over
 from shardwise.distributed.dtensor import local_part
 from shardwise.errors import ConfigError
-from shardwise.optim.optimizers import check_by_hand, steps_on_shards
+from shardwise.optim.optimizers import check_by_hand, check_of_parts, steps_on_shards
 from shardwise.parallel.parallelize import roots_of
 from shardwise.parallel.precision import dtype_of, mixed_precision_policy
+from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.plan import Plan
 from shardwise.strategies import fsdp_gathering
 from shardwise.strategies.base import PlannedStrategy
@@ -62,6 +63,11 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     @contextmanager
     def whole_parameters(self, hook: str) -> Iterator[None]:
         """Gather the master weights. What the hook writes into them is copied into the shards afterwards."""
+        if self.sharded.tensor_parallel is not None:
+            raise ConfigError(
+                f"{hook} looks at the weights, of which each rank has a part under strategy.tensor_parallel_size: "
+                f"leave one of the two out"
+            )
         layers = list(self.module.modules())
         self._reshard()
         owned: list[tuple[nn.Module, str, Any]] = [
@@ -90,6 +96,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
+                if self.sharded.tensor_parallel is not None:
+                    check_of_parts(optimizer)
                 if not self.module.automatic_optimization:
                     check_by_hand(optimizer, self.plan.strategy.name)
                 elif steps_on_shards(optimizer):
@@ -104,6 +112,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         self._begin_setup(module)
         units = self.units
         self._divide_sequences(module)
+        divided = self._divide_layers(module)
         self._parallelize(module, units, casts_inputs=False)
         fsdp_gathering.check_prefetch(module, units, self.plan)
         materializer = Materializer(module, self.root_device, self.plan.seed, self.mesh.group("stage"))
@@ -111,6 +120,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         with fsdp_gathering.one_mesh_for_all_units(self.plan):
             for _, unit in units.modules:
                 materializer.materialize(unit)
+                if divided is not None:
+                    divided.cut(unit)
                 fully_shard(
                     unit,
                     ignored_params=self._wholes(unit),
@@ -120,6 +131,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                 )
                 show_outputs(unit)
         materializer.materialize(module)
+        if divided is not None:
+            divided.cut(module)
         owned = [p for p in module.parameters(recurse=False) if not self._keeps_whole(p)]
         if not module.automatic_optimization and owned:
             raise ConfigError(
@@ -146,10 +159,24 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             for root in roots_of(module):
                 if isinstance(root, FSDPModule):
                     root._get_fsdp_state()._lazy_init()
+        if divided is not None:
+            for parameter in divided.divided():
+                self.planned_precision.divide(parameter, self.mesh.group("tensor"))
         if self.float8 is not None:
             self.float8.gather(change_within_steps=not module.automatic_optimization)
         self._backwards = InnerBackwards(module, module.automatic_optimization)
         broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("stage"))
+
+    def _divide_layers(self, module: LightningModule) -> TensorParallel | None:
+        """Prepare the layers for tensor parallelism. Their weights are cut when they are there."""
+        if self.plan.topology.tensor == 1:
+            return None
+        if not module.automatic_optimization:
+            raise ConfigError(
+                f"{self.module_name} optimizes by hand, which strategy.tensor_parallel_size cannot do: leave it out"
+            )
+        self.sharded.tensor_parallel = TensorParallel(module, self.mesh.group("tensor"))
+        return self.sharded.tensor_parallel
 
     def _keeps_whole(self, parameter: nn.Parameter) -> bool:
         """Whether FSDP2 cannot shard `parameter`, because it has no dimension or no elements. Every rank keeps it."""
@@ -164,6 +191,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             loss: Tensor = self._backwards.run(lambda: backward(closure_loss, optimizer, *args, **kwargs))
         if not self._sync_is_blocked:
             self._average_whole_gradients()
+            if self.sharded.tensor_parallel is not None:
+                self.sharded.tensor_parallel.sum_gradients(dtype_of(self.plan.precision.reduce_dtype))
         return loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

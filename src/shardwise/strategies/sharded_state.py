@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.chunks import slice_of
-from shardwise.checkpoint.state import ParameterShard, make_like, restore
+from shardwise.checkpoint.state import ParameterShard, make_like, restore, shapes_of
 from shardwise.distributed.dtensor import local_part, whole_tensor
+from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.protocols import state_maker_of
 
 
@@ -33,6 +34,7 @@ class DTensorState:
     ) -> None:
         self.module, self.optimizers, self.reshard = module, optimizers, reshard
         self.average: dict[str, Tensor] | None = None
+        self.tensor_parallel: TensorParallel | None = None  # knows which parameters are divided before they are sharded
         self._stepped: dict[int, nn.Parameter] = {}  # a parameter's id → what its optimizer steps on
         # A parameter's name → what its optimizer steps on, and that optimizer's number.
         self._sites: dict[str, tuple[nn.Parameter, int]] | None = None
@@ -57,7 +59,15 @@ class DTensorState:
     def full_parameters(self) -> dict[str, Tensor]:
         """Gather the master weights on the CPU of every rank, for tests and small models. Collective."""
         self.reshard()
-        return {n: whole_tensor(p.detach()).cpu().clone() for n, p in self.module.named_parameters()}
+        parts = {name: whole_tensor(p.detach()) for name, p in self.module.named_parameters()}
+        if self.tensor_parallel is not None:
+            parts = {name: self.tensor_parallel.whole(name, part) for name, part in parts.items()}
+        return {name: part.cpu().clone() for name, part in parts.items()}
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the whole parameters and persistent buffers, by name."""
+        cuts = {} if self.tensor_parallel is None else self.tensor_parallel.cuts
+        return shapes_of(self.module) | {name: cut.shape for name, cut in cuts.items()}
 
     def begin_average(self) -> None:
         """Start the average of the weights with their present values, unless a checkpoint had an average."""
@@ -73,8 +83,12 @@ class DTensorState:
 
     def parameter_shards(self) -> Iterator[ParameterShard]:
         self.reshard()
+        cuts = {} if self.tensor_parallel is None else self.tensor_parallel.cuts
         for name, p in self.module.named_parameters():
-            yield ParameterShard(name, tuple(p.shape), local_part(p.detach()), partial(slice_of, p), p.requires_grad)
+            shape, chunks = tuple(p.shape), partial(slice_of, p)
+            if (cut := cuts.get(name)) is not None:
+                shape, chunks = cut.shape, partial(slice_of, p, first=(cut.dim, cut.start))
+            yield ParameterShard(name, shape, local_part(p.detach()), chunks, p.requires_grad)
 
     def optimizer_state(self, shard: ParameterShard) -> tuple[int, dict[str, Tensor]]:
         parameter, number = self._site(shard.name)

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from shardwise.checkpoint.chunks import Chunk, whole
-from shardwise.checkpoint.state import ShardedState, persistent_buffers, shapes_of, unlike
+from shardwise.checkpoint.state import ShardedState, persistent_buffers, unlike
 from shardwise.errors import ConfigError, count
 from shardwise.plan import Plan
 from shardwise.protocols import hugging_face_names_of
@@ -29,7 +29,7 @@ def read_initial(state: ShardedState, module: LightningModule, plan: Plan) -> st
     assert plan.init_from is not None
     option = f"init_from={plan.init_from}"
     stored = list_weights(Path(plan.init_from), option)
-    names = _names(module, plan, stored, option)
+    names = _names(state, module, plan, stored, option)
     with ExitStack() as files, torch.no_grad():
         opened: dict[Path, Any] = {}
 
@@ -59,9 +59,11 @@ def read_initial(state: ShardedState, module: LightningModule, plan: Plan) -> st
     return f"{count(len(names), 'tensor')}, {count(values, 'value')}, of {plan.init_from}"
 
 
-def _names(module: LightningModule, plan: Plan, stored: dict[str, Stored], option: str) -> dict[str, str]:
+def _names(
+    state: ShardedState, module: LightningModule, plan: Plan, stored: dict[str, Stored], option: str
+) -> dict[str, str]:
     """Map this model's names to those in the files: the same, or Hugging Face's names if the module defines them."""
-    expected, found = shapes_of(module), {name: tensor.shape for name, tensor in stored.items()}
+    expected, found = state.whole_shapes(), {name: tensor.shape for name, tensor in stored.items()}
     names = {name: name for name in expected}
     theirs = hugging_face_names_of(module)
     if expected.keys() != found.keys() and theirs is not None:
