@@ -72,6 +72,7 @@ USED = {
     "metrics/wandb_logger.py": "_wandb_init",
     "nn/attention.py": "_fused_sdp_choice",
     "nn/flash_attention_4.py": "_flash_attn_bwd _flash_attn_fwd",
+    "nn/peers.py": "_c10d_functional",
     "optim/adamw.py": "_foreach_add_",
     "optim/deepspeed_operators.py": "_get_build_directory",
     "parallel/activation_checkpointing.py": "_cdata _higher_order_ops _pytree _schema",
@@ -84,6 +85,7 @@ USED = {
     "parallel/layer_state.py": "_buffers _version",
     "parallel/parallelize.py": "_pytree",
     "parallel/precision.py": "_NormBase _parameters _pytree",
+    "parallel/tensor_parallel.py": "_parameters",
     "parallel/units.py": "_no_split_modules _parameters",
     "preflight/judge.py": "_C _distributed_c10d",
     "preflight/measure.py": "_C _distributed_c10d",
@@ -318,6 +320,7 @@ NAMES = {
     "_local_tensor": name(
         "torch.distributed.tensor.DTensor", "a shard's gradient without DTensor's dispatch, which the host feels"
     ),
+    "_c10d_functional": name("torch._ops.ops", "collectives that torch.compile keeps in a graph"),
     "_utils": name("torch.distributed.tensor", "where a shard lies in the whole"),
     "_MEM_FORMAT_ENCODING": name("torch.distributed.checkpoint.metadata", "a class that the pickle of .metadata names"),
     "_StorageInfo": name("torch.distributed.checkpoint.filesystem", "a class that the pickle of .metadata names"),

@@ -60,12 +60,14 @@ def linear_cross_entropy(
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if part is not None:
             counts = targets.flatten() != IGNORE
-            total = torch.where(counts, part.losses(logits.flatten(0, -2), targets.flatten()), 0.0).sum()
-            return total if reduction == "sum" else total / counts.sum()
+            losses = part.losses(logits.flatten(0, -2), targets.flatten())
+            summed: Tensor = torch.where(counts, losses, 0.0).sum() / (1 if reduction == "sum" else counts.sum())
+            return summed
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction=reduction)
     hidden, weight = _as_autocast_has_it(hidden), _as_autocast_has_it(weight)
     needs = torch.is_grad_enabled()
     where = ("", 0, 1, 0) if part is None else (part.peers.name, part.peers.rank, part.peers.size, part.whole)
+    total: Tensor
     total, _, _ = _summed(
         hidden.flatten(0, -2), weight, targets.flatten(), loss, chunk_rows,
         needs and hidden.requires_grad, needs and weight.requires_grad, *where,
@@ -112,9 +114,9 @@ def _summed(
     step = chunk_rows or rows_of_a_chunk(len(hidden), len(weight) if part is None else part.most, most)
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(hidden), step):
-            part = slice(start, start + step)
-            gradient = None if hidden_gradient is None else hidden_gradient[part]
-            arguments = (hidden[part], weight, targets[part], losses[part], gradient, weight_gradient)
+            chunk = slice(start, start + step)
+            gradient = None if hidden_gradient is None else hidden_gradient[chunk]
+            arguments = (hidden[chunk], weight, targets[chunk], losses[chunk], gradient, weight_gradient)
             _compute_chunk(*arguments, rows=rows, is_first=start == 0)
     if weight_gradient is not None and not len(hidden):
         weight_gradient.zero_()

@@ -26,17 +26,17 @@ class Peers:
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """Put the equal parts of all ranks together along `dim`; the gradients of all ranks are summed."""
-        gathered: Tensor = _Gather.apply(part, dim, self)
+        gathered: Tensor = _Gather.apply(part, dim, self)  # type: ignore[no-untyped-call]
         return gathered
 
     def scatter_sum(self, whole: Tensor, dim: int) -> Tensor:
         """Sum over the ranks, and give each rank its part along `dim`, which the number of ranks divides."""
-        part: Tensor = _ScatterSum.apply(whole, dim, self)
+        part: Tensor = _ScatterSum.apply(whole, dim, self)  # type: ignore[no-untyped-call]
         return part
 
     def gather_copies(self, part: Tensor) -> Tensor:
         """[...] -> [size, ...] of which every rank computes the same: its gradient is that of its own part."""
-        gathered: Tensor = _GatherCopies.apply(part, self)
+        gathered: Tensor = _GatherCopies.apply(part, self)  # type: ignore[no-untyped-call]
         return gathered
 
     def reduce(self, values: Tensor, how: str) -> Tensor:
@@ -61,43 +61,41 @@ def _gathered(part: Tensor, dim: int, peers: Peers) -> Tensor:
 
 def _scattered_sum(whole: Tensor, dim: int, peers: Peers) -> Tensor:
     parts = whole if dim % whole.ndim == 0 else torch.cat(whole.chunk(peers.size, dim))
-    part: Tensor = _OPS.wait_tensor(
-        _OPS.reduce_scatter_tensor(parts.contiguous(), "sum", peers.size, peers.name)
-    )
+    part: Tensor = _OPS.wait_tensor(_OPS.reduce_scatter_tensor(parts.contiguous(), "sum", peers.size, peers.name))
     return part
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, dim: int, peers: Peers) -> Tensor:
-        ctx.dim, ctx.peers = dim, peers
+        ctx.along, ctx.among = dim, peers
         return _gathered(part, dim, peers)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _scattered_sum(gradient, ctx.dim, ctx.peers), None, None
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _scattered_sum(gradient, ctx.along, ctx.among), None, None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, dim: int, peers: Peers) -> Tensor:
-        ctx.dim, ctx.peers = dim, peers
+        ctx.along, ctx.among = dim, peers
         return _scattered_sum(whole, dim, peers)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _gathered(gradient, ctx.dim, ctx.peers), None, None
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(gradient, ctx.along, ctx.among), None, None
 
 
 class _GatherCopies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, peers: Peers) -> Tensor:
-        ctx.peers = peers
+        ctx.among = peers
         return _gathered(part.unsqueeze(0), 0, peers)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient[ctx.peers.rank], None
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient[ctx.among.rank], None

@@ -115,7 +115,7 @@ class TensorParallel:
         gradients = [local_part(p.grad) for p in seen_in_part if p.grad is not None]
         if gradients:
             flat = sum_over(self.group, torch.cat([gradient.reshape(-1).to(dtype) for gradient in gradients]))
-            for gradient, whole in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            for gradient, whole in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
                 gradient.copy_(whole.view(gradient.shape))
 
     def whole(self, name: str, part: Tensor) -> Tensor:
@@ -197,13 +197,17 @@ def _summed(peers: Peers, whole: Tensor) -> Tensor:
     return peers.scatter_sum(whole, SEQUENCE)
 
 
+def _replace_forward(layer: nn.Module, forward: Callable[..., Any]) -> None:
+    layer.forward = forward
+
+
 def _gather_input(layer: nn.Module, peers: Peers) -> None:
     forward = layer.forward
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return forward(peers.gather(x, SEQUENCE) if _cuts_sequence() else x, *args, **kwargs)
 
-    layer.forward = run
+    _replace_forward(layer, run)
 
 
 def _sum_output(layer: nn.Module, peers: Peers) -> None:
@@ -214,7 +218,7 @@ def _sum_output(layer: nn.Module, peers: Peers) -> None:
             return _summed(peers, forward(x))
         return _summed(peers, F.linear(x, layer.weight)) + layer.bias  # type: ignore[arg-type,operator]
 
-    layer.forward = run
+    _replace_forward(layer, run)
 
 
 def _look_up(layer: nn.Module, peers: Peers) -> None:
@@ -230,7 +234,7 @@ def _look_up(layer: nn.Module, peers: Peers) -> None:
         mine, own = part.own(tokens)
         return _summed(peers, torch.where(mine.unsqueeze(-1), forward(own), 0.0))
 
-    layer.forward = run
+    _replace_forward(layer, run)
 
 
 def _divide_vocabulary(layer: nn.Module, peers: Peers) -> None:
@@ -242,7 +246,7 @@ def _divide_vocabulary(layer: nn.Module, peers: Peers) -> None:
     def run(hidden: Tensor) -> Tensor:
         return part.whole_logits(forward(part.whole_sequence(hidden)))
 
-    layer.forward = run
+    _replace_forward(layer, run)
 
 
 def _leave(layer: nn.Module, peers: Peers) -> None:

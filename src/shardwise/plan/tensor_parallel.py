@@ -14,7 +14,7 @@ _DIVIDED = ("n_heads", "n_kv_heads", "ffn_dim")
 
 
 def check_tensor_parallel(config: RunConfig, topology: Topology) -> None:
-    """Raises `ConfigError` for sizes that the ranks of the tensor axis cannot divide, as far as the config says them."""
+    """Raises `ConfigError` for sizes that the tensor axis does not divide, as far as the config says them."""
     ranks = topology.tensor
     if ranks == 1:
         return

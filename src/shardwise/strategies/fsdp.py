@@ -175,8 +175,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             raise ConfigError(
                 f"{self.module_name} optimizes by hand, which strategy.tensor_parallel_size cannot do: leave it out"
             )
-        self.sharded.tensor_parallel = TensorParallel(module, self.mesh.group("tensor"))
-        return self.sharded.tensor_parallel
+        return self.sharded.divide(TensorParallel(module, self.mesh.group("tensor")))
 
     def _keeps_whole(self, parameter: nn.Parameter) -> bool:
         """Whether FSDP2 cannot shard `parameter`, because it has no dimension or no elements. Every rank keeps it."""

@@ -39,6 +39,11 @@ class DTensorState:
         # A parameter's name → what its optimizer steps on, and that optimizer's number.
         self._sites: dict[str, tuple[nn.Parameter, int]] | None = None
 
+    def divide(self, layers: TensorParallel) -> TensorParallel:
+        """Note that parameters are parts of whole ones before they are sharded."""
+        self.tensor_parallel = layers
+        return layers
+
     def step_on(self, stand_ins: dict[int, nn.Parameter]) -> None:
         """Note that optimizers step on `stand_ins` in place of the parameters with these ids."""
         self._stepped |= stand_ins

@@ -1,0 +1,49 @@
+"""`strategy.tensor_parallel_size` divides each layer among ranks and changes no number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness.divided import CLIP, Divided, deviation, run_divided
+from tests.harness.parity import BOUNDS
+from tests.harness.processes import spawn
+
+TWO = ("strategy=fsdp", "strategy.tensor_parallel_size=2")
+FOUR = ("strategy=fsdp", "strategy.tensor_parallel_size=4")
+COPIES = ("strategy=fsdp_hybrid", "strategy.shard_size=1", "strategy.tensor_parallel_size=2")
+CHECKPOINTED = ("activation_checkpointing=full", "loss=chunked")
+CELLS = {
+    2: [
+        Divided(TWO),
+        Divided(TWO, optimizer="sgd", tied=False, accumulate=1, clip=None),
+        Divided(TWO, tied=False, precision="fp32", more=CHECKPOINTED),
+        Divided(TWO, optimizer="sgd", precision="fp32", accumulate=8),
+        Divided(TWO, more=("activation_checkpointing=selective", "strategy.defer_gradient_sync=true")),
+    ],
+    4: [
+        Divided(FOUR, tied=False),
+        Divided(TWO, data_ranks=2),
+        Divided(TWO, data_ranks=2, tied=False, optimizer="sgd", precision="fp32", more=CHECKPOINTED),
+        Divided(COPIES, data_ranks=2, accumulate=1, clip=None),
+    ],
+}
+
+
+@pytest.mark.parametrize("ranks", CELLS)
+def test_a_divided_model_equals_the_plain_loop(tmp_path: Path, ranks: int) -> None:
+    """Initial weights, losses, norms and updates; the vocabulary of 61 is divided unevenly, and masks are uneven."""
+    found = spawn(ranks, run_divided, tmp_path, ranks, CELLS[ranks])
+    off: dict[Divided, Any] = {}
+    for number, cell in enumerate(CELLS[ranks]):
+        numbers = deviation(cell, found[0][number])
+        assert cell.clip is None or min(found[0][number]["norms"]) > 2 * CLIP, "must bite"
+        if max(numbers.values()) > BOUNDS[cell.precision]:
+            off[cell] = numbers
+        for result in found[1:]:
+            for name, tensor in found[0][number]["final"].items():
+                assert torch.equal(result[number]["final"][name], tensor), (cell, name)
+    assert not off

@@ -1,0 +1,81 @@
+"""The language model under layouts that divide layers or sequences, against a plain loop over the same module."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipes.language_modeling.model import Transformer
+from recipes.language_modeling.module import LanguageModel
+from shardwise.nn.linear_cross_entropy import IGNORE, linear_cross_entropy
+from shardwise.weights.initialize import Materializer
+from tests.harness.cells import cell_plan, fit, masked_tokens
+from tests.harness.parity import OPTIMIZERS, largest
+from tests.harness.reference import WEIGHT_DECAY, plain_loop, update_deviation
+
+STEPS, BATCH, CLIP = 4, 8, 0.1
+SIZES = {"dim": 32, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 44}
+
+
+@dataclass(frozen=True)
+class Divided:
+    """One layout and what makes it hard: tied weights, accumulation, clipping, checkpointing."""
+
+    layout: tuple[str, ...]
+    data_ranks: int = 1
+    precision: str = "fp64"
+    optimizer: str = "adamw"
+    tied: bool = True
+    accumulate: int = 2
+    clip: float | None = CLIP
+    more: tuple[str, ...] = field(default=())
+
+    def words(self) -> list[str]:
+        return [
+            *self.layout, f"precision={self.precision}", *OPTIMIZERS[self.optimizer], "schedule=none",
+            f"optimizer.weight_decay={WEIGHT_DECAY}", f"max_steps={STEPS}", f"global_batch_size={BATCH}",
+            f"micro_batch_size={BATCH // self.data_ranks // self.accumulate}",
+            f"gradient_clip_val={'null' if self.clip is None else self.clip}", "checkpoint=none",
+            *(f"model.{name}={size}" for name, size in SIZES.items()), f"model.tie_embeddings={self.tied}", *self.more,
+        ]  # fmt: skip
+
+
+def run_divided(folder: Path, ranks: int, cells: Sequence[Divided]) -> list[dict[str, Any]]:
+    """In each rank: one cell after the other."""
+    return [fit(cell_plan(folder / str(number), ranks, *cell.words())) for number, cell in enumerate(cells)]
+
+
+@functools.cache
+def reference(
+    precision: str, optimizer: str, tied: bool, clip: float | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float], list[float]]:
+    """Parameters at the start and the end, losses and gradient norms: of one process without a strategy."""
+    dtype = {"fp64": torch.float64, "fp32": torch.float32}[precision]
+    model = LanguageModel(Transformer(vocab_size=61, max_seq_len=16, tie_embeddings=tied, **SIZES)).to(dtype)
+    Materializer(model, torch.device("cpu"), 0).materialize(model)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    final, losses, norms = plain_loop(model, masked_tokens(50), _loss_sum, optimizer, STEPS, BATCH, clip)
+    return start, final, losses, norms
+
+
+def _loss_sum(module: LanguageModel, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    hidden, head = module.model(batch["tokens"]), module.model.head
+    return linear_cross_entropy(hidden, head.weight, batch["targets"], loss="full"), (batch["targets"] != IGNORE).sum()
+
+
+def deviation(cell: Divided, result: dict[str, Any]) -> dict[str, float]:
+    """The largest relative deviations from the plain loop. Initial weights are equal to the bit."""
+    start, final, losses, norms = reference(cell.precision, cell.optimizer, cell.tied, cell.clip)
+    assert all(torch.equal(result["start"][name], tensor) for name, tensor in start.items()), f"{cell} starts elsewhere"
+    updates = update_deviation(start, result["final"], final)
+    return {
+        "update": max(updates.values()),
+        "loss": largest(result["losses"], losses),
+        "gradient_norm": largest(result["norms"], norms),
+    }
