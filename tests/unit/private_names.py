@@ -320,9 +320,6 @@ NAMES = {
     "_local_tensor": name(
         "torch.distributed.tensor.DTensor", "a shard's gradient without DTensor's dispatch, which the host feels"
     ),
-    "_c10d_functional": name(
-        "torch.distributed._functional_collectives", "collectives that torch.compile keeps in a graph"
-    ),
     "_utils": name("torch.distributed.tensor", "where a shard lies in the whole"),
     "_MEM_FORMAT_ENCODING": name("torch.distributed.checkpoint.metadata", "a class that the pickle of .metadata names"),
     "_StorageInfo": name("torch.distributed.checkpoint.filesystem", "a class that the pickle of .metadata names"),
