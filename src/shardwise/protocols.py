@@ -1,7 +1,7 @@
-"""What a module, its data and its optimizer may define beyond what Lightning and torch ask for. All of it is optional.
+"""What a module, its data and its optimizer may define beyond Lightning (longer than 300 lines: it is one list).
 
-A user's class needs none of these as a base class: a method or attribute of the name is enough. Every other file asks
-here whether it is there. recipes/README.md says the same for users.
+All of it is optional. A user's class needs none of these as a base class: a method or attribute of the name is enough.
+Every other file asks here whether it is there. recipes/README.md says the same for users.
 """
 
 from __future__ import annotations
