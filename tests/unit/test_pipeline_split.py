@@ -36,6 +36,7 @@ def test_no_other_cut_has_a_faster_slowest_stage() -> None:
 def test_of_equally_fast_cuts_the_most_even_is_taken() -> None:
     assert split_units([1.0] * 5, 4, behind=2.0) == (2, 1, 1, 1)  # 3 anyway; 1, 1, 2 and 1 would do as well
     assert split_units([4.0, 1.0, 1.0, 1.0, 1.0], 3) == (1, 2, 2)
+    assert split_units([1.0, 5.0, 2.0, 3.0], 3) == (1, 1, 2)  # 6, 2 and 3 would be more even, and slower
 
 
 def test_fewer_layers_than_stages_are_refused() -> None:
