@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
-from tests.harness.context import BOUNDS, CLIP, Case, deviations, run_cases
+from shardwise.parallel.context_parallel import ContextParallel
+from shardwise.plan.topology import Topology
+from shardwise.run_dir.files import checkpoint_path
+from tests.harness.cells import fit
+from tests.harness.context import BOUNDS, CLIP, Case, deviations, plan_of, run_cases
 from tests.harness.processes import spawn
 
 HYBRID = ("strategy=fsdp_hybrid", "strategy.shard_size=1")
@@ -46,3 +53,59 @@ def test_parts_of_sequences_equal_the_plain_loop_by_heads_and_by_keys(tmp_path: 
 @pytest.mark.parametrize("ranks", CASES)
 def test_parts_of_sequences_equal_the_plain_loop(ranks: int, tmp_path: Path) -> None:
     assert not off(ranks, CASES[ranks], tmp_path)
+
+
+def stop_and_resume(folder: Path) -> dict[str, dict[str, Any]]:
+    """In each rank: without a stop; up to a checkpoint and on from it; and on from it without dividing sequences."""
+    case = Case(2, "keys", optimizer="adamw", accumulate=2, clip=CLIP)
+    words = ("checkpoint.save_every_n_steps=2", "checkpoint.save_at_end=false")
+    found = {"straight": fit(plan_of(case, folder / "straight", 2, *words))}
+    fit(plan_of(case, folder / "stopped", 2, *words, "max_steps=2"))
+    resume = f"resume={checkpoint_path(folder / 'stopped', 2)}"
+    found["resumed"] = fit(plan_of(case, folder / "stopped", 2, *words, resume))
+    whole = Case(1, "keys", optimizer="adamw", accumulate=2, clip=CLIP)
+    found["whole"] = fit(plan_of(whole, folder / "whole", 2, *words, resume, "checkpoint=none"))
+    return found
+
+
+def test_a_resumed_run_never_stopped_and_a_checkpoint_goes_on_with_whole_sequences(tmp_path: Path) -> None:
+    found = spawn(2, stop_and_resume, tmp_path)[0]
+    straight, resumed, whole = found["straight"], found["resumed"], found["whole"]
+    assert resumed["losses"] == straight["losses"] and resumed["norms"] == straight["norms"]
+    assert all(torch.equal(resumed["final"][name], tensor) for name, tensor in straight["final"].items())
+    assert whole["losses"] == pytest.approx(straight["losses"][2:], rel=1e-9)
+    assert whole["norms"] == pytest.approx(straight["norms"][2:], rel=1e-9)
+
+
+def broken_runs(folder: Path, breaks: list[str]) -> list[dict[str, Any]]:
+    """In each rank: the same case with one fault after the other."""
+    right_layout, right_masks = ContextParallel.layout, ContextParallel._masks
+    case, found = Case(2, "keys"), []
+
+    def from_zero(self: Any, positions: Any, documents: Any) -> Any:
+        layout = right_layout(self, positions, documents)
+        return layout | {"positions": torch.arange(len(layout["positions"]))}
+
+    def in_sequence(self: Any, *arguments: Any) -> Any:
+        return [torch.roll(mask, 1, dims=2) for mask in right_masks(self, *arguments)]
+
+    def without_context(self: Topology) -> int:
+        return self.data_parallel_size
+
+    faults: dict[str, Any] = {
+        "rotary positions from 0": patch.object(ContextParallel, "layout", from_zero),
+        "masks in another order": patch.object(ContextParallel, "_masks", in_sequence),
+        "divisor without context": patch.object(Topology, "loss_size", property(without_context)),
+    }
+    for name in breaks:
+        with faults[name]:
+            found.append(fit(plan_of(case, folder / name.replace(" ", "-"), 2, "checkpoint=none")))
+    return found
+
+
+def test_what_is_broken_on_purpose_is_seen(tmp_path: Path) -> None:
+    breaks = ["rotary positions from 0", "masks in another order", "divisor without context"]
+    found = spawn(2, broken_runs, tmp_path, breaks)[0]
+    for name, result in zip(breaks, found, strict=True):
+        numbers = deviations(Case(2, "keys"), result)
+        assert max(numbers.values()) > 1e-3, f"{name}: {numbers}"
