@@ -19,6 +19,11 @@ RUNS: dict[str, list[str]] = {
         ]
         for strategy in ("ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3")
     },
+    "pipeline": [
+        "test_pipeline.py::test_two_stages_equal_one_process",
+        "test_pipeline.py::test_a_run_goes_on_with_another_layout[pipeline-one]",
+        "test_pipeline.py::test_what_a_pipeline_cannot_run_is_refused[Twice]",
+    ],
     "two devices, one word": ["test_launch.py::test_two_devices_need_one_word"],
     "torchrun": ["test_launch.py::test_torchrun_standalone"],
     "experiments of conf/": ["test_experiments.py::test_an_experiment_runs"],

@@ -54,6 +54,12 @@ class LanguageModel(LightningModule):
         if isinstance(data, TextData | StreamedText) and None not in sizes.values():
             data.check_fits(**sizes)
 
+    @staticmethod
+    def several_passes(node: Mapping[str, Any]) -> str | None:
+        """Names the option that draws samples at validation."""
+        tokens = node.get("sample_tokens", 0)
+        return f"module.sample_tokens={tokens}: use module.sample_tokens=0" if tokens else None
+
     def setup(self, stage: str) -> None:
         """Refuses such data once more, since they may have been made only now. Says what no token uses."""
         data = getattr(self.trainer, "datamodule", None)

@@ -6,7 +6,7 @@ Every other file asks here whether it is there. recipes/README.md says the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -59,6 +59,12 @@ class Module(Protocol):
 
         Raises:
             ConfigError: it does not."""
+
+    @staticmethod
+    def several_passes(node: dict[str, Any]) -> str | None:
+        """The option with which a training or validation step of the module runs more than once through its layers,
+        to generate text say, and what to give instead; None: no step does. `node`: the module's in the config. A
+        pipeline, which makes one pass in a step, refuses it before any rank starts."""
 
     def choose_attention(self, name: str) -> None:
         """Compute attention with this kernel, a word of `attention=`, or "sdpa", which leaves the choice to torch:
@@ -219,6 +225,11 @@ def lacks_to_continue_texts(module_class: Any) -> list[str]:
 def check_data_of(module_class: Any) -> Callable[[dict[str, Any], Any], None] | None:
     found = getattr(module_class, "check_data", None)
     return found if callable(found) else None
+
+
+def several_passes_of(module_class: Any, node: Mapping[str, Any]) -> str | None:
+    found = getattr(module_class, "several_passes", None)
+    return found(node) if callable(found) else None
 
 
 def choose_attention_of(module: Any) -> Callable[[str], None] | None:

@@ -65,7 +65,7 @@ USED = {
     ),
     "lightning_internals/results.py": (
         "_LoggerConnector _Metadata _ResultCollection _ResultMetric _Sync _callback_metrics _combined_loader "
-        "_computed _copy_state_dict _defaults _first_loop_iter _forked_name _forward_cache _get_cache "
+        "_computed _copy_state_dict _current_fx_name _defaults _first_loop_iter _forked_name _forward_cache _get_cache "
         "_logger_connector _results _update_count"
     ),
     "lightning_internals/resume_validation.py": "_call_lightning_module_hook _first_loop_iter _logger_connector",
@@ -84,6 +84,8 @@ USED = {
     ),
     "parallel/layer_state.py": "_buffers _version",
     "parallel/parallelize.py": "_pytree",
+    "parallel/pipeline/ownership.py": "_parameters",
+    "parallel/pipeline/stages.py": "_buffers _modules _parameters",
     "parallel/precision.py": "_NormBase _parameters _pytree",
     "parallel/tensor_parallel.py": "_parameters",
     "parallel/units.py": "_no_split_modules _parameters",
@@ -108,6 +110,7 @@ USED = {
         "_device_mesh _fsdp_param _fsdp_param_group _fully_shard _get_fsdp_state _lazy_init "
         "_module_info _parameters _setup_distributed _unsharded_param"
     ),
+    "strategies/pipelined.py": "_get_fsdp_state _lazy_init",
     "strategies/step_on_shards.py": "_local_tensor",
     "strategies/fsdp_gathering.py": "_fully_shard _get_fsdp_state _get_post_forward_mesh_info",
     "strategies/whole_weights.py": (

@@ -105,6 +105,18 @@ class FsdpConfig:
         "and values; auto: heads where the ranks divide the key heads",
     )
     pipeline_parallel_size: int = option(1, "ranks that have different layers, and hand over what goes between them")
+    pipeline_schedule: str = option(
+        "1f1b",
+        "gpipe: all forward passes of a step, then all backward passes; 1f1b: a backward pass as soon as there is one, "
+        "for less memory; interleaved: 1f1b with several stages a rank, for less idle time",
+        form="gpipe|1f1b|interleaved",
+    )
+    pipeline_chunks: int = option(1, "stages of a rank; above 1 with pipeline_schedule=interleaved")
+    pipeline_split: list[int] | None = option(
+        None,
+        "layers that repeat in each stage, in order; left out: cut by their weights, with the head's counted",
+        form="[N, …]",
+    )
     timeout_minutes: float = 10.0
 
 

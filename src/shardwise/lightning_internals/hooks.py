@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.hook_analysis import looks_at_weights, may_look
+from shardwise.lightning_internals.results import step_logging
 
 _original_fetcher = utilities._select_data_fetcher
 _original_callback_hooks = call._call_callback_hooks
@@ -83,6 +84,8 @@ def _fetcher(trainer: Any, stage: Any) -> _DataFetcher:
 
 def _callback_hooks(trainer: Any, hook_name: str, *args: Any, monitoring_callbacks: Any = None, **kwargs: Any) -> None:
     known = getattr(trainer, "_callbacks_with", None)
+    if known is not None and monitoring_callbacks:  # these look at metrics at the end of an epoch
+        step_logging(trainer).share_metrics()
     if known is None or monitoring_callbacks is not None:
         _original_callback_hooks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
         return

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -39,6 +40,9 @@ class StepResults(_ResultCollection):
 
     def begin_micro_batch(self) -> None:
         self.micro_batch += 1
+
+    def go_to(self, micro_batch: int, batch: Any) -> None:
+        self.micro_batch, self.batch, self.batch_size = micro_batch, batch, None
 
     def end_window(self) -> dict[str, Tensor]:
         """The values of the window that has just ended, by name, on their device. The host does not wait for them."""
@@ -94,6 +98,8 @@ class StepLogging(_LoggerConnector):
     last: int | None = None  # the number of the run's last step under max_epochs, known when that step begins
     plan: Plan
     _claim: Callable[[Collection[str]], None] | None = None
+    _share: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    _shared: Mapping[str, Any] = MappingProxyType({})
 
     def start(self, trainer: Trainer, plan: Plan) -> None:
         self.trainer, self.plan = trainer, plan
@@ -145,6 +151,27 @@ class StepLogging(_LoggerConnector):
         self.trainer.loggers = [logger for logger in loggers if not rows_are_steps(logger)]
         super().update_eval_step_metrics(step)
         self.trainer.loggers = loggers
+
+    def share_metrics_by(self, share: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Let callbacks on every rank read the metrics that `share` gives for this rank's own.
+
+        It is called at the end of each epoch of training and evaluation, on all ranks."""
+        self._share = share
+
+    def on_epoch_end(self) -> None:
+        super().on_epoch_end()
+        self.share_metrics()
+
+    def share_metrics(self) -> None:
+        """Give callbacks on every rank the metrics of now. Collective, see `share_metrics_by`."""
+        if self._share is not None:
+            self._shared = self._share(dict(super().callback_metrics))
+
+    @property
+    def callback_metrics(self) -> dict[str, Any]:
+        found: dict[str, Any] = super().callback_metrics
+        found.update(self._shared)
+        return found
 
     def update_train_step_metrics(self) -> None:
         """Do nothing, since these values are written with the row of the step."""
@@ -242,3 +269,27 @@ def unrecorded(module: LightningModule) -> Iterator[None]:
         if isinstance(result, _ResultMetric) and id(result) not in known and result.is_tensor:
             for name, default in result._defaults.items():
                 setattr(result, name, torch.full_like(getattr(result, name), float(cast(Tensor, default))))
+
+
+@contextmanager
+def in_micro_batch(trainer: Trainer, number: int, micro_batches: int, batch: Any) -> Iterator[None]:
+    """Let `self.log` take what it is given for a value of that micro-batch of the window, the last of which is current.
+
+    A pipeline runs the micro-batches of a window when the last one has come.
+    """
+    results, module = step_results(trainer), trainer.lightning_module
+    last, name = (results.micro_batch, results.batch), module._current_fx_name
+    results.go_to(last[0] - (micro_batches - 1) + number, batch)
+    module._current_fx_name = "training_step"
+    try:
+        yield
+    finally:
+        results.go_to(*last)
+        module._current_fx_name = name
+
+
+def use_group_in_metrics(module: LightningModule, group: Any) -> None:
+    """Let the metrics of a module gather what they have seen among the ranks of `group`, not among all ranks."""
+    for layer in module.modules():
+        if isinstance(layer, Metric) and layer.process_group is None:
+            layer.process_group = group

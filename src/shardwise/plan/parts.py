@@ -56,6 +56,8 @@ def make_strategy(config: StrategyConfig, topology: Topology, context_parallel_m
     if isinstance(config, DdpConfig) and config.bucket_cap_mb < 1:
         raise ConfigError(f"strategy.bucket_cap_mb={config.bucket_cap_mb}: must be at least 1")
     check_knobs(config, topology)
+    if options.get("pipeline_split") is not None:
+        options["pipeline_split"] = tuple(options["pipeline_split"])
     return Strategy(name=config.name.value, context_parallel_method=context_parallel_method, **options)  # type: ignore[arg-type]
 
 

@@ -19,6 +19,7 @@ from shardwise.plan.modes import QUICK_BATCHES, for_learning_rate_finder, for_qu
 from shardwise.plan.nodes import data_node, logger_nodes, named_nodes, target_node
 from shardwise.plan.optimizer import make_optimizer
 from shardwise.plan.parts import make_checkpointing, make_environment, make_precision, make_strategy
+from shardwise.plan.pipeline import check_pipeline
 from shardwise.plan.plan import (
     Guarding,
     Host,
@@ -56,6 +57,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         if (value := getattr(config, word)) < 1:
             raise ConfigError(f"{word}={value}: must be at least 1")
     accumulate = accumulation_steps(config, topology) if config.stage is Stage.fit else 1
+    check_pipeline(config, topology, accumulate)
     max_steps, max_epochs = duration(config) if config.stage is Stage.fit else (None, None)
     run_id = run_name(config, host)
 

@@ -9,8 +9,6 @@ from shardwise.plan.accelerator import check_devices
 from shardwise.plan.plan import Host
 from shardwise.plan.topology import Topology, make_topology
 
-_NOT_YET = ("pipeline",)
-
 
 def resolve_topology(config: RunConfig, host: Host, accelerator: str) -> Topology:
     for word, given, started in (("nodes", config.nodes, host.nodes), ("devices", config.devices, host.devices)):
@@ -43,11 +41,7 @@ def resolve_topology(config: RunConfig, host: Host, accelerator: str) -> Topolog
         strategy = config.strategy
         axes = {"context": strategy.context_parallel_size, "tensor": strategy.tensor_parallel_size,
                 "pipeline": strategy.pipeline_parallel_size}  # fmt: skip
-    topology = make_topology(config.strategy.name.value, nodes, devices, shard_size, **axes)
-    for axis in _NOT_YET:
-        if axes.get(axis, 1) > 1:
-            raise ConfigError(f"strategy.{axis}_parallel_size={axes[axis]}: not supported yet; leave it out")
-    return topology
+    return make_topology(config.strategy.name.value, nodes, devices, shard_size, **axes)
 
 
 def accumulation_steps(config: RunConfig, topology: Topology) -> int:

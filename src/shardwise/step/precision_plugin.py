@@ -23,6 +23,7 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.errors import ConfigError
 from shardwise.parallel.precision import cast_floating, dtype_of
 from shardwise.plan import Plan
+from shardwise.step.stage_norm import StageNorm
 from shardwise.step.verdict import StepVerdict
 
 # The defaults of torch.amp. DeepSpeed has other defaults, and is given these.
@@ -79,6 +80,7 @@ class PlannedPrecision(LightningPrecision):
         self._overflows: list[Tensor] = []  # whether each step of this batch overflowed
         self._steps_by_hand = False
         self._shard_groups: dict[int, tuple[dist.ProcessGroup, ...]] = {}  # a parameter's id → its groups
+        self.stage_norm = StageNorm()
         self.scaler: torch.amp.GradScaler | None = None
         if plan.precision.loss_scaling and not plan.strategy.zero_stage:  # DeepSpeed has its own scaler
             self.scaler = _Scaler(plan.accelerator, self.verdict.mesh)
@@ -242,7 +244,7 @@ class PlannedPrecision(LightningPrecision):
         dtype = torch.float32 if self.plan.precision.parameter_dtype == "bfloat16" else None
         norms = list(torch._foreach_norm(gradients, dtype=dtype)) if gradients else []
         self.gradients = list(zip(parameters, norms, strict=True))
-        self.gradient_norm = self._whole_norm(parameters, norms) if norms else torch.zeros(())
+        self.gradient_norm = self.stage_norm.whole(parameters, norms, self._whole_norm)
 
     def divide(self, parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
         """Note that `parameter` is a part of one that the ranks of `group` divide, beside its shards."""

@@ -53,6 +53,11 @@ class StepVerdict:
             seed = seed * torch.nan
         return seed
 
+    def take_request(self, skip: Tensor | None) -> None:
+        """Take the request to skip of the rank that has made `gradient_seed`: of a pipeline's last stage."""
+        asks = self.plan.guard.on_spike == "skip" or bool(self.plan.guard.pass_over)
+        self.skip_requested = skip if asks else None
+
     def decide(self, skipped: bool) -> None:
         """Note the verdict where the host knows it already."""
         self.step_skipped = skipped

@@ -12,6 +12,10 @@ def build_strategy(plan: Plan) -> PlannedStrategy:
             from shardwise.strategies.ddp import DdpStrategy
 
             return DdpStrategy(plan)
+        case "fsdp" | "fsdp_hybrid" if plan.topology.pipeline > 1:
+            from shardwise.strategies.pipelined import PipelinedStrategy
+
+            return PipelinedStrategy(plan)
         case "fsdp" | "fsdp_hybrid":
             from shardwise.strategies.fsdp import FsdpStrategy
 

@@ -1,5 +1,6 @@
-"""`fsdp` and `fsdp_hybrid`: FSDP2's `fully_shard` shards parameters, gradients and optimizer state.
+"""`fsdp` and `fsdp_hybrid`: FSDP2's `fully_shard` (longer than 300 lines: one order of set-up).
 
+It shards parameters, gradients and optimizer state.
 Each unit is gathered just before it runs and freed after; its gradients are reduce-scattered as soon as they exist.
 `fsdp` shards over all ranks. `fsdp_hybrid` shards over the `shard` axis of the mesh and keeps copies over `replicate`,
 whose gradients are all-reduced once a step.
@@ -119,7 +120,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         precision = self.plan.precision
         with fsdp_gathering.one_mesh_for_all_units(self.plan):
             for _, unit in units.modules:
-                materializer.materialize(unit)
+                if not self._materialize_unit(materializer, unit):
+                    continue
                 if divided is not None:
                     divided.cut(unit)
                 fully_shard(
@@ -130,7 +132,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                     mp_policy=mixed_precision_policy(precision, is_root=False),
                 )
                 show_outputs(unit)
-        materializer.materialize(module)
+        self._materialize_rest(materializer)
         if divided is not None:
             divided.cut(module)
         owned = [p for p in module.parameters(recurse=False) if not self._keeps_whole(p)]
@@ -176,6 +178,15 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                 f"{self.module_name} optimizes by hand, which strategy.tensor_parallel_size cannot do: leave it out"
             )
         return self.sharded.divide(TensorParallel(module, self.mesh.group("tensor")))
+
+    def _materialize_unit(self, materializer: Materializer, unit: nn.Module) -> bool:
+        """Give a unit its memory and initial values. Returns whether this rank has a part of it."""
+        materializer.materialize(unit)
+        return True
+
+    def _materialize_rest(self, materializer: Materializer) -> None:
+        """Do the same for all layers outside units."""
+        materializer.materialize(self.module)
 
     def _keeps_whole(self, parameter: nn.Parameter) -> bool:
         """Whether FSDP2 cannot shard `parameter`, because it has no dimension or no elements. Every rank keeps it."""

@@ -1,0 +1,128 @@
+"""Runs the actions of a pipeline's schedule: computes, sends, receives. plan/pipeline_schedule.py makes the lists.
+
+A receiver takes what arrives in the order in which its neighbour's list sends it, and keeps what it does not need yet.
+So no order of actions can mix two tensors up, whatever the schedule.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.parallel.pipeline.links import Link, Links
+from shardwise.plan.pipeline_schedule import Action, Schedule
+
+Item = tuple[int, int]  # the stage that receives, and the micro-batch
+
+
+class Work(Protocol):
+    """What a stage computes."""
+
+    def compute(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+        """The output of a stage: what the next one receives; of the last stage the loss to differentiate."""
+
+    def differentiate(
+        self, stage: int, micro_batch: int, output: Tensor, gradient: Tensor | None, is_last: bool
+    ) -> None:
+        """Differentiate what `compute` gave. `gradient`: of the output; None in the last stage.
+
+        `is_last`: no other backward of this stage follows in the step.
+        """
+
+    def shapes(self, micro_batch: int) -> Hashable:
+        """The shapes in the batch of a micro-batch: with equal ones, stages hand over equal shapes."""
+
+
+class Engine:
+    """One position of a pipeline of `positions` ranks. `stages`: of all positions together."""
+
+    def __init__(self, position: int, positions: int, stages: int, links: Links) -> None:
+        self.position, self.positions, self.stages, self.links = position, positions, stages, links
+        self._notice: Callable[[Action], None] = lambda action: None
+
+    def call_before_each(self, notice: Callable[[Action], None]) -> None:
+        """Call `notice` before each action, so that a watchdog can say where a rank is."""
+        self._notice = notice
+
+    def run(self, schedule: Schedule, work: Work) -> None:
+        """Run one step: the own list of `schedule`, which has one for every position."""
+        actions = schedule[self.position]
+        last = {action.stage: action.micro_batch for action in actions if action.kind == "B"}
+        inboxes = {kind: self._inbox(kind, schedule, work) for kind in self.links.inward}
+        kept: dict[Item, tuple[Tensor | None, Tensor]] = {}  # the input and output of a forward, until its backward
+        for action in actions:
+            self._notice(action)
+            stage, number = action.stage, action.micro_batch
+            if action.kind == "F":
+                received = inboxes["F"].take((stage, number)).requires_grad_() if stage else None
+                output = work.compute(stage, number, received)
+                kept[stage, number] = received, output
+                if stage < self.stages - 1:
+                    self.links.outward["F"].send(output, (stage + 1, work.shapes(number)))
+                continue
+            gradient = inboxes["B"].take((stage, number)) if stage < self.stages - 1 else None
+            received, output = kept.pop((stage, number))
+            work.differentiate(stage, number, output, gradient, number == last[stage])
+            if received is not None:
+                back = torch.zeros_like(received) if received.grad is None else received.grad
+                self.links.outward["B"].send(back, (stage - 1, work.shapes(number)))
+        self.links.wait()
+
+    def evaluate(self, shapes: Hashable, forward: Callable[[int, Tensor | None], Any]) -> Any:
+        """Let one batch pass through the own stages without gradients; gives the result of the last own stage.
+
+        Nothing waits for the neighbours behind, so several batches are on their way at the same time.
+        """
+        result: Any = None
+        for stage in range(self.position, self.stages, self.positions):
+            received = None
+            if stage:
+                received, work = self.links.inward["F"].receive((stage, shapes, "evaluation"))
+                work.wait()
+            result = forward(stage, received)
+            if stage < self.stages - 1:
+                self.links.outward["F"].send(result, (stage + 1, shapes, "evaluation"))
+        self.links.forget_arrived()
+        return result
+
+    def _inbox(self, kind: str, schedule: Schedule, work: Work) -> Inbox:
+        step = 1 if kind == "F" else -1
+        sender = schedule[(self.position - step) % self.positions]
+        items = [
+            (action.stage + step, action.micro_batch)
+            for action in sender
+            if action.kind == kind and 0 <= action.stage + step < self.stages
+        ]
+        return Inbox(self.links.inward[kind], items, work.shapes)
+
+
+class Inbox:
+    """What arrives on one link in one step, in the order of `items`. The next tensor is received ahead."""
+
+    def __init__(self, link: Link, items: Sequence[Item], shapes: Callable[[int], Hashable]) -> None:
+        self._link, self._shapes = link, shapes
+        self._coming = deque(items)
+        self._ahead: tuple[Item, Tensor, Any] | None = None
+        self._arrived: dict[Item, Tensor] = {}
+
+    def take(self, item: Item) -> Tensor:
+        """Wait for a tensor; on a GPU only the device waits."""
+        while item not in self._arrived:
+            found, tensor, work = self._ahead or self._begin()
+            self._ahead = None
+            work.wait()
+            self._arrived[found] = tensor
+            if self._coming and self._link.knows(self._kind(self._coming[0])):
+                self._ahead = self._begin()
+        return self._arrived.pop(item)
+
+    def _begin(self) -> tuple[Item, Tensor, Any]:
+        item = self._coming.popleft()
+        return item, *self._link.receive(self._kind(item))
+
+    def _kind(self, item: Item) -> Hashable:
+        return item[0], self._shapes(item[1])

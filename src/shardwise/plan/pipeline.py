@@ -1,0 +1,74 @@
+"""What goes with a pipeline, and what does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.config.groups import FsdpConfig
+from shardwise.config.schema import RunConfig, Stage
+from shardwise.errors import ConfigError
+from shardwise.plan.pipeline_schedule import check_schedule
+from shardwise.plan.plan import Plan
+from shardwise.plan.topology import Topology
+from shardwise.protocols import several_passes_of
+
+
+def check_pipeline(config: RunConfig, topology: Topology, accumulate: int) -> None:
+    """Refuse options of a pipeline without one, and what a pipeline cannot do.
+
+    Raises:
+        ConfigError
+    """
+    strategy = config.strategy
+    if not isinstance(strategy, FsdpConfig):
+        return
+    if topology.pipeline == 1:
+        _check_without(strategy)
+        return
+    size = f"strategy.pipeline_parallel_size={topology.pipeline}"
+    schedule, chunks = strategy.pipeline_schedule, strategy.pipeline_chunks
+    check_schedule(schedule, topology.pipeline, chunks, accumulate if config.stage is Stage.fit else topology.pipeline)
+    if strategy.pipeline_split is not None:
+        stages = topology.pipeline * chunks
+        if len(strategy.pipeline_split) != stages or min(strategy.pipeline_split) < 1:
+            raise ConfigError(
+                f"strategy.pipeline_split={list(strategy.pipeline_split)}: must have {stages} numbers "
+                f"(pipeline_parallel_size * pipeline_chunks), each at least 1: how many layers each stage has"
+            )
+    cannot = {
+        "a tensor or context axis is not supported yet: use one of them": topology.tensor * topology.context > 1,
+        "compile=model: a stage is a part of the model; use compile=layer": config.compile.name.value == "model",
+        "precision=fp16: its loss scale is not supported in a pipeline yet; use precision=bf16":
+            config.precision.loss_scaling,
+        "precision=fp8 is not supported in a pipeline yet; use precision=bf16": config.precision.name.value == "fp8",
+        "stage=predict: a rank without the last stage has no predictions; leave strategy.pipeline_parallel_size out":
+            config.stage is Stage.predict,
+        "init_from is not supported in a pipeline yet; resume= is": config.init_from is not None,
+        "find_learning_rate=true is not supported in a pipeline yet; find it without one": config.find_learning_rate,
+        "quick_check=true runs predict, which a pipeline cannot; leave it out": config.quick_check,
+    }  # fmt: skip
+    for why, given in cannot.items():
+        if given:
+            raise ConfigError(f"{size} with {why}")
+
+
+def check_one_pass(plan: Plan, module_class: Any) -> None:
+    """Refuse a module that runs more than once through its layers in a step.
+
+    Raises:
+        ConfigError
+    """
+    if plan.topology.pipeline > 1 and (option := several_passes_of(module_class, plan.module)) is not None:
+        raise ConfigError(
+            f"strategy.pipeline_parallel_size={plan.topology.pipeline}: a pipeline makes one pass through the layers "
+            f"in a step, and generating text takes many; {option}"
+        )
+
+
+def _check_without(strategy: FsdpConfig) -> None:
+    for word, default in (("pipeline_schedule", "1f1b"), ("pipeline_chunks", 1), ("pipeline_split", None)):
+        if (value := getattr(strategy, word)) != default:
+            raise ConfigError(
+                f"strategy.{word}={value}: there is no pipeline; add strategy.pipeline_parallel_size=2, say, or leave "
+                f"it out"
+            )

@@ -1,0 +1,37 @@
+"""The Plan's strategy, with the options of its engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Strategy:
+    name: Literal["ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3"]
+    timeout_minutes: float
+    find_unused_parameters: bool = False
+    bucket_cap_mb: int = 25
+    reshard_after_forward: bool | int = True  # N: the size of the groups that keep a unit's parameters
+    defer_gradient_sync: bool = False
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    forward_prefetch_units: int | None = None  # None: the order of FSDP2's own
+    backward_prefetch_units: int | None = None
+    context_parallel_method: Literal["heads", "keys"] | None = None  # None: every rank computes whole sequences
+    pipeline_schedule: str = "1f1b"
+    pipeline_chunks: int = 1  # stages of a rank
+    pipeline_split: tuple[int, ...] | None = None  # units of each stage; None: cut by their weights
+    reduce_bucket_elements: int = 25_000_000
+    overlap_comm: bool = True  # on GPUs
+    allgather_bucket_elements: int = 25_000_000
+    prefetch_bucket_elements: int = 50_000_000
+    persistence_threshold_elements: int = 100_000
+    max_live_elements: int = 1_000_000_000
+    max_reuse_distance_elements: int = 1_000_000_000
+    sub_group_elements: int = 1_000_000_000
+
+    @property
+    def zero_stage(self) -> int:
+        """The stage 1 to 3 under DeepSpeed, else 0."""
+        return int(self.name[-1]) if self.name.startswith("zero") else 0

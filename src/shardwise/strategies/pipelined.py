@@ -1,0 +1,296 @@
+"""`fsdp` and `fsdp_hybrid` with a pipeline: each rank has some of the layers, which the ranks of its stage shard.
+
+The accumulation window is the pipeline's micro-batches (step/pipeline_window.py). The module runs unchanged, between
+stubs (parallel/pipeline/stages.py). Rank 0 has the last stage, so losses and logs are where Lightning has its loggers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwise.distributed.collectives import sum_over
+from shardwise.distributed.dtensor import local_part
+from shardwise.distributed.process_group import group_timeout
+from shardwise.errors import ConfigError
+from shardwise.lightning_internals.results import in_micro_batch, step_logging, use_group_in_metrics
+from shardwise.parallel.activation_checkpointing import explain
+from shardwise.parallel.pipeline.engine import Engine
+from shardwise.parallel.pipeline.links import Links
+from shardwise.parallel.pipeline.stages import Stages
+from shardwise.parallel.precision import dtype_of
+from shardwise.plan import Plan
+from shardwise.plan.pipeline_schedule import Action, make_schedule
+from shardwise.process.watchdog import progress
+from shardwise.step.pipeline_window import PipelineWindow, shapes_in
+from shardwise.step.window import check_output, loss_of
+from shardwise.strategies.fsdp import FsdpStrategy
+from shardwise.strategies.pipelined_checks import check_module
+from shardwise.strategies.pipelined_state import PipelinedState
+from shardwise.strategies.sharded_state import DTensorState
+from shardwise.strategies.whole_weights import weights_are_sharded
+from shardwise.weights.initialize import Materializer
+
+
+class PipelinedStrategy(FsdpStrategy):
+    """FSDP2 inside the stages of a pipeline."""
+
+    window: PipelineWindow
+    stages: Stages
+    engine: Engine
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        strategy, topology = plan.strategy, plan.topology
+        self._step_name = "training_step"
+        self._optimizer: Optimizer | None = None  # that of the step under way
+        self._blocked: list[FSDPModule] = []
+        self.count = topology.pipeline * strategy.pipeline_chunks
+        self.schedule = make_schedule(
+            strategy.pipeline_schedule, topology.pipeline, strategy.pipeline_chunks, plan.accumulate_grad_batches
+        )
+
+    # Set-up
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        topology = self.plan.topology
+        own = next(ranks for ranks in topology.groups(("pipeline",)) if self.global_rank in ranks)
+        self._links = Links(own[::-1], self.count > topology.pipeline, self.root_device, group_timeout(self.plan))
+        self.position = topology.pipeline_rank(self.global_rank)
+        self.engine = Engine(self.position, topology.pipeline, self.count, self._links)
+        self.engine.call_before_each(_say_where)
+        self.window = PipelineWindow(self.plan.accumulate_grad_batches, self.root_device)
+
+    def _begin_setup(self, module: LightningModule) -> None:
+        super()._begin_setup(module)
+        own = range(self.position, self.count, self.plan.topology.pipeline)
+        split = check_module(module, self.units, self.plan, self.count)
+        dtype = dtype_of(self.plan.precision.compute_dtype)
+        self.stages = Stages(module, self.units, split, own, self.root_device, dtype)
+
+    def _make_sharded_state(self, module: LightningModule) -> DTensorState:
+        group = self.mesh.group("pipeline")
+        return PipelinedState(module, lambda: self.optimizers, self._reshard, group)
+
+    def _materialize_unit(self, materializer: Materializer, unit: nn.Module) -> bool:
+        owned = self.stages.owns(unit)
+        if owned or not materializer.initializes_itself:
+            materializer.materialize(unit)
+        return owned
+
+    def _materialize_rest(self, materializer: Materializer) -> None:
+        # What is on other stages keeps no memory, unless a layer of this rank shares its weight.
+        materializer.done.update(self.stages.absent())
+        super()._materialize_rest(materializer)
+        self.stages.cut()
+
+    def _shard(self) -> None:
+        super()._shard()
+        with self.stages.whole():
+            pass  # the layers that stand in for others know the sharded weights now
+        root: Any = self.module
+        root._get_fsdp_state()._lazy_init()  # while the layers of all own stages are in the module
+        self._blocked = [layer for layer in self.module.modules() if isinstance(layer, FSDPModule)]
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        with self.stages.whole():
+            super().setup_optimizers(trainer)
+            assert isinstance(self.sharded, PipelinedState)
+            self.sharded.keep_own_groups()
+        shared = [p for p in self.stages.ownership.shared() if p.requires_grad]
+        self._shared = shared
+        counted_elsewhere = {id(p) for p in shared} if self.position == 0 else set()
+        norm = self.planned_precision.stage_norm
+        norm.measure_over(self.mesh.group("pipeline"), counted_elsewhere, self.root_device)
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        step_logging(trainer).share_metrics_by(self._metrics_of_last_stage)
+
+    def _metrics_of_last_stage(self, own: dict[str, Any]) -> dict[str, Any]:
+        """What the last stage has logged, which alone knows losses. Collective."""
+        found = [{name: value.detach().cpu() for name, value in own.items() if isinstance(value, Tensor)}]
+        group = self.mesh.group("pipeline")
+        dist.broadcast_object_list(found, group_src=0, group=group, device=self.root_device)
+        has_them = self.position == self.plan.topology.pipeline - 1
+        return {} if has_them else {name: value.to(self.root_device) for name, value in found[0].items()}
+
+    # Steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.window.note(args, kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.window.is_full:
+            return closure_loss.detach()
+        self._step_name, self._optimizer = "training_step", optimizer
+        use_group_in_metrics(self.module, self.mesh.group("loss"))
+        with self._explaining():
+            self._backwards.run(lambda: self.engine.run(self.schedule, self))
+        self.stages.rest()
+        self._average_whole_gradients()
+        self._sum_shared_gradients()
+        skip = self.window.share(self.verdict.skip_requested, self.mesh.group("pipeline"))
+        self.verdict.take_request(skip)
+        self.window.end()
+        return closure_loss.detach()
+
+    def shapes(self, micro_batch: int) -> Hashable:
+        return shapes_in(self.window.batches[micro_batch])
+
+    def compute(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+        """Of the engine: one micro-batch through one stage, in training."""
+        args, kwargs = self.window.batches[micro_batch]
+        with in_micro_batch(self.module.trainer, micro_batch, self.window.micro_batches, args[0]):
+            output = self._run_stage(stage, received, args, kwargs)
+        if stage < self.count - 1:
+            return self._one_tensor(output)
+        check_output(output, self.module_name, has_own_backward=False)
+        loss = loss_of(output)
+        if loss.numel() != 1:
+            raise ConfigError(f"training_step returned a loss of shape {tuple(loss.shape)}: it must be a scalar")
+        if isinstance(loss, DTensor):
+            raise weights_are_sharded(self.module_name, self.plan.strategy.name)
+        return self.window.scale_loss_of(micro_batch, loss)
+
+    def differentiate(
+        self, stage: int, micro_batch: int, output: Tensor, gradient: Tensor | None, is_last: bool
+    ) -> None:
+        """Of the engine: the backward of one micro-batch through one stage."""
+        with nullcontext() if is_last else self.block_backward_sync():
+            try:
+                if gradient is None:
+                    self._differentiate_loss(micro_batch, output)
+                elif output.requires_grad:
+                    torch.autograd.backward(output, gradient)
+                    self.precision_plugin.post_backward(output, self.module)
+            except RuntimeError as error:
+                if (explained := explain(error, self.module_name)) is not None:
+                    raise explained from None
+                raise
+
+    def _differentiate_loss(self, micro_batch: int, loss: Tensor) -> None:
+        seed = torch.ones_like(loss)
+        if micro_batch == self.window.micro_batches - 1:
+            assert self.train_loader is not None
+            found = self.verdict.gradient_seed(self.window.loss, self.train_loader.window_start)
+            seed = found.to(loss.dtype).reshape(loss.shape)
+        Strategy.backward(self, loss, self._optimizer, gradient=seed)
+
+    def _run_stage(self, stage: int, received: Tensor | None, args: Any, kwargs: Any) -> Any:
+        step = getattr(self.module, self._step_name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:  # inside the root's forward, so that FSDP2 sees what is handed over
+            return self.stages.run(stage, received, lambda: step(*args, **kwargs))
+
+        self.module.__dict__["pipelined_step"] = run
+        return self._run_step("pipelined_step", *args, **kwargs)
+
+    def _one_tensor(self, output: Any) -> Tensor:
+        if not isinstance(output, Tensor):
+            raise ConfigError(
+                f"{self.module_name}.{self._step_name} ended on a stage of the pipeline that is not the last: it has "
+                f"to run through all layers that repeat; use strategy.pipeline_parallel_size=1"
+            )
+        return output
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        deferred = self.plan.strategy.defer_gradient_sync
+        blocked = "set_requires_gradient_sync" if deferred else "set_requires_all_reduce"
+        for layer in self._blocked:
+            getattr(layer, blocked)(False, recurse=False)
+        try:
+            yield
+        finally:
+            for layer in self._blocked:
+                getattr(layer, blocked)(True, recurse=False)
+
+    def _sum_shared_gradients(self) -> None:
+        """Add up the gradients that both ends of the pipeline have of a weight that they share. Collective."""
+        for p in self._shared:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            assert self._links.ends is not None
+            with torch.no_grad():
+                sum_over(self._links.ends, local_part(p.grad))
+
+    # Evaluation
+
+    def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self._step_name = name
+        use_group_in_metrics(self.module, self.mesh.group("loss"))
+        result = super()._evaluate("pipelined_evaluation", *args, **kwargs)
+        return result if self.position == self.plan.topology.pipeline - 1 else None
+
+    def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name != "pipelined_evaluation":
+            return super()._run_step(name, *args, **kwargs)
+
+        def forward(stage: int, received: Tensor | None) -> Any:
+            output = self._run_stage(stage, received, args, kwargs)
+            return output if stage == self.count - 1 else self._one_tensor(output)
+
+        progress.doing(self._step_name)
+        return self.engine.evaluate((self._step_name, shapes_in(args)), forward)
+
+    def on_validation_end(self) -> None:
+        self._end_evaluation()
+        super().on_validation_end()
+
+    def on_test_end(self) -> None:
+        self._end_evaluation()
+        super().on_test_end()
+
+    def _end_evaluation(self) -> None:
+        self._links.wait()
+        self.stages.rest()
+
+    # What ranks of other stages do not take part in
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return super().reduce(tensor, self.mesh.group("loss") if group is None else group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return super().all_gather(tensor, self.mesh.group("loss") if group is None else group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = torch.tensor(int(decision), device=self.root_device)
+        sum_over(self.mesh.group("world"), votes)
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    @contextmanager
+    def whole_parameters(self, hook: str) -> Iterator[None]:
+        try:
+            with self.stages.whole(), super().whole_parameters(hook):  # other stages' weights have no memory
+                yield
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error):
+                raise
+            raise ConfigError(
+                f"{hook} of {self.module_name} or of a callback computes with weights of all layers, and in a pipeline "
+                f"a rank has those of its own stage; use strategy.pipeline_parallel_size=1"
+            ) from error
+
+    @contextmanager
+    def gathered_weights(self) -> Iterator[None]:
+        raise ConfigError(
+            f"{self.module_name} generates text, which takes many passes through its layers, and a pipeline makes one "
+            f"in a step; leave it out, or use strategy.pipeline_parallel_size=1"
+        )
+        yield
+
+
+def _say_where(action: Action) -> None:
+    progress.doing(f"the pipeline's {action}")

@@ -1,0 +1,130 @@
+"""A pipeline changes memory and speed alone: against one process, whose parity with a plain loop has tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness.pipelines import ADAMW, INTERLEAVED, SGD, SIZE, run, run_stack
+from tests.harness.processes import spawn
+
+GPIPE = ["strategy.pipeline_schedule=gpipe"]
+UNTIED, FP64, FP32 = ["model.tie_embeddings=false"], ["precision=fp64"], ["precision=fp32"]
+FULL = ["activation_checkpointing=full"]
+HYBRID = ["strategy=fsdp_hybrid", "strategy.shard_size=1"]
+BOUNDS = {"fp64": 1e-12, "fp32": 1e-4}
+
+Result = dict[str, Any]
+
+
+def one_process(folder: Path, cells: list[list[str]]) -> list[Result]:
+    found: list[Result] = spawn(1, run, folder / "one", 1, cells)[0]
+    return found
+
+
+def check(own: Result, other: Result, bound: float) -> None:
+    """The same start; updates, losses, norms and validation that deviate by at most `bound`."""
+    assert own["start"].keys() == other["start"].keys() and own["validation"].keys() == other["validation"].keys()
+    for name, start in other["start"].items():
+        assert torch.equal(own["start"][name], start), name
+        update = (other["final"][name] - start).double()
+        assert float((own["final"][name] - other["final"][name]).double().norm() / update.norm()) <= bound, name
+    for key in ("losses", "norms"):
+        assert own[key] == pytest.approx(other[key], rel=bound, abs=0) and own[key], key
+    assert own["validation"] == pytest.approx(other["validation"], rel=bound)
+
+
+def check_ranks(results: list[list[Result]]) -> None:
+    """All ranks end with the same weights (a shared one on both ends of the pipeline) and metrics."""
+    for rank in results[1:]:
+        for own, first in zip(rank, results[0], strict=True):
+            assert own["validation"] == pytest.approx(first["validation"], rel=1e-12)
+            assert all(torch.equal(own["final"][name], tensor) for name, tensor in first["final"].items())
+
+
+def test_two_stages_equal_one_process(tmp_path: Path) -> None:
+    """Eight micro-batches a step, clipping, masks of uneven size, a validation whose last batch is smaller."""
+    cells = [[*FP64, *ADAMW], [*FP64, *SGD, *FULL], [*FP64, *ADAMW, *UNTIED]]
+    words = [*GPIPE], [], [*INTERLEAVED]
+    results = spawn(2, run, tmp_path / "two", 2, [[*c, *SIZE, *w] for c, w in zip(cells, words, strict=True)])
+    for own, other in zip(results[0], one_process(tmp_path, cells), strict=True):
+        check(own, other, BOUNDS["fp64"])
+    check_ranks(results)
+
+
+def test_each_schedule_equals_one_process(tmp_path: Path) -> None:
+    cells = [[*FP64, *ADAMW, *more] for more in ([], UNTIED)] + [[*FP64, *SGD, *FULL]]
+    words = (GPIPE, [], INTERLEAVED, ["strategy.defer_gradient_sync=true"], ["strategy.pipeline_split=[1,3]"])
+    results = spawn(2, run, tmp_path / "two", 2, [[*c, *SIZE, *w] for c in cells for w in words], timeout_seconds=400)
+    expected = one_process(tmp_path, cells)
+    for number, own in enumerate(results[0]):
+        check(own, expected[number // len(words)], BOUNDS["fp64"])
+    check_ranks(results)
+
+
+def test_fp32_gives_the_same_bits(tmp_path: Path) -> None:
+    """Without a clip, which knows the norm, nothing is added in another order: no weight is shared by both ends."""
+    cell = [*FP32, *ADAMW, *UNTIED, "gradient_clip_val=null"]
+    words = (GPIPE, [], INTERLEAVED, FULL)
+    results = spawn(2, run, tmp_path / "two", 2, [[*cell, *SIZE, *w] for w in words])[0]
+    [expected] = one_process(tmp_path, [cell])
+    for own in results:
+        assert all(torch.equal(own["final"][name], tensor) for name, tensor in expected["final"].items())
+        assert own["validation"] == expected["validation"]
+
+
+def test_stages_that_are_sharded_or_copied(tmp_path: Path) -> None:
+    cells = [[*FP64, *ADAMW], [*FP32, *SGD, *UNTIED]]
+    more = ([], HYBRID, [*HYBRID, *INTERLEAVED], ["strategy.pipeline_parallel_size=4"])
+    results = spawn(4, run, tmp_path / "four", 4, [[*c, *SIZE, *w] for c in cells for w in more],
+                    timeout_seconds=400)  # fmt: skip
+    expected = one_process(tmp_path, cells)
+    for number, own in enumerate(results[0]):
+        check(own, expected[number // len(more)], BOUNDS["fp64" if number < len(more) else "fp32"])
+    check_ranks(results)
+
+
+@pytest.mark.parametrize(("before", "after"), [("pipeline", "one"), ("one", "pipeline"), ("pipeline", "interleaved")])
+def test_a_run_goes_on_with_another_layout(tmp_path: Path, before: str, after: str) -> None:
+    """Saved after two steps of four; the names, the optimizer's state and its description are the whole module's."""
+    layouts = {"one": (1, []), "pipeline": (2, SIZE), "interleaved": (2, [*SIZE, *INTERLEAVED])}
+    saving = [*FP64, *ADAMW, "checkpoint=default", "checkpoint.save_every_n_steps=2", "checkpoint.monitor=null"]
+    (ranks, words), (then, others) = layouts[before], layouts[after]
+    spawn(ranks, run, tmp_path / "saved", ranks, [[*saving, *words, "max_steps=2", "schedule=none"]])
+    saved = tmp_path / "saved" / "0" / "checkpoints" / "step-00000002.ckpt"
+    [went_on] = spawn(then, run, tmp_path / "on", then, [[*saving, *others, f"resume={saved}", "max_steps=4",
+                                                          "schedule=none"]])[0]  # fmt: skip
+    [whole] = spawn(1, run, tmp_path / "whole", 1, [[*FP64, *ADAMW, "max_steps=4", "schedule=none"]])[0]
+    for name, tensor in whole["final"].items():
+        update = (tensor - whole["start"][name]).norm()
+        assert float((went_on["final"][name] - tensor).norm() / update) <= BOUNDS["fp64"], name
+
+
+REFUSALS = {
+    "Between": "is not given what layers.0 gave: the module computes between the two",
+    "Twice": "first is defined before the layers that repeat and runs behind them: .* one pass",
+    "Conditioned": "is given a second tensor that needs gradients",
+    "Early": "late is defined behind the layers that repeat and runs before them",
+    "Leaves": "layers.3 ran where layers.2 had to run next",
+    "Tuples": "gives tuple, and a pipeline hands over one tensor",
+}
+
+
+@pytest.mark.parametrize("module", REFUSALS)
+def test_what_a_pipeline_cannot_run_is_refused(tmp_path: Path, module: str) -> None:
+    """Never a number that is wrong. A rank that refuses ends, and the launcher ends the others."""
+    with pytest.raises(AssertionError, match=f"ConfigError: {module}: .*{REFUSALS[module]}"):
+        spawn(2, run_stack, tmp_path, module)
+
+
+def test_what_every_layer_gave_is_not_a_number(tmp_path: Path) -> None:
+    """A module that collects it learns from NaN, and the guard stops the run."""
+    with pytest.raises(AssertionError, match="NonFiniteError: step 1: the loss is not finite"):
+        spawn(2, run_stack, tmp_path, "Collects")
+
+
+def test_a_module_of_ones_own_runs(tmp_path: Path) -> None:
+    spawn(2, run_stack, tmp_path, "Stack")

@@ -1,0 +1,163 @@
+"""Runs of a small language model in pipelines, and modules that a pipeline refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from shardwise.config.compose import compose
+from shardwise.plan import Host, make_plan
+from tests.harness.cells import cell_plan, fit
+
+BASE = ["recipe=language_modeling", "model.n_layers=4", "strategy=fsdp", "global_batch_size=8", "micro_batch_size=1",
+        "max_steps=3", "checkpoint=none", "gradient_clip_val=0.1", "validate_every_n_steps=3"]  # fmt: skip
+SIZE = ["strategy.pipeline_parallel_size=2"]
+INTERLEAVED = ["strategy.pipeline_schedule=interleaved", "strategy.pipeline_chunks=2"]
+SGD, ADAMW = ["optimizer=sgd", "optimizer.lr=0.3"], ["optimizer=adamw", "optimizer.lr=0.01"]
+
+
+def run(folder: Path, ranks: int, cells: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """In each rank: one run after the other."""
+    return [fit(cell_plan(folder / str(number), ranks, *BASE, *words)) for number, words in enumerate(cells)]
+
+
+def run_stack(folder: Path, module: str) -> None:
+    """One step of a module of this file in a pipeline of two ranks."""
+    argv = ["recipe=custom", f"module._target_=tests.harness.pipelines.{module}", f"runs_dir={folder}", "name=run",
+            "data._target_=tests.harness.pipelines.Numbers", "accelerator=cpu", "devices=2", "max_steps=1",
+            "checkpoint=none", "strategy=fsdp", "global_batch_size=4", "micro_batch_size=2", *SIZE, *SGD]  # fmt: skip
+    (folder / "run").mkdir(exist_ok=True)
+    fit(make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0)))
+
+
+class Numbers(LightningDataModule):
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(list(torch.ones(8, 4)), batch_size=2)  # type: ignore[arg-type]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Stack(LightningModule):
+    """Four layers that repeat between two that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch).square().mean()
+
+
+class Between(Stack):
+    """Computes between two layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x) * 2
+        return self.last(x)
+
+
+class Twice(Stack):
+    """Makes two passes in a step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch).square().mean() + self(batch).mean()
+
+
+class Conditioned(Stack):
+    """Gives every layer a second tensor that is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Adds() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = condition = self.first(x)
+        for layer in self.layers:
+            x = layer(x, condition)
+        return self.last(x)
+
+
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) + condition
+
+
+class Collects(Stack):
+    """Looks at what every layer gave."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        every = [self.first(x)]
+        for layer in self.layers:
+            every.append(layer(every[-1]))
+        return self.last(torch.stack(every).sum(0))
+
+
+class Early(Stack):
+    """Runs a layer before the others that is defined behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.late(x))
+
+
+class Leaves(Stack):
+    """Leaves the third layer out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number in (0, 1, 3):
+            x = self.layers[number](x)
+        return self.last(x)
+
+
+class Tuples(Stack):
+    """Its layers give tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Pair() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)[0]
+        return self.last(x)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return torch.tanh(self.linear(x)), 1
