@@ -27,12 +27,8 @@ from shardwise.step.stage_norm import StageNorm
 from shardwise.step.verdict import StepVerdict
 
 # The defaults of torch.amp. DeepSpeed has other defaults, and is given these.
-LOSS_SCALE: dict[str, Any] = {
-    "init_scale": 2.0**16,
-    "growth_factor": 2.0,
-    "backoff_factor": 0.5,
-    "growth_interval": 2000,
-}
+LOSS_SCALE: dict[str, Any] = {"init_scale": 2.0**16, "growth_factor": 2.0,
+                              "backoff_factor": 0.5, "growth_interval": 2000}  # fmt: skip
 
 
 class _Scaler(torch.amp.GradScaler):
