@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torchmetrics import SumMetric
 
-from tests.harness.divided import CLIP, Divided, deviation, run_divided
+from tests.harness.cells import cell_plan, fit
+from tests.harness.divided import BATCH, CLIP, STEPS, Divided, deviation, run_divided
 from tests.harness.parity import BOUNDS
 from tests.harness.processes import spawn
 
@@ -47,3 +50,38 @@ def test_a_divided_model_equals_the_plain_loop(tmp_path: Path, ranks: int) -> No
             for name, tensor in found[0][number]["final"].items():
                 assert torch.equal(result[number]["final"][name], tensor), (cell, name)
     assert not off
+
+
+class Counting(Callback):
+    """Counts samples in a number of the module's own and in a metric of torchmetrics, and votes."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.metric = pl_module.counted = SumMetric()
+        self.votes: list[bool] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        samples = float(len(batch["tokens"]))
+        pl_module.log("samples", samples, sync_dist=True, reduce_fx="sum", batch_size=1)
+        self.metric.update(samples)
+        is_first = trainer.global_rank == 0
+        decide = trainer.strategy.reduce_boolean_decision
+        self.votes = [decide(True), decide(is_first), decide(is_first, all=False)]
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.counted = float(self.metric.compute())
+
+
+def run_counting(folder: Path, ranks: int) -> dict[str, Any]:
+    counting = Counting()
+    cell = Divided(TWO, data_ranks=2, precision="fp32", accumulate=1)
+    found = fit(cell_plan(folder / "counting", ranks, *cell.words()), counting)
+    return {"logged": found["validation"]["samples"], "metric": counting.counted, "votes": counting.votes}
+
+
+def test_peers_that_see_the_same_samples_are_counted_once(tmp_path: Path) -> None:
+    found = spawn(4, run_counting, tmp_path, 4)
+    assert [result["votes"] for result in found] == [[True, False, True]] * 4
+    assert [result["metric"] for result in found] == [float(STEPS * BATCH)] * 4
+    assert found[0]["logged"] == BATCH

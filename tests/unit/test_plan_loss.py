@@ -17,6 +17,7 @@ from shardwise.plan.plan import Choice
 
 H200 = Host(cuda_devices=1, run_id="made-up", gpu="NVIDIA H200", gpu_capability=(9, 0))
 A100 = dataclasses.replace(H200, gpu="NVIDIA A100", gpu_capability=(8, 0))
+TWO = dataclasses.replace(H200, cuda_devices=2)
 NO_NVML = dataclasses.replace(H200, gpu=None, gpu_capability=None)
 CPU = Host(cuda_devices=0, run_id="made-up")
 GPT2 = "model=gpt2_124m precision=bf16 data=token_shards data.directory=x"
@@ -41,6 +42,8 @@ def plan(words: str, host: Host = H200, has_quack: bool = True) -> Plan:
         (f"{LARGE} precision=bf16", H200, True, "fused", "8,192 × 128,256 logits, too many to hold them at once"),
         (f"{LARGE} precision=fp16", H200, True, "fused", "too many"),
         (f"{LARGE} precision=bf16 data.sequence_length=1024", H200, True, "full", "1,024 × 128,256 logits, few"),
+        (f"{LARGE} precision=bf16 strategy=fsdp strategy.tensor_parallel_size=2 devices=2", TWO, True, "chunked",
+         "fused cannot run: its kernel takes the whole vocabulary"),
         (f"{LARGE} precision=bf16", H200, False, "chunked", "fused cannot run: quack-kernels is not installed"),
         (f"{LARGE} precision=bf16", A100, True, "chunked", "NVIDIA A100 has 8.0"),
         (f"{LARGE} precision=bf16", NO_NVML, True, "chunked", "compute capability is not known"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from shardwise.config.groups import FsdpConfig
 from shardwise.config.schema import Loss, RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.accelerator import vendor
@@ -82,6 +83,8 @@ def _shape_of_logits(config: RunConfig) -> tuple[int, int] | None:
 
 def _obstacle_to_fused(config: RunConfig, host: Host, accelerator: str, vocabulary: int | None) -> Obstacle | None:
     """What keeps QuACK's kernel from running, as far as this machine can tell; None: nothing."""
+    if isinstance(config.strategy, FsdpConfig) and config.strategy.tensor_parallel_size > 1:
+        return Obstacle("its kernel takes the whole vocabulary, which strategy.tensor_parallel_size divides", _CHUNKED)
     if (kind := vendor(accelerator, host)) != "cuda":
         return Obstacle("its kernel runs on " + ("GPUs alone" if kind == "cpu" else "NVIDIA's GPUs alone"), _CHUNKED)
     dtype = config.precision.compute_dtype.value

@@ -1,4 +1,4 @@
-"""Keeps sharded weights gathered over many short forward passes, where memory suffices."""
+"""What a module asks of all ranks: to gather sharded weights for many forward passes, to reduce its own numbers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from shardwise import accelerator
 from shardwise.data.agreement import smallest
+from shardwise.distributed.collectives import sum_over
+from shardwise.distributed.mesh import Mesh
 from shardwise.plan import Plan
 
 _SPARE = 0.1  # of all memory is left for what the forward passes need
@@ -23,6 +25,7 @@ class GatheringHooks(Strategy):
     """Implements `gathered_weights` of protocols.py. A strategy that shards weights overrides the two steps."""
 
     plan: Plan
+    mesh: Mesh
 
     def file_group(self) -> dist.ProcessGroup | None:
         """The group of all hosts, which agree on whether memory suffices."""
@@ -31,12 +34,24 @@ class GatheringHooks(Strategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not accelerator.can_exchange(self.plan.accelerator):
             return tensor
-        return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
+        return super().reduce(tensor, self._counting_once(group), reduce_op)  # type: ignore[safe-super]
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if not accelerator.can_exchange(self.plan.accelerator):
             return tensor.unsqueeze(0)
-        return super().all_gather(tensor, group, sync_grads)  # type: ignore[safe-super]
+        return super().all_gather(tensor, self._counting_once(group), sync_grads)  # type: ignore[safe-super]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = torch.tensor(int(decision), device=self.root_device)
+        world = self.mesh.group("world")
+        sum_over(world, votes)
+        return bool(votes == world.size()) if all else bool(votes)
+
+    def _counting_once(self, group: Any) -> Any:
+        """The group of a collective of the module's own, in which peers that see the same samples are not all."""
+        if group is not None or self.plan.topology.is_data_parallel_only:
+            return group
+        return self.mesh.group("loss")
 
     @contextmanager
     def gathered_weights(self) -> Iterator[None]:
