@@ -33,7 +33,7 @@ from shardwise.distributed.process_group import group_timeout
 from shardwise.distributed.rng import derived_seed, random_state, seed_streams, set_random_state
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals import counters
-from shardwise.lightning_internals.results import unrecorded, use_group_in_metrics
+from shardwise.lightning_internals.results import unrecorded
 from shardwise.optim.optimizers import check_one_owner, step_schedules_unless
 from shardwise.parallel.activation_checkpointing import explain, without_caches
 from shardwise.parallel.parallelize import copy_outside_units, parallelize
@@ -195,8 +195,6 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
 
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         assert self.model is not None
-        if not self.plan.topology.is_data_parallel_only:
-            use_group_in_metrics(self.module, self.mesh.group("loss"))
         self._begin_batch(*args)
         if name != "training_step" or not self.window.losses:  # a step's further micro-batches see the same weights
             self._refresh_float8()

@@ -1,4 +1,4 @@
-"""What a strategy does about sequences of which each rank computes a part: see parallel/context_parallel.py."""
+"""What a strategy does about batches that ranks share. For parts of sequences see parallel/context_parallel.py."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from shardwise.distributed.mesh import Mesh
+from shardwise.lightning_internals.results import use_group_in_metrics
 from shardwise.nn.sequence_parts import use_sequence_parts
 from shardwise.parallel.context_parallel import ContextParallel
 from shardwise.plan import Plan
@@ -16,10 +17,11 @@ from shardwise.protocols import sequence_tensors_of
 
 
 class DividedSequences:
-    """A part of `PlannedStrategy`. Without a context axis it does nothing."""
+    """A part of `PlannedStrategy`. Where every rank sees samples of its own it does nothing."""
 
     plan: Plan
     mesh: Mesh
+    module: Any
     at_teardown: Callable[[Callable[[], Any]], None]
     context: ContextParallel | None = None
 
@@ -37,5 +39,7 @@ class DividedSequences:
         return batch if self.context is None else self.context.cut(batch)
 
     def _begin_batch(self, batch: Any, *_: Any) -> None:
+        if not self.plan.topology.is_data_parallel_only:
+            use_group_in_metrics(self.module, self.mesh.group("loss"))
         if self.context is not None:
             self.context.begin_batch(batch)
