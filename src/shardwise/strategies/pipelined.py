@@ -65,8 +65,8 @@ class PipelinedStrategy(FsdpStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         topology = self.plan.topology
-        own = next(ranks for ranks in topology.groups(("pipeline",)) if self.global_rank in ranks)
-        self._links = Links(own[::-1], self.count > topology.pipeline, self.root_device, group_timeout(self.plan))
+        pipelines = [ranks[::-1] for ranks in topology.groups(("pipeline",))]
+        self._links = Links(pipelines, self.count > topology.pipeline, self.root_device, group_timeout(self.plan))
         self.position = topology.pipeline_rank(self.global_rank)
         self.engine = Engine(self.position, topology.pipeline, self.count, self._links)
         self.engine.call_before_each(_say_where)

@@ -93,25 +93,33 @@ class Link:
 class Links:
     """The links of this rank to the stages before and behind it, and the group of both ends of its pipeline.
 
-    `ranks`: those of this pipeline, by position. `wraps`: stages go on from the last position to the first. Collective
-    among them.
+    `pipelines`: the ranks of every pipeline of the run, by position. `wraps`: stages go on from the last position to
+    the first. Collective among all ranks: each of them takes part in the making of every group, in the same order.
     """
 
-    def __init__(self, ranks: Sequence[int], wraps: bool, device: torch.device, timeout: timedelta) -> None:
-        count, own = len(ranks), ranks.index(dist.get_rank())
-        self.ends = self._group([ranks[0], ranks[-1]], timeout)
+    def __init__(
+        self, pipelines: Sequence[Sequence[int]], wraps: bool, device: torch.device, timeout: timedelta
+    ) -> None:
+        def group(one: int, other: int) -> dist.ProcessGroup | None:
+            pairs = [sorted((ranks[one], ranks[other])) for ranks in pipelines]
+            own, _ = dist.new_subgroups_by_enumeration(pairs, timeout=timeout)  # type: ignore[no-untyped-call]
+            return own  # type: ignore[no-any-return]
+
+        own = next(ranks for ranks in pipelines if dist.get_rank() in ranks)
+        count = len(own)
+        self.ends = group(0, count - 1)
         self.inward: dict[str, Link] = {}  # "F", "B" → from where those come
         self.outward: dict[str, Link] = {}
         for kind, step in (("F", 1), ("B", -1)):
             for position in range(count):
                 if not (wraps or 0 <= position + step < count):
                     continue
-                source, target = ranks[position], ranks[(position + step) % count]
-                group = self._group([source, target], timeout)
-                if group is not None and source == ranks[own]:
-                    self.outward[kind] = Link(group, target, device)
-                elif group is not None:
-                    self.inward[kind] = Link(group, source, device)
+                source, target = own[position], own[(position + step) % count]
+                pair = group(position, (position + step) % count)
+                if pair is not None and dist.get_rank() == source:
+                    self.outward[kind] = Link(pair, target, device)
+                elif pair is not None:
+                    self.inward[kind] = Link(pair, source, device)
 
     def wait(self) -> None:
         """Wait until all that was sent has arrived."""
@@ -121,13 +129,6 @@ class Links:
     def forget_arrived(self) -> None:
         for link in self.outward.values():
             link.forget_arrived()
-
-    @staticmethod
-    def _group(pair: list[int], timeout: timedelta) -> dist.ProcessGroup | None:
-        if dist.get_rank() not in pair:
-            return None
-        made: Any = dist.new_group(sorted(pair), timeout=timeout, use_local_synchronization=True)
-        return made  # type: ignore[no-any-return]
 
 
 def _words(of: tuple[tuple[int, ...], torch.dtype]) -> str:
