@@ -20,7 +20,7 @@ from tests.harness.parity import OPTIMIZERS, largest
 from tests.harness.reference import WEIGHT_DECAY, plain_loop, update_deviation
 
 STEPS, BATCH, CLIP = 4, 8, 0.1
-SIZES = {"dim": 32, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 44}
+SIZES = {"dim": 32, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 44}
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,16 @@ class Divided:
     tied: bool = True
     accumulate: int = 2
     clip: float | None = CLIP
+    layers: int = 2
     more: tuple[str, ...] = field(default=())
 
     def words(self) -> list[str]:
         return [
             *self.layout, f"precision={self.precision}", *OPTIMIZERS[self.optimizer], "schedule=none",
-            f"optimizer.weight_decay={WEIGHT_DECAY}", f"max_steps={STEPS}", f"global_batch_size={BATCH}",
+            f"optimizer.weight_decay={WEIGHT_DECAY}", f"max_steps={STEPS}", f"validate_every_n_steps={STEPS}", f"global_batch_size={BATCH}",
             f"micro_batch_size={BATCH // self.data_ranks // self.accumulate}",
             f"gradient_clip_val={'null' if self.clip is None else self.clip}", "checkpoint=none",
-            *(f"model.{name}={size}" for name, size in SIZES.items()), f"model.tie_embeddings={self.tied}", *self.more,
+            *(f"model.{name}={size}" for name, size in SIZES.items()), f"model.n_layers={self.layers}", f"model.tie_embeddings={self.tied}", *self.more,
         ]  # fmt: skip
 
 
@@ -53,15 +54,20 @@ def run_divided(folder: Path, ranks: int, cells: Sequence[Divided]) -> list[dict
 
 @functools.cache
 def reference(
-    precision: str, optimizer: str, tied: bool, clip: float | None
-) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float], list[float]]:
-    """Parameters at the start and the end, losses and gradient norms: of one process without a strategy."""
+    precision: str, optimizer: str, tied: bool, clip: float | None, layers: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float], list[float], float]:
+    """Parameters at the start and the end, losses, gradient norms, validation: of one process without a strategy."""
     dtype = {"fp64": torch.float64, "fp32": torch.float32}[precision]
-    model = LanguageModel(Transformer(vocab_size=61, max_seq_len=16, tie_embeddings=tied, **SIZES)).to(dtype)
+    model = LanguageModel(Transformer(vocab_size=61, max_seq_len=16, n_layers=layers, tie_embeddings=tied, **SIZES))
+    model = model.to(dtype)
     Materializer(model, torch.device("cpu"), 0).materialize(model)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     final, losses, norms = plain_loop(model, masked_tokens(50), _loss_sum, optimizer, STEPS, BATCH, clip)
-    return start, final, losses, norms
+    model.load_state_dict(final, strict=False)
+    rows = masked_tokens(13, seed=1)  # those of MaskedTokens.val_dataloader
+    with torch.no_grad():
+        total, items = _loss_sum(model, {key: torch.stack([row[key] for row in rows]) for key in rows[0]})
+    return start, final, losses, norms, float(total / items)
 
 
 def _loss_sum(module: LanguageModel, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -71,11 +77,14 @@ def _loss_sum(module: LanguageModel, batch: dict[str, Tensor]) -> tuple[Tensor, 
 
 def deviation(cell: Divided, result: dict[str, Any]) -> dict[str, float]:
     """The largest relative deviations from the plain loop. Initial weights are equal to the bit."""
-    start, final, losses, norms = reference(cell.precision, cell.optimizer, cell.tied, cell.clip)
+    start, final, losses, norms, validation = reference(
+        cell.precision, cell.optimizer, cell.tied, cell.clip, cell.layers
+    )
     assert all(torch.equal(result["start"][name], tensor) for name, tensor in start.items()), f"{cell} starts elsewhere"
     updates = update_deviation(start, result["final"], final)
     return {
         "update": max(updates.values()),
         "loss": largest(result["losses"], losses),
         "gradient_norm": largest(result["norms"], norms),
+        "validation": largest([result["validation"]["validation/loss"]], [validation]),
     }

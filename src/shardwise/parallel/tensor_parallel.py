@@ -48,7 +48,7 @@ class TensorParallel:
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         self.module, self.group = module, group
-        self.peers = peers = Peers(group.group_name, group.rank(), group.size())
+        self.peers = Peers(group.group_name, group.rank(), group.size())
         self.layers = declared_layers(module)
         self.cuts: dict[str, Cut] = {}  # a parameter's name → its part; one that is not here is whole on every rank
         self._done: set[int] = set()  # ids of layers
@@ -66,8 +66,13 @@ class TensorParallel:
                 elif word in _CUT:
                     self._note(names[id(p)], name, p, _CUT[word] if key == "weight" else 0)
         _check_owners(module, owners, names)
-        for name, word in self.layers.items():
-            _WRAPPERS[word](module.get_submodule(name), peers)
+        self.wrap(module)
+
+    def wrap(self, part: nn.Module, name: str = "") -> None:
+        """Let the layers in `part`, which stands in the module as `name`, exchange what they need. Once for each."""
+        for inner, layer in part.named_modules(prefix=name):
+            if (word := self.layers.get(inner)) is not None:
+                _WRAPPERS[word](layer, self.peers)
 
     def _note(self, name: str, layer: str, parameter: Tensor, dim: int) -> None:
         """Note which part of a parameter this rank has."""

@@ -36,7 +36,6 @@ def check_pipeline(config: RunConfig, topology: Topology, accumulate: int) -> No
                 f"(pipeline_parallel_size * pipeline_chunks), each at least 1: how many layers each stage has"
             )
     cannot = {
-        "a tensor or context axis is not supported yet: use one of them": topology.tensor * topology.context > 1,
         "compile=model: a stage is a part of the model; use compile=layer": config.compile.name.value == "model",
         "precision=fp16: its loss scale is not supported in a pipeline yet; use precision=bf16":
             config.precision.loss_scaling,

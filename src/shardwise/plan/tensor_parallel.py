@@ -19,10 +19,6 @@ def check_tensor_parallel(config: RunConfig, topology: Topology) -> None:
     if ranks == 1:
         return
     given = f"strategy.tensor_parallel_size={ranks}"
-    if topology.context > 1:
-        raise ConfigError(
-            f"{given} strategy.context_parallel_size={topology.context}: not supported together yet; leave one out"
-        )
     if config.precision.name.value == "fp8":
         raise ConfigError(f"{given} precision=fp8: not supported yet; use precision=bf16")
     if config.stage.value == "predict":

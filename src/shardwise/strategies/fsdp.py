@@ -200,10 +200,14 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         with self._explaining():
             loss: Tensor = self._backwards.run(lambda: backward(closure_loss, optimizer, *args, **kwargs))
         if not self._sync_is_blocked:
-            self._average_whole_gradients()
-            if self.sharded.tensor_parallel is not None:
-                self.sharded.tensor_parallel.sum_gradients(dtype_of(self.plan.precision.reduce_dtype))
+            self._settle_gradients()
         return loss
+
+    def _settle_gradients(self) -> None:
+        """Do what FSDP2 does not do for gradients, once a step, after the last backward pass. Collective."""
+        self._average_whole_gradients()
+        if self.sharded.tensor_parallel is not None:
+            self.sharded.tensor_parallel.sum_gradients(dtype_of(self.plan.precision.reduce_dtype))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._explaining():

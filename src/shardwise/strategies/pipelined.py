@@ -29,6 +29,7 @@ from shardwise.parallel.pipeline.engine import Engine
 from shardwise.parallel.pipeline.links import Links
 from shardwise.parallel.pipeline.stages import Stages
 from shardwise.parallel.precision import dtype_of
+from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.plan import Plan
 from shardwise.plan.pipeline_schedule import Action, make_schedule
 from shardwise.process.watchdog import progress
@@ -82,6 +83,13 @@ class PipelinedStrategy(FsdpStrategy):
     def _make_sharded_state(self, module: LightningModule) -> DTensorState:
         group = self.mesh.group("pipeline")
         return PipelinedState(module, lambda: self.optimizers, self._reshard, group)
+
+    def _divide_layers(self, module: LightningModule) -> TensorParallel | None:
+        divided = super()._divide_layers(module)
+        if divided is not None:
+            for name, twin in self.stages.twins.items():
+                divided.wrap(twin, name)
+        return divided
 
     def _materialize_unit(self, materializer: Materializer, unit: nn.Module) -> bool:
         owned = self.stages.owns(unit)
@@ -139,7 +147,7 @@ class PipelinedStrategy(FsdpStrategy):
         with self._explaining():
             self._backwards.run(lambda: self.engine.run(self.schedule, self))
         self.stages.rest()
-        self._average_whole_gradients()
+        self._settle_gradients()
         self._sum_shared_gradients()
         skip = self.window.share(self.verdict.skip_requested, self.mesh.group("pipeline"))
         self.verdict.take_request(skip)
@@ -168,6 +176,8 @@ class PipelinedStrategy(FsdpStrategy):
         self, stage: int, micro_batch: int, output: Tensor, gradient: Tensor | None, is_last: bool
     ) -> None:
         """Of the engine: the backward of one micro-batch through one stage."""
+        if self.context is not None:  # attention that is computed again looks at it
+            self.context.begin_batch(self.window.batches[micro_batch][0][0])
         with nullcontext() if is_last else self.block_backward_sync():
             try:
                 if gradient is None:

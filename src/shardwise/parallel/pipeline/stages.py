@@ -68,7 +68,7 @@ class Stages:
         self.module, self.device, self.name = module, device, type(module).__name__
         self.ownership = Ownership(module, units, split, own)
         self.names, self.layers = [name for name, _ in units.modules], [unit for _, unit in units.modules]
-        self._twins = {name: _on_meta(layer, dtype) for name, layer, _ in self.ownership.outside}
+        self.twins = {name: _on_meta(layer, dtype) for name, layer, _ in self.ownership.outside}
         self._spots: dict[str, list[tuple[nn.Module, str]]] = {}  # a layer's name → where it is registered
         self._stubs: dict[str, Stub] = {}
         self._originals = dict(units.modules) | {name: layer for name, layer, _ in self.ownership.outside}
@@ -243,7 +243,7 @@ class Stages:
                 f"step; define it {other} them, or use strategy.pipeline_parallel_size=1"
             )
         try:
-            shapes = self._twins[name](*map_tensors(_to_meta, args), **map_tensors(_to_meta, kwargs))
+            shapes = self.twins[name](*map_tensors(_to_meta, args), **map_tensors(_to_meta, kwargs))
         except Exception as error:
             raise ConfigError(
                 f"{self.name}: the pipeline cannot find the shape of what {name} gives without its weights "
