@@ -49,6 +49,7 @@ RUNS: dict[str, list[str]] = {
         "test_checkpointing.py::test_what_is_computed_again_has_the_same_bits[selective-fsdp]",
     ],
     "compile": ["test_same_run.py::test_switches_change_no_number[compile=layer-ddp]"],
+    "parallel axes together": ["test_parallel_axes.py::test_two_axes_equal_the_plain_loop"],
     "tensor parallelism": ["test_tensor_parallel.py::test_a_divided_model_equals_the_plain_loop[2]"],
     "compact optimizers, Muon": ["test_optimizers.py::test_every_strategy_equals_the_plain_version"],
     "another strategy's checkpoint": ["test_across.py::test_the_run_goes_on[zero3-2-to-ddp-1-sgd]"],

@@ -40,10 +40,12 @@ class Divided:
     def words(self) -> list[str]:
         return [
             *self.layout, f"precision={self.precision}", *OPTIMIZERS[self.optimizer], "schedule=none",
-            f"optimizer.weight_decay={WEIGHT_DECAY}", f"max_steps={STEPS}", f"validate_every_n_steps={STEPS}", f"global_batch_size={BATCH}",
+            f"optimizer.weight_decay={WEIGHT_DECAY}", f"max_steps={STEPS}", f"validate_every_n_steps={STEPS}",
+            f"global_batch_size={BATCH}",
             f"micro_batch_size={BATCH // self.data_ranks // self.accumulate}",
             f"gradient_clip_val={'null' if self.clip is None else self.clip}", "checkpoint=none",
-            *(f"model.{name}={size}" for name, size in SIZES.items()), f"model.n_layers={self.layers}", f"model.tie_embeddings={self.tied}", *self.more,
+            *(f"model.{name}={size}" for name, size in SIZES.items()), f"model.n_layers={self.layers}",
+            f"model.tie_embeddings={self.tied}", *self.more,
         ]  # fmt: skip
 
 

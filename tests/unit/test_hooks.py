@@ -10,7 +10,10 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 from torch import nn
 from torchmetrics import MeanMetric
 
+from recipes.language_modeling.model import Transformer
+from recipes.language_modeling.module import LanguageModel
 from shardwise.lightning_internals.hook_analysis import looks_at_weights
+from shardwise.nn.mean_metric import ExactMean
 
 
 def blend(module: Any) -> None:
@@ -83,3 +86,11 @@ def test_hooks_that_look_at_weights_are_found() -> None:
     assert looks_at_weights(Looks(), "on_train_start", module) and not looks_at_weights(Looks(), "on_train_end", module)
     for theirs in (EarlyStopping("x"), LearningRateMonitor()):
         assert not looks_at_weights(theirs, "on_train_start", module)
+
+
+def test_the_language_models_evaluation_does_not_look_at_weights() -> None:
+    """Else all weights would be gathered for each validation. It has metrics for each set, in a list."""
+    module = LanguageModel(Transformer(9, dim=8, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=8, max_seq_len=4))
+    module.evaluations = nn.ModuleList([ExactMean(module.device)])
+    for hook in ("on_validation_epoch_start", "on_validation_epoch_end", "on_test_epoch_start", "on_test_epoch_end"):
+        assert not looks_at_weights(module, hook, module), hook

@@ -43,9 +43,17 @@ def test_what_each_axis_sends_is_stated() -> None:
     assert lines[4].endswith(f"{16 * 8.030261248 / 8:.3g} GB")
 
 
-def test_context_is_stated_both_ways() -> None:
-    lines = parallel_lines(laid_out(Topology(1, 4, 1, 2, context=2), 1))
-    assert len(lines) == 2 and "context by heads " in lines[0] and "context by keys " in lines[0]
+@pytest.mark.parametrize(("method", "rows"), [("heads", 2 * 2.5 / 2), ("keys", 2 * 0.5)])
+def test_context_is_stated_as_it_is_done_beside_the_other_axes(method: str, rows: float) -> None:
+    """Of 16 layers and 8 micro-batches, a row for each: queries and results count 2, keys and values 2 · 8 / 32."""
+    strategy = dataclasses.replace(plan().strategy, context_parallel_method=method)
+    topology = Topology(1, 8, 1, 1, context=2, tensor=2, pipeline=2)
+    lines = parallel_lines(laid_out(topology, 8, strategy=strategy))
+    compute = {"bfloat16": 2, "float32": 4}[plan().precision.compute_dtype]
+    row = 8192 * 4096 * compute / 1e9
+    sent = 16 * 8 * rows / 2 / 2 * row  # a tensor rank has half of the heads, and half of all is sent
+    assert f"pipeline {2 * row:.3g} GB, context by {method} {sent:.3g} GB, tensor {256 * row:.3g} GB, fsdp " in lines[3]
+    assert lines[4].endswith(f"{16 * 8.030261248 / 8:.3g} GB")
 
 
 @pytest.mark.parametrize("changes", [{"module": {}}, {"data": None}, {"module": {"model": {"dim": 4}}}])

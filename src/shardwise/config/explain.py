@@ -103,4 +103,6 @@ def _no_option(key: str, config_name: str, words: tuple[str, ...], searchpath: l
     if not isinstance(node, DictConfig):
         return f"{parent} is a single value; write {parent}=…"
     known = [str(k) for k in node]
-    return f"{parent} has no option {option}; it has {', '.join(known)}{did_you_mean(option, known)}"
+    having = [path.stem for path in sorted((CONF / parent).glob("*.yaml")) if option in OmegaConf.load(path)]
+    elsewhere = f"; {' or '.join(f'{parent}={name}' for name in having)} has it" if having else ""
+    return f"{parent} has no option {option}; it has {', '.join(known)}{did_you_mean(option, known)}{elsewhere}"

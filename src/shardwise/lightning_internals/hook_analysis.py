@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -39,14 +39,16 @@ def looks_at_weights(host: LightningModule | Callback, hook: str, module: Lightn
     """Whether `hook` of `host` may look at weights of `module`. If that is not certain, it may."""
     if not may_look(hook):
         return False
-    names = {name for name, _ in [*module.named_children(), *module.named_parameters(recurse=False)]}
-    names -= {name for name, child in module.named_children() if isinstance(child, Metric)}
+    names = {name for name, _ in module.named_parameters(recurse=False)}
+    names |= {name for name, child in module.named_children() if any(True for _ in child.parameters())}
     return _reaches(getattr(host, hook), host, names, set())
 
 
 def _reaches(function: Any, host: Any, weights: set[str], seen: set[Any]) -> bool:
     function = inspect.unwrap(getattr(function, "__func__", function))
     if _is_of_a_library(function) or function in seen:
+        return False
+    if isinstance(function, type) and issubclass(function, (LightningDataModule, Metric)):
         return False
     if not isinstance(function, FunctionType):
         return True

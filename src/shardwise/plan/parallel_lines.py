@@ -37,9 +37,10 @@ def parallel_lines(plan: Plan, schedule: str = "1f1b", chunks: int = 1) -> list[
         inner = 1 - 1 / (chunks * topology.pipeline)  # the first stage and the last hand over in one direction each
         sent["pipeline"] = compute * inner * arithmetic.pipeline_elements(chunks=chunks, **shape)
     if topology.context > 1:
-        by_heads = arithmetic.context_elements_by_heads(layers=layers, **shape, **heads)
-        by_keys = arithmetic.context_elements_by_keys(layers=layers, **shape, **heads)
-        sent |= {"context by heads": compute * by_heads, "context by keys": compute * by_keys}
+        method = plan.strategy.context_parallel_method
+        by_keys, by_heads = arithmetic.context_elements_by_keys, arithmetic.context_elements_by_heads
+        elements = (by_keys if method == "keys" else by_heads)(layers=layers, **shape, **heads)
+        sent[f"context by {method}"] = compute * elements
     if topology.tensor > 1:
         sent["tensor"] = compute * arithmetic.tensor_elements(layers=layers, **shape)
     if weights["shards"] > 1:

@@ -29,9 +29,8 @@ def check_tensor_parallel(config: RunConfig, topology: Topology) -> None:
     if config.compile.name.value == "model":
         raise ConfigError(f"{given} compile=model: not supported yet; use compile=layer")
     sizes = arguments_of(config.module)
+    _check_length(config, topology, given)
     divided = {f"model.{name}": sizes.get(name) for name in _DIVIDED}
-    if isinstance(config.data, dict):
-        divided["data.sequence_length"] = config.data.get("sequence_length")
     for name, size in divided.items():
         if isinstance(size, int) and size % ranks:
             raise ConfigError(
@@ -41,6 +40,18 @@ def check_tensor_parallel(config: RunConfig, topology: Topology) -> None:
     vocabulary = sizes.get("vocab_size")
     if isinstance(vocabulary, int) and vocabulary < ranks:
         raise ConfigError(f"{given}: model.vocab_size={vocabulary} has not a token for each rank")
+
+
+def _check_length(config: RunConfig, topology: Topology, given: str) -> None:
+    """Each context rank has a part of a sequence, of which each tensor rank has a part."""
+    length = config.data.get("sequence_length") if isinstance(config.data, dict) else None
+    parts = topology.tensor * topology.context
+    if isinstance(length, int) and length % parts:
+        axes = given + (f" * strategy.context_parallel_size={topology.context} = {parts}") * (topology.context > 1)
+        raise ConfigError(
+            f"{axes} does not divide data.sequence_length={length}; use a multiple of {parts}, such as "
+            f"data.sequence_length={max(1, length // parts) * parts}"
+        )
 
 
 def _divisors(sizes: dict[str, Any], devices: int) -> list[int]:

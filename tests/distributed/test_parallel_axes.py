@@ -1,0 +1,81 @@
+"""The axes together: tensor, context and pipeline, with shards and copies, change memory and speed and no number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.harness.divided import CLIP, Divided, deviation, run_divided
+from tests.harness.parity import BOUNDS
+from tests.harness.processes import spawn
+
+
+def layout(tensor: int = 1, context: int = 1, pipeline: int = 1, *more: str) -> tuple[str, ...]:
+    sizes = {"tensor": tensor, "context": context, "pipeline": pipeline}
+    return ("strategy=fsdp", *(f"strategy.{axis}_parallel_size={n}" for axis, n in sizes.items() if n > 1), *more)
+
+
+HEADS, KEYS = (f"strategy.context_parallel_method={method}" for method in ("heads", "keys"))
+INTERLEAVED = ("strategy.pipeline_schedule=interleaved", "strategy.pipeline_chunks=2")
+HYBRID = ("strategy=fsdp_hybrid", "strategy.shard_size=2")
+CHECKPOINTED = ("activation_checkpointing=full", "loss=chunked")
+HARD: dict[str, Any] = {"tied": False, "optimizer": "sgd", "more": CHECKPOINTED}
+
+# Four ranks
+TWO_AXES = [
+    Divided(layout(2, 2, 1, KEYS)),
+    Divided(layout(2, 1, 2, *INTERLEAVED), layers=4, more=CHECKPOINTED),
+    Divided(layout(1, 2, 2, HEADS), layers=2, tied=False, optimizer="sgd"),
+]
+MORE_OF_TWO_AXES = [
+    Divided(layout(2, 2, 1, HEADS), **HARD),
+    Divided(layout(2, 2, 1, HEADS), precision="fp32", more=("activation_checkpointing=selective",)),
+    Divided(layout(2, 1, 2), accumulate=8, precision="fp32", **HARD),
+    Divided(layout(2, 1, 2, "strategy.pipeline_schedule=gpipe"), clip=None),
+    Divided(layout(1, 2, 2, KEYS, *INTERLEAVED), layers=4, more=CHECKPOINTED),
+    Divided(layout(1, 2, 2, HEADS, "strategy.defer_gradient_sync=true"), precision="fp32", **HARD),
+]
+# Eight ranks
+THREE_AXES = [
+    Divided(layout(2, 1, 2), data_ranks=2),
+    Divided(layout(2, 1, 2, *INTERLEAVED), data_ranks=2, layers=4, **HARD),
+    Divided(layout(2, 2, 2, HEADS)),
+    Divided(layout(2, 2, 2, KEYS), precision="fp32", **HARD),
+    Divided(layout(1, 2, 2, KEYS), data_ranks=2, accumulate=4),
+    Divided(layout(1, 2, 2, HEADS), data_ranks=2, precision="fp32", **HARD),
+    Divided((*layout(2), *HYBRID), data_ranks=4),
+    Divided((*layout(1, 1, 2), *HYBRID), data_ranks=4, **HARD),
+    Divided(layout(2, 2), data_ranks=2, tied=False),
+]
+
+
+def off(ranks: int, cells: list[Divided], folder: Path) -> dict[Divided, Any]:
+    """The cells that do not equal the plain loop, or whose ranks do not end with the same weights and metrics."""
+    found = spawn(ranks, run_divided, folder, ranks, cells, timeout_seconds=400)
+    wrong: dict[Divided, Any] = {}
+    for number, cell in enumerate(cells):
+        first, *others = (result[number] for result in found)
+        numbers = deviation(cell, first)
+        print(cell, numbers)
+        assert cell.clip is None or min(first["norms"]) > 2 * CLIP, "must bite"
+        if max(numbers.values()) > BOUNDS[cell.precision]:
+            wrong[cell] = numbers
+        for other in others:
+            assert other["validation"] == first["validation"], cell
+            assert all(torch.equal(other["final"][name], tensor) for name, tensor in first["final"].items()), cell
+    return wrong
+
+
+def test_two_axes_equal_the_plain_loop(tmp_path: Path) -> None:
+    """Initial weights, losses, norms, updates and validation. The vocabulary of 61 is divided unevenly."""
+    assert not off(4, TWO_AXES, tmp_path)
+
+
+def test_two_axes_equal_the_plain_loop_in_every_way(tmp_path: Path) -> None:
+    assert not off(4, MORE_OF_TWO_AXES, tmp_path)
+
+
+def test_three_axes_equal_the_plain_loop(tmp_path: Path) -> None:
+    assert not off(8, THREE_AXES, tmp_path)
