@@ -36,7 +36,7 @@ from shardwise.process.watchdog import progress
 from shardwise.step.pipeline_window import PipelineWindow, shapes_in
 from shardwise.step.window import check_output, loss_of
 from shardwise.strategies.fsdp import FsdpStrategy
-from shardwise.strategies.pipelined_checks import check_module
+from shardwise.strategies.pipelined_checks import check_module, one_tensor
 from shardwise.strategies.pipelined_state import PipelinedState
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.whole_weights import weights_are_sharded
@@ -163,7 +163,7 @@ class PipelinedStrategy(FsdpStrategy):
         with in_micro_batch(self.module.trainer, micro_batch, self.window.micro_batches, args[0]):
             output = self._run_stage(stage, received, args, kwargs)
         if stage < self.count - 1:
-            return self._one_tensor(output)
+            return one_tensor(output, f"{self.module_name}.{self._step_name}")
         check_output(output, self.module_name, has_own_backward=False)
         loss = loss_of(output)
         if loss.numel() != 1:
@@ -207,14 +207,6 @@ class PipelinedStrategy(FsdpStrategy):
         self.module.__dict__["pipelined_step"] = run
         return self._run_step("pipelined_step", *args, **kwargs)
 
-    def _one_tensor(self, output: Any) -> Tensor:
-        if not isinstance(output, Tensor):
-            raise ConfigError(
-                f"{self.module_name}.{self._step_name} ended on a stage of the pipeline that is not the last: it has "
-                f"to run through all layers that repeat; use strategy.pipeline_parallel_size=1"
-            )
-        return output
-
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         deferred = self.plan.strategy.defer_gradient_sync
@@ -250,7 +242,7 @@ class PipelinedStrategy(FsdpStrategy):
 
         def forward(stage: int, received: Tensor | None) -> Any:
             output = self._run_stage(stage, received, args, kwargs)
-            return output if stage == self.count - 1 else self._one_tensor(output)
+            return output if stage == self.count - 1 else one_tensor(output, f"{self.module_name}.{self._step_name}")
 
         progress.doing(self._step_name)
         return self.engine.evaluate((self._step_name, shapes_in(args)), forward)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.checkpoint.state import layers_with_extra_state
 from shardwise.errors import ConfigError
@@ -43,6 +45,20 @@ def check_module(module: LightningModule, units: Units, plan: Plan, stages: int)
         check_split(plan.strategy.pipeline_split, len(units.modules), stages)
         return plan.strategy.pipeline_split
     return split_units([float(_size(unit)) for _, unit in units.modules], stages, behind=_behind(module, units))
+
+
+def one_tensor(output: Any, step: str) -> Tensor:
+    """What a stage hands over, if it is that.
+
+    Raises:
+        ConfigError: it is the step's own result.
+    """
+    if not isinstance(output, Tensor):
+        raise ConfigError(
+            f"{step} ended on a stage of the pipeline that is not the last: it has to run through all layers that "
+            f"repeat; use strategy.pipeline_parallel_size=1"
+        )
+    return output
 
 
 def _size(layer: nn.Module) -> int:
