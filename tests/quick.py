@@ -70,6 +70,9 @@ RUNS: dict[str, list[str]] = {
         "test_guard.py::test_a_step_that_is_not_finite_changes_nothing[fsdp, adamw fused-gradient]",
         "test_guard.py::test_too_many_in_a_row_stop_the_run",
     ],
+    "guard in a pipeline": [
+        "test_pipeline_guard.py::test_a_skipped_step_is_skipped_by_every_stage[gradient-3-pipeline]"
+    ],
     "spikes of the loss": ["test_guard.py::test_a_leap_is_told_or_passed_over"],
     "fp16's loss scale": ["test_loss_scale.py"],
     "fp8": ["test_float8.py::test_replicas_of_shards_equal_it_too"],

@@ -231,12 +231,13 @@ class Guard(Callback):
         """
         strategy = strategy_of(trainer)
         assert strategy.train_loader is not None and strategy.lightning_module is not None
-        samples: Any = strategy.train_loader.samples_of(step.start) or [None] * len(step.losses)
+        losses = step.losses if strategy.mesh.counts_samples else []  # peers of a rank would name the same samples
+        samples: Any = (strategy.train_loader.samples_of(step.start) or [None] * len(step.losses))[: len(losses)]
         names = {id(p): name for name, p in strategy.lightning_module.named_parameters()}
         norms = {names.get(id(p), "?"): float(n) for p, n in step.gradients}
         own = {
             "rank": strategy.global_rank,
-            "micro_batches": [{"loss": float(x), "samples": s} for x, s in zip(step.losses, samples, strict=True)],
+            "micro_batches": [{"loss": float(x), "samples": s} for x, s in zip(losses, samples, strict=True)],
             "parameters": [name for name, norm in norms.items() if not math.isfinite(norm)],
         }
         return gather_objects(strategy.mesh.group("world"), own)

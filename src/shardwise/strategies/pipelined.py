@@ -245,19 +245,17 @@ class PipelinedStrategy(FsdpStrategy):
             return output if stage == self.count - 1 else one_tensor(output, f"{self.module_name}.{self._step_name}")
 
         progress.doing(self._step_name)
-        return self.engine.evaluate((self._step_name, shapes_in(args)), forward)
+        result = self.engine.evaluate((self._step_name, shapes_in(args)), forward)
+        self.stages.rest()  # what looks at the weights next, such as an average of them, finds those of all own stages
+        return result
 
     def on_validation_end(self) -> None:
-        self._end_evaluation()
+        self._links.wait()
         super().on_validation_end()
 
     def on_test_end(self) -> None:
-        self._end_evaluation()
-        super().on_test_end()
-
-    def _end_evaluation(self) -> None:
         self._links.wait()
-        self.stages.rest()
+        super().on_test_end()
 
     # What ranks of other stages do not take part in
 
