@@ -259,17 +259,6 @@ class PipelinedStrategy(FsdpStrategy):
 
     # What ranks of other stages do not take part in
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return super().reduce(tensor, self.mesh.group("loss") if group is None else group, reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return super().all_gather(tensor, self.mesh.group("loss") if group is None else group, sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        votes = torch.tensor(int(decision), device=self.root_device)
-        sum_over(self.mesh.group("world"), votes)
-        return bool(votes == self.world_size) if all else bool(votes)
-
     @contextmanager
     def whole_parameters(self, hook: str) -> Iterator[None]:
         try:
