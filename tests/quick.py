@@ -50,7 +50,11 @@ RUNS: dict[str, list[str]] = {
     ],
     "compile": ["test_same_run.py::test_switches_change_no_number[compile=layer-ddp]"],
     "parallel axes together": ["test_parallel_axes.py::test_two_axes_equal_the_plain_loop"],
-    "tensor parallelism": ["test_tensor_parallel.py::test_a_divided_model_equals_the_plain_loop[2]"],
+    "tensor parallelism": [
+        "test_tensor_parallel.py::test_a_divided_model_equals_the_plain_loop[2]",
+        "test_divided_runs.py::test_what_is_exported_is_whole_and_another_run_begins_with_it",
+    ],
+    "another layout's checkpoint": ["test_layouts.py::test_the_run_goes_on_with_another_layout[quick]"],
     "compact optimizers, Muon": ["test_optimizers.py::test_every_strategy_equals_the_plain_version"],
     "another strategy's checkpoint": ["test_across.py::test_the_run_goes_on[zero3-2-to-ddp-1-sgd]"],
     "saving": [

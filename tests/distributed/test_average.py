@@ -27,6 +27,8 @@ CELLS = {
     "ddp bf16": ["strategy=ddp", "precision=bf16"],
     "zero1 bf16": ["strategy=zero1", "precision=bf16"],
     "zero3 bf16": ["strategy=zero3", "precision=bf16"],
+    "tensor": ["strategy=fsdp", "strategy.tensor_parallel_size=2"],
+    "context": ["strategy=fsdp", "strategy.context_parallel_size=2"],
 }
 WITHOUT = ["ddp", "fsdp", "zero2", "zero3", "ddp bf16"]
 
@@ -75,7 +77,7 @@ def plan_for(run_dir: Path, *words: str) -> Plan:
     """Steps wide enough for the average and the weights to be far apart; two micro-batches each."""
     return cell_plan(run_dir, 2, "micro_batch_size=2", "global_batch_size=8", "max_steps=4", "optimizer=sgd",
                      "optimizer.lr=1.0", "schedule=none", "validate_every_n_steps=2", "checkpoint.save_every_n_steps=2",
-                     "checkpoint.keep_last=2", *words)  # fmt: skip
+                     "checkpoint.keep_last=2", "model.n_kv_heads=2", "model.ffn_dim=42", *words)  # fmt: skip
 
 
 def validate(plan: Plan) -> float:
