@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from tests.harness.divided import CLIP, Divided, deviation, run_divided
+from tests.harness.divided import CLIP, Divided, deviation, run_divided, run_saved
 from tests.harness.parity import BOUNDS
 from tests.harness.processes import spawn
 
@@ -79,3 +80,50 @@ def test_two_axes_equal_the_plain_loop_in_every_way(tmp_path: Path) -> None:
 
 def test_three_axes_equal_the_plain_loop(tmp_path: Path) -> None:
     assert not off(8, THREE_AXES, tmp_path)
+
+
+def test_a_run_goes_on_with_other_axes(tmp_path: Path) -> None:
+    """A checkpoint has the names and shapes of the whole model; on the same layout a resumed run never stopped."""
+    one = Divided(("strategy=ddp",), layers=4)
+    stages, parts = Divided(layout(2, 1, 2, *INTERLEAVED), layers=4), Divided(layout(2, 2, 1, HEADS), layers=4)
+    both = Divided(layout(1, 2, 2), layers=4)
+    runs = [("stages", stages, None), ("stages-again", stages, "stages"), ("parts-from-stages", parts, "stages"),
+            ("both-from-one", both, "one"), ("parts", parts, None), ("both-from-parts", both, "parts")]  # fmt: skip
+    begun = spawn(1, run_saved, tmp_path, 1, [("one", one, None)])[0]
+    four = spawn(4, run_saved, tmp_path, 4, runs)
+    back = spawn(1, run_saved, tmp_path, 1, [("from-stages", one, "stages"), ("from-parts", one, "parts")])[0]
+    found = {name: deviation(stages, result) for name, result in (begun | four[0] | back).items()}
+    assert not {name: numbers for name, numbers in found.items() if max(numbers.values()) > BOUNDS["fp64"]}
+    for rank in four:
+        straight, resumed = rank["stages"], rank["stages-again"]
+        assert resumed["losses"] == straight["losses"][2:] and resumed["norms"] == straight["norms"][2:]
+        assert all(torch.equal(resumed["final"][name], tensor) for name, tensor in straight["final"].items())
+
+
+def broken_runs(folder: Path, faults: dict[str, tuple[Divided, str, str]]) -> list[dict[str, Any]]:
+    """In each rank: a run for each fault. A fault is a cell, and what does nothing in it: class and method."""
+    found = []
+    for number, (cell, owner, method) in enumerate(faults.values()):
+        with patch(f"{owner}.{method}", autospec=True, return_value=None):
+            found.append(run_divided(folder / str(number), 4, [cell])[0])
+    return found
+
+
+def test_what_is_broken_on_purpose_is_seen(tmp_path: Path) -> None:
+    stages = Divided(layout(2, 1, 2), optimizer="sgd")
+    faults = {
+        "norms see a part of the sequence": (
+            stages, "shardwise.parallel.tensor_parallel.TensorParallel", "sum_gradients"
+        ),
+        "a divided weight's norm is of all parts": (
+            stages, "shardwise.step.precision_plugin.PlannedPrecision", "divide"
+        ),
+        "both ends have gradients of a shared weight": (
+            stages, "shardwise.strategies.pipelined.PipelinedStrategy", "_sum_shared_gradients"
+        ),
+        "the stages have one norm": (stages, "shardwise.step.stage_norm.StageNorm", "measure_over"),
+    }  # fmt: skip
+    found = spawn(4, broken_runs, tmp_path, faults)[0]
+    for (name, (cell, *_)), result in zip(faults.items(), found, strict=True):
+        numbers = deviation(cell, result)
+        assert max(numbers.values()) > 1e-3, f"{name}: {numbers}"

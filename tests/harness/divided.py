@@ -14,6 +14,7 @@ from torch import Tensor
 from recipes.language_modeling.model import Transformer
 from recipes.language_modeling.module import LanguageModel
 from shardwise.nn.linear_cross_entropy import IGNORE, linear_cross_entropy
+from shardwise.run_dir.files import checkpoint_path
 from shardwise.weights.initialize import Materializer
 from tests.harness.cells import cell_plan, fit, masked_tokens
 from tests.harness.parity import OPTIMIZERS, largest
@@ -21,6 +22,7 @@ from tests.harness.reference import WEIGHT_DECAY, plain_loop, update_deviation
 
 STEPS, BATCH, CLIP = 4, 8, 0.1
 SIZES = {"dim": 32, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 44}
+SAVING = ("checkpoint=default", "checkpoint.save_every_n_steps=2", "checkpoint.monitor=null")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,15 @@ def run_divided(folder: Path, ranks: int, cells: Sequence[Divided]) -> list[dict
     return [fit(cell_plan(folder / str(number), ranks, *cell.words())) for number, cell in enumerate(cells)]
 
 
+def run_saved(folder: Path, ranks: int, runs: Sequence[tuple[str, Divided, str | None]]) -> dict[str, dict[str, Any]]:
+    """In each rank: named runs that save after every second step; each goes on from one of another name, or begins."""
+    found = {}
+    for name, cell, before in runs:
+        resume = [] if before is None else [f"resume={checkpoint_path(folder / before, 2)}"]
+        found[name] = fit(cell_plan(folder / name, ranks, *cell.words(), *SAVING, *resume))
+    return found
+
+
 @functools.cache
 def reference(
     precision: str, optimizer: str, tied: bool, clip: float | None, layers: int
@@ -78,15 +89,20 @@ def _loss_sum(module: LanguageModel, batch: dict[str, Tensor]) -> tuple[Tensor, 
 
 
 def deviation(cell: Divided, result: dict[str, Any]) -> dict[str, float]:
-    """The largest relative deviations from the plain loop. Initial weights are equal to the bit."""
+    """The largest relative deviations from the plain loop. Initial weights are equal to the bit.
+
+    A run that went on from a checkpoint has the losses and norms of its own steps alone.
+    """
     start, final, losses, norms, validation = reference(
         cell.precision, cell.optimizer, cell.tied, cell.clip, cell.layers
     )
-    assert all(torch.equal(result["start"][name], tensor) for name, tensor in start.items()), f"{cell} starts elsewhere"
-    updates = update_deviation(start, result["final"], final)
+    ran = len(result["losses"])
+    if ran == len(losses):
+        for name, tensor in start.items():
+            assert torch.equal(result["start"][name], tensor), f"{cell} starts elsewhere: {name}"
     return {
-        "update": max(updates.values()),
-        "loss": largest(result["losses"], losses),
-        "gradient_norm": largest(result["norms"], norms),
+        "update": max(update_deviation(start, result["final"], final).values()),
+        "loss": largest(result["losses"], losses[-ran:]),
+        "gradient_norm": largest(result["norms"], norms[-ran:]),
         "validation": largest([result["validation"]["validation/loss"]], [validation]),
     }

@@ -137,7 +137,7 @@ class Stages:
 
     def rest(self) -> None:
         """Let the module have the layers of all own stages again."""
-        if self._active is not None:
+        if self._active is not None and len(self.ownership.stages) > 1:
             self._place(None)
 
     def run(self, stage: int, received: Tensor | None, step: Callable[[], Any]) -> Any:
