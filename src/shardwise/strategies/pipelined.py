@@ -234,7 +234,6 @@ class PipelinedStrategy(FsdpStrategy):
         self._step_name = name
         use_group_in_metrics(self.module, self.mesh.group("loss"))
         result = super()._evaluate("pipelined_evaluation", *args, **kwargs)
-        self.stages.rest()  # a callback may save when an evaluation ends
         return result if self.position == self.plan.topology.pipeline - 1 else None
 
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
