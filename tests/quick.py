@@ -77,6 +77,7 @@ RUNS: dict[str, list[str]] = {
     "guard in a pipeline": [
         "test_pipeline_guard.py::test_a_skipped_step_is_skipped_by_every_stage[gradient-3-pipeline]"
     ],
+    "checkpoints of a pipeline": ["test_pipeline_checkpoints.py"],
     "spikes of the loss": ["test_guard.py::test_a_leap_is_told_or_passed_over"],
     "fp16's loss scale": ["test_loss_scale.py"],
     "fp8": ["test_float8.py::test_replicas_of_shards_equal_it_too"],

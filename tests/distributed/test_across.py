@@ -18,6 +18,10 @@ FEWER = [(Side("ddp", 2), Side("fsdp", 1)), (Side("zero3", 2), Side("ddp", 1)),
          (Side("fsdp", 2), Side("zero1", 1)), (Side("zero1", 2), Side("zero3", 1))]  # fmt: skip
 SAME = [(Side("zero2", 2), Side(OFFLOADED[0], 2)), (Side(OFFLOADED[1], 2), Side("fsdp", 2)),
         (Side("zero1", 2), Side("zero3", 2)), (Side("fsdp", 2), Side(OFFLOADED[1], 2))]  # fmt: skip
+PIPELINE = Side("pipeline", 2)
+MORE.append((PIPELINE, Side("pipeline", 4)))
+SAME += [(PIPELINE, Side("ddp", 2)), (PIPELINE, Side("zero2", 2)), (Side("ddp", 2), PIPELINE),
+         (Side("zero2", 2), PIPELINE)]  # fmt: skip
 CELLS = {4: (MORE, ["adamw"]), 1: (FEWER, OPTIMIZERS), 2: (SAME, OPTIMIZERS)}  # four ranks on two cores take long
 
 
@@ -25,7 +29,8 @@ CELLS = {4: (MORE, ["adamw"]), 1: (FEWER, OPTIMIZERS), 2: (SAME, OPTIMIZERS)}  #
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, float]]:
     folder, wanted = tmp_path_factory.mktemp("across"), needed(request, "pair", "optimizer") or set()
     saved = {pair[0] for pair, _ in wanted}
-    spawn(2, save_all, folder, [side for side in [*sides(NAMES, 2), Side(OFFLOADED[1], 2)] if side in saved],
+    savers = [*sides(NAMES, 2), Side(OFFLOADED[1], 2), PIPELINE]
+    spawn(2, save_all, folder, [side for side in savers if side in saved],
           [optimizer for optimizer in OPTIMIZERS if optimizer in {one for _, one in wanted}])  # fmt: skip
     results: dict[Any, dict[str, float]] = {}
     for ranks, (pairs, optimizers) in CELLS.items():

@@ -20,6 +20,7 @@ from shardwise.tools import main
 from shardwise.trainer import build_data, build_module
 from tests.harness.cells import cell_plan, fit
 from tests.harness.exact_resume import WIDTH, Dropping, NoiseData, plan_for
+from tests.harness.pipelines import SIZE
 from tests.harness.processes import spawn
 
 CELLS = {
@@ -29,6 +30,7 @@ CELLS = {
     "zero1, bf16": ["strategy=zero1", "precision=bf16"],
     "zero3": ["strategy=zero3"],
     "zero3, bf16, ema": ["strategy=zero3", "precision=bf16", "ema_decay=0.9"],
+    "fsdp, pipeline": ["strategy=fsdp", *SIZE],
 }  # fmt: skip
 SHAPE = ["model.tie_embeddings=false", "global_batch_size=8", "micro_batch_size=2", "max_steps=1"]
 
@@ -147,15 +149,30 @@ def test_exported_under_one_strategy_and_begun_with_under_another(runs: Any, tmp
         "tied": ["strategy=zero3", "model.tie_embeddings=true", f"init_from={tmp_path}/tied"],
         "ours": ["strategy=fsdp", f"init_from={tmp_path}/ours/model.safetensors"],
         "theirs": ["strategy=zero1", "precision=bf16", f"init_from={tmp_path}/theirs"],
+        "theirs, pipeline": ["strategy=fsdp", *SIZE, f"init_from={tmp_path}/theirs"],
+        "tied, pipeline": ["strategy=fsdp", *SIZE, "model.tie_embeddings=true", f"init_from={tmp_path}/tied"],
     }
     for found in spawn(2, run_all, tmp_path / "runs", cells):
         for cell in cells:
             for key, tensor in ranks[0]["zero3, bf16, ema"]["final"].items():
-                if cell != "tied":
+                if not cell.startswith("tied"):
                     assert torch.equal(found[cell]["start"][key], tensor), key
-        assert "model.head.weight" not in found["tied"]["start"]
-        for key, tensor in found["tied"]["start"].items():
-            assert torch.equal(tensor, by_our_names(tied)[key]), key
+        for cell in ("tied", "tied, pipeline"):
+            assert "model.head.weight" not in found[cell]["start"]
+            for key, tensor in found[cell]["start"].items():
+                assert torch.equal(tensor, by_our_names(tied)[key]), key
+        for key, tensor in found["tied"]["final"].items():
+            torch.testing.assert_close(found["tied, pipeline"]["final"][key], tensor, msg=key)
+
+
+def test_what_a_pipeline_has_trained_is_exported_whole(runs: Any, tmp_path: Path) -> None:
+    _, folder, ranks = runs
+    number = list(CELLS).index("fsdp, pipeline")
+    assert main(["export", str(folder / str(number)), "format=hf", f"out={tmp_path}/theirs"]) == 0
+    exported = by_our_names(LlamaForCausalLM.from_pretrained(tmp_path / "theirs"))
+    assert exported.keys() == ranks[0]["fsdp, pipeline"]["final"].keys()
+    for key, tensor in ranks[0]["fsdp, pipeline"]["final"].items():
+        assert torch.equal(exported[key], tensor), key
 
 
 class Frozen(Dropping):

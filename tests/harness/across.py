@@ -17,10 +17,12 @@ from shardwise.run_dir.files import checkpoint_path
 from tests.harness.cells import fit
 from tests.harness.everything import BATCH, Network, rows
 from tests.harness.parity import OPTIMIZERS, STRATEGIES
+from tests.harness.pipelines import SIZE
 from tests.harness.reference import WEIGHT_DECAY, plain_loop, update_deviation
 
 SAVED, FURTHER = 3, 20  # steps
 BOUND = 1e-5
+LAYOUTS = {**STRATEGIES, "pipeline": ["strategy=fsdp", *SIZE]}
 NAMES = ["ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3"]
 
 
@@ -47,7 +49,7 @@ def plan_of(side: Side, optimizer: str, folder: Path, steps: int, accelerator: s
         "data._target_=tests.harness.everything.Rows", "+data.batch_size=${micro_batch_size}",
         f"runs_dir={folder.parent}", f"name={folder.name}", f"accelerator={accelerator}", f"devices={side.ranks}",
         f"max_steps={steps}", "checkpoint.monitor=null", "checkpoint.save_every_n_steps=null", "log_every_n_steps=1",
-        *STRATEGIES[side.strategy], *OPTIMIZERS[optimizer], f"optimizer.weight_decay={WEIGHT_DECAY}",
+        *LAYOUTS[side.strategy], *OPTIMIZERS[optimizer], f"optimizer.weight_decay={WEIGHT_DECAY}",
         "+module.occasional=false", f"global_batch_size={BATCH}", f"micro_batch_size={micro}",
         "gradient_clip_val=null", *words,
     ]  # fmt: skip

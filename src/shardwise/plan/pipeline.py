@@ -42,7 +42,6 @@ def check_pipeline(config: RunConfig, topology: Topology, accumulate: int) -> No
         "precision=fp8 is not supported in a pipeline yet; use precision=bf16": config.precision.name.value == "fp8",
         "stage=predict: a rank without the last stage has no predictions; leave strategy.pipeline_parallel_size out":
             config.stage is Stage.predict,
-        "init_from is not supported in a pipeline yet; resume= is": config.init_from is not None,
         "find_learning_rate=true is not supported in a pipeline yet; find it without one": config.find_learning_rate,
         "quick_check=true runs predict, which a pipeline cannot; leave it out": config.quick_check,
     }  # fmt: skip
