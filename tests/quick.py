@@ -53,6 +53,7 @@ RUNS: dict[str, list[str]] = {
     "tensor parallelism": [
         "test_tensor_parallel.py::test_a_divided_model_equals_the_plain_loop[2]",
         "test_divided_runs.py::test_what_is_exported_is_whole_and_another_run_begins_with_it",
+        "test_divided_precision.py::test_words_change_no_number[bf16]",
     ],
     "another layout's checkpoint": ["test_layouts.py::test_the_run_goes_on_with_another_layout[quick]"],
     "compact optimizers, Muon": ["test_optimizers.py::test_every_strategy_equals_the_plain_version"],

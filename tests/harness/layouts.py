@@ -38,6 +38,7 @@ LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "tensor 2, shard 2": (4, 2, TENSOR_2),
     "tensor 2, copies": (4, 2, ("strategy=fsdp_hybrid", "strategy.shard_size=1", "strategy.tensor_parallel_size=2")),
     "context 2": (2, 1, (*CONTEXT_2, "strategy.context_parallel_method=keys")),
+    "context 2, by heads": (2, 1, (*CONTEXT_2, "strategy.context_parallel_method=heads")),
     "context 2, shard 2": (4, 2, (*CONTEXT_2, "strategy.context_parallel_method=heads")),
 }
 

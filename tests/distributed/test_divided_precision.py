@@ -1,0 +1,65 @@
+"""bf16, torch.compile and activation checkpointing where peers compute a layer or a sequence together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.harness.cells import fit
+from tests.harness.layouts import layout_plan
+from tests.harness.processes import spawn
+from tests.harness.reference import update_deviation
+
+Cell = tuple[str, str]  # a layout, and words
+PLAIN = ("fsdp", "precision=fp32")
+BF16 = ("fsdp", "precision=bf16")
+RECOMPUTED = "activation_checkpointing.every_n_layers=2"
+CELLS: dict[Cell, list[Cell]] = {  # what each cell is compared with → cells
+    PLAIN: [
+        ("tensor 2", "compile=layer activation_checkpointing=selective"),
+        ("tensor 2", "compile=model loss=chunked"),
+        ("tensor 2", f"activation_checkpointing=full {RECOMPUTED} loss=chunked"),
+        ("context 2", "compile=layer activation_checkpointing=full"),
+        ("context 2", "compile=model"),
+    ],
+    BF16: [
+        ("tensor 2", "precision=bf16"),
+        ("tensor 2", f"precision=bf16 loss=chunked activation_checkpointing=selective {RECOMPUTED}"),
+        ("context 2", "precision=bf16"),
+        ("context 2, by heads", "precision=bf16 loss=chunked"),
+    ],
+}
+
+
+def run_cells(folder: Path, cells: list[Cell]) -> dict[Cell, dict[str, Any]]:
+    """In each rank: each cell, and how often a graph of it could not go on."""
+    found = {}
+    for number, (layout, words) in enumerate(cells):
+        torch._dynamo.reset()
+        counters.clear()
+        result = fit(layout_plan(folder / str(number), layout, True, *words.split(), "checkpoint=none"))
+        stats = {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+        found[layout, words] = result | stats
+    return found
+
+
+@pytest.mark.parametrize("plain", [PLAIN, BF16], ids=["fp32", "bf16"])
+def test_words_change_no_number(tmp_path: Path, plain: Cell) -> None:
+    """Against fsdp without them: the same start, and collectives inside the graphs."""
+    found = spawn(2, run_cells, tmp_path, [plain, *CELLS[plain]])[0]
+    expected, bound = found[plain], 1e-4 if plain == PLAIN else 2e-2
+    for cell in CELLS[plain]:
+        own = found[cell]
+        assert own["hash"] == expected["hash"], cell
+        off = max(update_deviation(expected["start"], own["final"], expected["final"]).values())
+        print("NUMBERS", cell, off, own["losses"], own["norms"], own["graphs"], own["breaks"])
+        assert own["losses"] == pytest.approx(expected["losses"], rel=bound / 10), cell
+        assert own["norms"] == pytest.approx(expected["norms"], rel=bound), cell
+        assert plain == BF16 or off <= bound, (cell, off)  # AdamW's first steps divide rounding errors by themselves
+        assert ("compile" in cell[1]) == (own["graphs"] > 0), cell
+        # FSDP2 gathers the root's weights, and the layers', outside any graph of the whole step
+        assert own["breaks"] <= (2 if "model" in cell[1] else 0), cell
