@@ -244,6 +244,12 @@ def tensor_parallel_layers_of(layer: Any) -> dict[str, str] | None:
     return found
 
 
+def tensor_plan_of(layer: Any) -> dict[str, str] | None:
+    """How a Hugging Face model says that its layers are divided: names, with * for one part → styles."""
+    found = getattr(type(layer), "tp_plan", None)
+    return layer.tp_plan if isinstance(found, property) else None
+
+
 def check_of(data: Any) -> Callable[[], None] | None:
     found = getattr(data, "check", None)
     return found if callable(found) else None

@@ -39,6 +39,16 @@ class Peers:
         gathered: Tensor = _GatherCopies.apply(part, self)  # type: ignore[no-untyped-call]
         return gathered
 
+    def copies(self, whole: Tensor) -> Tensor:
+        """`whole`, which every rank has, for layers of which each rank has a part: the gradients of all are summed."""
+        same: Tensor = _Copies.apply(whole, self)  # type: ignore[no-untyped-call]
+        return same
+
+    def sum_copies(self, part: Tensor) -> Tensor:
+        """Sum over the ranks, of which every rank goes on to compute the same: its gradient is that of the sum."""
+        total: Tensor = _SumCopies.apply(part, self)  # type: ignore[no-untyped-call]
+        return total
+
     def reduce(self, values: Tensor, how: str) -> Tensor:
         """The "sum" or "max" over the ranks, without a gradient."""
         reduced: Tensor = _OPS.wait_tensor(_OPS.all_reduce(values.contiguous(), how, self.name))
@@ -99,3 +109,26 @@ class _GatherCopies(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient[ctx.among.rank], None
+
+
+class _Copies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, peers: Peers) -> Tensor:
+        ctx.among = peers
+        return whole.view_as(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.among.reduce(gradient, "sum"), None
+
+
+class _SumCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, peers: Peers) -> Tensor:
+        return peers.reduce(part, "sum")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

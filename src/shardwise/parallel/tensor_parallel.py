@@ -1,33 +1,36 @@
 """Tensor parallelism: each rank computes with its part of the weights, and has its part of the sequence in between.
 
-A module says what its layers are (`tensor_parallel_layers` of protocols.py). The weights become plain tensors, each a
-part of the whole one; strategies shard these parts as they shard whole weights. Where a pass needs no gradients every
-rank has the whole sequence, so that a text may have any length: the same numbers, for more communication.
+A module says what its layers are (`tensor_parallel_layers` of protocols.py), or a Hugging Face model in it does (see
+tensor_plan.py). The weights become plain tensors, each a part of the whole one; strategies shard these parts as they
+shard whole weights. Where a pass needs no gradients every rank has the whole sequence, so that a text may have any
+length: the same numbers, for more communication.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.distributed.collectives import gather_in_order, sum_over
 from shardwise.distributed.dtensor import local_part
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, a_or_an
 from shardwise.nn.peers import Peers, share_of
-from shardwise.nn.vocabulary_part import VocabularyPart
+from shardwise.parallel.divided_layers import (
+    CLASSES,
+    DIVIDES_VOCABULARY,
+    WORDS,
+    WRAPPERS,
+    divided_dim,
+    say_sizes,
+    sees_a_part,
+)
+from shardwise.parallel.tensor_plan import CheckedCopies, planned_layers
 from shardwise.protocols import tensor_parallel_layers_of
-
-SEQUENCE = -2  # the dim of the sequence in what layers hand over, [..., T, D]
-_CUT = {"column": 0, "row": 1, "embedding": 0, "head": 0}  # word → the dim of the weight that is divided
-_CLASSES = {"column": nn.Linear, "row": nn.Linear, "embedding": nn.Embedding, "head": nn.Linear}
-WORDS = (*_CUT, "gather", "norm")
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class TensorParallel:
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         self.module, self.group = module, group
         self.peers = Peers(group.group_name, group.rank(), group.size())
-        self.layers = declared_layers(module)
+        self.layers, self.follows_plan = layers_of(module, self.peers.size)
         self.cuts: dict[str, Cut] = {}  # a parameter's name → its part; one that is not here is whole on every rank
         self._done: set[int] = set()  # ids of layers
         names = {id(p): name for name, p in module.named_parameters()}
@@ -61,23 +64,24 @@ class TensorParallel:
                 if p is None:
                     continue
                 owners.setdefault(id(p), []).append((name, word if key == "weight" else f"{word} {key}"))
-                if word == "norm" or (word == "row" and key == "bias"):
+                if sees_a_part(word, key):
                     self._seen_in_part.add(names[id(p)])
-                elif word in _CUT:
-                    self._note(names[id(p)], name, p, _CUT[word] if key == "weight" else 0)
-        _check_owners(module, owners, names)
+                elif (dim := divided_dim(word, key)) is not None:
+                    self._note(names[id(p)], name, p, dim)
+        _check_owners(module, owners, names, self.follows_plan)
+        self._copies: CheckedCopies | None = None
         self.wrap(module)
 
     def wrap(self, part: nn.Module, name: str = "") -> None:
         """Let the layers in `part`, which stands in the module as `name`, exchange what they need. Once for each."""
         for inner, layer in part.named_modules(prefix=name):
             if (word := self.layers.get(inner)) is not None:
-                _WRAPPERS[word](layer, self.peers)
+                WRAPPERS[word](layer, self.peers)
 
     def _note(self, name: str, layer: str, parameter: Tensor, dim: int) -> None:
         """Note which part of a parameter this rank has."""
         size, ranks = parameter.shape[dim], self.peers.size
-        divides_vocabulary = self.layers[layer] in ("embedding", "head")
+        divides_vocabulary = self.layers[layer] in DIVIDES_VOCABULARY
         if size < ranks or (size % ranks and not divides_vocabulary):
             raise ConfigError(
                 f"strategy.tensor_parallel_size={ranks} does not divide the {size} "
@@ -91,16 +95,16 @@ class TensorParallel:
         inside, made = {id(layer) for layer in part.modules()}, dict[int, nn.Parameter]()
         for name, layer in self.module.named_modules():
             word = self.layers.get(name)
-            if id(layer) not in inside or id(layer) in self._done or word not in _CUT:
+            if id(layer) not in inside or id(layer) in self._done or divided_dim(word, "weight") is None:
                 continue
             self._done.add(id(layer))
             for key, p in layer._parameters.items():
-                if p is None or (word == "row" and key == "bias"):
+                if p is None or (dim := divided_dim(word, key)) is None:
                     continue
                 if id(p) not in made:  # a tied weight is cut once, and stays one
-                    made[id(p)] = self._own_part(p, _CUT[word] if key == "weight" else 0)
+                    made[id(p)] = self._own_part(p, dim)
                 layer._parameters[key] = made[id(p)]
-            _say_sizes(layer)
+            say_sizes(layer, self.peers)
 
     def _own_part(self, whole: nn.Parameter, dim: int) -> nn.Parameter:
         start, size = share_of(whole.shape[dim], self.peers.size, self.peers.rank)
@@ -116,6 +120,11 @@ class TensorParallel:
 
         Once a step, after the last backward pass: all of them at once, since they are few and small.
         """
+        if self.follows_plan and self._copies is None:
+            others = self.cuts.keys() | self._seen_in_part
+            alike = {name: p for name, p in self.module.named_parameters() if name not in others}
+            self._copies = CheckedCopies(alike, self.group)
+            self._copies.check()
         seen_in_part = [p for name, p in self.module.named_parameters() if name in self._seen_in_part]
         gradients = [local_part(p.grad) for p in seen_in_part if p.grad is not None]
         if gradients:
@@ -135,11 +144,28 @@ class TensorParallel:
         return torch.cat(own).movedim(0, cut.dim).contiguous()
 
 
+def layers_of(module: nn.Module, ranks: int) -> tuple[dict[str, str], bool]:
+    """The names of layers → what they are, and whether that is the plan of a Hugging Face model.
+
+    Raises:
+        ConfigError: neither the module nor a model in it says what its layers are, or a layer cannot be that.
+    """
+    if declared := declared_layers(module):
+        return declared, False
+    if planned := planned_layers(module, ranks):
+        return planned, True
+    raise ConfigError(
+        f"strategy.tensor_parallel_size: {type(module).__name__} does not say how its layers are divided, and there is "
+        f"no Hugging Face model in it that brings a tp_plan; add tensor_parallel_layers (recipes/README.md has an "
+        f"example), or leave it out"
+    )
+
+
 def declared_layers(module: nn.Module) -> dict[str, str]:
     """The names of layers → what they are, as `module` and its parts declare it.
 
     Raises:
-        ConfigError: nothing is declared, or a declaration means no layer, or one of another class.
+        ConfigError: a declaration means no layer, or one of another class.
     """
     found: dict[str, str] = {}
     names = [name for name, _ in module.named_modules()]
@@ -154,123 +180,27 @@ def declared_layers(module: nn.Module) -> dict[str, str]:
                 raise ConfigError(f"{where}: no layer is named {pattern!r}; a * stands for one part of a name")
             for name in matches:
                 layer = module.get_submodule(name)
-                if not isinstance(layer, _CLASSES.get(word, nn.Module)):
+                if not isinstance(layer, CLASSES.get(word, nn.Module)):
                     raise ConfigError(
-                        f"{where}: {name} is {word!r}, which an {_CLASSES[word].__name__} can be, and it is a "
-                        f"{type(layer).__name__}"
+                        f"{where}: {name} is {word!r}, which an nn.{CLASSES[word].__name__} can be, and it is "
+                        f"{a_or_an(type(layer).__name__)}"
                     )
                 found[name] = word
-    if not found:
-        raise ConfigError(
-            f"strategy.tensor_parallel_size: {type(module).__name__} does not say how its layers are divided; add "
-            f"tensor_parallel_layers (recipes/README.md has an example), or leave it out"
-        )
     return found
 
 
-def _check_owners(module: nn.Module, owners: dict[int, list[tuple[str, str]]], names: dict[int, str]) -> None:
+def _check_owners(
+    module: nn.Module, owners: dict[int, list[tuple[str, str]]], names: dict[int, str], follows_plan: bool
+) -> None:
     """Refuse weights of which nothing is said: their gradients would differ between the peers in silence."""
     for of, sites in owners.items():
         layer, word = sites[0]
-        if not word.strip() or word.startswith("gather"):
+        if not follows_plan and (not word.strip() or word.startswith("gather")):
             raise ConfigError(
                 f"{type(module).__name__}.tensor_parallel_layers says nothing of {layer or 'the module'}, which owns "
                 f"{names[of]}: name it, 'norm' for a layer with whole weights that sees a part of the sequence"
             )
-        dims = {_CUT.get(word) for _, word in sites}
+        dims = {divided_dim(word, key or "weight") for word, _, key in (word.partition(" ") for _, word in sites)}
         if len(dims) > 1:
             tied = " and ".join(f"{layer} ({word})" for layer, word in sites)
             raise ConfigError(f"tensor_parallel_layers: {tied} share a weight, and are divided in different ways")
-
-
-# What is put around the forward of a layer. All of it is traced when the layer is compiled.
-
-
-def _cuts_sequence() -> bool:
-    return torch.is_grad_enabled()
-
-
-def _summed(peers: Peers, whole: Tensor) -> Tensor:
-    """The sum over the peers: this rank's part of its sequence, or all of it where no gradient is needed."""
-    if not _cuts_sequence():
-        return peers.reduce(whole, "sum")
-    if whole.shape[SEQUENCE] % peers.size:
-        raise ConfigError(
-            f"strategy.tensor_parallel_size={peers.size} does not divide a sequence of {whole.shape[SEQUENCE]}: give "
-            f"training data of such a length"
-        )
-    return peers.scatter_sum(whole, SEQUENCE)
-
-
-def _replace_forward(layer: nn.Module, forward: Callable[..., Any]) -> None:
-    layer.forward = forward
-
-
-def _gather_input(layer: nn.Module, peers: Peers) -> None:
-    forward = layer.forward
-
-    def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return forward(peers.gather(x, SEQUENCE) if _cuts_sequence() else x, *args, **kwargs)
-
-    _replace_forward(layer, run)
-
-
-def _sum_output(layer: nn.Module, peers: Peers) -> None:
-    forward: Callable[[Tensor], Tensor] = layer.forward
-
-    def run(x: Tensor) -> Tensor:
-        if layer.bias is None:
-            return _summed(peers, forward(x))
-        return _summed(peers, F.linear(x, layer.weight)) + layer.bias  # type: ignore[arg-type,operator]
-
-    _replace_forward(layer, run)
-
-
-def _look_up(layer: nn.Module, peers: Peers) -> None:
-    assert isinstance(layer, nn.Embedding)
-    if layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq or layer.padding_idx is not None:
-        raise ConfigError(
-            "strategy.tensor_parallel_size: an nn.Embedding with padding_idx, max_norm, sparse or scale_grad_by_freq "
-            "is not divided; leave these out"
-        )
-    forward, part = layer.forward, VocabularyPart(peers, layer.num_embeddings)
-
-    def run(tokens: Tensor) -> Tensor:
-        mine, own = part.own(tokens)
-        return _summed(peers, torch.where(mine.unsqueeze(-1), forward(own), 0.0))
-
-    _replace_forward(layer, run)
-
-
-def _divide_vocabulary(layer: nn.Module, peers: Peers) -> None:
-    """A head that is called gives all logits; the loss uses its weight alone, see nn/linear_cross_entropy.py."""
-    assert isinstance(layer, nn.Linear)
-    forward, part = layer.forward, VocabularyPart(peers, layer.out_features)
-    layer.vocabulary_part = part  # type: ignore[assignment]
-
-    def run(hidden: Tensor) -> Tensor:
-        return part.whole_logits(forward(part.whole_sequence(hidden)))
-
-    _replace_forward(layer, run)
-
-
-def _leave(layer: nn.Module, peers: Peers) -> None:
-    """Nothing is done in the forward pass."""
-
-
-_WRAPPERS: dict[str, Callable[[nn.Module, Peers], None]] = {
-    "column": _leave,
-    "row": _sum_output,
-    "embedding": _look_up,
-    "head": _divide_vocabulary,
-    "gather": _gather_input,
-    "norm": _leave,
-}
-
-
-def _say_sizes(layer: nn.Module) -> None:
-    """Let a layer that was divided say its own sizes."""
-    if isinstance(layer, nn.Linear):
-        layer.out_features, layer.in_features = layer.weight.shape
-    elif isinstance(layer, nn.Embedding):
-        layer.num_embeddings = layer.weight.shape[0]

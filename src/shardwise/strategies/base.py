@@ -229,7 +229,7 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
     def on_train_start(self) -> None:
         # Every rank built the model from the same random stream, but dropout must differ between ranks.
         consumed = 0 if self.train_loader is None else self.train_loader.consumed
-        seed_streams(derived_seed(self.plan.seed, "training", self.global_rank, *([consumed] if consumed else [])))
+        seed_streams(derived_seed(self.plan.seed, "training", self._stream_rank, *([consumed] if consumed else [])))
         saved = self.state.of_rank
         if saved is not None:
             set_random_state(saved, self.root_device)

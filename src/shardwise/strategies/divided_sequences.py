@@ -22,6 +22,7 @@ class DividedSequences:
     plan: Plan
     mesh: Mesh
     module: Any
+    global_rank: int
     at_teardown: Callable[[Callable[[], Any]], None]
     context: ContextParallel | None = None
 
@@ -33,6 +34,11 @@ class DividedSequences:
         self.context = ContextParallel(self.mesh.group("context"), by_keys=by_keys, tensors=sequence_tensors_of(module))
         use_sequence_parts(self.context)
         self.at_teardown(partial(use_sequence_parts, None))
+
+    @property
+    def _stream_rank(self) -> int:
+        """The rank whose random streams this one has. Dropout must differ between ranks that compute other numbers."""
+        return self.global_rank
 
     def _cut(self, batch: Any) -> Any:
         """This rank's part of a batch of whole sequences."""

@@ -179,6 +179,12 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             )
         return self.sharded.divide(TensorParallel(module, self.mesh.group("tensor")))
 
+    @property
+    def _stream_rank(self) -> int:
+        # By a Hugging Face plan peers compute the same between the divided layers, so they must draw the same, too.
+        divided, own = self.sharded.tensor_parallel, self.global_rank
+        return own - self.plan.topology.position(own)["tensor"] if divided and divided.follows_plan else own
+
     def _materialize_unit(self, materializer: Materializer, unit: nn.Module) -> bool:
         """Give a unit its memory and initial values. Returns whether this rank has a part of it."""
         materializer.materialize(unit)
