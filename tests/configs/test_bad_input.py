@@ -228,6 +228,7 @@ WORDS: list[tuple[str, list[str]]] = [
     ("nodes=0", ["nodes=0: must be at least 1"]),
     ("guard.on_spike=rollback checkpoint=none", ["goes back to the last checkpoint", "guard.on_spike=skip"]),
     ("metrics.telemetry_seconds=0", ["metrics.telemetry_seconds=0.0: must be at least 0.1, which the GPU's"]),
+    ("metrics.telemetry=false metrics.telemetry_seconds=1", ["metrics.telemetry_seconds=1.0: nothing looks at a GPU"]),
     ("metrics.prometheus_port=70000", ["metrics.prometheus_port=70000: must be 1 to 65535, or 0 for a free one"]),
     ("metrics.prometheus=textfile metrics.prometheus_port=9000", ["nothing listens with metrics.prometheus=textfile",
                                                                   "give metrics.prometheus=http"]),

@@ -263,6 +263,8 @@ def test_torch_is_left_alone_and_the_output_may_be_cut(tmp_path: Path) -> None:
     assert done.stderr.strip() == "[]" and "\x1b" not in done.stdout
     cut = shardwise(cwd=tmp_path, piped="| head -n 1; exit ${PIPESTATUS[0]}")
     assert cut.returncode in (0, 1) and cut.stderr == "" and len(cut.stdout.splitlines()) == 1
+    full = shardwise(cwd=tmp_path, piped="> /dev/full")
+    assert full.returncode == 2 and full.stderr.startswith("error: the output cannot be written: No space left")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -30,6 +30,11 @@ def make_measuring(config: MetricsConfig) -> Measuring:
             f"metrics.telemetry_seconds={config.telemetry_seconds}: must be at least {_SHORTEST_SECONDS}, which the "
             f"GPU's counters need, and at most 3600"
         )
+    if not config.telemetry and config.telemetry_seconds != Measuring.telemetry_seconds:
+        raise ConfigError(
+            f"metrics.telemetry_seconds={config.telemetry_seconds}: nothing looks at a GPU with "
+            f"metrics.telemetry=false; leave one out"
+        )
     if not 0 <= config.prometheus_port < 2**16:
         raise ConfigError(f"metrics.prometheus_port={config.prometheus_port}: must be 1 to 65535, or 0 for a free one")
     if config.prometheus is not Prometheus.http and config.prometheus_port:

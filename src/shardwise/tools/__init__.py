@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Callable
 from enum import Enum
@@ -40,28 +42,45 @@ class Weights(Enum):
 
 def main(argv: list[str] | None = None) -> int:
     """Run a tool. Returns 0 for done, 2 for a user's mistake (one message on stderr), or the tool's own exit code."""
-    words = sys.argv[1:] if argv is None else argv
+    try:
+        code = _run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
+    except ConfigError as error:
+        return report_error(error)
+    except BrokenPipeError:  # who reads our output, such as `head`, has enough; Python would flush it once more
+        _write_nothing_more()
+        return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _write_nothing_more()
+        return report_error(ConfigError(f"the output cannot be written: {error.strerror}; write it somewhere else"))
+    except KeyboardInterrupt as error:
+        sys.stderr.write(": ".join(["shardwise: stopped by Ctrl-C", *map(str, error.args)]) + "\n")
+        return 130
+
+
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("--help", "-h", "help"):
         print("usage: shardwise TOOL …; shardwise TOOL --help says what follows\n")
         print("\n".join(f"  {name:<12}{does}" for name, does in TOOLS.items()))
         return 0
-    try:
-        if words[0] not in TOOLS:
-            near = did_you_mean(words[0], TOOLS)
-            raise ConfigError(f"shardwise {words[0]}: there is no such tool{near}; there is {', '.join(TOOLS)}")
-        root = str(Path(__file__).resolve().parents[3])
-        if root not in sys.path:
-            sys.path.append(root)  # where recipes are
-        tool: Any = import_module(f"shardwise.tools.{words[0].replace('-', '_')}")
-        if {"--help", "-h"} & set(words[1:]):
-            print(tool.HELP)
-            return 0
-        return tool.run(words[1:]) or 0
-    except ConfigError as error:
-        return report_error(error)
-    except KeyboardInterrupt as error:
-        sys.stderr.write(": ".join(["shardwise: stopped by Ctrl-C", *map(str, error.args)]) + "\n")
-        return 130
+    if words[0] not in TOOLS:
+        near = did_you_mean(words[0], TOOLS)
+        raise ConfigError(f"shardwise {words[0]}: there is no such tool{near}; there is {', '.join(TOOLS)}")
+    root = str(Path(__file__).resolve().parents[3])
+    if root not in sys.path:
+        sys.path.append(root)  # where recipes are
+    tool: Any = import_module(f"shardwise.tools.{words[0].replace('-', '_')}")
+    if {"--help", "-h"} & set(words[1:]):
+        print(tool.HELP)
+        return 0
+    return tool.run(words[1:]) or 0
+
+
+def _write_nothing_more() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def read_words(words: list[str], kind: type[_T]) -> tuple[list[str], _T]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 
@@ -43,10 +42,7 @@ def run(words: list[str]) -> int:
     report = doctor.examine(config.runs_dir)
     if "--measure" in flags:
         doctor.measure(report, [] if config.cluster is None else [f"cluster={config.cluster}"])
-    try:
-        text = doctor.as_json(report) if "--json" in flags else doctor.show(report)
-        encoding = sys.stdout.encoding or "ascii"
-        print(text.encode(encoding, "replace").decode(encoding), flush=True)
-    except BrokenPipeError:  # who reads our output, such as `head`, has enough; Python would flush it once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    text = doctor.as_json(report) if "--json" in flags else doctor.show(report)
+    encoding = sys.stdout.encoding or "ascii"
+    print(text.encode(encoding, "replace").decode(encoding))
     return 1 if report.problems else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -112,13 +111,10 @@ def run(words: list[str]) -> None:
         sys.stderr.write(
             "a prompt ends in a space, which tokenizers mostly join to the word behind it: the text is better without\n"
         )
-    try:
-        if config.prompt is not None:
-            _show(writer, config.prompt, tokens[0])
-        else:
-            _write_lines(writer, prompts, tokens, config)
-    except BrokenPipeError:  # who reads our output, such as `head`, has enough; Python would flush it once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if config.prompt is not None:
+        _show(writer, config.prompt, tokens[0])
+    else:
+        _write_lines(writer, prompts, tokens, config)
 
 
 def _check(config: GenerateConfig) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -46,12 +45,9 @@ def run(words: list[str]) -> int:
         raise ConfigError(f"every={config.every:g}: must be from 0.1 to 3600 seconds")
     watch = Watch(folders[0])
     console = make_console()
-    try:
-        if once:
-            show_once(watch, console)
-        else:
-            with suppress(KeyboardInterrupt):  # the run goes on, and so may the user
-                show_until_it_ends(watch, console, config.every)
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if once:
+        show_once(watch, console)
+    else:
+        with suppress(KeyboardInterrupt):  # the run goes on, and so may the user
+            show_until_it_ends(watch, console, config.every)
     return watch.state.exit_code
