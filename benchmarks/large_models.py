@@ -2,11 +2,14 @@
 
     python benchmarks/large_models.py --ranks 1            Llama 1.5 B on one GPU
     python benchmarks/large_models.py --ranks 2            Llama 3 8 B on two GPUs, under fsdp
+    python benchmarks/large_models.py --table small        a model of 124 M on one GPU, which the host holds up
+    python benchmarks/large_models.py --table images       ResNet-50 on one GPU, one batch of images
     python benchmarks/large_models.py --ranks 1 --only 'fa4|fused'      some of the rows; the others stay as recorded
     python benchmarks/large_models.py --accelerator cpu --tiny          tries it out anywhere
 
 Random tokens in memory, sequences of 8,192, AdamW, fp32 master weights, clipping at 1.0, through the Trainer. Each row
-is a run in processes of its own. Writes benchmarks/results/large-models-<gpu>-x<ranks>.json after every row.
+is a run in processes of its own. Writes benchmarks/results/large-models-<gpu>-x<ranks>.json after every row; another
+table has its name in place of the ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import re
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,7 @@ from lightning.pytorch import Callback  # noqa: E402
 
 from benchmarks.harness import results, trainers  # noqa: E402
 from benchmarks.harness.clock import StepTimer  # noqa: E402
-from benchmarks.harness.data import NO_CORPUS  # noqa: E402
+from benchmarks.harness.data import NO_CORPUS, Held, batch_of_images  # noqa: E402
 from benchmarks.harness.device import device_of, free_memory  # noqa: E402
 from benchmarks.harness.limits import note, noted, on_ranks  # noqa: E402
 from shardwise.distributed.process_group import init_process_group  # noqa: E402
@@ -36,67 +40,116 @@ from shardwise.plan import Plan  # noqa: E402
 from shardwise.rank import quiet_lightning  # noqa: E402
 from shardwise.trainer import build_data, build_module  # noqa: E402
 
-WARM_UP, TIMED = 4, 8
 ALWAYS = [
-    "data._target_=benchmarks.harness.data.RandomTokens", *NO_CORPUS, "data.sequence_length=8192",
-    "+data.vocab_size=${model.vocab_size}", "module.sample_tokens=0", "optimizer.lr=1e-4", "gradient_clip_val=1.0",
-    "checkpoint=none", "schedule=none", "log_every_n_steps=1000", "validate_every_n_steps=1000000",
-    f"max_steps={WARM_UP + TIMED}",
+    "optimizer.lr=1e-4", "gradient_clip_val=1.0", "checkpoint=none", "schedule=none", "log_every_n_steps=1000",
+    "validate_every_n_steps=1000000",
 ]  # fmt: skip
-MODELS = {
-    1: ["model=llama3_1b", "model.tie_embeddings=false", "strategy=ddp"],
-    2: ["model=llama3_8b", "strategy=fsdp"],
-}
+TOKENS = [
+    "data._target_=benchmarks.harness.data.RandomTokens", *NO_CORPUS, "+data.vocab_size=${model.vocab_size}",
+    "module.sample_tokens=0",
+]  # fmt: skip
 # What a row does not name
-DEFAULTS = {
-    "precision": "bf16", "loss": "full", "attention": "cudnn", "compile": "model", "activation_checkpointing": "none",
+DEFAULTS = {"precision": "bf16", "compile": "model", "activation_checkpointing": "none"}
+OF_TOKENS = {"precision": "bf16", "loss": "full", "attention": "cudnn", "compile": "model",
+             "activation_checkpointing": "none"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Table:
+    """A model, and the rows that are measured of it."""
+
+    ranks: int
+    model: list[str]
+    rows: list[str]
+    defaults: dict[str, str]
+    warm_up: int = 4
+    timed: int = 8
+
+    @property
+    def words(self) -> list[str]:
+        return [*self.model, *ALWAYS, f"max_steps={self.warm_up + self.timed}"]
+
+
+TABLES = {
+    "x1": Table(
+        1,
+        [*TOKENS, "model=llama3_1b", "model.tie_embeddings=false", "data.sequence_length=8192", "strategy=ddp"],
+        [
+            "micro_batch_size=2 compile=none",
+            "micro_batch_size=2 compile=layer",
+            "micro_batch_size=2",
+            "micro_batch_size=2 compile.mode=max-autotune",
+            "micro_batch_size=2 loss=chunked",
+            "micro_batch_size=2 loss=fused",
+            "micro_batch_size=2 attention=flash",
+            "micro_batch_size=2 attention=fa4",
+            "micro_batch_size=2 activation_checkpointing=selective",
+            "micro_batch_size=2 activation_checkpointing=full",
+            "micro_batch_size=2 activation_checkpointing=full activation_checkpointing.every_n_layers=2",
+            "micro_batch_size=2 compile.memory_budget=0.5",
+            "micro_batch_size=2 precision=fp8",
+            "micro_batch_size=2 precision=fp8 precision.fp8.recipe=rowwise",
+            "micro_batch_size=4",
+            "micro_batch_size=4 attention=fa4",
+            "micro_batch_size=4 attention=fa4 loss=fused",
+            "micro_batch_size=6 attention=fa4 loss=fused",
+            "micro_batch_size=8 attention=fa4 loss=fused activation_checkpointing=selective",
+            "micro_batch_size=4 attention=fa4 loss=fused precision=fp8",
+        ],
+        OF_TOKENS,
+    ),
+    "x2": Table(
+        2,
+        [*TOKENS, "model=llama3_8b", "data.sequence_length=8192", "strategy=fsdp"],
+        [
+            "micro_batch_size=1 compile=layer",
+            "micro_batch_size=1",
+            "micro_batch_size=1 attention=fa4 loss=fused",
+            "micro_batch_size=2 compile=layer activation_checkpointing=full",
+            "micro_batch_size=2 activation_checkpointing=full",
+            "micro_batch_size=2 activation_checkpointing=selective",
+            "micro_batch_size=3 attention=fa4 loss=fused activation_checkpointing=selective",
+            "micro_batch_size=1 attention=fa4 loss=fused precision=fp8",
+        ],
+        OF_TOKENS,
+    ),
+    "small": Table(
+        1,
+        [*TOKENS, "model=gpt2_124m", "data.sequence_length=256"],
+        [
+            "micro_batch_size=4 strategy=ddp compile=none",
+            "micro_batch_size=4 strategy=ddp compile=layer",
+            "micro_batch_size=4 strategy=ddp compile=layer compile.cudagraphs=true",
+            "micro_batch_size=4 strategy=ddp",
+            "micro_batch_size=4 strategy=ddp compile.cudagraphs=true",
+            "micro_batch_size=4 strategy=fsdp compile=none",
+            "micro_batch_size=4 strategy=fsdp compile=layer",
+            "micro_batch_size=4 strategy=fsdp",
+        ],
+        OF_TOKENS,
+        warm_up=20,
+        timed=60,
+    ),
+    "images": Table(
+        1,
+        ["recipe=image_classification", "data=synthetic_images", "model=resnet50", "data.num_classes=1000",
+         "data.image_size=224", "optimizer=sgd", "strategy=ddp", "module.channels_last=true"],
+        ["micro_batch_size=256", "micro_batch_size=256 cudnn_benchmark=true"],
+        DEFAULTS,
+        warm_up=10,
+        timed=30,
+    ),
 }  # fmt: skip
-ROWS = {
-    1: [
-        "micro_batch_size=2 compile=none",
-        "micro_batch_size=2 compile=layer",
-        "micro_batch_size=2",
-        "micro_batch_size=2 loss=chunked",
-        "micro_batch_size=2 loss=fused",
-        "micro_batch_size=2 attention=flash",
-        "micro_batch_size=2 attention=fa4",
-        "micro_batch_size=2 activation_checkpointing=selective",
-        "micro_batch_size=2 activation_checkpointing=full",
-        "micro_batch_size=2 activation_checkpointing=full activation_checkpointing.every_n_layers=2",
-        "micro_batch_size=2 compile.memory_budget=0.5",
-        "micro_batch_size=2 precision=fp8",
-        "micro_batch_size=2 precision=fp8 precision.fp8.recipe=rowwise",
-        "micro_batch_size=4",
-        "micro_batch_size=4 attention=fa4",
-        "micro_batch_size=4 attention=fa4 loss=fused",
-        "micro_batch_size=6 attention=fa4 loss=fused",
-        "micro_batch_size=8 attention=fa4 loss=fused activation_checkpointing=selective",
-        "micro_batch_size=4 attention=fa4 loss=fused precision=fp8",
-    ],
-    2: [
-        "micro_batch_size=1 compile=layer",
-        "micro_batch_size=1",
-        "micro_batch_size=1 attention=fa4 loss=fused",
-        "micro_batch_size=2 compile=layer activation_checkpointing=full",
-        "micro_batch_size=2 activation_checkpointing=full",
-        "micro_batch_size=2 activation_checkpointing=selective",
-        "micro_batch_size=3 attention=fa4 loss=fused activation_checkpointing=selective",
-        "micro_batch_size=1 attention=fa4 loss=fused precision=fp8",
-    ],
-}
 TINY = [word for word in trainers.TINY_LANGUAGE_MODEL if not word.startswith("micro")]
 
 
-def plan_of(folder: Path, ranks: int, row: str, options: dict[str, Any]) -> Plan:
+def plan_of(folder: Path, table: Table, row: str, options: dict[str, Any]) -> Plan:
     given = {word.split("=")[0] for word in row.split()}
-    words = [
-        *MODELS[min(ranks, 2)],
-        *ALWAYS,
-        *(f"{word}={value}" for word, value in DEFAULTS.items() if word not in given),
-    ]
-    words += [*row.split(), *(TINY if options["tiny"] else []), *options["words"]]
+    defaults = (f"{word}={value}" for word, value in table.defaults.items() if word not in given)
+    tiny = TINY if options["tiny"] else []
     name = re.sub(r"[^a-z0-9]+", "-", f"{row} {time.monotonic_ns()}")
-    return trainers.resolve(trainers.on_all(words, ranks), options["accelerator"], folder, name)
+    words = [*table.words, *defaults, *row.split(), *tiny, *options["words"]]
+    return trainers.resolve(trainers.on_all(words, table.ranks), options["accelerator"], folder, name)
 
 
 class Losses(Callback):
@@ -113,23 +166,27 @@ class Losses(Callback):
             self.first_step_seconds = time.perf_counter() - self.begin
 
 
-def run_row(folder: Path, ranks: int, row: str, options: dict[str, Any]) -> None:
+def run_row(folder: Path, table: Table, row: str, options: dict[str, Any]) -> None:
     """In each rank; rank 0 writes the row down."""
     quiet_lightning()
     device = device_of(options["accelerator"])
-    plan = plan_of(folder, ranks, row, options)
+    plan = plan_of(folder, table, row, options)
+    assert plan.data is not None
     init_process_group(plan)
     set_matmul_mode(plan.precision)
     dist.barrier()
     free_memory(device)
-    module, timer, losses = build_module(plan), StepTimer(device, WARM_UP, TIMED, 1), Losses()
-    trainers.our_trainer(plan, module, timer, losses).fit(module, datamodule=build_data(plan))
+    module, timer, losses = build_module(plan), StepTimer(device, table.warm_up, table.timed, 1), Losses()
+    of_images = "image_size" in plan.data
+    data = Held(batch_of_images(plan, device), plan.micro_batch_size) if of_images else build_data(plan)
+    trainers.our_trainer(plan, module, timer, losses).fit(module, datamodule=data)
     found = timer.result()
-    tokens = plan.micro_batch_size * plan.data["sequence_length"] if plan.data else 0
+    samples = plan.micro_batch_size / found["seconds_per_step"]
     said = {key: value for key, value in json.loads(plan.to_json()).items()
             if key in ("loss", "attention", "compile", "activation_checkpointing", "precision")}  # fmt: skip
     note(folder, found | {
-        "tokens_per_second_per_gpu": tokens / found["seconds_per_step"],
+        "samples_per_second_per_gpu": samples,
+        "tokens_per_second_per_gpu": samples * plan.data.get("sequence_length", 0),
         "first_step_seconds": losses.first_step_seconds,
         "losses": [round(float(loss), 5) for loss in losses.losses],
         "parameters": sum(p.numel() for p in module.parameters()),
@@ -137,12 +194,12 @@ def run_row(folder: Path, ranks: int, row: str, options: dict[str, Any]) -> None
     })  # fmt: skip
 
 
-def measure(ranks: int, row: str, options: dict[str, Any]) -> dict[str, Any]:
+def measure(table: Table, row: str, options: dict[str, Any]) -> dict[str, Any]:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            on_ranks(ranks, run_row, folder, ranks, row, options, timeout_seconds=options["timeout"])
+            on_ranks(table.ranks, run_row, folder, table, row, options, timeout_seconds=options["timeout"])
             found = noted(folder)[0]
         except (AssertionError, IndexError) as error:
             lines = [line for line in str(error).splitlines() if line.strip()]
@@ -152,8 +209,9 @@ def measure(ranks: int, row: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def show(row: dict[str, Any]) -> None:
     peak = f", {row['peak_reserved_gib']:.1f} GiB reserved" if "peak_reserved_gib" in row else ""
+    speed = row.get("tokens_per_second_per_gpu") or row.get("samples_per_second_per_gpu")
     words = row.get("error") or (
-        f"{row['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU{peak}, first step {row['first_step_seconds']:.0f} s, "
+        f"{speed:,.0f} a second and GPU{peak}, first step {row['first_step_seconds']:.0f} s, "
         f"losses {row['losses'][0]:.4f} … {row['losses'][-1]:.4f}"
     )
     print(f"{row['row']}: {words}  ({row['seconds']} s)", flush=True)
@@ -161,7 +219,8 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = results.command_line(__doc__)
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1, help="1 or 2: the table of this number of GPUs")
+    parser.add_argument("--table", choices=TABLES, help="another table; default: that of the ranks")
     parser.add_argument("--tiny", action="store_true", help="a small model, for trying it out")
     parser.add_argument("--timeout", type=float, default=150, help="seconds for one row")
     parser.add_argument("--only", default="", help="a regular expression: rows to measure, the others stay as recorded")
@@ -172,21 +231,22 @@ def main() -> None:
     options = {
         key: value for key, value in vars(arguments).items() if key in ("tiny", "timeout", "words", "accelerator")
     }
-    path = arguments.out / f"large-models-{device}-x{arguments.ranks}.json"
+    name = arguments.table or f"x{arguments.ranks}"
+    table, path = TABLES[name], arguments.out / f"large-models-{device}-{name}.json"
     before = json.loads(path.read_text())["rows"] if path.exists() else []
     commit = environment.pop("commit")
     result: dict[str, Any] = {
-        "command": f"python benchmarks/large_models.py --ranks {arguments.ranks}",
-        "ranks": arguments.ranks,
+        "command": f"python benchmarks/large_models.py --table {name}",
+        "table": name,
+        "ranks": table.ranks,
         "environment": environment,
-        "settings": {"words": [*MODELS[min(arguments.ranks, 2)], *ALWAYS], "defaults": DEFAULTS, "warm_up": WARM_UP,
-                     "timed": TIMED},
+        "settings": {"words": table.words, "defaults": table.defaults, "warm_up": table.warm_up, "timed": table.timed},
         "rows": before,
-    }  # fmt: skip
-    for row in arguments.rows or ROWS[min(arguments.ranks, 2)]:
+    }
+    for row in arguments.rows or table.rows:
         if not re.search(arguments.only, row):
             continue
-        measured = measure(arguments.ranks, row, options) | {"commit": commit}
+        measured = measure(table, row, options) | {"commit": commit}
         result["rows"] = [r for r in result["rows"] if r["row"] != row] + [measured]
         results.write(path, result)
         show(measured)

@@ -49,14 +49,14 @@ ROWS = {
     "AdamW, fp32 masters": ("strategy=fsdp precision=bf16", 16.0, 0.0),
     "8-bit AdamW, fp32 masters": ("strategy=fsdp precision=bf16 optimizer=adamw_8bit", 10.1, 0.0),
     "8-bit AdamW, bf16 masters": ("strategy=fsdp precision=bf16_true optimizer=adamw_8bit", 6.1, 0.0),
-    "optimizer offload": ("strategy=zero3 precision=bf16 strategy.offload_optimizer=true", 4.0, 12.0),
+    "optimizer offload": ("strategy=zero3 precision=bf16 strategy.offload_optimizer=true", 4.0, 16.0),
     "optimizer and parameter offload": (
-        "strategy=zero3 precision=bf16 strategy.offload_optimizer=true strategy.offload_parameters=true", 2.0, 14.0,
+        "strategy=zero3 precision=bf16 strategy.offload_optimizer=true strategy.offload_parameters=true", 2.0, 18.0,
     ),
 }  # fmt: skip
 PER_LAYER, BESIDE = 218_112_000, 1_050_939_392  # parameters of a layer of Llama 3 8 B, and of embedding and head
-USABLE = 0.85  # of the memory: the rest is for activations, gathered weights and what lies outside the allocator
-GROWTH = 1.12
+USABLE = 0.9  # of the memory: the rest is for activations, gathered weights and what lies outside the allocator
+GROWTH = 1.08
 
 
 def try_out(folder: Path, words: list[str], ranks: int, accelerator: str) -> None:

@@ -15,20 +15,28 @@ SEEDS = "bf16, seed"
 
 
 def one_gpu() -> list[str]:
-    return _rows(1)
+    return _rows("x1")
 
 
 def two_gpus() -> list[str]:
-    return _rows(2)
+    return _rows("x2")
 
 
-def _rows(ranks: int) -> list[str]:
-    """results/large-models-*-x<ranks>.json: tokens a second and peak memory of each row."""
+def small() -> list[str]:
+    return _rows("small")
+
+
+def images() -> list[str]:
+    return _rows("images", "images/s/GPU")
+
+
+def _rows(name: str, unit: str = "tokens/s/GPU") -> list[str]:
+    """results/large-models-*-<name>.json: speed and peak memory of each row."""
     rows = []
     for measured in read("large-models"):
-        if measured["ranks"] == ranks:
+        if measured.get("table", f"x{measured['ranks']}") == name:
             rows += [_row(row) for row in measured["rows"]]
-    return table(["micro-batch", "other than the defaults", "tokens/s/GPU", "peak reserved GiB", "first step"], rows)
+    return table(["micro-batch", "other than the defaults", unit, "peak reserved GiB", "first step"], rows)
 
 
 def _row(row: dict[str, Any]) -> list[Any]:
@@ -37,7 +45,8 @@ def _row(row: dict[str, Any]) -> list[Any]:
     if "error" in row:
         out_of_memory = "out of memory" in (row["error"] + row.get("traceback", "")).lower()
         return [micro.split("=")[1], words, "out of memory" if out_of_memory else "failed", None, None]
-    return [micro.split("=")[1], words, f"{row['tokens_per_second_per_gpu']:,.0f}", f"{row['peak_reserved_gib']:.1f}",
+    speed = row["tokens_per_second_per_gpu"] or row["samples_per_second_per_gpu"]
+    return [micro.split("=")[1], words, f"{speed:,.0f}", f"{row['peak_reserved_gib']:.1f}",
             f"{row['first_step_seconds']:.0f} s"]  # fmt: skip
 
 
@@ -95,5 +104,5 @@ def draw(path: Path = PICTURE) -> None:
     pyplot.close(figure)
 
 
-TABLES = {"large_models_1": one_gpu, "large_models_2": two_gpus, "loss_curves": loss_curves,
-          "largest_model": largest}  # fmt: skip
+TABLES = {"large_models_1": one_gpu, "large_models_2": two_gpus, "large_models_small": small,
+          "large_models_images": images, "loss_curves": loss_curves, "largest_model": largest}  # fmt: skip
