@@ -18,6 +18,7 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +102,15 @@ def first_guess(on_gpu: float, on_host: float, ranks: int, accelerator: str, hos
     return max(1, int((min(gpu, with_offload) - BESIDE) / PER_LAYER))
 
 
-def search(words: list[str], guess: int, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Tries until the largest number of layers that fits stands beside one that does not, or `most` are made."""
+def search(words: list[str], guess: int, options: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """Tries until the largest number of layers that fits stands beside one that does not, or `most` are made. After
+    each try: all so far."""
     tries: list[dict[str, Any]] = []
     layers = guess
     while len(tries) < options["most"]:
         tries.append(attempt(words, layers, options))
         show(tries[-1])
+        yield tries
         fits = [t["layers"] for t in tries if t["fits"]]
         fails = [t["layers"] for t in tries if not t["fits"]]
         if fits and fails:
@@ -118,7 +121,6 @@ def search(words: list[str], guess: int, options: dict[str, Any]) -> list[dict[s
             layers = max(layers + 1, int(layers * GROWTH)) if fits else max(1, int(layers / GROWTH))
             if layers in fails:
                 break
-    return tries
 
 
 def show(found: dict[str, Any]) -> None:
@@ -151,11 +153,12 @@ def main() -> None:
         print(name, flush=True)
         given = [*ALWAYS, *words.split(), *(TINY_LANGUAGE_MODEL if arguments.tiny else [])]
         guess = first_guess(on_gpu, on_host, arguments.ranks, arguments.accelerator, arguments.host_gib)
-        tries = search(given, guess, options)
-        rows[name] = {"words": words, "tries": tries, "commit": commit}
-        result = {"command": f"python benchmarks/largest_model.py --ranks {arguments.ranks}", "ranks": arguments.ranks,
-                  "environment": environment, "settings": {"words": ALWAYS}, "rows": rows}  # fmt: skip
-        results.write(path, result)
+        for tries in search(given, guess, options):
+            rows[name] = {"words": words, "tries": tries, "commit": commit}
+            result = {"command": f"python benchmarks/largest_model.py --ranks {arguments.ranks}",
+                      "ranks": arguments.ranks, "environment": environment, "settings": {"words": ALWAYS},
+                      "rows": rows}  # fmt: skip
+            results.write(path, result)
 
 
 if __name__ == "__main__":

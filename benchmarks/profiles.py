@@ -36,25 +36,26 @@ from shardwise.run_dir.files import (  # noqa: E402
 )
 from shardwise.run_dir.rows import read_rows  # noqa: E402
 
-STEP, STEPS = 30, 60
+STEP, STEPS, SHORT_STEP = 30, 60, 12
 ALWAYS = [
     "data._target_=benchmarks.harness.data.RandomTokens", *NO_CORPUS, "data.sequence_length=8192",
     "+data.vocab_size=${model.vocab_size}", "module.sample_tokens=0", "precision=bf16", "checkpoint=none",
     "schedule=none", "log_every_n_steps=5", "validate_every_n_steps=1000000", f"max_steps={STEPS}",
     f"profile.start={STEP}", "profile.ranks=all",
 ]  # fmt: skip
+SHORT = ["max_steps=24", f"profile.start={SHORT_STEP}"]  # of models whose steps take seconds
 CARDS = {
     1: {
         "llama3_1b-ddp": ["model=llama3_1b", "micro_batch_size=2", "strategy=ddp", "compile=model"],
         "llama3_1b-fsdp": ["model=llama3_1b", "micro_batch_size=2", "strategy=fsdp", "compile=model"],
         "llama3_1b-zero3": ["model=llama3_1b", "micro_batch_size=2", "strategy=zero3", "compile=none"],
         "llama3_8b-fsdp-adamw_8bit": ["model=llama3_8b", "micro_batch_size=2", "strategy=fsdp", "compile=model",
-                                      "optimizer=adamw_8bit", "activation_checkpointing=full"],
+                                      "optimizer=adamw_8bit", "activation_checkpointing=full", *SHORT],
     },
     2: {
-        "llama3_8b-fsdp": ["model=llama3_8b", "micro_batch_size=1", "strategy=fsdp", "compile=model"],
+        "llama3_8b-fsdp": ["model=llama3_8b", "micro_batch_size=1", "strategy=fsdp", "compile=model", *SHORT],
         "llama3_8b-zero3": ["model=llama3_8b", "micro_batch_size=1", "strategy=zero3", "compile=none",
-                            "activation_checkpointing=full"],
+                            "activation_checkpointing=full", *SHORT],
     },
 }  # fmt: skip
 FELT = re.compile("gpu/|train/loss$|speed/|energy|tokens|mfu|step$")
@@ -66,12 +67,12 @@ def cards_for(ranks: int) -> dict[str, list[str]]:
 
 def card(name: str, words: list[str], folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """The run's table, summary and rows; an error where it failed."""
-    given = on_all([*words, *ALWAYS, *(TINY_LANGUAGE_MODEL if options["tiny"] else [])], options["ranks"])
+    given = on_all([*ALWAYS, *words, *(TINY_LANGUAGE_MODEL if options["tiny"] else [])], options["ranks"])
     line = [*given, f"accelerator={options['accelerator']}", f"runs_dir={folder}", f"name={name}"]
     began, log = time.perf_counter(), folder / f"{name}.log"
     code = train(line, log, options["timeout"])
     found: dict[str, Any] = {"words": words, "seconds": round(time.perf_counter() - began, 1)}
-    profile = profile_folder(folder / name, STEP)
+    profile = profile_folder(folder / name, SHORT_STEP if set(SHORT) <= set(words) else STEP)
     if code or not (profile / SUMMARY).exists():
         return found | {"error": f"exit code {code}\n{log.read_text()[-1500:]}"}
     shrink(profile / PROFILE_PICTURE, options["pictures"] / picture_of(name, options["ranks"]))

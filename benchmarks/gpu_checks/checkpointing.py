@@ -1,9 +1,6 @@
 """What only a GPU shows of `compile=` and `activation_checkpointing=`: the same numbers, memory, speed, CUDA graphs.
 
     python benchmarks/gpu_checks/checkpointing.py                     on one GPU: about a minute and a half
-    python benchmarks/gpu_checks/checkpointing.py --sections sweep    1.5e9 parameters, every combination: 20 minutes
-    python benchmarks/gpu_checks/checkpointing.py --sections host     124 M with and without CUDA graphs: 3 minutes
-    python benchmarks/gpu_checks/checkpointing.py --sections modes    compile.mode=max-autotune: 5 minutes
 
 Prints a line for each cell and each check, and exits with 1 if a check fails. Writes
 benchmarks/results/checkpointing-gpu-checks.json after every cell; other sections of an earlier run stay in it.
@@ -19,7 +16,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -52,7 +49,6 @@ BASE = [
 # Two layers as wide as those of 1.5e9 parameters, and a small vocabulary, so that layers are most of the step
 FEW = ["model=llama3_1b", "model.n_layers=2", "model.vocab_size=8192", "data.sequence_length=4096",
        "micro_batch_size=2"]  # fmt: skip
-WHOLE = ["model=llama3_1b", "model.tie_embeddings=false", "data.sequence_length=8192", "micro_batch_size=2"]
 SMALL = ["model=gpt2_124m", "data.sequence_length=256", "micro_batch_size=4"]
 TINY = ["model.dim=64", "model.n_layers=2", "model.n_heads=2", "model.n_kv_heads=2", "model.ffn_dim=96",
         "model.vocab_size=64", "model.max_seq_len=32", "model.rope_scaling=null",
@@ -153,49 +149,7 @@ def check_graphs(cells: Cells) -> Iterator[tuple[str, bool, Row]]:
         yield f"{scope}, CUDA graphs", is_close(row, plain, 1e-3), row
 
 
-def sweep(cells: Cells) -> Iterator[tuple[str, bool, Row]]:
-    """1.5e9 parameters under every combination, and a memory budget."""
-    for scope in ("none", "layer", "model"):
-        words = [*WHOLE, f"compile={scope}"]
-        for name, checkpointing in CHECKPOINTING.items():
-            yield f"{scope}, {name}", True, cells.run([*words, *checkpointing.split()])
-        if scope == "layer":
-            with outside():
-                yield "layer, full outside the graph", True, cells.run([*words, FULL])
-        yield (
-            f"{scope}, full every second layer",
-            True,
-            cells.run([*words, FULL, "activation_checkpointing.every_n_layers=2"]),
-        )
-        for budget in (0.75, 0.5, 0.25) if scope != "none" else ():
-            row = cells.run([*words, f"compile.memory_budget={budget}"])
-            yield f"{scope}, memory budget {budget}", True, row
-
-
-def host(cells: Cells) -> Iterator[tuple[str, bool, Row]]:
-    """A small model, of which the host launches kernels more slowly than the GPU runs them. Under fsdp CUDA graphs are
-    refused; here they are tried nevertheless."""
-    for strategy in ("ddp", "fsdp"):
-        for scope in ("none", "layer", "model"):
-            words = [*SMALL, f"strategy={strategy}", f"compile={scope}"]
-            plain = cells.run(words, warm_up=10, timed=50)
-            yield f"{strategy}, {scope}", True, plain
-            if scope == "none" or cells.accelerator == "cpu":
-                continue
-            refused = patch("shardwise.plan.layers._NO_GRAPHS", {}) if strategy == "fsdp" else nullcontext()
-            with refused:
-                row = cells.run([*words, "compile.cudagraphs=true"], warm_up=10, timed=50)
-            yield f"{strategy}, {scope}, CUDA graphs", strategy == "fsdp" or is_close(row, plain, 1e-3), row
-
-
-def modes(cells: Cells) -> Iterator[tuple[str, bool, Row]]:
-    """What a longer search for kernels gains."""
-    for scope in ("layer", "model"):
-        for mode in ("default", "max-autotune"):
-            yield f"{scope}, {mode}", True, cells.run([*WHOLE, f"compile={scope}", f"compile.mode={mode}"])
-
-
-SECTIONS = {"orders": check_orders, "graphs": check_graphs, "sweep": sweep, "host": host, "modes": modes}
+SECTIONS = {"orders": check_orders, "graphs": check_graphs}
 
 
 def said(row: Row) -> str:
