@@ -27,7 +27,7 @@ from lightning.pytorch import Callback  # noqa: E402
 
 from benchmarks.harness import results, trainers  # noqa: E402
 from benchmarks.harness.clock import StepTimer  # noqa: E402
-from benchmarks.harness.data import NO_CORPUS  # noqa: E402
+from benchmarks.harness.data import RANDOM_TOKENS  # noqa: E402
 from benchmarks.harness.device import device_of, free_memory  # noqa: E402
 from benchmarks.harness.limits import note, noted, on_ranks  # noqa: E402
 from shardwise.distributed.process_group import init_process_group  # noqa: E402
@@ -38,9 +38,7 @@ from shardwise.trainer import build_data, build_module  # noqa: E402
 
 WARM_UP, TIMED = 4, 8
 ALWAYS = [
-    "data._target_=benchmarks.harness.data.RandomTokens", *NO_CORPUS, "data.sequence_length=8192",
-    "+data.vocab_size=${model.vocab_size}", "module.sample_tokens=0", "optimizer.lr=1e-4", "gradient_clip_val=1.0",
-    "checkpoint=none", "schedule=none", "log_every_n_steps=1000", "validate_every_n_steps=1000000",
+    *RANDOM_TOKENS, "optimizer.lr=1e-4", "gradient_clip_val=1.0", "log_every_n_steps=1000",
     f"max_steps={WARM_UP + TIMED}",
 ]  # fmt: skip
 MODELS = {
