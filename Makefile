@@ -6,7 +6,8 @@ ARGS ?=
 TEST_WORKERS ?= 2
 PYTEST = $(VENV)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: train test test-quick test-all test-rest test-slurm check fix parity parity-gpu checkpoint-matrix chaos gpu-test overhead clean
+.PHONY: train test test-quick test-all test-rest test-slurm check fix parity parity-gpu checkpoint-matrix chaos gpu-test bench-llm bench-images overhead \
+	clean
 
 train: $(VENV)/.run
 	$(VENV)/bin/python train.py $(ARGS)
@@ -59,6 +60,17 @@ chaos: $(VENV)/.dev
 # On a machine with GPUs; writes benchmarks/results/.
 gpu-test: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/parity_gpu.py $(ARGS)
+
+# Llama 3 beside torchtitan, on GPUs; ARGS="--ranks 2" for two. Writes benchmarks/results/ and docs/performance.md.
+bench-llm: $(VENV)/.run
+	$(VENV)/bin/python benchmarks/race.py $(ARGS)
+	$(VENV)/bin/python benchmarks/report.py
+
+# Images on one GPU beside a plain loop, in turn; what this commit has measured is left out.
+bench-images: $(VENV)/.run
+	$(VENV)/bin/python benchmarks/images_gpu.py --missing --sections resnet50,vit_b16,vit_l16 \
+		--only 'in turn|trainer, compile=model$$' $(ARGS)
+	$(VENV)/bin/python benchmarks/report.py
 
 # What the Trainer costs; without GPUs: make overhead ARGS="--accelerator cpu".
 overhead: $(VENV)/.run

@@ -1,7 +1,8 @@
 """Images on one GPU, in one command: the Trainer compared with a plain loop, with and without its input, and JPEGs.
 
-    python benchmarks/images_gpu.py                             ResNet-50, ViT-B/16, JPEGs from tar shards
+    python benchmarks/images_gpu.py                             ResNet-50, ViT-B/16, ViT-L/16, JPEGs from tar shards
     python benchmarks/images_gpu.py --sections resnet50         one of them; the others stay in the file
+    make bench-images                                           what docs/performance.md shows
     python benchmarks/images_gpu.py --accelerator cpu --tiny    tries it out anywhere
 
 Writes benchmarks/results/images-<gpu>.json after every part, so that a run that is cut short leaves what it has. A part
@@ -31,6 +32,7 @@ from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.absent import PILLOW  # noqa: E402
 from benchmarks.harness.clock import TurnsClock  # noqa: E402
 from benchmarks.harness.device import device_of, shared_memory_gib  # noqa: E402
+from benchmarks.harness.gpus import GpuWatch, describe_gpus  # noqa: E402
 from benchmarks.harness.jpegs import decoding_alone, write_shards  # noqa: E402
 from benchmarks.harness.observed import ObservedSteps, observe_plain, start_afresh, through_trainer  # noqa: E402
 from benchmarks.harness.plain_loops import image_step  # noqa: E402
@@ -53,11 +55,11 @@ MODELS = {
     "resnet50": ["model=resnet50", "optimizer=sgd", "optimizer.lr=0.1", "optimizer.momentum=0.9",
                  "module.channels_last=true"],
     "vit_b16": ["model=vit_b16", "optimizer=adamw"],
+    "vit_l16": ["model=vit_b16", "model.dim=1024", "model.n_layers=24", "model.n_heads=16", "optimizer=adamw"],
 }  # fmt: skip
-TINY = {
-    "resnet50": ["model.width=8", "model.layers=[1,1,1,1]"],
-    "vit_b16": ["model.dim=32", "model.n_layers=2", "model.n_heads=2"],
-}
+HALF_A_BATCH = ("vit_l16",)
+TINY_VIT = ["model.dim=32", "model.n_layers=2", "model.n_heads=2"]
+TINY = {"resnet50": ["model.width=8", "model.layers=[1,1,1,1]"], "vit_b16": TINY_VIT, "vit_l16": TINY_VIT}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +104,8 @@ class Training:
     def __init__(
         self, parts: results.Parts, name: str, size: Size, arguments: argparse.Namespace, folder: Path
     ) -> None:
+        if name in HALF_A_BATCH:
+            size = dataclasses.replace(size, batch=size.batch // 2)
         self.parts, self.name, self.size, self.folder = parts, name, size, folder
         self.accelerator, self.device = arguments.accelerator, device_of(arguments.accelerator)
         own = size.overrides(name, arguments.tiny)
@@ -148,13 +152,17 @@ class Training:
         size = self.size
         by_hand, _ = self.plan_of("none", "plain")
         steps = {who: image_step(by_hand, self.device, compiled=True, **said)[0] for who, said in variants.items()}
+        watch = GpuWatch(self.accelerator, 1)
         clock = TurnsClock(
-            self.device, steps, samples=size.batch, warm_up=size.warm_up, plain_warm_up=size.plain_warm_up,
+            self.device, steps, watch, samples=size.batch, warm_up=size.warm_up, plain_warm_up=size.plain_warm_up,
             timed=size.timed, rounds=size.rounds,
         )  # fmt: skip
         samples = f"data.samples={clock.steps * size.batch}"
         plan, record = self.plan_of("model", f"{self.name}-beside", clock.steps, samples)
-        result = through_trainer(plan, clock)
+        try:
+            result = through_trainer(plan, clock) | {"machine": describe_gpus(self.accelerator, 1)}
+        finally:
+            watch.stop()
         ratios = {who: median(ratios) for who, ratios in result["ratios"].items()}
         return record | result | {"ratio_to_plain": ratios["plain, compiled"], "median_ratios": ratios}
 
@@ -236,8 +244,9 @@ def head_of(arguments: argparse.Namespace, size: Size, environment: dict[str, An
 def main() -> None:
     parser = results.command_line(__doc__)
     parser.add_argument("--tiny", action="store_true", help="sizes for trying it out on a CPU")
-    parser.add_argument("--sections", default="resnet50,vit_b16,jpeg")
+    parser.add_argument("--sections", default="resnet50,vit_b16,vit_l16,jpeg")
     parser.add_argument("--only", default="", help="a regular expression: parts to measure; the others stay")
+    parser.add_argument("--missing", action="store_true", help="only parts that this commit has not measured yet")
     arguments = parser.parse_args()
     size = TINY_SIZE if arguments.tiny else Size()
     if not arguments.tiny:
@@ -247,6 +256,7 @@ def main() -> None:
     parts = results.Parts(
         arguments.out / f"images-{name}.json", head_of(arguments, size, environment), words=words_of,
         limit_seconds=size.limit_seconds, commit=commit, only=arguments.only, prepare=lambda: start_afresh(device),
+        missing=arguments.missing,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -255,7 +265,7 @@ def main() -> None:
         init_process_group(plan)
         try:
             for section in arguments.sections.split(","):
-                if not arguments.only:
+                if not arguments.only and not arguments.missing:
                     parts.content["sections"][section] = {}
                 if section == "jpeg":
                     measure_jpegs(parts, size, arguments, folder)

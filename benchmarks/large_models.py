@@ -31,7 +31,7 @@ from lightning.pytorch import Callback  # noqa: E402
 
 from benchmarks.harness import results, trainers  # noqa: E402
 from benchmarks.harness.clock import StepTimer  # noqa: E402
-from benchmarks.harness.data import NO_CORPUS, Held, batch_of_images  # noqa: E402
+from benchmarks.harness.data import RANDOM_TOKENS, Held, batch_of_images  # noqa: E402
 from benchmarks.harness.device import device_of, free_memory  # noqa: E402
 from benchmarks.harness.limits import note, noted, on_ranks  # noqa: E402
 from shardwise.distributed.process_group import init_process_group  # noqa: E402
@@ -43,10 +43,6 @@ from shardwise.trainer import build_data, build_module  # noqa: E402
 ALWAYS = [
     "optimizer.lr=1e-4", "gradient_clip_val=1.0", "checkpoint=none", "schedule=none", "log_every_n_steps=1000",
     "validate_every_n_steps=1000000",
-]  # fmt: skip
-TOKENS = [
-    "data._target_=benchmarks.harness.data.RandomTokens", *NO_CORPUS, "+data.vocab_size=${model.vocab_size}",
-    "module.sample_tokens=0",
 ]  # fmt: skip
 # What a row does not name
 DEFAULTS = {"precision": "bf16", "compile": "model", "activation_checkpointing": "none"}
@@ -73,7 +69,7 @@ class Table:
 TABLES = {
     "x1": Table(
         1,
-        [*TOKENS, "model=llama3_1b", "model.tie_embeddings=false", "data.sequence_length=8192", "strategy=ddp"],
+        [*RANDOM_TOKENS, "model=llama3_1b", "model.tie_embeddings=false", "strategy=ddp"],
         [
             "micro_batch_size=2 compile=none",
             "micro_batch_size=2 compile=layer",
@@ -100,7 +96,7 @@ TABLES = {
     ),
     "x2": Table(
         2,
-        [*TOKENS, "model=llama3_8b", "data.sequence_length=8192", "strategy=fsdp"],
+        [*RANDOM_TOKENS, "model=llama3_8b", "strategy=fsdp"],
         [
             "micro_batch_size=1 compile=layer",
             "micro_batch_size=1",
@@ -115,7 +111,7 @@ TABLES = {
     ),
     "small": Table(
         1,
-        [*TOKENS, "model=gpt2_124m", "data.sequence_length=256"],
+        [*RANDOM_TOKENS, "model=gpt2_124m", "data.sequence_length=256"],
         [
             "micro_batch_size=4 strategy=ddp compile=none",
             "micro_batch_size=4 strategy=ddp compile=layer",

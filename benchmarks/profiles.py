@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.commands import train  # noqa: E402
-from benchmarks.harness.data import NO_CORPUS  # noqa: E402
+from benchmarks.harness.data import RANDOM_TOKENS  # noqa: E402
 from benchmarks.harness.pictures import shrink  # noqa: E402
 from benchmarks.harness.trainers import TINY_LANGUAGE_MODEL, on_all  # noqa: E402
 from shardwise.run_dir.files import (  # noqa: E402
@@ -38,10 +38,8 @@ from shardwise.run_dir.rows import read_rows  # noqa: E402
 
 STEP, STEPS, SHORT_STEP = 30, 60, 12
 ALWAYS = [
-    "data._target_=benchmarks.harness.data.RandomTokens", *NO_CORPUS, "data.sequence_length=8192",
-    "+data.vocab_size=${model.vocab_size}", "module.sample_tokens=0", "precision=bf16", "checkpoint=none",
-    "schedule=none", "log_every_n_steps=5", "validate_every_n_steps=1000000", f"max_steps={STEPS}",
-    f"profile.start={STEP}", "profile.ranks=all",
+    *RANDOM_TOKENS, "precision=bf16", "log_every_n_steps=5", f"max_steps={STEPS}", f"profile.start={STEP}",
+    "profile.ranks=all",
 ]  # fmt: skip
 SHORT = ["max_steps=24", f"profile.start={SHORT_STEP}"]  # of models whose steps take seconds
 CARDS = {

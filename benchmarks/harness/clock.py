@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from benchmarks.harness.device import peaks_gib, wait_for
+from benchmarks.harness.gpus import GpuWatch
 
 
 class DataClock:
@@ -94,10 +95,11 @@ class TurnsClock(Callback):
     SETTLE = 5
 
     def __init__(
-        self, device: torch.device, plain: dict[str, Callable[[], Any]], *, samples: int, warm_up: int,
-        plain_warm_up: int, timed: int, rounds: int,
+        self, device: torch.device, plain: dict[str, Callable[[], Any]], watch: GpuWatch, *, samples: int,
+        warm_up: int, plain_warm_up: int, timed: int, rounds: int,
     ) -> None:  # fmt: skip
         self.device, self.plain, self.samples = device, plain, samples  # of one step
+        self.watch, self.felt = watch, {}
         self.warm_up, self.plain_warm_up, self.timed = warm_up, plain_warm_up, timed
         self.steps = warm_up + rounds * (self.SETTLE + timed)
         self.seconds: dict[str, list[float]] = {name: [] for name in ("trainer", *plain)}
@@ -113,11 +115,15 @@ class TurnsClock(Callback):
             return
         position = done % (self.SETTLE + self.timed)
         if position == 0:
-            if done:
+            if done == 0:
+                self.watch.begin()
+            else:
                 wait_for(self.device)
                 self.seconds["trainer"].append(time.perf_counter() - self.mark)
             for name, step in self.plain.items():
                 self.seconds[name].append(self._stretch(step))
+            if batch_idx + 1 == self.steps:
+                self.felt = self.watch.end()
         if position == self.SETTLE:
             wait_for(self.device)
             self.mark = time.perf_counter()
@@ -138,7 +144,8 @@ class TurnsClock(Callback):
         """A round's ratio is that of the trainer's stretch to the mean of the plain ones before and after it."""
         images = self.timed * self.samples
         rates = {name: [images / s for s in seconds] for name, seconds in self.seconds.items()}
-        found: dict[str, Any] = {"images_per_second": median(rates["trainer"]), "rounds": rates, "ratios": {}}
+        found: dict[str, Any] = {"images_per_second": median(rates["trainer"]), "rounds": rates, "ratios": {},
+                                 "gpu": self.felt}  # fmt: skip
         for name in self.plain:
             around = zip(rates["trainer"], pairwise(rates[name]), strict=True)
             found["ratios"][name] = [ours / ((before + after) / 2) for ours, (before, after) in around]

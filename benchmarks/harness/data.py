@@ -15,6 +15,12 @@ from shardwise.plan import Plan
 SAMPLES = 1 << 17  # no epoch ends within a run
 # In place of the recipe's data, whose arguments these data do not take; data._target_= says which
 NO_CORPUS = ["data=custom", "data.batch_size=${micro_batch_size}"]
+# Sequences of 8,192 random tokens, and nothing besides training
+RANDOM_TOKENS = [
+    "data._target_=benchmarks.harness.data.RandomTokens", *NO_CORPUS, "data.sequence_length=8192",
+    "+data.vocab_size=${model.vocab_size}", "module.sample_tokens=0", "checkpoint=none", "schedule=none",
+    "validate_every_n_steps=1000000",
+]  # fmt: skip
 
 
 class OneBatch(Dataset[Any]):

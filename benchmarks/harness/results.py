@@ -77,9 +77,11 @@ class Parts:
 
     def __init__(
         self, path: Path, head: dict[str, Any], *, limit_seconds: int, commit: str | None, only: str,
-        prepare: Callable[[], None], words: Callable[[dict[str, Any]], str],
+        prepare: Callable[[], None], words: Callable[[dict[str, Any]], str], missing: bool = False,
     ) -> None:  # fmt: skip
+        """`missing`: what an earlier run has measured at the same commit is not measured again."""
         self.path, self.limit_seconds, self.commit, self.only = path, limit_seconds, commit, only
+        self.missing = missing
         self.prepare, self.words = prepare, words
         self.content = head
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -92,8 +94,10 @@ class Parts:
 
     def part(self, section: str, name: str, measure: Callable[[], dict[str, Any]], **said: Any) -> dict[str, Any]:
         """Measures the part `name`; if `only` leaves it out by section and name, it is the one of the earlier run."""
-        if not re.search(self.only, f"{section}: {name}"):
-            return self.section(section).get(name, {})  # type: ignore[no-any-return]
+        earlier: dict[str, Any] = self.section(section).get(name, {})
+        is_there = self.missing and earlier.get("ok") and self.commit and earlier["commit"] == self.commit
+        if is_there or not re.search(self.only, f"{section}: {name}"):
+            return earlier
         self.prepare()
         started = time.perf_counter()
         row = self._measured(measure, said)

@@ -1,0 +1,129 @@
+"""docs/performance.md: Llama 3 beside torchtitan, images beside a plain loop, and where the fastest step goes."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from benchmarks.harness.results import read
+from benchmarks.pages.markdown import table
+
+OURS = "ours"
+IMAGES = {"resnet50": "ResNet-50", "vit_b16": "ViT-B/16", "vit_l16": "ViT-L/16"}
+NOT_YET = ["Not run yet."]
+
+
+def races(ranks: int | None = None) -> list[dict[str, Any]]:
+    """results/race-<gpu>-x<ranks>.json, without those of models that are too small to say anything."""
+    return [race for race in read("race") if not race["tiny"] and ranks in (None, race["ranks"])]
+
+
+def fastest(race: dict[str, Any], cell: str, *, is_ours: bool) -> dict[str, Any] | None:
+    cards = [c for c in race["cards"] if c["cell"] == cell and (c["who"] == OURS) == is_ours and "error" not in c]
+    return max(cards, key=lambda card: card["tokens_per_second_per_gpu"], default=None)
+
+
+def llama(ranks: int) -> list[str]:
+    """For each cell the fastest run of each, their ratio, and the limit of ours."""
+    lines = []
+    for race in races(ranks):
+        both = [(cell, fastest(race, cell, is_ours=False), fastest(race, cell, is_ours=True)) for cell in race["cells"]]
+        rows = [_cell(cell, peer, ours) for cell, peer, ours in both if peer or ours]
+        heads = ["", peer_of(race), "ours", "ratio", "limit", "ours of the limit", "peak reserved GiB, both", "words"]
+        lines += [*table(heads, rows), "", *_mixed(both)] if rows else []
+    return lines or NOT_YET
+
+
+def peer_of(race: dict[str, Any]) -> str:
+    return next((card["who"] for card in race["cards"] if card["who"] != OURS), "torchtitan (not run)")
+
+
+def _cell(cell: str, peer: dict[str, Any] | None, ours: dict[str, Any] | None) -> list[Any]:
+    speeds = [None if card is None else card["tokens_per_second_per_gpu"] for card in (peer, ours)]
+    limit = None if ours is None else ours["limit"]["tokens_per_second_per_gpu"]
+    memory = " / ".join(_gib(card) for card in (peer, ours))
+    words = "failed" if ours is None else " ".join(f"`{word}`" for word in ours["words"].split())
+    return [cell, *(_thousands(speed) for speed in speeds), _share(speeds[1], speeds[0], 3), _thousands(limit),
+            _share(speeds[1], limit, 2), memory, words]  # fmt: skip
+
+
+def _mixed(both: list[tuple[str, dict[str, Any] | None, dict[str, Any] | None]]) -> list[str]:
+    """Says which ratios are not of one commit and one machine."""
+    apart = [
+        cell for cell, peer, ours in both
+        if peer and ours and any(peer[key] != ours[key] for key in ("commit", "machine"))
+    ]  # fmt: skip
+    return [f"The two were not measured at one commit on the same GPUs: {'; '.join(apart)}.", ""] if apart else []
+
+
+def cards() -> list[str]:
+    """Every run: its step, memory, power and clock, so that a reader sees what a slow one was short of."""
+    rows = []
+    for race in races():
+        for card in sorted(race["cards"], key=lambda card: race["cells"].index(card["cell"])):
+            rows.append([race["ranks"], card["cell"], card["who"], *_card(card), str(card["commit"])[:7]])
+    heads = ["GPUs", "cell", "who", "words or flags", "tokens/s/GPU", "ms a step", "GiB", "power, W (limit)",
+             "clock, MHz", "loss", "commit"]  # fmt: skip
+    return table(heads, rows) if rows else NOT_YET
+
+
+def _card(card: dict[str, Any]) -> list[Any]:
+    words = f"`{card['words']}`"
+    if "error" in card:
+        return [words, card["error"], *[None] * 5]
+    felt, limits = card["gpu"], card["machine"]["power_limit_watts"]
+    power = f"{felt['power_watts']:.0f}" if "power_watts" in felt else None
+    if power and limits and limits[0]:
+        power += f" ({limits[0]:.0f})"
+    steps, (first, last) = card["steps_ms"], card["losses"]
+    return [words, _thousands(card["tokens_per_second_per_gpu"]), f"{min(steps):.1f} to {max(steps):.1f}", _gib(card),
+            power, _thousands(felt.get("sm_clock_mhz")), f"{first:.2f} → {last:.2f}"]  # fmt: skip
+
+
+def breakdown() -> list[str]:
+    """Of each step that was profiled: every kind of work, and what it would take at its limit."""
+    lines = []
+    for race in races():
+        for cell, found in race["breakdowns"].items():
+            said = " ".join(f"`{word}`" for word in found["words"].split())
+            rows = [[part["part"], f"{part['ms']:.1f}", f"{part['limit_ms']:.1f}",
+                     f"{part['ms'] - part['limit_ms']:.1f}"] for part in found["parts"]]  # fmt: skip
+            sums = [sum(part[key] for part in found["parts"]) for key in ("ms", "limit_ms")]
+            rows.append(["all", f"{sums[0]:.1f}", f"{sums[1]:.1f}", f"{sums[0] - sums[1]:.1f}"])
+            gpus = "one GPU" if race["ranks"] == 1 else f"{race['ranks']} GPUs"
+            lines += [f"{cell} on {gpus}, {said}, commit {str(found['commit'])[:7]}:", ""]
+            lines += [*table(["", "ms", "at best", "more"], rows), ""]
+    return lines or NOT_YET
+
+
+def images() -> list[str]:
+    """The rounds in which the Trainer and plain loops took turns."""
+    rows = []
+    for result in (one for one in read("images") if not one["tiny"]):
+        for section, name in IMAGES.items():
+            parts = result["sections"].get(section, {})
+            row = parts.get("in turn with plain loops, compile=model", {})
+            if row.get("ok"):
+                alone = parts.get("trainer, compile=model", {}).get("peak_memory_gib")
+                plain = median(row["rounds"]["plain, compiled"])
+                rows.append([name, row["plan"]["micro_batch_size"], _thousands(plain),
+                             _thousands(row["images_per_second"]), f"{row['ratio_to_plain']:.3f}",
+                             None if alone is None else f"{alone:.1f}", row["commit"][:7]])  # fmt: skip
+    heads = ["", "micro-batch", "plain loop, images/s", "ours", "ratio", "peak reserved GiB", "commit"]
+    return table(heads, rows) if rows else NOT_YET
+
+
+def _thousands(value: float | None) -> str | None:
+    return None if value is None else f"{value:,.0f}"
+
+
+def _share(value: float | None, whole: float | None, digits: int) -> str | None:
+    return None if not value or not whole else f"{value / whole:.{digits}f}"
+
+
+def _gib(card: dict[str, Any] | None) -> str:
+    return "–" if card is None or not card["peak_reserved_gib"] else f"{card['peak_reserved_gib']:.1f}"
+
+
+TABLES = {"race_1": lambda: llama(1), "race_2": lambda: llama(2), "race_cards": cards, "race_breakdown": breakdown,
+          "race_images": images}  # fmt: skip

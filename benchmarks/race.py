@@ -1,0 +1,300 @@
+"""The race: Llama 3 here and in torchtitan on the same GPUs, in turn, cell by cell, with a card for each run.
+
+    python benchmarks/race.py --ranks 1            Llama 1.5 B on one GPU
+    python benchmarks/race.py --ranks 2            Llama 3 8 B on two GPUs, under fsdp
+    python benchmarks/race.py --ranks 1 --only 'fp8' --again       some cells; runs of this commit are made again
+    python benchmarks/race.py --ranks 1 --breakdown                where the fastest step of ours goes, from a profile
+    python benchmarks/race.py --accelerator cpu --tiny             tries it out anywhere
+
+A run of ours is `python train.py` as a user would start it; a run of torchtitan is its own launcher, on the same random
+tokens, sequences of 8,192, fp32 masters, AdamW, clipping at 1.0. Each cell has several runs of ours: words among which
+a user would choose. Writes benchmarks/results/race-<gpu>-x<ranks>.json after every run; a run that this commit has a
+card of is left out. Where torchtitan is not installed, ours run alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+from benchmarks.harness import commands, results, roofline, titan  # noqa: E402
+from benchmarks.harness.data import RANDOM_TOKENS  # noqa: E402
+from benchmarks.harness.gpus import GpuWatch, describe_gpus  # noqa: E402
+from benchmarks.harness.kernels import costliest  # noqa: E402
+from benchmarks.harness.trainers import TINY_LANGUAGE_MODEL, on_all  # noqa: E402
+from shardwise.config.compose import compose  # noqa: E402
+from shardwise.run_dir.files import METRICS, PLAN, SUMMARY, profile_folder, profile_trace  # noqa: E402
+from shardwise.run_dir.rows import read_rows  # noqa: E402
+
+WARM_UP, STEPS, EVERY = 8, 24, 4  # a line of both logs has the mean of four steps
+PROFILED = 12
+ENOUGH = 60  # seconds: with less left of --within, no run begins
+SIZES = {1: "1.5B", 2: "8B"}
+LENGTH = 8192
+MODELS = {
+    1: ["model=llama3_1b", "model.tie_embeddings=false", "strategy=ddp"],
+    2: ["model=llama3_8b", "strategy=fsdp"],
+}
+ALWAYS = [*RANDOM_TOKENS, "optimizer.lr=1e-4", "gradient_clip_val=1.0", f"log_every_n_steps={EVERY}"]
+DEFAULTS = ["precision=bf16", "compile=model", "attention=fa4"]  # of ours, where a run does not say otherwise
+TINY = [
+    *(word for word in TINY_LANGUAGE_MODEL if not word.startswith("micro")), "compile=none", "attention=auto",
+    "loss=auto",
+]  # fmt: skip
+TINY_FP8 = ["precision.fp8.emulate=true", "precision.fp8.min_features=16"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """`flags`: torchtitan's; None: a run of ours."""
+
+    cell: str
+    who: str
+    words: str
+    flags: str | None = None
+
+    @property
+    def key(self) -> dict[str, str]:
+        return {"cell": self.cell, "who": self.who, "words": self.words}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`ours`: the words of each run. `theirs`: micro-batch, activation checkpointing and flags of torchtitan's."""
+
+    name: str
+    ours: tuple[str, ...]
+    theirs: tuple[int, str, str]
+
+
+CELLS = {
+    1: (
+        Cell("micro-batch 2", ("micro_batch_size=2 loss=full", "micro_batch_size=2 loss=fused"), (2, "none", "")),
+        Cell("micro-batch 4", ("micro_batch_size=4 loss=full", "micro_batch_size=4 loss=fused"), (4, "none", "")),
+        Cell("micro-batch 6", ("micro_batch_size=6 loss=full", "micro_batch_size=6 loss=fused"), (6, "none", "")),
+        Cell("micro-batch 4, fp8", ("micro_batch_size=4 precision=fp8 loss=full",
+             "micro_batch_size=4 precision=fp8 loss=fused"), (4, "none", titan.FP8)),
+    ),
+    2: (
+        Cell("no checkpointing, micro-batch 1",
+             ("micro_batch_size=1 loss=fused", "micro_batch_size=1 loss=full",
+              "micro_batch_size=1 loss=fused compile=layer"), (1, "none", "")),
+        Cell("best", ("micro_batch_size=3 loss=fused activation_checkpointing=selective",
+             "micro_batch_size=3 loss=fused activation_checkpointing=selective compile=layer"), (3, "selective", "")),
+        Cell("full checkpointing, micro-batch 2",
+             ("micro_batch_size=2 loss=fused activation_checkpointing=full",
+              "micro_batch_size=2 loss=fused activation_checkpointing=full compile=layer"), (2, "full", "")),
+        Cell("fp8, micro-batch 1", ("micro_batch_size=1 precision=fp8 loss=fused",
+             "micro_batch_size=1 precision=fp8 loss=fused compile=layer"), (1, "none", titan.FP8)),
+    ),
+}  # fmt: skip
+
+
+class Race:
+    """The runs on one number of GPUs, and the file with their cards."""
+
+    def __init__(self, options: Any) -> None:
+        self.options, self.ranks = options, options.ranks
+        self.environment, device = results.measured_on(options.accelerator, options.commit)
+        self.path = options.out / f"race-{device}-x{self.ranks}.json"
+        before = json.loads(self.path.read_text()) if self.path.exists() else {}
+        cells = CELLS[min(self.ranks, 2)]
+        self.cells = [cell for cell in cells if re.search(options.only, cell.name)]
+        self.machine = describe_gpus(options.accelerator, self.ranks)
+        self.watch = GpuWatch(options.accelerator, self.ranks)
+        self.deadline = time.monotonic() + options.within
+        self.result: dict[str, Any] = {
+            "command": f"python benchmarks/race.py --ranks {self.ranks}", "ranks": self.ranks, "tiny": options.tiny,
+            "words": [*MODELS[min(self.ranks, 2)], *ALWAYS], "environment_variables": titan.ENVIRONMENT,
+            "ceilings": roofline.CEILINGS, "steps": {"warm_up": WARM_UP, "all": STEPS, "every": EVERY},
+            "cells": [cell.name for cell in cells],
+            "cards": before.get("cards", []), "breakdowns": before.get("breakdowns", {}),
+        }  # fmt: skip
+
+    def runs(self) -> list[Run]:
+        """In turn: torchtitan's run of a cell, then ours."""
+        peer = titan.version() if self.options.accelerator == "cuda" else None
+        if peer is None:
+            print("torchtitan is not installed, or there is no GPU: ours run alone", flush=True)
+        found = []
+        for cell in self.cells:
+            micro_batch, checkpointing, more = cell.theirs
+            if peer is not None:
+                flags = f"--training.local_batch_size {micro_batch} --activation_checkpoint.mode {checkpointing} {more}"
+                found.append(Run(cell.name, f"torchtitan {peer}", flags.strip(), flags))
+            found += [Run(cell.name, "ours", with_defaults(words)) for words in cell.ours]
+        return found
+
+    def has_card(self, run: Run) -> bool:
+        """Of this commit. Without a commit nobody knows."""
+        commit = self.environment["commit"]
+        return any(
+            commit and card["commit"] == commit and all(card[key] == value for key, value in run.key.items())
+            for card in self.result["cards"]
+        )
+
+    def make(self, run: Run) -> bool:
+        """A run and its card. False: too little time is left for it."""
+        left = self.deadline - time.monotonic()
+        if left < ENOUGH:
+            return False
+        began, limit = time.monotonic(), min(left, self.options.timeout)
+        with tempfile.TemporaryDirectory() as folder:
+            found = (self.ours if run.flags is None else self.theirs)(run, Path(folder), limit)
+        seconds = round(time.monotonic() - began, 1)
+        if found.get("exit_code") == commands.TOO_LONG and left < self.options.timeout:
+            return False
+        card = run.key | found | {"seconds": seconds, "commit": self.environment["commit"],
+                                  "environment": self.environment, "machine": self.machine}  # fmt: skip
+        kept = [old for old in self.result["cards"] if any(old[key] != value for key, value in run.key.items())]
+        self.result["cards"] = [*kept, card]
+        results.write(self.path, self.result)
+        print(f"{run.cell}: {run.who}, {run.words}: {in_words(card)}  ({seconds} s)", flush=True)
+        return True
+
+    def ours(self, run: Run, folder: Path, limit: float, more: tuple[str, ...] = ()) -> dict[str, Any]:
+        given = self.words_of(run, *more)
+        line = [*given, f"accelerator={self.options.accelerator}", f"runs_dir={folder}", "name=ours"]
+        code, felt = self.watched([sys.executable, str(ROOT / "train.py"), *line], folder / "log", limit)
+        found = {"command": shlex.join(["python", "train.py", *given]), "limit": roofline.limit(work_of(given))}
+        ran = folder / "ours"
+        rows = [row for row in read_rows(ran / METRICS) if row.get("train/step_seconds")]
+        if code or not rows or not (ran / SUMMARY).exists():
+            return found | commands.failure(code, limit, folder / "log")
+        plan, summary = (json.loads((ran / name).read_text()) for name in (PLAN, SUMMARY))
+        timed = [row for row in rows if int(row["step"]) > WARM_UP]
+        return found | self.speed(plan["micro_batch_size"] * plan["data"]["sequence_length"], {
+            "steps_ms": [round(float(row["train/step_seconds"]) * 1e3, 3) for row in timed],
+            "peak_reserved_gib": summary["peak_memory_gib"],
+            "losses": [float(row["train/loss"]) for row in (rows[0], rows[-1])],
+        }) | {
+            "gpu": felt, "first_step_seconds": summary["first_step_seconds"], "kernels": summary["attention"],
+            "plan": {name: plan[name] for name in
+                     ("precision", "loss", "attention", "compile", "activation_checkpointing")},
+        }  # fmt: skip
+
+    def theirs(self, run: Run, folder: Path, limit: float) -> dict[str, Any]:
+        flags = (run.flags or "").split()
+        micro_batch = int(flags[1])
+        given = ["--model.flavor", SIZES[min(self.ranks, 2)], "--training.seq_len", str(LENGTH),
+                 "--training.steps", str(STEPS), "--metrics.log_freq", str(EVERY), *flags]  # fmt: skip
+        line = titan.command(self.ranks, given, folder)
+        code, felt = self.watched(line, folder / "log", limit)
+        found = {"command": shlex.join(["python", *line[1:]]).replace(str(folder), "FOLDER")}
+        said = titan.read_log((folder / "log").read_text(errors="replace"), WARM_UP, micro_batch * LENGTH)
+        if code or not said:
+            return found | commands.failure(code, limit, folder / "log")
+        return found | self.speed(micro_batch * LENGTH, said) | {"gpu": felt}
+
+    def speed(self, tokens: int, measured: dict[str, Any]) -> dict[str, Any]:
+        ms = median(measured["steps_ms"])
+        return {"ms_per_step": ms, "tokens_per_second_per_gpu": round(tokens / ms * 1e3, 1)} | measured
+
+    def words_of(self, run: Run, *more: str) -> list[str]:
+        tiny = [*TINY, *(TINY_FP8 if "fp8" in run.words else [])] if self.options.tiny else []
+        fixed = [*MODELS[min(self.ranks, 2)], *ALWAYS, f"max_steps={STEPS}"]
+        return on_all([*fixed, *run.words.split(), *tiny, *more], self.ranks)
+
+    def watched(self, command: list[str], log: Path, limit: float) -> tuple[int, dict[str, float]]:
+        """The exit code, and what the GPUs felt in the timed steps, which the log tells as they pass."""
+        seen: dict[str, dict[str, float]] = {}
+
+        def look() -> None:
+            steps = re.findall(r"\bstep:? +(\d+)", log.read_text(errors="replace"))
+            if steps and int(steps[-1]) >= WARM_UP and "begin" not in seen:
+                self.watch.begin()
+                seen["begin"] = {}
+            if steps and int(steps[-1]) >= STEPS and "end" not in seen:
+                seen["end"] = self.watch.end()
+
+        return commands.run(command, log, limit, look, titan.ENVIRONMENT), seen.get("end", {})
+
+    def break_down(self) -> None:
+        """Profile one step of the fastest run of ours that the cells have, and set its parts beside their limits."""
+        names = [cell.name for cell in self.cells]
+        cards = [card for card in self.result["cards"]
+                 if card["who"] == "ours" and card["cell"] in names and "ms_per_step" in card]  # fmt: skip
+        if not cards:
+            sys.exit("no run of ours is recorded: run this without --breakdown first")
+        best = max(cards, key=lambda card: card["tokens_per_second_per_gpu"])
+        run = Run(best["cell"], "ours", best["words"])
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            found = self.ours(run, folder, self.options.timeout, (f"profile.start={PROFILED}",))
+            profile = profile_folder(folder / "ours", PROFILED)
+            if not (profile / SUMMARY).exists():
+                sys.exit(f"the profile was not written: {found.get('error', 'the reader left nothing')}")
+            parts = roofline.beside_limits(json.loads((profile / SUMMARY).read_text()), found["limit"]["parts_ms"])
+            parts["kernels"] = costliest(profile_trace(profile, 0))
+        where = {"commit": self.environment["commit"], "environment": self.environment, "machine": self.machine}
+        self.result["breakdowns"][run.cell] = run.key | parts | where
+        results.write(self.path, self.result)
+        for part in parts["parts"]:
+            print(f"{part['part']:24} {part['ms']:8.2f} ms, at best {part['limit_ms']:8.2f}", flush=True)
+
+
+def with_defaults(words: str) -> str:
+    given = {word.split("=")[0] for word in words.split()}
+    return " ".join([words, *(word for word in DEFAULTS if word.split("=")[0] not in given)])
+
+
+def work_of(words: list[str]) -> roofline.Work:
+    config = compose(words).jobs[0].config
+    assert config.data is not None
+    checkpointing = config.activation_checkpointing
+    return roofline.Work(
+        config.module["model"], config.micro_batch_size, config.data["sequence_length"],
+        shards=1 if config.strategy.name.value == "ddp" else int(config.devices or 1),
+        fp8=config.precision.name.value == "fp8",
+        recompute=checkpointing.name.value, recomputed_layers=1 / checkpointing.every_n_layers,
+    )  # fmt: skip
+
+
+def in_words(card: dict[str, Any]) -> str:
+    if "error" in card:
+        return str(card["error"])
+    peak, felt = card["peak_reserved_gib"], card["gpu"]
+    memory = f", {peak:.1f} GiB" if peak else ""
+    power = f", {felt['power_watts']:.0f} W, {felt['sm_clock_mhz']:.0f} MHz" if "power_watts" in felt else ""
+    first, last = card["losses"]
+    return f"{card['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU{memory}{power}, losses {first:.3f} … {last:.3f}"
+
+
+def main() -> None:
+    parser = results.command_line(__doc__)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--tiny", action="store_true", help="a small model, for trying it out")
+    parser.add_argument("--only", default="", help="a regular expression: cells to run, the others stay as recorded")
+    parser.add_argument("--again", action="store_true", help="runs that this commit has a card of are made again")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds for one run")
+    parser.add_argument("--within", type=float, default=1e9, help="seconds for all runs; call it again for the rest")
+    parser.add_argument("--breakdown", action="store_true", help="a profile of our fastest recorded run of the cells")
+    options = parser.parse_args()
+    race = Race(options)
+    try:
+        if options.breakdown:
+            race.break_down()
+            return
+        for run in race.runs():
+            if not options.again and race.has_card(run):
+                print(f"{run.cell}: {run.who}, {run.words}: this commit has its card", flush=True)
+            elif not race.make(run):
+                print(f"the time is over before {run.cell}: {run.who}, {run.words}; the same command goes on there")
+                break
+    finally:
+        race.watch.stop()
+
+
+if __name__ == "__main__":
+    main()

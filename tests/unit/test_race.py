@@ -1,0 +1,220 @@
+"""The race beside torchtitan: limits, cards, what is run again, and the page, without a GPU and without torchtitan."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import race
+from benchmarks.harness import commands, results, roofline, titan
+from benchmarks.pages import performance
+from recipes.language_modeling.model import Transformer
+from shardwise.run_dir.files import METRICS, PLAN, SUMMARY
+
+SIZES = {"vocab_size": 320, "dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96,
+         "tie_embeddings": False}  # fmt: skip
+THEIRS = """[rank0]:[titan] 2026-11-22 10:00:00,000 - root - INFO - Training starts at step 1
+[rank0]:\x1b[31mstep:  1  \x1b[32mloss: 12.20000  grad_norm:  2.1  memory: 42.00GiB(30.1%)  tps: 1,024  mfu: 1%
+[rank0]:step:  8  loss: 11.90000  grad_norm:  2.1  memory: 46.80GiB(33.1%)  tps: 40,000  tflops: 1  mfu: 1%
+[rank0]:step: 12  loss: 11.70000  grad_norm:  2.1  memory: 46.80GiB(33.1%)  tps: 50,000  tflops: 1  mfu: 1%
+[rank0]:step: 16  loss: 11.50000  grad_norm:  2.1  memory: 46.80GiB(33.1%)  tps: 40,000  tflops: 1  mfu: 1%
+"""
+
+
+def test_the_limit_counts_the_models_own_operations_and_parameters() -> None:
+    with torch.device("meta"):
+        model = Transformer(**SIZES, max_seq_len=32)
+    work = roofline.Work(SIZES, micro_batch=2, length=32)
+    parts = roofline.parts_ms(work)
+    matmul = parts["matmul"] / 1e3 * roofline.MATMUL
+    attention = parts["attention"] / 1e3 * roofline.ATTENTION * 3 / 3.5  # the model counts a backward as two forwards
+    assert matmul + attention == pytest.approx(model.training_flops(2, 32), rel=1e-12)
+    norms = (2 * SIZES["n_layers"] + 1) * SIZES["dim"]
+    updated = parts["optimizer"] / 1e3 * roofline.MEMORY / roofline.OPTIMIZER_BYTES
+    assert updated == pytest.approx(model.count_parameters() - norms, rel=1e-12)
+
+
+def test_the_limit_knows_recomputing_fp8_and_shards() -> None:
+    def parts(**more: Any) -> dict[str, float]:
+        return roofline.parts_ms(roofline.Work(SIZES, micro_batch=2, length=32, **more))
+
+    whole, full = parts(), parts(recompute="full")
+    head = 3 * 2 * 64 * SIZES["vocab_size"] * SIZES["dim"] / roofline.MATMUL * 1e3
+    assert full["matmul"] - head == pytest.approx((whole["matmul"] - head) * 4 / 3)
+    assert full["attention"] == pytest.approx(whole["attention"] * 4.5 / 3.5)
+    assert parts(recompute="full", recomputed_layers=0.5)["attention"] == pytest.approx(whole["attention"] * 4 / 3.5)
+    selective = parts(recompute="selective")
+    assert selective["matmul"] == whole["matmul"] and selective["elementwise"] == full["elementwise"]
+    assert full["elementwise"] > whole["elementwise"]
+    assert parts(fp8=True)["matmul"] - head == pytest.approx((whole["matmul"] - head) / 2)
+    assert parts(shards=2)["optimizer"] == pytest.approx(whole["optimizer"] / 2)
+    found = roofline.limit(roofline.Work(SIZES, micro_batch=2, length=32))
+    assert found["tokens_per_second_per_gpu"] == pytest.approx(64e3 / sum(whole.values()), rel=1e-3)
+
+
+def test_the_words_of_a_run_make_its_work() -> None:
+    words = [*race.MODELS[2], *race.ALWAYS, "micro_batch_size=3", "devices=2", "global_batch_size=6", "precision=fp8",
+             "activation_checkpointing=full", "activation_checkpointing.every_n_layers=2"]  # fmt: skip
+    work = race.work_of(words)
+    assert (work.micro_batch, work.length, work.shards, work.fp8) == (3, 8192, 2, True)
+    assert (work.recompute, work.recomputed_layers, work.model["dim"]) == ("full", 0.5, 4096)
+    assert race.work_of([*words, "strategy=ddp", "precision=bf16"]).shards == 1
+
+
+def test_the_words_of_all_runs_are_known() -> None:
+    for ranks, cells in race.CELLS.items():
+        given = [word for cell in cells for words in cell.ours for word in race.with_defaults(words).split()]
+        race.work_of(race.on_all([*race.MODELS[ranks], *race.ALWAYS, *given], ranks))
+    assert race.with_defaults("micro_batch_size=1 compile=layer").count("compile=") == 1
+
+
+def test_torchtitans_log_is_read() -> None:
+    found = titan.read_log(THEIRS, warm_up=8, tokens=16_000)
+    assert found == {"steps_ms": [320.0, 400.0], "peak_reserved_gib": 46.8, "losses": [12.2, 11.5]}
+    assert titan.read_log("step 9 of nothing", warm_up=8, tokens=16_000) == {}
+
+
+def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    looks: list[int] = []
+    code = commands.run(
+        [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(600)"], tmp_path / "log", 1.0,
+        lambda: looks.append(1),
+    )  # fmt: skip
+    assert code == commands.TOO_LONG and looks
+    assert commands.failure(code, 1.0, tmp_path / "log")["error"] == "did not end in 1 s"
+    (tmp_path / "log").write_text("torch.OutOfMemoryError: CUDA out of memory.")
+    assert commands.failure(1, 1.0, tmp_path / "log")["error"] == "out of memory"
+
+
+class Runs:
+    """In place of `commands.run`: makes the folder that a run of ours leaves, or fails."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.code = 0
+
+    def __call__(self, command: list[str], log: Path, limit: float, look: Any, environment: Any) -> int:
+        self.made.append(next(word for word in command if word.startswith("loss=")))
+        log.write_text("step 8/24\nstep 24/24\n")
+        look()
+        folder = log.parent / "ours"
+        folder.mkdir()
+        rows = [f"{step},{0.5 if step > 8 else 9.0},{12 - step / 10}" for step in (1, 4, 8, 12, 16)]
+        (folder / METRICS).write_text("\n".join(["step,train/step_seconds,train/loss", *rows, ""]))
+        summary = {"peak_memory_gib": 40.5, "first_step_seconds": 9.0, "attention": None}
+        (folder / SUMMARY).write_text(json.dumps(summary))
+        plan: dict[str, Any] = dict.fromkeys(
+            ("precision", "loss", "attention", "compile", "activation_checkpointing"), "x"
+        )
+        plan |= {"micro_batch_size": 2, "data": {"sequence_length": 8192}}
+        (folder / PLAN).write_text(json.dumps(plan))
+        return self.code
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    found = Runs()
+    monkeypatch.setattr(commands, "run", found)
+    monkeypatch.setattr(race, "work_of", lambda words: roofline.Work(SIZES, micro_batch=2, length=8192))
+    return found
+
+
+def run_race(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str, commit: str = "a" * 40) -> dict[str, Any]:
+    line = ["race.py", "--accelerator", "cpu", "--out", str(out), "--commit", commit, "--only", "batch 2$", *words]
+    monkeypatch.setattr(sys, "argv", line)
+    race.main()
+    [path] = out.glob("race-*.json")
+    return json.loads(path.read_text())  # type: ignore[no-any-return]
+
+
+def test_a_run_has_a_card_and_is_not_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run_race(monkeypatch, tmp_path)
+    assert runs.made == ["loss=full", "loss=fused"]
+    card = found["cards"][0]
+    assert (card["ms_per_step"], card["tokens_per_second_per_gpu"]) == (500.0, 32768.0)
+    assert card["losses"] == [11.9, 10.4] and card["peak_reserved_gib"] == 40.5
+    assert card["limit"]["ms_per_step"] > 0 and card["commit"] == "a" * 40
+    assert "runs_dir" not in card["command"] and card["environment"]["packages"]["torch"]
+    run_race(monkeypatch, tmp_path)
+    assert len(runs.made) == 2, "cards of this commit"
+    run_race(monkeypatch, tmp_path, "--again")
+    assert len(runs.made) == 4
+    found = run_race(monkeypatch, tmp_path, commit="b" * 40)
+    assert len(runs.made) == 6 and [card["commit"][0] for card in found["cards"]] == ["b", "b"]
+
+
+def test_what_the_time_cuts_short_has_no_card(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_race(monkeypatch, tmp_path)
+    monkeypatch.setattr(race, "ENOUGH", 0)
+    runs.code = commands.TOO_LONG
+    assert all("error" not in card for card in run_race(monkeypatch, tmp_path, "--again", "--within", "9")["cards"])
+    assert "the time is over" in capsys.readouterr().out
+    cards = run_race(monkeypatch, tmp_path, "--again")["cards"]
+    assert [card["error"] for card in cards] == ["did not end in 240 s"] * 2
+
+
+def card_of(who: str, speed: float, **more: Any) -> dict[str, Any]:
+    return {
+        "cell": "micro-batch 2", "who": who, "words": "loss=full", "tokens_per_second_per_gpu": speed,
+        "commit": "c" * 40, "ms_per_step": 300.0, "steps_ms": [299.0, 301.0], "peak_reserved_gib": 42.0,
+        "losses": [12.2, 12.1], "gpu": {"power_watts": 690.0, "sm_clock_mhz": 1700.0},
+        "machine": {"digests": ["1"], "power_limit_watts": [700.0]},
+        "limit": {"tokens_per_second_per_gpu": 80_000.0},
+    } | more  # fmt: skip
+
+
+def test_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    assert all(made() == ["Not run yet."] for made in performance.TABLES.values())
+    step = {"exposed_communication_ms": 0.0, "copies_alone_ms": 1.0, "idle_ms": 2.0, "span_ms": 33.0,
+            "communication_ms": 0.0}  # fmt: skip
+    profile = {"kinds_ms": {"matmul": 20.0, "attention": 5.0, "elementwise": 4.0, "copies and casts": 1.0},
+               "step": step, "kernels": []}  # fmt: skip
+    broken = roofline.beside_limits(profile, {"matmul": 18.0, "elementwise": 3.0})
+    content = {
+        "tiny": False, "ranks": 1, "cells": ["micro-batch 2", "micro-batch 4"],
+        "cards": [
+            card_of("torchtitan 0.2.2", 50_000.0), card_of("ours", 60_000.0, commit="d" * 40),
+            card_of("ours", 55_000.0, words="loss=fused"), card_of("ours", 9e9, error="out of memory"),
+        ],
+        "breakdowns": {"micro-batch 2": {"words": "loss=full", "commit": "d" * 40, **broken}},
+    }  # fmt: skip
+    results.write(tmp_path / "race-h200-x1.json", content)
+    lines = performance.TABLES["race_1"]()
+    assert lines[0].startswith("| | torchtitan 0.2.2 | ours |") and len(lines) == 6
+    assert lines[2] == "| micro-batch 2 | 50,000 | 60,000 | 1.200 | 80,000 | 0.75 | 42.0 / 42.0 | `loss=full` |"
+    assert "not measured at one commit" in lines[4]
+    assert performance.TABLES["race_2"]() == ["Not run yet."]
+    text = "\n".join(performance.TABLES["race_cards"]())
+    assert "690 (700)" in text and "1,700" in text and "out of memory" in text
+    parts = performance.TABLES["race_breakdown"]()
+    assert "| matmul | 20.0 | 18.0 | 2.0 |" in parts and "| elementwise | 5.0 | 3.0 | 2.0 |" in parts
+    assert "| all | 33.0 | 21.0 | 12.0 |" in parts
+    results.write(tmp_path / "race-h200-x1.json", content | {"tiny": True})
+    assert performance.TABLES["race_1"]() == ["Not run yet."]
+
+
+def test_a_part_that_this_commit_has_is_left_out(tmp_path: Path) -> None:
+    head = {"environment": {}, "size": 1, "tiny": True, "sections": {}}
+    asked: list[str] = []
+
+    def measure(name: str) -> dict[str, Any]:
+        asked.append(name)
+        return {}
+
+    for commit in ("a", "a", "b"):
+        parts = results.Parts(
+            tmp_path / "x.json", head, limit_seconds=9, commit=commit, only="", prepare=lambda: None,
+            words=lambda row: "done", missing=True,
+        )  # fmt: skip
+        assert parts.part("one", "part", lambda commit=commit: measure(commit))["ok"]
+    assert asked == ["a", "b"]
