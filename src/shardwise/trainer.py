@@ -29,6 +29,7 @@ from shardwise.metrics.loggers import build_loggers
 from shardwise.optim.matrices import choose_matrices, describe_choice
 from shardwise.optim.optimizers import configure_optimizers, muon_matrices
 from shardwise.optim.ownership import check_ownership
+from shardwise.parallel.hugging_face_models import hugging_face_models
 from shardwise.parallel.precision import default_dtype, set_parameter_dtype
 from shardwise.parallel.units import find_units
 from shardwise.plan import Plan
@@ -65,7 +66,7 @@ def build_module(plan: Plan) -> LightningModule:
         choose_loss(plan.loss.name)
     set_parameter_dtype(module, plan.precision)
     check_takes_attention(plan, module)
-    check_takes_context(plan, module)
+    check_takes_context(plan, module, has_models=bool(hugging_face_models(module)))
     if (choose_attention := choose_attention_of(module)) is not None:
         choose_attention(plan.attention.name)
     if plan.optimizer is not None:

@@ -77,7 +77,9 @@ USED = {
     "optim/deepspeed_operators.py": "_get_build_directory",
     "parallel/activation_checkpointing.py": "_cdata _higher_order_ops _pytree _schema",
     "parallel/compile.py": "_dynamo _functorch",
+    "parallel/context_hugging_face.py": "_attn_implementation _global_mapping",
     "parallel/context_parallel.py": "_c10d_functional",
+    "parallel/hugging_face_models.py": "_attn_implementation _supports_attention_backend",
     "parallel/float8.py": (
         "_aot_autograd _axiswise_dim _data _dynamo _foreach_norm _functorch _local_tensor _orig_dtype _parameters "
         "_scale"
@@ -412,6 +414,15 @@ NAMES = {
     ),
     "_hp_mapping": name("deepspeed.utils.mixed_precision_linkage", "where a parameter's master lies in the flat one"),
     "_no_split_modules": name("transformers.modeling_utils", "which layers a Hugging Face model names as its units"),
+    "_attn_implementation": name(
+        "transformers.configuration_utils", "the name under which a model asks for its attention and masks"
+    ),
+    "_global_mapping": name(
+        "transformers.utils.generic.GeneralInterface", "a registered name is taken back; its __delitem__ does not"
+    ),
+    "_supports_attention_backend": name(
+        "transformers.modeling_utils", "whether a model asks for its attention by name; nothing else tells"
+    ),
     "_exit": name("os", "documented by Python"),
     "_current_frames": name("sys", "documented by Python: where every thread stands when a run hangs"),
     "_getframe": name("sys", "documented by Python: who has set should_stop"),
@@ -422,6 +433,14 @@ NAMES = {
 
 # Functions whose name is not private, but which are replaced, or which nobody has promised to keep: why, and arguments.
 CALLED = {
+    "transformers.masking_utils.find_packed_sequence_indices": (
+        "as its masks find texts in a sequence",
+        "(position_ids)",
+    ),
+    "transformers.masking_utils.packed_sequence_compatibility_function": (
+        "its masks keep texts in a sequence apart with it, which are told of a part alone",
+        "(mask_function, position_ids, packed_sequence_mask)",
+    ),
     "lightning.fabric.plugins.environments.slurm.SLURMEnvironment.detect": (
         "the launcher knows who started the ranks",
         "()",

@@ -57,7 +57,7 @@ class TrainLoader:
         plan: Plan,
         rank: int,
         device: torch.device,
-        loss_weight: Callable[[Any], int] | None,
+        loss_weight: Callable[[Any], float] | None,
         flops: Callable[[Any], int] | None = None,
         group: Group = lambda: None,
         mesh: Mesh | None = None,
@@ -69,7 +69,7 @@ class TrainLoader:
         self._scales: deque[Tensor | None] = deque()
         self.window_start = 0  # the clock at the begin of the current window
         self._window_begins = False  # until `window_has_begun` has said so
-        self.window_weight = 0  # the sum of its loss weights (tokens, samples) on this rank
+        self.window_weight = 0.0  # the sum of its loss weights (tokens, samples) on this rank
         self.window_flops = 0  # the sum of its FLOPs on this rank
         self.fetching_seconds = 0.0  # how long the host waited for the window
         self.has_ended = False  # whether the last micro-batch was the epoch's last; known for streams only

@@ -57,7 +57,7 @@ class ContextParallel:
                     f"{rule}: batch[{name!r}] has sequences of {tensor.shape[1]} positions, which {self.ranks} ranks "
                     f"cannot divide equally; make their length a multiple of {self.ranks}"
                 )
-        return {**batch, **{name: _pinned_as(self._own(batch[name], 1), batch[name]) for name in self.tensors}}
+        return {**batch, **{name: _pinned_as(self.own(batch[name], 1), batch[name]) for name in self.tensors}}
 
     def begin_batch(self, batch: Any) -> None:
         """Note the length of this rank's part of the batch that a step is about to see."""
@@ -77,10 +77,10 @@ class ContextParallel:
     def layout(self, positions: Tensor, documents: Tensor | None) -> dict[str, Any]:
         whole = positions.shape[-1]
         self._check_length(whole // self.ranks)
-        own = self._own(positions, -1)
+        own = self.own(positions, -1)
         return {"positions": own} | ({"masks": self._masks(documents, whole, own.device)} if self.by_keys else {})
 
-    def _own(self, whole: Tensor, dim: int) -> Tensor:
+    def own(self, whole: Tensor, dim: int) -> Tensor:
         """Of a tensor with all positions along `dim`: those of this rank."""
         return torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in self.runs(whole.shape[dim])], dim)
 
@@ -104,6 +104,29 @@ class ContextParallel:
         part = attention(*self._all_positions(q, k, v), layout, kernel)
         return self._all_heads(part)
 
+    def attend_with(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, attention: Callable[..., Tensor]
+    ) -> Tensor:
+        """Attention of this rank's positions by `attention(q, k, v, mask)`, which knows no rank.
+
+        `mask`: bool, by heads that of whole sequences or None, and by keys this rank's rows of it.
+        """
+        if not self.by_keys:
+            self._check_heads(k.shape[1])
+            return self._all_heads(attention(*self._all_positions(q, k, v), mask))
+        assert mask is not None
+        if k.shape == v.shape:
+            k, v = self._gathered(torch.stack((k, v)))
+        else:
+            k, v = (self._gathered(x.unsqueeze(0)).squeeze(0) for x in (k, v))
+        runs = self.runs(q.shape[2] * self.ranks)
+        sizes = [end - begin for begin, end in runs]
+        outs = [
+            attention(rows, k[:, :, :end], v[:, :, :end], own[..., :end])
+            for (_, end), rows, own in zip(runs, q.split(sizes, 2), mask.split(sizes, 2), strict=True)
+        ]
+        return torch.cat(outs, dim=2)
+
     def _check_length(self, length: int) -> None:
         if length != self.length:
             raise ConfigError(
@@ -123,11 +146,17 @@ class ContextParallel:
 
     def _all_positions(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, heads, part, D] of this rank's positions -> [B, heads / ranks, whole, D] of some heads."""
-        counts = [x.shape[1] // self.ranks for x in (q, k, v)]
-        by_rank = torch.cat([_split(x, 1, self.ranks) for x in (q, k, v)], dim=2)  # [B, ranks, heads, part, D]
-        arrived = exchange(by_rank.transpose(0, 1), self.group)  # [ranks, B, heads, part, D], in the order of positions
-        q, k, v = torch.split(arrived.permute(1, 2, 0, 3, 4).flatten(2, 3), counts, dim=1)
+        if q.shape[3] != v.shape[3]:
+            q, k = self._exchanged(q, k)
+            return q, k, *self._exchanged(v)
+        q, k, v = self._exchanged(q, k, v)
         return q, k, v
+
+    def _exchanged(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        counts = [x.shape[1] // self.ranks for x in tensors]
+        by_rank = torch.cat([_split(x, 1, self.ranks) for x in tensors], dim=2)  # [B, ranks, heads, part, D]
+        arrived = exchange(by_rank.transpose(0, 1), self.group)  # [ranks, B, heads, part, D], in the order of positions
+        return torch.split(arrived.permute(1, 2, 0, 3, 4).flatten(2, 3), counts, dim=1)
 
     def _all_heads(self, part: Tensor) -> Tensor:
         """[B, heads / ranks, whole, D] -> [B, heads, part, D]."""
@@ -210,6 +239,28 @@ def exchange(parts: Tensor, group: str) -> Tensor:
 def gather(part: Tensor, group: str, ranks: int) -> Tensor:
     """[…] -> [ranks, …], of every rank of the group. The gradients of all ranks are summed."""
     found: Tensor = _Gather.apply(part, group, ranks)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _SumLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: str, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        c10d = torch.ops._c10d_functional
+        total: Tensor = c10d.wait_tensor(c10d.all_reduce(part, "sum", group))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient * ctx.ranks, None, None
+
+
+def sum_losses(part: Tensor, parts: ContextParallel) -> Tensor:
+    """The loss of whole sequences, on every rank, of what each rank's part adds to it.
+
+    Gradients are averaged over the ranks later on, so each part has as many times its own gradient as there are ranks.
+    """
+    found: Tensor = _SumLosses.apply(part, parts.group, parts.ranks)  # type: ignore[no-untyped-call]
     return found
 
 

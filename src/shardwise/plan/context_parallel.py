@@ -59,8 +59,10 @@ def _method(config: RunConfig, strategy: FsdpConfig, rule: str) -> Literal["head
     return "keys"
 
 
-def check_takes_context(plan: Plan, module: Any) -> None:
+def check_takes_context(plan: Plan, module: Any, *, has_models: bool = True) -> None:
     """Check that a LightningModule or its class takes part in context parallelism.
+
+    `has_models`: models of Hugging Face are in it, or may be: of a class this is not known.
 
     Raises:
         ConfigError: it does not say what of a batch is divided, or how much a part of it counts.
@@ -70,11 +72,11 @@ def check_takes_context(plan: Plan, module: Any) -> None:
         return
     missing = [] if sequence_tensors_of(module) else ["sequence_tensors"]
     missing += [] if weighs_its_loss(module) else ["loss_weight"]
-    if missing:
+    if missing and not ("sequence_tensors" in missing and has_models):
         raise ConfigError(
-            f"strategy.context_parallel_size={ranks}: {plan.module['_target_']} has no {' and no '.join(missing)}, so "
-            f"its sequences cannot be divided over ranks; leave it out, or see docs/parallelism.md for how a module "
-            f"takes part"
+            f"strategy.context_parallel_size={ranks}: {plan.module['_target_']} has no {' and no '.join(missing)} and "
+            f"no model of Hugging Face, so its sequences cannot be divided over ranks; leave it out, or see "
+            f"docs/parallelism.md for how a module takes part"
         )
     if getattr(module, "automatic_optimization", True) is False:
         raise ConfigError(

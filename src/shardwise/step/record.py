@@ -87,7 +87,7 @@ class StepRecord:
     # purpose. With several ranks there follow sums over them: of the loss, and of the three numbers of `of_rank`.
     values: Readback
     ranks: int  # that are summed over
-    of_rank: tuple[int, int, int]  # loss weight and FLOPs of this rank's micro-batches, and its signal requests
+    of_rank: tuple[float, int, int]  # loss weight and FLOPs of this rank's micro-batches, and its signal requests
     losses: list[Tensor]  # what each micro-batch of this rank added to the loss
     gradients: list[tuple[nn.Parameter, Tensor]]  # parameters and the norms of this rank's parts of their gradients
     begin: Tick
@@ -118,7 +118,7 @@ class LoadedWindow(Protocol):
     """What the loader knows about the window that it has handed over: see data/loaders.py."""
 
     window_start: int
-    window_weight: int
+    window_weight: float
     window_flops: int
     fetching_seconds: float
 
@@ -133,7 +133,7 @@ class StepRecorder:
         self._begin: Tick | None = None  # when the current step began
         self._arrived: Tick | None = None
         self._zero = torch.zeros((), device=device)
-        self._of_rank: tuple[int, int, int] | None = None  # see `StepRecord.of_rank`
+        self._of_rank: tuple[float, int, int] | None = None  # see `StepRecord.of_rank`
         self._of_rank_on_device = torch.empty(0)  # the same numbers
 
     def restart_clock(self) -> None:
@@ -212,7 +212,7 @@ class StepRecorder:
         verdict.clear_request()
         return step
 
-    def _sums_over_ranks(self, loss: Tensor, of_rank: tuple[int, int, int]) -> Tensor:
+    def _sums_over_ranks(self, loss: Tensor, of_rank: tuple[float, int, int]) -> Tensor:
         """The sums of the loss and of `of_rank`, in one small collective. Does not wait.
 
         What peers on an axis share is counted once. A signal may reach any rank.

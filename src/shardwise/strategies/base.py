@@ -40,7 +40,7 @@ from shardwise.parallel.parallelize import copy_outside_units, parallelize
 from shardwise.parallel.precision import ParameterSites
 from shardwise.parallel.units import Units, units_for
 from shardwise.plan import Plan
-from shardwise.protocols import flops_of, loss_weight_of
+from shardwise.protocols import flops_of
 from shardwise.step.buffers import BufferKeeper
 from shardwise.step.forward import StepForward
 from shardwise.step.precision_plugin import PlannedPrecision
@@ -165,8 +165,8 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
         if self.train_loader is not None:
             raise ConfigError("several training loaders: a step is one global batch of one loader; combine the data")
         self.train_loader = TrainLoader(
-            dataloader, self.plan, rank, self.root_device, loss_weight_of(module), flops_of(module), self.file_group,
-            self.mesh, self._cut,
+            dataloader, self.plan, rank, self.root_device, self._loss_weight(module), flops_of(module),
+            self.file_group, self.mesh, self._cut,
         )  # fmt: skip
         if self.is_global_zero:
             print("".join(f"{line}\n" for line in self.train_loader.notices()), end="", flush=True)

@@ -11,9 +11,10 @@ from lightning.pytorch import LightningModule
 from shardwise.distributed.mesh import Mesh
 from shardwise.lightning_internals.results import use_group_in_metrics
 from shardwise.nn.sequence_parts import use_sequence_parts
+from shardwise.parallel.context_hugging_face import divide_models
 from shardwise.parallel.context_parallel import ContextParallel
 from shardwise.plan import Plan
-from shardwise.protocols import sequence_tensors_of
+from shardwise.protocols import loss_weight_of, sequence_tensors_of
 
 
 class DividedSequences:
@@ -25,14 +26,20 @@ class DividedSequences:
     global_rank: int
     at_teardown: Callable[[Callable[[], Any]], None]
     context: ContextParallel | None = None
+    _sharing_batches = 1  # the ranks that are given the same whole batches, of which each computes a part
 
     def _divide_sequences(self, module: LightningModule) -> None:
         """Let attention of this process work on parts of sequences until the run ends."""
         if self.plan.topology.context == 1:
             return
-        by_keys = self.plan.strategy.context_parallel_method == "keys"
-        self.context = ContextParallel(self.mesh.group("context"), by_keys=by_keys, tensors=sequence_tensors_of(module))
-        use_sequence_parts(self.context)
+        by_keys, tensors = self.plan.strategy.context_parallel_method == "keys", sequence_tensors_of(module)
+        parts = ContextParallel(self.mesh.group("context"), by_keys=by_keys, tensors=tensors)
+        if not tensors:  # models of Hugging Face are given whole batches, and divide them themselves
+            self._sharing_batches = parts.ranks
+            self.at_teardown(divide_models(module, parts))
+            return
+        self.context = parts
+        use_sequence_parts(parts)
         self.at_teardown(partial(use_sequence_parts, None))
 
     @property
@@ -43,6 +50,11 @@ class DividedSequences:
     def _cut(self, batch: Any) -> Any:
         """This rank's part of a batch of whole sequences."""
         return batch if self.context is None else self.context.cut(batch)
+
+    def _loss_weight(self, module: LightningModule) -> Callable[[Any], float] | None:
+        """How much a batch counts on this rank."""
+        weight, ranks = loss_weight_of(module), self._sharing_batches
+        return weight if weight is None or ranks == 1 else lambda batch: weight(batch) / ranks
 
     def _begin_batch(self, batch: Any, *_: Any) -> None:
         if not self.plan.topology.is_data_parallel_only:
