@@ -34,12 +34,13 @@ from tests.harness.divided import (
     reference,
 )
 from tests.harness.exact_resume import unlike
-from tests.harness.parity import largest
+from tests.harness.parity import BOUNDS, largest
 from tests.harness.reference import update_deviation
 
 SAVED = 2  # steps, of STEPS
+BOUND = BOUNDS["fp32"]
 LAYERS = 4  # of a run that goes on under another layout: so many can be interleaved
-DEEP = (f"model.n_layers={LAYERS}",)
+DEEP = (f"model.n_layers={LAYERS}", "deterministic=true")  # GPUs have the same bits twice with the second word alone
 
 
 def _axes(words: tuple[str, ...], data_ranks: int = 1) -> tuple[int, int, tuple[str, ...]]:
@@ -83,6 +84,7 @@ LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "pipeline 2, copies, tensor 2": _axes(axis_words(2, 1, 2, *COPIES), 2),
     "pipeline 2, tensor 2, context 2": _axes(axis_words(2, 2, 2, KEYS)),
 }
+WITHOUT_AXES = ["one", "ddp", "fsdp", "zero2"]
 AXES = [name for name, (_, _, words) in LAYOUTS.items() if any("_parallel_size=" in word for word in words)]
 
 
@@ -94,6 +96,17 @@ class Pair:
 
     def __str__(self) -> str:
         return f"{self.saved} → {self.resumed}, {'tied' if self.tied else 'untied'}"
+
+
+def matrix_pairs(layouts: Sequence[str], ranks: Sequence[int]) -> list[Pair]:
+    """What `make checkpoint-matrix` runs of these layouts, where both sides have one of these numbers of ranks: each
+    with itself, both ways with every strategy without axes, and with two others of the list, one near and one far."""
+    names, pairs = [name for name in layouts if LAYOUTS[name][0] in ranks], dict[Pair, None]()
+    for number, name in enumerate(names):
+        others = [names[(number + step) % len(names)] for step in (0, 1, len(names) // 2)]
+        pairs |= dict.fromkeys(Pair(name, other) for other in (*others, *WITHOUT_AXES))
+        pairs |= dict.fromkeys(Pair(other, name) for other in WITHOUT_AXES)
+    return [pair for pair in pairs if {LAYOUTS[pair.saved][0], LAYOUTS[pair.resumed][0]} <= set(ranks)]
 
 
 def layout_plan(

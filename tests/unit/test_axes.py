@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness.axes import MIXTURES, axes_cells
 from tests.harness.divided import BATCH, Divided
-from tests.harness.layouts import AXES, LAYOUTS
+from tests.harness.layouts import AXES, LAYOUTS, WITHOUT_AXES, Pair, matrix_pairs
 
 CELLS = {cell: name for ranks in (2, 4, 8) for cell, name in axes_cells(ranks).items()}
 
@@ -43,3 +43,16 @@ def test_every_value_occurs_with_every_layout(name: str) -> None:
     found = values([cell for cell, other in CELLS.items() if other == name])
     assert [len(column) for column in found[:3] + found[4:]] == [2, 2, 2, 2, 3]
     assert max(found[3]) == BATCH // LAYOUTS[name][1]
+
+
+def test_every_layout_is_saved_and_gone_on_with() -> None:
+    """With itself, both ways with what has no axes, and both ways with other layouts."""
+    pairs = matrix_pairs(AXES, (1, 2, 4, 8))
+    assert len(pairs) == len(set(pairs))
+    for name in AXES:
+        assert Pair(name, name) in pairs
+        assert {(Pair(name, one) in pairs, Pair(one, name) in pairs) for one in WITHOUT_AXES} == {(True, True)}
+        others = set(AXES) - {name}
+        assert others & {pair.resumed for pair in pairs if pair.saved == name}
+        assert others & {pair.saved for pair in pairs if pair.resumed == name}
+    assert all(LAYOUTS[pair.saved][0] <= 2 >= LAYOUTS[pair.resumed][0] for pair in matrix_pairs(AXES, (1, 2)))
