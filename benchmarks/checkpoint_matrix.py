@@ -1,15 +1,21 @@
-"""Saved under every strategy and resumed under every other: the matrix of docs/checkpointing.md.
+"""Saved under one strategy or layout and resumed under another: the matrices of docs/checkpointing.md.
 
-    make checkpoint-matrix                                                     CPU, gloo: 1, 2 and 4 ranks
+    make checkpoint-matrix                                                     CPU, gloo: 1, 2, 4 and 8 ranks
     python benchmarks/checkpoint_matrix.py --accelerator cuda --ranks 1,2,4    NCCL
+    python benchmarks/checkpoint_matrix.py --strategies '' --ranks 1,2         layouts of at most two ranks alone
 
 Three steps, a checkpoint, and twenty more steps under the other strategy, compared with a plain loop that was never
 interrupted. SGD with momentum and AdamW, two parameter groups, one of them with weight decay. Writes
 benchmarks/results/resume-<device>.json as it goes.
+
+The layouts of tensor, context and pipeline axes have a language model, AdamW and two steps before the checkpoint and
+behind it. On the same layout, too, each goes on: that run is to have the bits of one that never stopped. Writes
+benchmarks/results/layouts-<device>.json.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 import tempfile
@@ -22,9 +28,10 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.limits import on_ranks  # noqa: E402
+from tests.harness import layouts  # noqa: E402
 from tests.harness.across import BOUND, FURTHER, NAMES, SAVED, resume_all, save_all, sides  # noqa: E402
 
-PART = 24  # pairs that share a group of processes
+PART = 48  # pairs that share a group of processes, times the ranks
 OPTIMIZERS = ["sgd", "adamw"]
 
 
@@ -43,38 +50,90 @@ def resumed(
     ]
 
 
-def main() -> None:
-    parser = results.command_line(__doc__, accelerator="cpu")
-    parser.add_argument("--ranks", type=results.numbers, default="1,2,4", help="comma-separated")
-    parser.add_argument("--strategies", default=";".join(NAMES), help="separated by semicolons")
-    parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
-    parser.add_argument("--timeout", type=float, default=300, help=f"seconds for {PART} pairs")
-    arguments = parser.parse_args()
+def measure_strategies(arguments: argparse.Namespace, result: dict[str, Any], path: Path) -> None:
     optimizers, timeout = arguments.optimizers.split(","), arguments.timeout
     mine = [side for n in arguments.ranks for side in sides(arguments.strategies.split(";"), n)]
-    environment, device = results.measured_on(arguments.accelerator, arguments.commit)
-    result: dict[str, Any] = {
-        "command": results.command(),
-        "environment": environment,
-        "settings": {"saved_after": SAVED, "further_steps": FURTHER, "bound": BOUND, "optimizers": optimizers},
-        "sides": [vars(side) for side in mine],
-        "pairs": [],
-    }
+    result["settings"] = {"saved_after": SAVED, "further_steps": FURTHER, "bound": BOUND, "optimizers": optimizers}
+    result["sides"] = [vars(side) for side in mine]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for n in arguments.ranks:
+        for n in dict.fromkeys(side.ranks for side in mine):
             of_n = [side for side in mine if side.ranks == n]
             on_ranks(n, save_all, folder, of_n, optimizers, arguments.accelerator, timeout_seconds=timeout)
-        for n in arguments.ranks:
+        for n in dict.fromkeys(side.ranks for side in mine):
             pairs = list(itertools.product(mine, [side for side in mine if side.ranks == n]))
-            for first in range(0, len(pairs), PART):
-                part = pairs[first : first + PART]
+            for first in range(0, len(pairs), PART // n):
+                part = pairs[first : first + PART // n]
                 rows = resumed(n, part, folder, optimizers, arguments.accelerator, timeout)
                 result["pairs"] += rows
-                results.write(arguments.out / f"resume-{device}.json", result)
+                results.write(path, result)
                 bad = [row for row in rows if "error" in row or row["loss"] > BOUND or row["update"] > 10 * BOUND]
                 print(f"{len(result['pairs'])} cells, {time.monotonic() - began:.0f} s; not: {bad}", flush=True)
+
+
+def measure_layouts(arguments: argparse.Namespace, result: dict[str, Any], path: Path) -> None:
+    accelerator, timeout = arguments.accelerator, arguments.timeout
+    pairs = layouts.matrix_pairs(arguments.layouts.split(";"), arguments.ranks)
+    result["settings"] = {"saved_after": layouts.SAVED, "steps": layouts.STEPS, "bound": layouts.BOUND}
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        straight: dict[str, list[Any]] = {}  # a layout → what each rank of a run that does not stop found
+        for n in sorted({ranks_of(pair.saved) for pair in pairs}):
+            names = dict.fromkeys(pair.saved for pair in pairs if ranks_of(pair.saved) == n)
+            saving = [(name, True) for name in names]
+            found = on_ranks(n, layouts.save_layouts, Path(folder), saving, accelerator, timeout_seconds=timeout)
+            straight |= {name: [rank[name, True] for rank in found] for name in names}
+        for n in sorted({ranks_of(pair.resumed) for pair in pairs}):
+            of_n = [pair for pair in pairs if ranks_of(pair.resumed) == n]
+            for first in range(0, len(of_n), PART // n):
+                rows = went_on(n, of_n[first : first + PART // n], Path(folder), straight, accelerator, timeout)
+                result["pairs"] += rows
+                results.write(path, result)
+                bad = [row for row in rows if not row.get("holds")]
+                print(f"{len(result['pairs'])} pairs, {time.monotonic() - began:.0f} s; not: {bad}", flush=True)
+
+
+def ranks_of(layout: str) -> int:
+    return layouts.LAYOUTS[layout][0]
+
+
+def went_on(
+    n: int, part: list[layouts.Pair], folder: Path, straight: dict[str, list[Any]], accelerator: str, timeout: float
+) -> list[dict[str, Any]]:
+    """A row for each pair, on `n` ranks."""
+    try:
+        found = on_ranks(n, layouts.go_on, folder, part, accelerator, timeout_seconds=timeout)
+    except AssertionError as error:
+        print(str(error)[-3000:], flush=True)
+        return [{"saved": pair.saved, "resumed": pair.resumed, "error": str(error)[-500:]} for pair in part]
+    rows = []
+    for pair, *ranks in zip(part, *found, strict=True):
+        off = layouts.off_the_plain_loop(pair, ranks[0], accelerator)
+        row = {"saved": pair.saved, "resumed": pair.resumed, "deviation": off}
+        row["read_otherwise"] = different = layouts.unlike_saved(ranks[0])
+        if pair.saved == pair.resumed:
+            both = zip(straight[pair.saved], ranks, strict=True)
+            row["unlike_straight"] = sorted({what for rank in both for what in layouts.unlike_straight(*rank)})
+            different = different + row["unlike_straight"]
+        rows.append(row | {"holds": off <= layouts.BOUND and not different})
+    return rows
+
+
+def main() -> None:
+    parser = results.command_line(__doc__, accelerator="cpu")
+    parser.add_argument("--ranks", type=results.numbers, default="1,2,4,8", help="comma-separated")
+    parser.add_argument("--strategies", default=";".join(NAMES), help="separated by semicolons; '': none")
+    parser.add_argument("--layouts", default=";".join(layouts.AXES), help="separated by semicolons; '': none")
+    parser.add_argument("--optimizers", default=",".join(OPTIMIZERS), help="of the strategies")
+    parser.add_argument("--timeout", type=float, default=300, help=f"seconds for {PART} / ranks pairs")
+    arguments = parser.parse_args()
+    environment, device = results.measured_on(arguments.accelerator, arguments.commit)
+    head = {"command": results.command(), "environment": environment}
+    if arguments.strategies:
+        measure_strategies(arguments, head | {"pairs": []}, arguments.out / f"resume-{device}.json")
+    if arguments.layouts:
+        measure_layouts(arguments, head | {"pairs": []}, arguments.out / f"layouts-{device}.json")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Every strategy and stock Lightning's, compared with a plain one-process loop: the data of docs/parity.md.
+"""Every strategy, every layout of tensor, context and pipeline axes, and stock Lightning's strategies, compared with a
+plain one-process loop: the data of docs/parity.md.
 
-    make parity        CPU, gloo: 1, 2 and 4 ranks
+    make parity        CPU, gloo: 1, 2, 4 and 8 ranks
     make parity-gpu    NCCL: as many of 2, 4 and 8 GPUs as there are (ARGS="--ranks 2": two)
 
-Writes benchmarks/results/matrix-<device>-x<ranks>.json as it goes.
+`--only ^Divided` measures the layouts alone, `--only ^Cell` the strategies. Writes benchmarks/results/
+matrix-<device>-x<ranks>.json (strategies) and axes-<device>-x<ranks>.json (layouts) as it goes.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,8 @@ from benchmarks.harness.trainers import stock_trainer  # noqa: E402
 from shardwise.distributed.process_group import init_process_group  # noqa: E402
 from shardwise.plan import Plan  # noqa: E402
 from shardwise.rank import quiet_lightning  # noqa: E402
+from tests.harness import axes  # noqa: E402
+from tests.harness.divided import run_divided  # noqa: E402
 from tests.harness.everything import BATCH, Network, rows  # noqa: E402
 from tests.harness.parity import (  # noqa: E402
     BOUNDS,
@@ -47,7 +53,9 @@ from tests.harness.parity import (  # noqa: E402
 )  # fmt: skip
 from tests.harness.reference import OPTIMIZERS, WEIGHT_DECAY, groups_of, update_deviation  # noqa: E402
 
-PART = 30  # cells that share a group of processes: what hangs or dies costs the others little
+# Cells that share a group of processes, times the ranks. What hangs or dies costs the others little, and every cell
+# leaves groups behind, whose threads a machine with few cores feels.
+PART = 60
 # Clipping hides a gradient that was divided twice, so that one cell is without it.
 STOCK_CELLS = [Cell("ddp", "fp32", optimizer, accumulate, clip, False)
                for optimizer in OPTIMIZERS for accumulate, clip in ((1, CLIP), (4, CLIP), (4, None))]  # fmt: skip
@@ -163,26 +171,62 @@ def stock_update(folder: Path, name: str, cell: Cell, plan: Plan) -> float:
     return max(update_deviation({n: start[n] for n in trained}, ours, final).values())
 
 
-def measured(ranks: int, accelerator: str, only: str, timeout: float) -> Any:
+@dataclass
+class Matrix:
+    """Cells that share a file of results."""
+
+    file: str
+    cells: list[Any]
+    run: Callable[..., list[Any]]  # in each rank: what each of some cells gives
+    row: Callable[[Any, list[Any]], dict[str, Any]]  # of a cell and what each rank found
+    settings: dict[str, Any]
+
+
+def matrices(ranks: int, accelerator: str, only: str) -> list[Matrix]:
+    """The strategies and the layouts; without those of which `only` leaves no cell."""
+
+    def row_of_strategy(cell: Cell, found: list[Any]) -> dict[str, Any]:
+        return row_of(cell, ranks, found[0], accelerator)
+
+    def row_of_layout(cell: axes.Divided, found: list[Any]) -> dict[str, Any]:
+        return axes.row_of(names[cell], cell, found, accelerator)
+
+    names = axes.axes_cells(ranks)
+    settings = {"steps": STEPS, "global_batch_size": BATCH, "clip": CLIP, "weight_decay": WEIGHT_DECAY}
+    both = [
+        Matrix("matrix", all_cells(ranks), run_strategies, row_of_strategy, settings),
+        Matrix("axes", list(names), run_divided, row_of_layout, axes.SETTINGS),
+    ]
+    for one in both:
+        one.cells = [cell for cell in one.cells if re.search(only, str(cell))]
+    return [one for one in both if one.cells]
+
+
+def run_strategies(folder: Path, ranks: int, cells: list[Cell], accelerator: str) -> list[Any]:
+    """In each rank."""
+    return list(run_cells(folder, ranks, cells, accelerator).values())
+
+
+def measured(matrix: Matrix, ranks: int, accelerator: str, timeout: float) -> Any:
     """Rows of the matrix, a part at a time."""
-    cells = [cell for cell in all_cells(ranks) if re.search(only, str(cell))]
-    for first in range(0, len(cells), PART):
-        part = cells[first : first + PART]
+    size = PART // ranks
+    for first in range(0, len(matrix.cells), size):
+        part = matrix.cells[first : first + size]
         with tempfile.TemporaryDirectory() as name:
             try:
-                found = on_ranks(ranks, run_cells, Path(name), ranks, part, accelerator, timeout_seconds=timeout)[0]
+                found = on_ranks(ranks, matrix.run, Path(name), ranks, part, accelerator, timeout_seconds=timeout)
             except AssertionError as error:
                 print(str(error)[-3000:], flush=True)
                 yield [{**vars(cell), "error": str(error)[-500:]} for cell in part]
                 continue
-            yield [row_of(cell, ranks, result, plan_of(cell, ranks, Path(name) / "plan", accelerator))
-                   for cell, result in found.items()]  # fmt: skip
+            yield [matrix.row(cell, of_ranks) for cell, *of_ranks in zip(part, *found, strict=True)]
 
 
-def row_of(cell: Cell, ranks: int, result: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def row_of(cell: Cell, ranks: int, result: dict[str, Any], accelerator: str) -> dict[str, Any]:
     found = deviations(cell, result)
     bound = BOUNDS[cell.precision]
-    precision = plan.precision
+    with tempfile.TemporaryDirectory() as name:
+        precision = plan_of(cell, ranks, Path(name) / "plan", accelerator).precision
     return {
         **vars(cell), **found, "bound": bound,
         "holds": max(found["update"], found["loss"], found["gradient_norm"]) <= bound,
@@ -208,35 +252,31 @@ def stock(ranks: int, accelerator: str, timeout: float) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = results.command_line(__doc__, accelerator="cpu")
-    parser.add_argument("--ranks", type=results.numbers, help="default: 1,2,4 on the CPU, of 2,4,8 what there is")
+    parser.add_argument("--ranks", type=results.numbers, help="default: 1,2,4,8 on the CPU, of 2,4,8 what there is")
     parser.add_argument("--only", default="", help="a regular expression: cells to measure, and no stock")
-    parser.add_argument("--timeout", type=float, default=300, help=f"seconds for {PART} cells")
+    parser.add_argument("--timeout", type=float, default=300, help=f"seconds for {PART} / ranks cells")
     parser.add_argument("--stock-only", action="store_true", help="the recorded cells stay")
     arguments = parser.parse_args()
     there = torch.cuda.device_count()
-    default = [1, 2, 4] if arguments.accelerator == "cpu" else [n for n in (2, 4, 8) if n <= there]
+    default = [1, 2, 4, 8] if arguments.accelerator == "cpu" else [n for n in (2, 4, 8) if n <= there]
     environment, device = results.measured_on(arguments.accelerator, arguments.commit)
     for ranks in arguments.ranks or default:
-        result: dict[str, Any] = {
-            "command": results.command(), "ranks": ranks, "environment": environment, "cells": [], "stock": [],
-            "settings": {"steps": STEPS, "global_batch_size": BATCH, "clip": CLIP, "weight_decay": WEIGHT_DECAY},
-        }  # fmt: skip
-        path = arguments.out / f"matrix-{device}-x{ranks}.json"
-        if arguments.stock_only:
-            recorded = json.loads(path.read_text())
-            result |= {key: recorded[key] for key in ("cells", "command", "environment")}
-        else:
-            measure(ranks, arguments, result, path)
+        head = {"command": results.command(), "ranks": ranks, "environment": environment}
+        for matrix in [] if arguments.stock_only else matrices(ranks, arguments.accelerator, arguments.only):
+            result = head | {"cells": [], "stock": [], "settings": matrix.settings}
+            measure(matrix, ranks, arguments, result, arguments.out / f"{matrix.file}-{device}-x{ranks}.json")
         if ranks == 2 and not arguments.only:
+            path = arguments.out / f"matrix-{device}-x{ranks}.json"
+            result = json.loads(path.read_text())
             rows_of_stock = stock(ranks, arguments.accelerator, arguments.timeout)
             result["stock"] = [{**row, "commit": environment["commit"]} for row in rows_of_stock]
             results.write(path, result)
 
 
-def measure(ranks: int, arguments: argparse.Namespace, result: dict[str, Any], path: Path) -> None:
+def measure(matrix: Matrix, ranks: int, arguments: argparse.Namespace, result: dict[str, Any], path: Path) -> None:
     """Fills the result's cells, and writes it after each part of them."""
     began = time.monotonic()
-    for part in measured(ranks, arguments.accelerator, arguments.only, arguments.timeout):
+    for part in measured(matrix, ranks, arguments.accelerator, arguments.timeout):
         result["cells"] += part
         results.write(path, result)
         bad = [row for row in part if not row.get("holds")]

@@ -86,6 +86,55 @@ def resumed() -> list[str]:
     return lines
 
 
+def layouts() -> list[str]:
+    """Both ways between each layout of tensor, context and pipeline axes and what has none of them."""
+    lines = []
+    for result in read("layouts"):
+        pairs, settings = result["pairs"], result["settings"]
+        axes = list(dict.fromkeys(pair["saved"] for pair in pairs if "unlike_straight" in pair))
+        without = [name for name in dict.fromkeys(pair["resumed"] for pair in pairs) if name not in axes]
+        read_well = sum("error" not in pair and not pair["read_otherwise"] for pair in pairs)
+        rows = []
+        for name in axes:
+            mine = [pair for pair in pairs if pair["saved"] == name]
+            others = [pair for pair in mine if pair["resumed"] in axes and pair["resumed"] != name]
+            rows.append([
+                name,
+                of_pairs([pair for pair in mine if pair["resumed"] == name]),
+                of_pairs(others),
+                *(of_pairs([pair for pair in mine if pair["resumed"] == other]) for other in without),
+                *(of_pairs([pair for pair in pairs if (pair["saved"], pair["resumed"]) == (other, name)])
+                  for other in without),
+            ])  # fmt: skip
+        words = [SAYS.get(name, name) for name in without]
+        lines += [
+            f"{device_of(result, 'CPU, gloo', default='cpu')}, {torch_and_commit(result['environment'])}. "
+            f"`{result['command']}`. Saved after {settings['saved_after']} of {settings['steps']} steps; "
+            f"{len(pairs)} pairs. In {read_well} of them every weight and every tensor of the optimizer were read to "
+            f"the bit.",
+            "",
+            *table(["", "itself", "two others", *(f"→ {w}" for w in words), *(f"{w} →" for w in words)], rows),
+            "",
+        ]
+    return lines
+
+
+SAYS = {"one": "one process", "ddp": "ddp 2", "fsdp": "fsdp 2", "zero2": "zero2 2"}
+
+
+def of_pairs(pairs: list[dict[str, Any]]) -> str:
+    """The largest deviation; of a run that went on under its own layout, what has other bits."""
+    if not pairs:
+        return ""
+    if any("error" in pair for pair in pairs):
+        return "failed"
+    if any(pair["read_otherwise"] for pair in pairs):
+        return "read otherwise"
+    if "unlike_straight" in pairs[0]:
+        return "the same bits" if not pairs[0]["unlike_straight"] else "other bits"
+    return f"{max(pair['deviation'] for pair in pairs):.0e}"
+
+
 def side_of(side: dict[str, Any]) -> str:
     return f"{side['strategy']} {side['ranks']}"
 
@@ -107,4 +156,4 @@ def direct_storage() -> list[str]:
     return table(["one GPU, its local disk", "writes, GB/s", "reads, GB/s"], rows)
 
 
-TABLES = {"direct_storage": direct_storage, "saving": saving, "exact": exact, "resumed": resumed}
+TABLES = {"direct_storage": direct_storage, "saving": saving, "exact": exact, "layouts": layouts, "resumed": resumed}

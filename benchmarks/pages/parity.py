@@ -1,4 +1,5 @@
-"""docs/parity.md: how far each strategy is from the plain loop, beside stock Lightning, and what that takes."""
+"""docs/parity.md: how far each strategy, and each layout of more axes, is from the plain loop, beside stock Lightning,
+and what that takes."""
 
 from __future__ import annotations
 
@@ -33,19 +34,62 @@ def page() -> list[str]:
         every = dict.fromkeys(cell["strategy"] for r in alike for cell in r["cells"])
         if missing := [name for name in every if name not in {cell["strategy"] for cell in result["cells"]}]:
             lines += [f"Not measured here: {'; '.join(missing)}.", ""]
+    return lines + axes()
+
+
+def axes() -> list[str]:
+    """The layouts of tensor, context and pipeline axes: a row for each layout and precision."""
+    if not (measured := read("axes")):
+        return []
+    settings = measured[0]["settings"]
+    lines = [
+        "## Tensor, context and pipeline axes",
+        "",
+        f"{settings['steps']} steps of the language model with four layers (tests/harness/axes.py). No number of ranks "
+        "divides its vocabulary, sequences have different numbers of valid tokens, and the last batch of the "
+        "validation is smaller. *shard*: FSDP2 over as many ranks. *copies*: ranks that hold the same. The reference "
+        "is again one process and the whole global batch. A cell also fails if a rank ends with other weights, in any "
+        "bit, or with other metrics.",
+        "",
+        "**Not the full product.** There are two precisions, SGD with momentum and AdamW, tied and untied embeddings, "
+        f"clipping to {settings['clip']} and none, 1, 2, 4 and 8 micro-batches a step, and activation checkpointing: "
+        "none, selective and full. On two ranks each layout has eight cells, in which any two values of the first five "
+        "occur together. On more ranks each layout has four cells, in which every value occurs. So every value occurs "
+        "with every axis. A micro-batch has at least one sample: layouts with two data ranks have at most four "
+        "micro-batches, and those with four have two.",
+        "",
+    ]
+    for result in measured:
+        cells = result["cells"]
+        kinds = dict.fromkeys((c["layout"], c["precision"]) for c in cells)
+        rows = [
+            [*kind, *worst([c for c in cells if (c["layout"], c["precision"]) == kind], "validation")] for kind in kinds
+        ]
+        lines += [
+            *heading(result, "###"),
+            *table(["layout", "precision", "cells", "update", "loss", "gradient norm", "validation", "bound"], rows),
+            "",
+        ]
     return lines
+
+
+def heading(result: dict[str, Any], level: str) -> list[str]:
+    environment = result["environment"]
+    return [
+        f"{level} {result['ranks']} × {device_of(result, 'CPU processes, gloo', default='cpu')}",
+        "",
+        f"{versions(environment)}, {commit_of(environment)}. `{result['command']}`",
+        "",
+    ]
 
 
 def matrix(result: dict[str, Any]) -> list[str]:
     """One run of the matrix: a row for each strategy and precision."""
-    environment, cells = result["environment"], result["cells"]
+    cells = result["cells"]
     kinds = dict.fromkeys((c["strategy"], c["precision"]) for c in cells)
     rows = [[*kind, *worst([c for c in cells if (c["strategy"], c["precision"]) == kind])] for kind in kinds]
     return [
-        f"## {result['ranks']} × {device_of(result, 'CPU processes, gloo', default='cpu')}",
-        "",
-        f"{versions(environment)}, {commit_of(environment)}. `{result['command']}`",
-        "",
+        *heading(result, "##"),
         *table(["strategy", "precision", "cells", "update", "loss", "gradient norm", "bound"], rows),
         "",
         *stock(result),
@@ -53,11 +97,11 @@ def matrix(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def worst(cells: list[dict[str, Any]]) -> list[str]:
+def worst(cells: list[dict[str, Any]], *more: str) -> list[str]:
     """How many cells ended, their largest deviations, and the bound."""
     ran = [c for c in cells if "error" not in c]
     ended = f"{len(ran)}" + ("" if len(ran) == len(cells) else f" of {len(cells)} ended")
-    largest = [f"{max(c[key] for c in ran):.1e}" if ran else "" for key in ("update", "loss", "gradient_norm")]
+    largest = [f"{max(c[key] for c in ran):.1e}" if ran else "" for key in ("update", "loss", "gradient_norm", *more)]
     broken = "" if all(c["holds"] for c in ran) else " **exceeded**"
     return [ended, *largest, (f"{ran[0]['bound']:.0e}" if ran else "") + broken]
 

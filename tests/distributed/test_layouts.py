@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.layouts import LAYOUTS, Pair, go_on, off_the_plain_loop, save_layouts, unlike_saved
-from tests.harness.parity import BOUNDS
+from tests.harness.layouts import BOUND, LAYOUTS, Pair, go_on, off_the_plain_loop, save_layouts, unlike_saved
 from tests.harness.processes import spawn
 
 PAIRS = {
@@ -39,4 +38,4 @@ def test_the_run_goes_on_with_another_layout(which: str, tmp_path: Path) -> None
     assert not any(different.values()), different
     off = {str(pair): off_the_plain_loop(pair, result) for pair, result in found.items()}
     print("NUMBERS", off)
-    assert max(off.values()) <= BOUNDS["fp32"], off
+    assert max(off.values()) <= BOUND, off

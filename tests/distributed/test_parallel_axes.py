@@ -8,47 +8,49 @@ from unittest.mock import patch
 
 import torch
 
-from tests.harness.divided import CLIP, Divided, deviation, run_divided, run_saved
+from tests.harness.divided import (
+    CLIP,
+    HEADS,
+    HYBRID,
+    INTERLEAVED,
+    KEYS,
+    Divided,
+    axis_words,
+    deviation,
+    run_divided,
+    run_saved,
+)
 from tests.harness.parity import BOUNDS
 from tests.harness.processes import spawn
 
-
-def layout(tensor: int = 1, context: int = 1, pipeline: int = 1, *more: str) -> tuple[str, ...]:
-    sizes = {"tensor": tensor, "context": context, "pipeline": pipeline}
-    return ("strategy=fsdp", *(f"strategy.{axis}_parallel_size={n}" for axis, n in sizes.items() if n > 1), *more)
-
-
-HEADS, KEYS = (f"strategy.context_parallel_method={method}" for method in ("heads", "keys"))
-INTERLEAVED = ("strategy.pipeline_schedule=interleaved", "strategy.pipeline_chunks=2")
-HYBRID = ("strategy=fsdp_hybrid", "strategy.shard_size=2")
 CHECKPOINTED = ("activation_checkpointing=full", "loss=chunked")
 HARD: dict[str, Any] = {"tied": False, "optimizer": "sgd", "more": CHECKPOINTED}
 
 # Four ranks
 TWO_AXES = [
-    Divided(layout(2, 2, 1, KEYS)),
-    Divided(layout(2, 1, 2, *INTERLEAVED), layers=4, more=CHECKPOINTED),
-    Divided(layout(1, 2, 2, HEADS), layers=2, tied=False, optimizer="sgd"),
+    Divided(axis_words(2, 2, 1, KEYS)),
+    Divided(axis_words(2, 1, 2, *INTERLEAVED), layers=4, more=CHECKPOINTED),
+    Divided(axis_words(1, 2, 2, HEADS), layers=2, tied=False, optimizer="sgd"),
 ]
 MORE_OF_TWO_AXES = [
-    Divided(layout(2, 2, 1, HEADS), **HARD),
-    Divided(layout(2, 2, 1, HEADS), precision="fp32", more=("activation_checkpointing=selective",)),
-    Divided(layout(2, 1, 2), accumulate=8, precision="fp32", **HARD),
-    Divided(layout(2, 1, 2, "strategy.pipeline_schedule=gpipe"), clip=None),
-    Divided(layout(1, 2, 2, KEYS, *INTERLEAVED), layers=4, more=CHECKPOINTED),
-    Divided(layout(1, 2, 2, HEADS, "strategy.defer_gradient_sync=true"), precision="fp32", **HARD),
+    Divided(axis_words(2, 2, 1, HEADS), **HARD),
+    Divided(axis_words(2, 2, 1, HEADS), precision="fp32", more=("activation_checkpointing=selective",)),
+    Divided(axis_words(2, 1, 2), accumulate=8, precision="fp32", **HARD),
+    Divided(axis_words(2, 1, 2, "strategy.pipeline_schedule=gpipe"), clip=None),
+    Divided(axis_words(1, 2, 2, KEYS, *INTERLEAVED), layers=4, more=CHECKPOINTED),
+    Divided(axis_words(1, 2, 2, HEADS, "strategy.defer_gradient_sync=true"), precision="fp32", **HARD),
 ]
 # Eight ranks
 THREE_AXES = [
-    Divided(layout(2, 1, 2), data_ranks=2),
-    Divided(layout(2, 1, 2, *INTERLEAVED), data_ranks=2, layers=4, **HARD),
-    Divided(layout(2, 2, 2, HEADS)),
-    Divided(layout(2, 2, 2, KEYS), precision="fp32", **HARD),
-    Divided(layout(1, 2, 2, KEYS), data_ranks=2, accumulate=4),
-    Divided(layout(1, 2, 2, HEADS), data_ranks=2, precision="fp32", **HARD),
-    Divided((*layout(2), *HYBRID), data_ranks=4),
-    Divided((*layout(1, 1, 2), *HYBRID), data_ranks=4, **HARD),
-    Divided(layout(2, 2), data_ranks=2, tied=False),
+    Divided(axis_words(2, 1, 2), data_ranks=2),
+    Divided(axis_words(2, 1, 2, *INTERLEAVED), data_ranks=2, layers=4, **HARD),
+    Divided(axis_words(2, 2, 2, HEADS)),
+    Divided(axis_words(2, 2, 2, KEYS), precision="fp32", **HARD),
+    Divided(axis_words(1, 2, 2, KEYS), data_ranks=2, accumulate=4),
+    Divided(axis_words(1, 2, 2, HEADS), data_ranks=2, precision="fp32", **HARD),
+    Divided((*axis_words(2), *HYBRID), data_ranks=4),
+    Divided((*axis_words(1, 1, 2), *HYBRID), data_ranks=4, **HARD),
+    Divided(axis_words(2, 2), data_ranks=2, tied=False),
 ]
 
 
@@ -85,8 +87,8 @@ def test_three_axes_equal_the_plain_loop(tmp_path: Path) -> None:
 def test_a_run_goes_on_with_other_axes(tmp_path: Path) -> None:
     """A checkpoint has the names and shapes of the whole model; on the same layout a resumed run never stopped."""
     one = Divided(("strategy=ddp",), layers=4)
-    stages, parts = Divided(layout(2, 1, 2, *INTERLEAVED), layers=4), Divided(layout(2, 2, 1, HEADS), layers=4)
-    both = Divided(layout(1, 2, 2), layers=4)
+    stages, parts = Divided(axis_words(2, 1, 2, *INTERLEAVED), layers=4), Divided(axis_words(2, 2, 1, HEADS), layers=4)
+    both = Divided(axis_words(1, 2, 2), layers=4)
     runs = [("stages", stages, None), ("stages-again", stages, "stages"), ("parts-from-stages", parts, "stages"),
             ("both-from-one", both, "one"), ("parts", parts, None), ("both-from-parts", both, "parts")]  # fmt: skip
     begun = spawn(1, run_saved, tmp_path, 1, [("one", one, None)])[0]
@@ -110,7 +112,7 @@ def broken_runs(folder: Path, faults: dict[str, tuple[Divided, str, str]]) -> li
 
 
 def test_what_is_broken_on_purpose_is_seen(tmp_path: Path) -> None:
-    stages = Divided(layout(2, 1, 2), optimizer="sgd")
+    stages = Divided(axis_words(2, 1, 2), optimizer="sgd")
     faults = {
         "norms see a part of the sequence": (
             stages, "shardwise.parallel.tensor_parallel.TensorParallel", "sum_gradients"

@@ -39,7 +39,8 @@ class Side:
 
 
 def sides(names: list[str], ranks: int) -> list[Side]:
-    return [Side(name, ranks) for name in names if not (name == "fsdp_hybrid" and ranks == 1)]
+    """None on more than four ranks, of which each has four samples."""
+    return [Side(name, ranks) for name in names if not (name == "fsdp_hybrid" and ranks == 1) and ranks <= 4]
 
 
 def plan_of(side: Side, optimizer: str, folder: Path, steps: int, accelerator: str, *words: str) -> Plan:

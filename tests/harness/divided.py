@@ -25,6 +25,18 @@ SIZES = {"dim": 32, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 44}
 SAVING = ("checkpoint=default", "checkpoint.save_every_n_steps=2", "checkpoint.monitor=null")
 
 
+def axis_words(tensor: int = 1, context: int = 1, pipeline: int = 1, *more: str) -> tuple[str, ...]:
+    """The words of a layout: the sizes of its axes, and what else it has."""
+    sizes = {"tensor": tensor, "context": context, "pipeline": pipeline}
+    return ("strategy=fsdp", *(f"strategy.{axis}_parallel_size={n}" for axis, n in sizes.items() if n > 1), *more)
+
+
+HEADS, KEYS = (f"strategy.context_parallel_method={method}" for method in ("heads", "keys"))
+INTERLEAVED = ("strategy.pipeline_schedule=interleaved", "strategy.pipeline_chunks=2")
+HYBRID = ("strategy=fsdp_hybrid", "strategy.shard_size=2")
+COPIES = ("strategy=fsdp_hybrid", "strategy.shard_size=1")
+
+
 @dataclass(frozen=True)
 class Divided:
     """One layout and what makes it hard: tied weights, accumulation, clipping, checkpointing."""
@@ -51,9 +63,12 @@ class Divided:
         ]  # fmt: skip
 
 
-def run_divided(folder: Path, ranks: int, cells: Sequence[Divided]) -> list[dict[str, Any]]:
+def run_divided(folder: Path, ranks: int, cells: Sequence[Divided], accelerator: str = "cpu") -> list[dict[str, Any]]:
     """In each rank: one cell after the other."""
-    return [fit(cell_plan(folder / str(number), ranks, *cell.words())) for number, cell in enumerate(cells)]
+    return [
+        fit(cell_plan(folder / str(number), ranks, *cell.words(), accelerator=accelerator))
+        for number, cell in enumerate(cells)
+    ]
 
 
 def run_saved(folder: Path, ranks: int, runs: Sequence[tuple[str, Divided, str | None]]) -> dict[str, dict[str, Any]]:
@@ -67,13 +82,17 @@ def run_saved(folder: Path, ranks: int, runs: Sequence[tuple[str, Divided, str |
 
 @functools.cache
 def reference(
-    precision: str, optimizer: str, tied: bool, clip: float | None, layers: int
+    precision: str, optimizer: str, tied: bool, clip: float | None, layers: int, made_on: str = "cpu"
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float], list[float], float]:
-    """Parameters at the start and the end, losses, gradient norms, validation: of one process without a strategy."""
+    """Parameters at the start and the end, losses, gradient norms, validation: of one process without a strategy.
+
+    `made_on`: where the initial weights are drawn, as a GPU draws other ones; everything else is on the CPU.
+    """
     dtype = {"fp64": torch.float64, "fp32": torch.float32}[precision]
     model = LanguageModel(Transformer(vocab_size=61, max_seq_len=16, n_layers=layers, tie_embeddings=tied, **SIZES))
     model = model.to(dtype)
-    Materializer(model, torch.device("cpu"), 0).materialize(model)
+    Materializer(model, torch.device(made_on), 0).materialize(model)
+    model = model.cpu()
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     final, losses, norms = plain_loop(model, masked_tokens(50), _loss_sum, optimizer, STEPS, BATCH, clip)
     model.load_state_dict(final, strict=False)
@@ -88,13 +107,13 @@ def _loss_sum(module: LanguageModel, batch: dict[str, Tensor]) -> tuple[Tensor, 
     return linear_cross_entropy(hidden, head.weight, batch["targets"], loss="full"), (batch["targets"] != IGNORE).sum()
 
 
-def deviation(cell: Divided, result: dict[str, Any]) -> dict[str, float]:
+def deviation(cell: Divided, result: dict[str, Any], made_on: str = "cpu") -> dict[str, float]:
     """The largest relative deviations from the plain loop. Initial weights are equal to the bit.
 
     A run that went on from a checkpoint has the losses and norms of its own steps alone.
     """
     start, final, losses, norms, validation = reference(
-        cell.precision, cell.optimizer, cell.tied, cell.clip, cell.layers
+        cell.precision, cell.optimizer, cell.tied, cell.clip, cell.layers, made_on
     )
     ran = len(result["losses"])
     if ran == len(losses):

@@ -3,6 +3,7 @@ sequences among them."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,27 +21,71 @@ from shardwise.checkpoint.state import gather
 from shardwise.plan import Plan
 from shardwise.run_dir.files import checkpoint_path
 from tests.harness.cells import cell_plan, fit
-from tests.harness.divided import CLIP, STEPS, Divided, reference
-from tests.harness.parity import largest
+from tests.harness.divided import (
+    CLIP,
+    COPIES,
+    HEADS,
+    HYBRID,
+    INTERLEAVED,
+    KEYS,
+    STEPS,
+    Divided,
+    axis_words,
+    reference,
+)
+from tests.harness.exact_resume import unlike
+from tests.harness.parity import BOUNDS, largest
 from tests.harness.reference import update_deviation
 
 SAVED = 2  # steps, of STEPS
-TENSOR_2 = ("strategy=fsdp", "strategy.tensor_parallel_size=2")
-CONTEXT_2 = ("strategy=fsdp", "strategy.context_parallel_size=2")
+BOUND = BOUNDS["fp32"]
+LAYERS = 4  # of a run that goes on under another layout: so many can be interleaved
+DEEP = (f"model.n_layers={LAYERS}", "deterministic=true")  # GPUs have the same bits twice with the second word alone
+
+
+def _axes(words: tuple[str, ...], data_ranks: int = 1) -> tuple[int, int, tuple[str, ...]]:
+    """A line of LAYOUTS for what divides layers, sequences or depth."""
+    sizes = [int(word.rpartition("=")[2]) for word in words if "_parallel_size=" in word]
+    return math.prod(sizes) * data_ranks, data_ranks, words
+
+
 # A name → ranks, those that read other samples, and words
 LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "one": (1, 1, ("strategy=ddp",)),
     "ddp": (2, 2, ("strategy=ddp",)),
     "fsdp": (2, 2, ("strategy=fsdp",)),
     "zero2": (2, 2, ("strategy=zero2",)),
-    "tensor 2": (2, 1, TENSOR_2),
-    "tensor 4": (4, 1, ("strategy=fsdp", "strategy.tensor_parallel_size=4")),
-    "tensor 2, shard 2": (4, 2, TENSOR_2),
-    "tensor 2, copies": (4, 2, ("strategy=fsdp_hybrid", "strategy.shard_size=1", "strategy.tensor_parallel_size=2")),
-    "context 2": (2, 1, (*CONTEXT_2, "strategy.context_parallel_method=keys")),
-    "context 2, by heads": (2, 1, (*CONTEXT_2, "strategy.context_parallel_method=heads")),
-    "context 2, shard 2": (4, 2, (*CONTEXT_2, "strategy.context_parallel_method=heads")),
+    "tensor 2": _axes(axis_words(2)),
+    "context 2": _axes(axis_words(1, 2, 1, KEYS)),
+    "context 2, by heads": _axes(axis_words(1, 2, 1, HEADS)),
+    "pipeline 2, gpipe": _axes(axis_words(1, 1, 2, "strategy.pipeline_schedule=gpipe")),
+    "pipeline 2, 1f1b": _axes(axis_words(1, 1, 2)),
+    "pipeline 2, interleaved": _axes(axis_words(1, 1, 2, *INTERLEAVED)),
+    # Four ranks
+    "tensor 4": _axes(axis_words(4)),
+    "tensor 2, shard 2": _axes(axis_words(2), 2),
+    "tensor 2, copies": _axes(axis_words(2, 1, 1, *COPIES), 2),
+    "context 2, shard 2": _axes(axis_words(1, 2, 1, HEADS), 2),
+    "context 2, copies": _axes(axis_words(1, 2, 1, KEYS, *COPIES), 2),
+    "pipeline 4": _axes(axis_words(1, 1, 4)),
+    "pipeline 2, shard 2": _axes(axis_words(1, 1, 2), 2),
+    "pipeline 2, copies": _axes(axis_words(1, 1, 2, *COPIES), 2),
+    "tensor 2, context 2": _axes(axis_words(2, 2, 1, KEYS)),
+    "tensor 2, context 2, by heads": _axes(axis_words(2, 2, 1, HEADS)),
+    "pipeline 2, tensor 2": _axes(axis_words(2, 1, 2)),
+    "pipeline 2, interleaved, context 2": _axes(axis_words(1, 2, 2, HEADS, *INTERLEAVED)),
+    # Eight ranks
+    "tensor 2, copies 2, shard 2": _axes(axis_words(2, 1, 1, *HYBRID), 4),
+    "tensor 2, context 2, shard 2": _axes(axis_words(2, 2, 1, HEADS), 2),
+    "pipeline 2, tensor 4": _axes(axis_words(4, 1, 2)),
+    "pipeline 2, interleaved, copies 2, shard 2": _axes(axis_words(1, 1, 2, *INTERLEAVED, *HYBRID), 4),
+    "pipeline 2, shard 2, tensor 2": _axes(axis_words(2, 1, 2), 2),
+    "pipeline 2, shard 2, context 2": _axes(axis_words(1, 2, 2, KEYS), 2),
+    "pipeline 2, copies, tensor 2": _axes(axis_words(2, 1, 2, *COPIES), 2),
+    "pipeline 2, tensor 2, context 2": _axes(axis_words(2, 2, 2, KEYS)),
 }
+WITHOUT_AXES = ["one", "ddp", "fsdp", "zero2"]
+AXES = [name for name, (_, _, words) in LAYOUTS.items() if any("_parallel_size=" in word for word in words)]
 
 
 @dataclass(frozen=True)
@@ -53,11 +98,24 @@ class Pair:
         return f"{self.saved} → {self.resumed}, {'tied' if self.tied else 'untied'}"
 
 
-def layout_plan(folder: Path, layout: str, tied: bool, *words: str, precision: str = "fp32") -> Plan:
+def matrix_pairs(layouts: Sequence[str], ranks: Sequence[int]) -> list[Pair]:
+    """What `make checkpoint-matrix` runs of these layouts, where both sides have one of these numbers of ranks: each
+    with itself, both ways with every strategy without axes, and with two others of the list, one near and one far."""
+    names, pairs = [name for name in layouts if LAYOUTS[name][0] in ranks], dict[Pair, None]()
+    for number, name in enumerate(names):
+        others = [names[(number + step) % len(names)] for step in (0, 1, len(names) // 2)]
+        pairs |= dict.fromkeys(Pair(name, other) for other in (*others, *WITHOUT_AXES))
+        pairs |= dict.fromkeys(Pair(other, name) for other in WITHOUT_AXES)
+    return [pair for pair in pairs if {LAYOUTS[pair.saved][0], LAYOUTS[pair.resumed][0]} <= set(ranks)]
+
+
+def layout_plan(
+    folder: Path, layout: str, tied: bool, *words: str, precision: str = "fp32", accelerator: str = "cpu"
+) -> Plan:
     ranks, data_ranks, own = LAYOUTS[layout]
     cell = Divided(own, data_ranks, precision=precision, tied=tied)
     keeps = ("checkpoint=default", "checkpoint.monitor=null", "checkpoint.save_every_n_steps=null")
-    plan = cell_plan(folder, ranks, *cell.words(), *keeps, *words)
+    plan = cell_plan(folder, ranks, *cell.words(), *keeps, *words, accelerator=accelerator)
     (folder / "plan.json").write_text(plan.to_json())  # the launcher does
     return plan
 
@@ -66,10 +124,17 @@ def folder_of(folder: Path, layout: str, tied: bool) -> Path:
     return folder / f"{layout.replace(', ', '-').replace(' ', '-')}-{'tied' if tied else 'untied'}"
 
 
-def save_layouts(folder: Path, cells: Sequence[tuple[str, bool]]) -> None:
-    """In each rank: the first steps under each layout, and a checkpoint after them."""
-    for layout, tied in cells:
-        fit(layout_plan(folder_of(folder, layout, tied), layout, tied, f"max_steps={SAVED}"))
+def save_layouts(
+    folder: Path, cells: Sequence[tuple[str, bool]], accelerator: str = "cpu"
+) -> dict[tuple[str, bool], dict[str, Any]]:
+    """In each rank: a run under each layout that does not stop, and saves after its first steps."""
+    saving = (f"checkpoint.save_every_n_steps={SAVED}", "checkpoint.save_at_end=false")
+    return {
+        (layout, tied): fit(
+            layout_plan(folder_of(folder, layout, tied), layout, tied, *DEEP, *saving, accelerator=accelerator)
+        )
+        for layout, tied in cells
+    }
 
 
 class Again(Callback):
@@ -83,16 +148,16 @@ class Again(Callback):
         TensorWriter(strategy.file_group()).write(self.folder, gather(strategy.sharded, pl_module, training=True))
 
 
-def go_on(folder: Path, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
+def go_on(folder: Path, pairs: Sequence[Pair], accelerator: str = "cpu") -> list[dict[str, Any]]:
     """In each rank: the further steps of each pair."""
     found = []
-    for number, pair in enumerate(pairs):
-        saved = checkpoint_path(folder_of(folder, pair.saved, pair.tied), SAVED)
-        to = folder / f"{LAYOUTS[pair.resumed][0]}-{number}"
-        again = folder / f"{to.name}-again"
-        words = (f"resume={saved}", "checkpoint.save_at_end=false")
-        result = fit(layout_plan(to, pair.resumed, pair.tied, *words), Again(again))
-        found.append({"losses": result["losses"], "final": result["final"], "saved": saved, "again": again})
+    for pair in pairs:
+        before = folder_of(folder, pair.saved, pair.tied)
+        to = folder / f"{before.name}-to-{folder_of(folder, pair.resumed, pair.tied).name}"
+        saved, again = checkpoint_path(before, SAVED), folder / f"{to.name}-again"
+        words = (*DEEP, f"resume={saved}", "checkpoint.save_at_end=false")
+        result = fit(layout_plan(to, pair.resumed, pair.tied, *words, accelerator=accelerator), Again(again))
+        found.append(result | {"saved": saved, "again": again})
     return found
 
 
@@ -115,8 +180,14 @@ def unlike_saved(result: dict[str, Any]) -> list[str]:
     return sorted((saved.keys() ^ again.keys()) | different)
 
 
-def off_the_plain_loop(pair: Pair, result: dict[str, Any]) -> float:
+def unlike_straight(straight: dict[str, Any], resumed: dict[str, Any]) -> list[str]:
+    """What has other bits, in one rank, in a run that went on than in the one that did not stop."""
+    further = {kind: straight[kind][SAVED:] for kind in ("losses", "norms", "rates")}
+    return unlike(straight | further, resumed)
+
+
+def off_the_plain_loop(pair: Pair, result: dict[str, Any], made_on: str = "cpu") -> float:
     """The largest deviation of a run that went on from a plain loop that never stopped."""
-    start, final, losses, _, _ = reference("fp32", "adamw", pair.tied, CLIP, Divided.layers)
+    start, final, losses, _, _ = reference("fp32", "adamw", pair.tied, CLIP, LAYERS, made_on)
     assert len(result["losses"]) == STEPS - SAVED
     return max(largest(result["losses"], losses[SAVED:]), *update_deviation(start, result["final"], final).values())
