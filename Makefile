@@ -38,7 +38,7 @@ fix: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-# Every strategy against a plain loop; writes benchmarks/results/ and docs/parity.md.
+# Every strategy and every layout of axes against a plain loop; writes benchmarks/results/ and docs/parity.md.
 parity: $(VENV)/.dev
 	$(VENV)/bin/python benchmarks/parity_matrix.py $(ARGS)
 	$(VENV)/bin/python benchmarks/report.py
@@ -47,7 +47,7 @@ parity-gpu: $(VENV)/.dev
 	$(VENV)/bin/python benchmarks/parity_matrix.py --accelerator cuda $(ARGS)
 	$(VENV)/bin/python benchmarks/report.py
 
-# Saved under every strategy, gone on with under every other; writes benchmarks/results/ and docs/checkpointing.md.
+# Saved under every strategy and layout, gone on with under others; writes benchmarks/results/ and docs/checkpointing.md.
 checkpoint-matrix: $(VENV)/.dev
 	$(VENV)/bin/python benchmarks/checkpoint_matrix.py $(ARGS)
 	$(VENV)/bin/python benchmarks/report.py

@@ -56,7 +56,7 @@ def axes() -> list[str]:
         "none, selective and full. On two ranks each layout has eight cells, in which any two values of the first five "
         "occur together. On more ranks each layout has four cells, in which every value occurs. So every value occurs "
         "with every axis. A micro-batch has at least one sample: layouts with two data ranks have at most four "
-        "micro-batches, and those with four have two.",
+        "micro-batches a step, and those with four have at most two. An interleaved pipeline has at least two.",
         "",
     ]
     for result in measured:

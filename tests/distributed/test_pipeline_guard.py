@@ -82,6 +82,8 @@ def test_an_average_is_that_of_one_process(tmp_path: Path) -> None:
             assert same(rank[layout]["resumed"][0], one["seen"][0])
             assert same(rank[layout]["final"], one["final"])
             assert rank[layout]["validation"] == one["validation"]
+        # A start and a validation give a stage the buffers of its own layers, not those of rank 0
+        assert same(ranks[0][layout]["buffers"] | ranks[1][layout]["buffers"], one["buffers"])
 
 
 def _guard_lines(out: str) -> list[str]:

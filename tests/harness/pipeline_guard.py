@@ -56,6 +56,8 @@ class Fragile(Bare):
     def __init__(self) -> None:
         super().__init__()
         self.layers, self.last = nn.Sequential(*(Odd(6) for _ in range(4))), nn.ModuleList()
+        for number, layer in enumerate(self.layers):
+            layer.mean.fill_(number)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(batch[0])
@@ -168,5 +170,5 @@ def run_average(folder: Path, layouts: list[str]) -> dict[str, dict[str, Any]]:
         saved = home / "stopped" / "checkpoints" / "step-00000002.ckpt"
         fit(plan_for(home / "resumed", layout, *words, saving, f"resume={saved}"), resumed)
         found[layout] = {"seen": straight.seen, "resumed": resumed.seen, "final": result["final"],
-                         "validation": result["validation"]}  # fmt: skip
+                         "buffers": result["buffers"], "validation": result["validation"]}  # fmt: skip
     return found

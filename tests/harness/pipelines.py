@@ -116,7 +116,7 @@ class Collects(Stack):
         every = [self.first(x)]
         for layer in self.layers:
             every.append(layer(every[-1]))
-        return self.last(torch.stack(every).sum(0))
+        return self.last(torch.stack(every[1:]).sum(0))
 
 
 class Early(Stack):
