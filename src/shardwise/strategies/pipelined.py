@@ -57,8 +57,9 @@ class PipelinedStrategy(FsdpStrategy):
         self._optimizer: Optimizer | None = None  # that of the step under way
         self._blocked: list[FSDPModule] = []
         self.count = topology.pipeline * strategy.pipeline_chunks
+        micro_batches = plan.accumulate_grad_batches if plan.stage == "fit" else topology.pipeline  # else none is run
         self.schedule = make_schedule(
-            strategy.pipeline_schedule, topology.pipeline, strategy.pipeline_chunks, plan.accumulate_grad_batches
+            strategy.pipeline_schedule, topology.pipeline, strategy.pipeline_chunks, micro_batches
         )
 
     # Set-up
