@@ -19,7 +19,7 @@ from shardwise.plan.context_parallel import check_takes_context
 from shardwise.plan.location import number_run
 from shardwise.plan.loss import check_takes_loss, explain_loss
 from shardwise.plan.parallel_lines import parallel_lines
-from shardwise.plan.pipeline import check_one_pass
+from shardwise.plan.pipeline import check_stages
 from shardwise.plan.plan import headline
 from shardwise.process.console import outlive_console
 from shardwise.process.parent import die_with_parent
@@ -75,13 +75,7 @@ def _train(argv: list[str]) -> int:
         jobs, plans = make_run_plans(command.jobs, host)
         if any(job.config.dry_run for job in jobs):
             for job, plan in zip(jobs, plans, strict=True):
-                notices = "".join(
-                    f"# {line}\n"
-                    for line in [
-                        *job.messages,
-                        *parallel_lines(plan, plan.strategy.pipeline_schedule, plan.strategy.pipeline_chunks),
-                    ]
-                )
+                notices = "".join(f"# {line}\n" for line in [*job.messages, *parallel_lines(plan)])
                 print(f"{notices}# config\n{job.yaml}\n# plan\n{plan.to_json()}")
             return 0
         plans = check_targets(plans)
@@ -164,7 +158,7 @@ def check_targets(plans: list[Plan]) -> list[Plan]:
         target = locate(plan.module["_target_"], "module")
         if isinstance(target, type):
             check_ownership(plan, target)
-            check_one_pass(plan, target)
+            check_stages(plan, target)
             plan = check_takes_loss(plan, target)
             plan = check_takes_attention(plan, target)
             check_takes_context(plan, target)
