@@ -114,6 +114,7 @@ LEFT_OUT = {
     "tests/distributed/test_backward.py": "half a minute; test_by_hand is in",
     "tests/distributed/test_host_memory.py": "half a minute of large models; test_initial_weights is in",
     "tests/distributed/test_divided_stages.py": "half a minute; others validate within fit",
+    "tests/distributed/test_divided_meter.py": "half a minute; test_meter is in",
     "tests/distributed/test_pipeline_hang.py": "half a minute of standing still; test_leaving is in",
     "tests/distributed/test_chaos.py": "two minutes a case; a signal and a failed save are in",
     "tests/slurm/test_slurm.py": "needs a real Slurm; tests/unit/test_slurm.py has what needs none",

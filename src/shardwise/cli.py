@@ -15,7 +15,7 @@ from shardwise.launch.nsight import check_profiler
 from shardwise.launch.slurm import read_array_member, read_task
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.plan.attention_kernel import check_takes_attention, explain_attention
-from shardwise.plan.context_parallel import check_takes_context
+from shardwise.plan.context_parallel import check_takes_context, explain_context
 from shardwise.plan.location import number_run
 from shardwise.plan.loss import check_takes_loss, explain_loss
 from shardwise.plan.parallel_lines import parallel_lines
@@ -75,7 +75,8 @@ def _train(argv: list[str]) -> int:
         jobs, plans = make_run_plans(command.jobs, host)
         if any(job.config.dry_run for job in jobs):
             for job, plan in zip(jobs, plans, strict=True):
-                notices = "".join(f"# {line}\n" for line in [*job.messages, *parallel_lines(plan)])
+                lines = [*job.messages, *explain_context(plan), *parallel_lines(plan)]
+                notices = "".join(f"# {line}\n" for line in lines)
                 print(f"{notices}# config\n{job.yaml}\n# plan\n{plan.to_json()}")
             return 0
         plans = check_targets(plans)
@@ -223,7 +224,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
             raise ConfigError(
                 f"cannot write the run's folder {run_dir}: {error.strerror}; give another runs_dir="
             ) from None
-        choices = [*explain_loss(plan), *explain_attention(plan)]
+        choices = [*explain_loss(plan), *explain_attention(plan), *explain_context(plan)]
         print("\n".join([*job.messages, headline(plan), *choices, *notices]), flush=True)
         if plan.stage == "fit":
             record_command(run_dir, job.overrides, launcher=plan.launcher, alone=single, locked=locked)
