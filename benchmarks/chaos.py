@@ -2,6 +2,7 @@
 
     make chaos                                          about two hours on two cores; goes on where it was stopped
     make chaos ARGS="--strategies fsdp,zero3 --rounds 1"
+    make chaos ARGS="--strategies pipeline --rounds 1"  two stages
     make chaos ARGS="--accelerator cuda --rounds 1 --faults 'SIGKILL of one rank;SIGSTOP of one rank'"
 
 A round is one run that meets every fault once, in an order that its seed decides, and must end with the bits of the

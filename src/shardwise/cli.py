@@ -15,11 +15,11 @@ from shardwise.launch.nsight import check_profiler
 from shardwise.launch.slurm import read_array_member, read_task
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.plan.attention_kernel import check_takes_attention, explain_attention
-from shardwise.plan.context_parallel import check_takes_context
+from shardwise.plan.context_parallel import check_takes_context, explain_context
 from shardwise.plan.location import number_run
 from shardwise.plan.loss import check_takes_loss, explain_loss
 from shardwise.plan.parallel_lines import parallel_lines
-from shardwise.plan.pipeline import check_one_pass
+from shardwise.plan.pipeline import check_stages
 from shardwise.plan.plan import headline
 from shardwise.process.console import outlive_console
 from shardwise.process.parent import die_with_parent
@@ -75,13 +75,8 @@ def _train(argv: list[str]) -> int:
         jobs, plans = make_run_plans(command.jobs, host)
         if any(job.config.dry_run for job in jobs):
             for job, plan in zip(jobs, plans, strict=True):
-                notices = "".join(
-                    f"# {line}\n"
-                    for line in [
-                        *job.messages,
-                        *parallel_lines(plan, plan.strategy.pipeline_schedule, plan.strategy.pipeline_chunks),
-                    ]
-                )
+                lines = [*job.messages, *explain_context(plan), *parallel_lines(plan)]
+                notices = "".join(f"# {line}\n" for line in lines)
                 print(f"{notices}# config\n{job.yaml}\n# plan\n{plan.to_json()}")
             return 0
         plans = check_targets(plans)
@@ -164,7 +159,7 @@ def check_targets(plans: list[Plan]) -> list[Plan]:
         target = locate(plan.module["_target_"], "module")
         if isinstance(target, type):
             check_ownership(plan, target)
-            check_one_pass(plan, target)
+            check_stages(plan, target)
             plan = check_takes_loss(plan, target)
             plan = check_takes_attention(plan, target)
             check_takes_context(plan, target)
@@ -229,7 +224,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
             raise ConfigError(
                 f"cannot write the run's folder {run_dir}: {error.strerror}; give another runs_dir="
             ) from None
-        choices = [*explain_loss(plan), *explain_attention(plan)]
+        choices = [*explain_loss(plan), *explain_attention(plan), *explain_context(plan)]
         print("\n".join([*job.messages, headline(plan), *choices, *notices]), flush=True)
         if plan.stage == "fit":
             record_command(run_dir, job.overrides, launcher=plan.launcher, alone=single, locked=locked)

@@ -376,6 +376,10 @@ WORDS: list[tuple[str, list[str]]] = [
 
 # What only the user's classes, data and file system can tell.
 TARGETS: list[tuple[str, list[str]]] = [
+    # a pipeline with the defaults of README, which write samples of text at each validation
+    *((f"strategy=fsdp devices=2 strategy.pipeline_parallel_size=2 stage={stage}",
+       ["strategy.pipeline_parallel_size=2: a pipeline makes one pass through the layers in a step",
+        "module.sample_tokens=200: use module.sample_tokens=0"]) for stage in ("fit", "validate")),
     ("module._target_=nope.Module", ["module._target_=nope.Module: there is no module nope; it is looked for in"]),
     ("module._target_=LanguageModel", ["not a dotted path; write package.module.Class"]),
     ("module._target_='a.b:C'", ["not a dotted path"]),

@@ -14,6 +14,7 @@ RUNS = {
                           "SIGTERM to one rank in validation"]),
     "fsdp": (False, True, ["SIGKILL in the middle of a write", "a read-only directory", "a flipped byte",
                            "SIGTERM and SIGUSR2, skewed", "SIGKILL of the launcher"]),
+    "pipeline": (True, False, ["SIGKILL of one rank"]),
 }  # fmt: skip
 
 

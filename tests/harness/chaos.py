@@ -92,12 +92,18 @@ WORDS = [
     f"devices={RANKS}", "runs_dir=runs", "resume=auto",
 ]  # fmt: skip
 STRATEGIES = ["ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3"]
+# What a name means besides a strategy of this name
+LAYOUTS = {
+    "fsdp_hybrid": ["strategy=fsdp_hybrid", "strategy.shard_size=2"],
+    "pipeline": ["strategy=fsdp", "strategy.pipeline_parallel_size=2"],
+}
 
 
 def words_for(strategy: str, accelerator: str) -> list[str]:
-    more = ["strategy.shard_size=2"] if strategy == "fsdp_hybrid" else []
+    """Of a strategy or of a layout."""
+    layout = LAYOUTS.get(strategy, [f"strategy={strategy}"])
     hangs = f"strategy.timeout_minutes={HANG_SECONDS[accelerator] * slowness() / 60}"
-    return [*WORDS, f"strategy={strategy}", f"accelerator={accelerator}", "deterministic=true", hangs, *more]
+    return [*WORDS, f"accelerator={accelerator}", "deterministic=true", *layout, hangs]
 
 
 @dataclass

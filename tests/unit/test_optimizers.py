@@ -15,7 +15,8 @@ from shardwise.errors import ConfigError
 from shardwise.optim.adamw import AdamW8bit, AdamWBf16
 from shardwise.optim.matrices import choose_matrices, describe_choice, muon_groups
 from shardwise.optim.muon import Muon, orthogonalize
-from shardwise.optim.quantization import block_length, dequantize, quantize, shares, table
+from shardwise.optim.quantization import dequantize, quantize, shares, table
+from shardwise.plan.optimizer_bytes import block_length
 
 CPU = torch.device("cpu")
 OURS: list[Any] = [AdamW8bit, AdamWBf16, Muon]

@@ -114,7 +114,7 @@ class FsdpConfig:
     pipeline_chunks: int = option(1, "stages of a rank; above 1 with pipeline_schedule=interleaved")
     pipeline_split: list[int] | None = option(
         None,
-        "layers that repeat in each stage, in order; left out: cut by their weights, with the head's counted",
+        "layers that repeat in each stage, in order; left out: cut by their FLOPs, with the head's counted",
         form="[N, …]",
     )
     timeout_minutes: float = 10.0

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from shardwise.accelerator import exact_dtype
 from shardwise.optim.by_groups import StepsByGroups, found_inf_of
-from shardwise.optim.quantization import block_length, dequantize, quantize, table
+from shardwise.optim.quantization import dequantize, quantize, table
+from shardwise.plan.optimizer_bytes import block_length
 
 _SCALES = ("exp_avg_scale", "exp_avg_sq_root_scale")
 

@@ -9,24 +9,11 @@ is, so that numbers which were read from 8 bits do not change when they are kept
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from math import prod
 
 import torch
 from torch import Tensor
 
-_LONGEST, _SHORTEST = 256, 64  # elements of a block; a scale of 4 bytes would be too much for a shorter one
 _DECADES = 7  # the shares go down to about 1e-7
-
-
-def block_length(shape: Sequence[int]) -> int | None:
-    """The length of the blocks into which each row of a tensor is cut; None: its numbers are not kept in 8 bits.
-
-    A row is what the first dimension counts. Its blocks are equally long: the longest that divide it.
-    """
-    row = prod(shape[1:])
-    lengths = range(_LONGEST, _SHORTEST - 1, -1) if len(shape) > 1 and row else range(0)
-    return next((length for length in lengths if row % length == 0), None)
 
 
 def shares(signed: bool) -> list[float]:

@@ -83,3 +83,16 @@ def check_takes_context(plan: Plan, module: Any, *, has_models: bool = True) -> 
             f"strategy.context_parallel_size={ranks}: {plan.module['_target_']} optimizes by hand, so that parts of "
             f"sequences are not weighed with each other; leave it out"
         )
+
+
+def explain_context(plan: Plan) -> list[str]:
+    """A line where the ranks that divide a sequence are on several nodes; none otherwise."""
+    topology = plan.topology
+    groups = topology.groups(("context",)) if topology.context > 1 and topology.nodes > 1 else []
+    if all(ranks[0] // topology.devices == ranks[-1] // topology.devices for ranks in groups):
+        return []
+    return [
+        f"context axis: the {topology.context} ranks of a sequence are on several nodes of {topology.devices} ranks, "
+        f"so attention waits for the network in every layer; a product strategy.context_parallel_size * "
+        f"strategy.tensor_parallel_size that divides {topology.devices} keeps them on one"
+    ]

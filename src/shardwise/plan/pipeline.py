@@ -7,6 +7,7 @@ from typing import Any
 from shardwise.config.groups import FsdpConfig
 from shardwise.config.schema import RunConfig, Stage
 from shardwise.errors import ConfigError
+from shardwise.plan.decoder import decoder_of
 from shardwise.plan.pipeline_schedule import check_schedule
 from shardwise.plan.plan import Plan
 from shardwise.plan.topology import Topology
@@ -50,17 +51,21 @@ def check_pipeline(config: RunConfig, topology: Topology, accumulate: int) -> No
             raise ConfigError(f"{size} with {why}")
 
 
-def check_one_pass(plan: Plan, module_class: Any) -> None:
-    """Refuse a module that runs more than once through its layers in a step.
+def check_stages(plan: Plan, module_class: Any) -> None:
+    """Refuse a module that runs more than once through its layers in a step, or has too few layers.
 
     Raises:
         ConfigError
     """
-    if plan.topology.pipeline > 1 and (option := several_passes_of(module_class, plan.module)) is not None:
+    if plan.topology.pipeline == 1:
+        return
+    if (option := several_passes_of(module_class, plan.module)) is not None:
         raise ConfigError(
             f"strategy.pipeline_parallel_size={plan.topology.pipeline}: a pipeline makes one pass through the layers "
             f"in a step, and generating text takes many; {option}"
         )
+    if plan.units is None and (decoder := decoder_of(plan)) is not None:
+        decoder.split(plan)
 
 
 def _check_without(strategy: FsdpConfig) -> None:

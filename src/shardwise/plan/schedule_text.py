@@ -90,13 +90,25 @@ def describe(name: str, schedule: Schedule, timeline: Timeline, split: Sequence[
     return lines
 
 
-def schedule_lines(name: str, ranks: int, chunks: int, micro_batches: int, split: Sequence[int] = ()) -> list[str]:
-    """What the dry run says of a pipeline whose layers all cost the same.
+def schedule_lines(
+    name: str,
+    ranks: int,
+    chunks: int,
+    micro_batches: int,
+    split: Sequence[int] = (),
+    forward: Sequence[float] = (),
+    backward: Sequence[float] = (),
+) -> list[str]:
+    """What the dry run says of a pipeline.
+
+    `split`: the layers of each stage. `forward`, `backward`: what each stage costs; without them, all layers cost the
+    same, and nothing else does.
 
     Raises:
         ConfigError: there is no such schedule.
     """
     schedule = make_schedule(name, ranks, chunks, micro_batches)
-    timeline = simulate(schedule, split, [2.0 * layers for layers in split])
+    forward = forward or split
+    timeline = simulate(schedule, forward, backward or [2.0 * cost for cost in forward])
     notice = schedule_notice(ranks, micro_batches)
     return [*describe(name, schedule, timeline, split), *([notice] if notice else [])]

@@ -21,7 +21,7 @@ class Strategy:
     context_parallel_method: Literal["heads", "keys"] | None = None  # None: every rank computes whole sequences
     pipeline_schedule: str = "1f1b"
     pipeline_chunks: int = 1  # stages of a rank
-    pipeline_split: tuple[int, ...] | None = None  # units of each stage; None: cut by their weights
+    pipeline_split: tuple[int, ...] | None = None  # units of each stage; None: cut by their FLOPs
     reduce_bucket_elements: int = 25_000_000
     overlap_comm: bool = True  # on GPUs
     allgather_bucket_elements: int = 25_000_000

@@ -22,6 +22,7 @@ from shardwise.run_dir.files import LOGS, hang_report, nccl_trace, rank_log, wri
 _TICK_SECONDS = 1.0
 _PATIENCE = 5.0  # seconds in which the other ranks' watchdogs must have written their files
 _STACK_SECONDS = 0.2  # in which a data worker writes its stack
+_PLACES = 4  # that are told of ranks that arrived
 _SETTING_UP = 3  # until the first step is done, the time limit is this many times as long
 
 
@@ -31,6 +32,7 @@ class Progress:
     def __init__(self) -> None:
         self.position: tuple[int, ...] = (-1,)  # (steps made, micro-batch, …): a larger tuple is further on
         self.activity = "setting up"
+        self.waits = False  # for another rank, by what it has reported
         self.beats = 0
         self.settled = False  # the first step is done: nothing is compiled, connected or loaded any more
         self.trained = False  # an optimizer step was made in this process
@@ -38,12 +40,13 @@ class Progress:
 
     def at(self, activity: str, *position: int) -> None:
         """Report progress: what the rank does now, in words, and how far it is."""
-        self.activity, self.position = activity, position
+        self.activity, self.position, self.waits = activity, position, False
         self.beats += 1
 
-    def doing(self, activity: str) -> None:
-        """Report another activity at the same position."""
+    def doing(self, activity: str, waits: bool = False) -> None:
+        """Report another activity at the same position. `waits`: for what another rank sends."""
         self.at(activity, *self.position)
+        self.waits = waits
 
     def begin_setup(self) -> None:
         """Allow more time: the next step may build, compile and connect."""
@@ -155,7 +158,7 @@ def _main_thread() -> dict[str, Any]:
     if frame is None:
         return {"line": "", "waits": False}
     code = frame.f_code
-    waits = any(f"/torch/{part}/" in code.co_filename for part in ("distributed", "autograd", "cuda"))
+    waits = progress.waits or any(f"/torch/{part}/" in code.co_filename for part in ("distributed", "autograd", "cuda"))
     line = f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
     return {"line": line + ", waiting for its data worker" * _awaits_data_worker(frame), "waits": waits}
 
@@ -181,9 +184,14 @@ def hang_message(found: dict[int, dict[str, Any]], ranks: int, seconds: float, f
     lines = [f"rank {rank} did not answer: it is stopped, or gone" for rank in range(ranks) if rank not in found]
     lines += [f"rank {n} did not arrive: it is at {one['words']}, in {one['line']}" for n, one in absent.items()]
     lines = lines[:8] + [f"{len(lines) - 8} more did not"] * (len(lines) > 8)
-    rest = next((one for rank, one in found.items() if rank not in absent), None)
-    if rest is not None:
-        lines.append(f"{'the others are' if lines else 'all ranks are'} at {rest['words']}, in {rest['line']}")
+    others: dict[str, tuple[int, str]] = {}  # where ranks are, in words → the lowest of them, and its line
+    for rank, one in sorted(found.items()):
+        if rank not in absent:
+            others.setdefault(one["words"], (rank, one["line"]))
+    alone = len(others) == 1
+    for words, (rank, line) in list(others.items())[:_PLACES]:  # each stage of a pipeline does something else
+        who = f"rank {rank} is" if not alone else "the others are" if lines else "all ranks are"
+        lines.append(f"{who} at {words}, in {line}")
     return (
         f"error: no progress for {seconds:.0f} s (strategy.timeout_minutes): {'; '.join(lines)}. "
         f"Stacks of every rank are in {folder}/rank-*.log\n"

@@ -31,7 +31,7 @@ from shardwise.parallel.pipeline.stages import Stages
 from shardwise.parallel.precision import dtype_of
 from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.plan import Plan
-from shardwise.plan.pipeline_schedule import Action, make_schedule
+from shardwise.plan.pipeline_schedule import make_schedule
 from shardwise.process.watchdog import progress
 from shardwise.step.pipeline_window import PipelineWindow, shapes_in
 from shardwise.step.window import check_output, loss_of
@@ -54,11 +54,13 @@ class PipelinedStrategy(FsdpStrategy):
         super().__init__(plan)
         strategy, topology = plan.strategy, plan.topology
         self._step_name = "training_step"
+        self._place = ""  # the step or the batch that this rank is in, in words
         self._optimizer: Optimizer | None = None  # that of the step under way
         self._blocked: list[FSDPModule] = []
         self.count = topology.pipeline * strategy.pipeline_chunks
+        micro_batches = plan.accumulate_grad_batches if plan.stage == "fit" else topology.pipeline  # else none is run
         self.schedule = make_schedule(
-            strategy.pipeline_schedule, topology.pipeline, strategy.pipeline_chunks, plan.accumulate_grad_batches
+            strategy.pipeline_schedule, topology.pipeline, strategy.pipeline_chunks, micro_batches
         )
 
     # Set-up
@@ -70,13 +72,15 @@ class PipelinedStrategy(FsdpStrategy):
         self._links = Links(pipelines, self.count > topology.pipeline, self.root_device, group_timeout(self.plan))
         self.position = topology.pipeline_rank(self.global_rank)
         self.engine = Engine(self.position, topology.pipeline, self.count, self._links)
-        self.engine.call_before_each(_say_where)
+        self.engine.call_before_each(self._say_where)
         self.window = PipelineWindow(self.plan.accumulate_grad_batches, self.root_device)
 
     def _begin_setup(self, module: LightningModule) -> None:
         super()._begin_setup(module)
         own = range(self.position, self.count, self.plan.topology.pipeline)
         split = check_module(module, self.units, self.plan, self.count)
+        if self.is_global_zero:
+            print(f"pipeline: {', '.join(map(str, split))} layers in its stages, in their order", flush=True)
         dtype = dtype_of(self.plan.precision.compute_dtype)
         self.stages = Stages(module, self.units, split, own, self.root_device, dtype)
 
@@ -143,6 +147,7 @@ class PipelinedStrategy(FsdpStrategy):
         if not self.window.is_full:
             return closure_loss.detach()
         self._step_name, self._optimizer = "training_step", optimizer
+        self._place = f"step {self.module.trainer.global_step + 1}"
         use_group_in_metrics(self.module, self.mesh.group("loss"))
         with self._explaining():
             self._backwards.run(lambda: self.engine.run(self.schedule, self))
@@ -244,10 +249,14 @@ class PipelinedStrategy(FsdpStrategy):
             output = self._run_stage(stage, received, args, kwargs)
             return output if stage == self.count - 1 else one_tensor(output, f"{self.module_name}.{self._step_name}")
 
-        progress.doing(self._step_name)
+        self._place = progress.activity  # which batch it is
         result = self.engine.evaluate((self._step_name, shapes_in(args)), forward)
         self.stages.rest()  # what looks at the weights next, such as an average of them, finds those of all own stages
         return result
+
+    def _say_where(self, words: str, waits: bool) -> None:
+        """Tell the watchdog what this rank does, in which step or batch."""
+        progress.doing(f"{self._place}, {words}", waits)
 
     def on_validation_end(self) -> None:
         self._links.wait()
@@ -279,7 +288,3 @@ class PipelinedStrategy(FsdpStrategy):
             f"in a step; leave it out, or use strategy.pipeline_parallel_size=1"
         )
         yield
-
-
-def _say_where(action: Action) -> None:
-    progress.doing(f"the pipeline's {action}")

@@ -12,6 +12,7 @@ from shardwise.checkpoint.state import layers_with_extra_state
 from shardwise.errors import ConfigError
 from shardwise.parallel.units import Units
 from shardwise.plan import Plan
+from shardwise.plan.decoder import decoder_of, recomputed
 from shardwise.plan.pipeline_split import check_split, split_units
 
 
@@ -44,7 +45,8 @@ def check_module(module: LightningModule, units: Units, plan: Plan, stages: int)
     if plan.strategy.pipeline_split is not None:
         check_split(plan.strategy.pipeline_split, len(units.modules), stages)
         return plan.strategy.pipeline_split
-    return split_units([float(_size(unit)) for _, unit in units.modules], stages, behind=_behind(module, units))
+    layers, behind = _costs(module, units, plan)
+    return split_units(layers, stages, behind=behind)
 
 
 def one_tensor(output: Any, step: str) -> Tensor:
@@ -61,14 +63,24 @@ def one_tensor(output: Any, step: str) -> Tensor:
     return output
 
 
-def _size(layer: nn.Module) -> int:
-    return sum(p.numel() for p in layer.parameters())
+def _costs(module: LightningModule, units: Units, plan: Plan) -> tuple[list[float], float]:
+    """What each unit costs, and what stands behind them, such as the head. What stands before them is looked up.
 
-
-def _behind(module: nn.Module, units: Units) -> float:
-    """The weights of the layers behind the units, such as the head. Those before them are looked up, not multiplied."""
+    By the FLOPs of a decoder whose sizes the config names, else by the weights that are multiplied.
+    """
+    layers, decoder = [unit for _, unit in units.modules], decoder_of(plan)
+    sizes = {sum(p.numel() for p in layer.parameters()) for layer in layers}
+    if decoder is not None and len(layers) == decoder.n_layers and sizes == {decoder.layer_parameters}:
+        return decoder.costs(plan)
     order = [layer for _, layer in module.named_modules()]
-    last = order.index(units.modules[-1][1])
-    inside = {id(part) for _, unit in units.modules for part in unit.modules()}
-    behind = [layer for layer in order[last:] if id(layer) not in inside]
-    return float(sum(p.numel() for layer in behind for p in layer.parameters(recurse=False)))
+    inside = {id(part) for layer in layers for part in layer.modules()}
+    behind = [layer for layer in order[order.index(layers[-1]) :] if id(layer) not in inside]
+    multiplied = [sum(_multiplied(part) for part in layer.modules()) for layer in layers]
+    costs = multiplied if all(multiplied) else [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    return [(1 + recomputed(plan) / 3) * cost for cost in costs], float(sum(map(_multiplied, behind)))
+
+
+def _multiplied(layer: nn.Module) -> int:
+    """The own weights of a layer that are multiplied with what comes in. A row of an embedding is looked up."""
+    looked_up = isinstance(layer, (nn.Embedding, nn.EmbeddingBag))
+    return 0 if looked_up else sum(p.numel() for p in layer.parameters(recurse=False) if p.ndim > 1)

@@ -22,6 +22,7 @@ from shardwise.config.schema import Accelerator
 from shardwise.config.translate import translate
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan.context_parallel import explain_context
 from shardwise.plan.hardware import is_amd
 from shardwise.plan.location import number_run
 from shardwise.plan.plan import headline
@@ -82,7 +83,7 @@ def run(words: list[str]) -> int:
         print(line)
     for number, plan in enumerate(plans):
         member = f"[{number}] " if len(plans) > 1 else ""
-        print(member + headline(plan))
+        print("\n".join([member + headline(plan), *explain_context(plan)]))
     more = {"SHARDWISE_HOME": str(ROOT)} | ({} if options.container is None else {"CONTAINER": options.container})
     print(" ".join([*(f"{key}={shlex.quote(value)}" for key, value in more.items()), shlex.join(command)]), flush=True)
     if dry_run:

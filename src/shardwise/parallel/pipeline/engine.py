@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from shardwise.parallel.pipeline.links import Link, Links
-from shardwise.plan.pipeline_schedule import Action, Schedule
+from shardwise.plan.pipeline_schedule import Schedule
 
+KINDS = {"F": "forward", "B": "backward"}
 Item = tuple[int, int]  # the stage that receives, and the micro-batch
 
 
@@ -42,10 +43,10 @@ class Engine:
 
     def __init__(self, position: int, positions: int, stages: int, links: Links) -> None:
         self.position, self.positions, self.stages, self.links = position, positions, stages, links
-        self._notice: Callable[[Action], None] = lambda action: None
+        self._notice: Callable[[str, bool], None] = lambda words, waits: None
 
-    def call_before_each(self, notice: Callable[[Action], None]) -> None:
-        """Call `notice` before each action, so that a watchdog can say where a rank is."""
+    def call_before_each(self, notice: Callable[[str, bool], None]) -> None:
+        """Call `notice` before each action, in words and with whether the rank waits, so that a watchdog can say it."""
         self._notice = notice
 
     def run(self, schedule: Schedule, work: Work) -> None:
@@ -55,22 +56,28 @@ class Engine:
         inboxes = {kind: self._inbox(kind, schedule, work) for kind in self.links.inward}
         kept: dict[Item, tuple[Tensor | None, Tensor]] = {}  # the input and output of a forward, until its backward
         for action in actions:
-            self._notice(action)
-            stage, number = action.stage, action.micro_batch
-            if action.kind == "F":
-                received = inboxes["F"].take((stage, number)).requires_grad_() if stage else None
+            stage, number, kind = action.stage, action.micro_batch, action.kind
+            words = f"{KINDS[kind]} of micro-batch {number + 1}"
+            arrived = None
+            if self._needs(stage, kind):
+                self._say(stage, words, kind)
+                arrived = inboxes[kind].take((stage, number))
+            self._say(stage, words)
+            if kind == "F":
+                received = None if arrived is None else arrived.requires_grad_()
                 output = work.compute(stage, number, received)
                 kept[stage, number] = received, output
                 if stage < self.stages - 1:
                     self.links.outward["F"].send(output, (stage + 1, work.shapes(number)))
                 continue
-            gradient = inboxes["B"].take((stage, number)) if stage < self.stages - 1 else None
             received, output = kept.pop((stage, number))
-            work.differentiate(stage, number, output, gradient, number == last[stage])
+            work.differentiate(stage, number, output, arrived, number == last[stage])
             if received is not None:
                 back = torch.zeros_like(received) if received.grad is None else received.grad
                 self.links.outward["B"].send(back, (stage - 1, work.shapes(number)))
+        self._notice("waiting until other stages have received what it sent", True)
         self.links.wait()
+        self._notice("the end of its micro-batches", False)
 
     def evaluate(self, shapes: Hashable, forward: Callable[[int, Tensor | None], Any]) -> Any:
         """Let one batch pass through the own stages without gradients; gives the result of the last own stage.
@@ -81,13 +88,24 @@ class Engine:
         for stage in range(self.position, self.stages, self.positions):
             received = None
             if stage:
+                self._say(stage, KINDS["F"], "F")
                 received, work = self.links.inward["F"].receive((stage, shapes, "evaluation"))
                 work.wait()
+            self._say(stage, KINDS["F"])
             result = forward(stage, received)
             if stage < self.stages - 1:
                 self.links.outward["F"].send(result, (stage + 1, shapes, "evaluation"))
         self.links.forget_arrived()
         return result
+
+    def _needs(self, stage: int, kind: str) -> bool:
+        """Whether an action of this kind takes what another stage sends."""
+        return stage > 0 if kind == "F" else stage < self.stages - 1
+
+    def _say(self, stage: int, words: str, waits_for: str | None = None) -> None:
+        """Say what this rank does; `waits_for`: the kind of what has to arrive before it can."""
+        of = {None: "", "F": f", waiting for stage {stage}", "B": f", waiting for stage {stage + 2}"}[waits_for]
+        self._notice(f"stage {stage + 1} of {self.stages}, {words}{of}", waits_for is not None)
 
     def _inbox(self, kind: str, schedule: Schedule, work: Work) -> Inbox:
         step = 1 if kind == "F" else -1

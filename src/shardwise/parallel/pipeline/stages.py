@@ -238,9 +238,10 @@ class Stages:
         if not is_before or self._next > 0:
             side, other = ("before", "behind") if is_before else ("behind", "before")
             raise ConfigError(
-                f"{self.name}: {name} is defined {side} the layers that repeat and runs {other} them: a pipeline gives "
-                f"layers to its first and last stage by the order of definition, and makes one pass through them in a "
-                f"step; define it {other} them, or use strategy.pipeline_parallel_size=1"
+                f"{self.name}: {name} is defined {side} the layers that repeat and runs {other} them: a pipeline makes "
+                f"one pass through the layers in a step (generating text takes several), and gives layers to its first "
+                f"and last stage by the order of definition; define it {other} them if it belongs there, or use "
+                f"strategy.pipeline_parallel_size=1"
             )
         try:
             shapes = self.twins[name](*map_tensors(_to_meta, args), **map_tensors(_to_meta, kwargs))
