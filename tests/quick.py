@@ -57,6 +57,10 @@ RUNS: dict[str, list[str]] = {
     ],
     "another layout's checkpoint": ["test_layouts.py::test_the_run_goes_on_with_another_layout[quick]"],
     "plans of Hugging Face models": ["test_hugging_face.py::test_two_ranks_equal_the_plain_loop"],
+    "families of Hugging Face models": [
+        "test_hugging_face_families.py::test_or_one_message[tensor]",
+        "test_hugging_face_families.py::test_the_docs_name_these_families",
+    ],
     "sequences of Hugging Face models": ["test_hugging_face_context.py::test_two_ranks_equal_the_plain_loop"],
     "compact optimizers, Muon": ["test_optimizers.py::test_every_strategy_equals_the_plain_version"],
     "another strategy's checkpoint": ["test_across.py::test_the_run_goes_on[zero3-2-to-ddp-1-sgd]"],

@@ -48,7 +48,6 @@ REFUSALS: dict[str, tuple[Any, str]] = {
         lambda: gpt2(),
         "GPT2LMHeadModel does not say how .* no Hugging Face model in it that brings",
     ),
-    "style": (lambda: CausalLM("Phi3", pad_token_id=0), "Phi3ForCausalLM says 'rowwise_split_input' of model.layers.0"),
     "experts": (lambda: CausalLM("Mixtral"), "which is not supported yet|and only colwise"),
     "heads": (lambda: CausalLM(num_key_value_heads=1), "=2 does not divide num_key_value_heads=1 of LlamaForCausalLM"),
     "made up": (lambda: Own(linear="packed_colwise"), "says 'packed_colwise' of linear, and only colwise, rowwise, "),

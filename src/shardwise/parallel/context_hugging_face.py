@@ -30,6 +30,7 @@ from shardwise.parallel.hugging_face_models import (
     check_divisible,
     hugging_face_models,
     of_file,
+    positions_follow_padding,
     same_rotary_positions,
 )
 
@@ -181,6 +182,11 @@ class _Divided:
                 f"{tuple(tokens.shape)}: only a mask of the padding, of the same shape, can be divided"
             )
         positions = given.get("position_ids")
+        if positions is None and self._padding is not None and positions_follow_padding(self.model):
+            raise ConfigError(
+                f"{self.rule} makes its positions from attention_mask, which are not known of a part; give "
+                f"position_ids, too"
+            )
         self._packed = None
         if positions is None:
             positions = torch.arange(whole, device=tokens.device).unsqueeze(0)
@@ -260,4 +266,4 @@ class _Divided:
             out: Tensor = layer.whole_attention(layer, q, k, v, mask, **more)[0]
             return out.transpose(1, 2)
 
-        return self.parts.attend_with(query, key, value, attention_mask, attend).transpose(1, 2), None
+        return self.parts.attend_with(query, key, value, attention_mask, attend).transpose(1, 2).contiguous(), None

@@ -123,7 +123,7 @@ class ContextParallel:
         sizes = [end - begin for begin, end in runs]
         outs = [
             attention(rows, k[:, :, :end], v[:, :, :end], own[..., :end])
-            for (_, end), rows, own in zip(runs, q.split(sizes, 2), mask.split(sizes, 2), strict=True)
+            for (_, end), rows, own in zip(runs, torch.split(q, sizes, 2), torch.split(mask, sizes, 2), strict=True)
         ]
         return torch.cat(outs, dim=2)
 
@@ -148,7 +148,8 @@ class ContextParallel:
         """[B, heads, part, D] of this rank's positions -> [B, heads / ranks, whole, D] of some heads."""
         if q.shape[3] != v.shape[3]:
             q, k = self._exchanged(q, k)
-            return q, k, *self._exchanged(v)
+            (v,) = self._exchanged(v)
+            return q, k, v
         q, k, v = self._exchanged(q, k, v)
         return q, k, v
 

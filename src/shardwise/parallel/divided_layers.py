@@ -20,18 +20,20 @@ from shardwise.nn.vocabulary_part import VocabularyPart
 SEQUENCE = -2  # the dim of the sequence in what layers hand over, [..., T, D]
 WORDS = ("column", "row", "embedding", "head", "gather", "norm")
 COLUMN, ROW, HEAD, EMBEDDING = "colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"
+SPLIT = "rowwise_split_input"
 SEES_SOME_HEADS = "replicated_with_grad_allreduce"
-STYLES = (COLUMN, ROW, HEAD, EMBEDDING, SEES_SOME_HEADS)
+STYLES = (COLUMN, ROW, SPLIT, HEAD, EMBEDDING, SEES_SOME_HEADS)
 # Word or style → the dim of the weight that is divided
-_CUT = {"column": 0, "row": 1, "embedding": 0, "head": 0, COLUMN: 0, ROW: 1, HEAD: 0, EMBEDDING: 0}
+_CUT = {"column": 0, "row": 1, "embedding": 0, "head": 0, COLUMN: 0, ROW: 1, SPLIT: 1, HEAD: 0,
+        EMBEDDING: 0}  # fmt: skip
 CLASSES = {"column": nn.Linear, "row": nn.Linear, "embedding": nn.Embedding, "head": nn.Linear,
-           COLUMN: nn.Linear, ROW: nn.Linear, HEAD: nn.Linear, EMBEDDING: nn.Embedding}  # fmt: skip
+           COLUMN: nn.Linear, ROW: nn.Linear, SPLIT: nn.Linear, HEAD: nn.Linear, EMBEDDING: nn.Embedding}  # fmt: skip
 DIVIDES_VOCABULARY = ("embedding", "head", EMBEDDING, HEAD)
 
 
 def divided_dim(word: str | None, key: str) -> int | None:
     """The dim along which a layer's parameter `key` is divided; None: it is whole."""
-    if word not in _CUT or (key == "bias" and word in ("row", ROW)):
+    if word not in _CUT or (key == "bias" and word in ("row", ROW, SPLIT)):
         return None
     return _CUT[word] if key == "weight" else 0
 
@@ -137,6 +139,13 @@ def _sum_whole_output(layer: Any, peers: Peers) -> None:
     layer.forward = run
 
 
+def _split_input(layer: Any, peers: Peers) -> None:
+    """Its input is whole on every rank, since what stands before it gathers its output (`colwise_gather_output`)."""
+    _sum_whole_output(layer, peers)
+    forward, each = layer.forward, layer.in_features // peers.size
+    layer.forward = lambda x: forward(peers.copies(x).narrow(-1, peers.rank * each, each))
+
+
 def _give_whole_logits(layer: Any, peers: Peers) -> None:
     forward, part = layer.forward, VocabularyPart(peers, layer.out_features, cuts_sequence=False)
     layer.forward = lambda x: part.whole_logits(forward(peers.copies(x)))
@@ -155,6 +164,7 @@ WRAPPERS: dict[str, Callable[[nn.Module, Peers], None]] = {
     "norm": _leave,
     COLUMN: _copy_input,
     ROW: _sum_whole_output,
+    SPLIT: _split_input,
     HEAD: _give_whole_logits,
     EMBEDDING: _look_up_whole,
     SEES_SOME_HEADS: _leave,

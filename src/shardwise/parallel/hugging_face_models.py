@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from importlib import import_module
 from typing import Any
@@ -12,6 +13,7 @@ from shardwise.errors import ConfigError
 
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 CHANGES_WITH_LENGTH = ("dynamic", "longrope")  # rope types whose frequencies depend on the longest position
+_OWN_MASKS = {"doge"}  # types of models that make their masks from keys
 _KERNELS = ("sdpa", "eager")
 
 
@@ -40,6 +42,7 @@ def check_divisible(model: Any, rule: str) -> None:
         raise ConfigError(f"{rule} is no causal language model that computes its loss; {one_rank}")
     others = set(getattr(config.get_text_config(), "layer_types", None) or _ATTENTION) - set(_ATTENTION)
     others |= {type(part).__name__ for part in model.modules() if isinstance(part, nn.Conv1d)}
+    others |= {config.model_type} & _OWN_MASKS
     if others or not model._supports_attention_backend:
         why = f" ({', '.join(sorted(others))})" if others else ""
         raise ConfigError(
@@ -67,6 +70,12 @@ def same_rotary_positions(config: Any) -> float:
         if isinstance(one, dict) and one.get("rope_type") in CHANGES_WITH_LENGTH:
             longest = min(longest, one.get("original_max_position_embeddings") or config.max_position_embeddings)
     return longest
+
+
+def positions_follow_padding(model: nn.Module) -> bool:
+    """Whether a model has embeddings of positions that it counts by the mask of the padding, such as OPT's."""
+    embeddings = (part for part in model.modules() if isinstance(part, nn.Embedding))
+    return any("attention_mask" in inspect.signature(part.forward).parameters for part in embeddings)
 
 
 def of_file(layer: nn.Module, name: str) -> Any:
