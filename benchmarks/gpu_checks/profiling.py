@@ -4,8 +4,8 @@
     python benchmarks/gpu_checks/profiling.py --devices 1                     on one GPU
     python benchmarks/gpu_checks/profiling.py --keep tests/golden/traces      keeps the traces, each below 1 MB
 
-Each cell is a run of train.py. Prints a line for each check, and exits with 1 if one fails. Not run on a GPU
-yet. `--accelerator cpu --devices 2` tries it out anywhere, where memory and synchronisation are left out.
+Each cell is a run of train.py. Prints a line for each check, and exits with 1 if one fails.
+`--accelerator cpu --devices 2` tries it out anywhere, where memory and synchronisation are left out.
 """
 
 from __future__ import annotations

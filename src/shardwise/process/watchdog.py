@@ -22,7 +22,7 @@ from shardwise.run_dir.files import LOGS, hang_report, nccl_trace, rank_log, wri
 _TICK_SECONDS = 1.0
 _PATIENCE = 5.0  # seconds in which the other ranks' watchdogs must have written their files
 _STACK_SECONDS = 0.2  # in which a data worker writes its stack
-_PLACES = 4  # that are told of ranks that arrived
+_PLACES = 4  # the message names at most so many places at which ranks are
 _SETTING_UP = 3  # until the first step is done, the time limit is this many times as long
 
 
@@ -32,7 +32,7 @@ class Progress:
     def __init__(self) -> None:
         self.position: tuple[int, ...] = (-1,)  # (steps made, micro-batch, …): a larger tuple is further on
         self.activity = "setting up"
-        self.waits = False  # for another rank, by what it has reported
+        self.waits = False  # whether this rank has said that it waits for another one
         self.beats = 0
         self.settled = False  # the first step is done: nothing is compiled, connected or loaded any more
         self.trained = False  # an optimizer step was made in this process
