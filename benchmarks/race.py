@@ -71,32 +71,41 @@ class Run:
 
 @dataclass(frozen=True)
 class Cell:
-    """`ours`: the words of each run. `theirs`: micro-batch, activation checkpointing and flags of torchtitan's."""
+    """`ours`: the words of each run. `theirs`: micro-batch, activation checkpointing and flags of each of torchtitan's.
+
+    `best_of`: other cells, whose runs count in this one too.
+    """
 
     name: str
     ours: tuple[str, ...]
-    theirs: tuple[int, str, str]
+    theirs: tuple[tuple[int, str, str], ...]
+    best_of: tuple[str, ...] = ()
 
 
 CELLS = {
     1: (
-        Cell("micro-batch 2", ("micro_batch_size=2 loss=full", "micro_batch_size=2 loss=fused"), (2, "none", "")),
-        Cell("micro-batch 4", ("micro_batch_size=4 loss=full", "micro_batch_size=4 loss=fused"), (4, "none", "")),
-        Cell("micro-batch 6", ("micro_batch_size=6 loss=full", "micro_batch_size=6 loss=fused"), (6, "none", "")),
-        Cell("micro-batch 4, fp8", ("micro_batch_size=4 precision=fp8 loss=full",
-             "micro_batch_size=4 precision=fp8 loss=fused"), (4, "none", titan.FP8)),
+        Cell("micro-batch 2", ("micro_batch_size=2 loss=fused",), ((2, "none", ""),)),
+        Cell("micro-batch 4", ("micro_batch_size=4 loss=full", "micro_batch_size=4 loss=fused"), ((4, "none", ""),)),
+        Cell("best micro-batch", ("micro_batch_size=8 loss=fused", "micro_batch_size=10 loss=fused"),
+             ((6, "none", ""),), best_of=("micro-batch 2", "micro-batch 4")),
+        Cell("fp8, micro-batch 4", ("micro_batch_size=4 precision=fp8 loss=fused",), ((4, "none", titan.FP8),)),
+        Cell("fp8, best micro-batch", ("micro_batch_size=8 precision=fp8 loss=fused",
+             "micro_batch_size=10 precision=fp8 loss=fused"), ((6, "none", titan.FP8),),
+             best_of=("fp8, micro-batch 4",)),
     ),
     2: (
         Cell("no checkpointing, micro-batch 1",
              ("micro_batch_size=1 loss=fused", "micro_batch_size=1 loss=full",
-              "micro_batch_size=1 loss=fused compile=layer"), (1, "none", "")),
-        Cell("best", ("micro_batch_size=3 loss=fused activation_checkpointing=selective",
-             "micro_batch_size=3 loss=fused activation_checkpointing=selective compile=layer"), (3, "selective", "")),
+              "micro_batch_size=1 loss=fused compile=layer"), ((1, "none", ""),)),
         Cell("full checkpointing, micro-batch 2",
              ("micro_batch_size=2 loss=fused activation_checkpointing=full",
-              "micro_batch_size=2 loss=fused activation_checkpointing=full compile=layer"), (2, "full", "")),
+              "micro_batch_size=2 loss=fused activation_checkpointing=full compile=layer"), ((2, "full", ""),)),
+        Cell("best", ("micro_batch_size=3 loss=fused activation_checkpointing=selective",
+             "micro_batch_size=3 loss=fused activation_checkpointing=selective compile=layer"),
+             ((3, "selective", ""),),
+             best_of=("no checkpointing, micro-batch 1", "full checkpointing, micro-batch 2")),
         Cell("fp8, micro-batch 1", ("micro_batch_size=1 precision=fp8 loss=fused",
-             "micro_batch_size=1 precision=fp8 loss=fused compile=layer"), (1, "none", titan.FP8)),
+             "micro_batch_size=1 precision=fp8 loss=fused compile=layer"), ((1, "none", titan.FP8),)),
     ),
 }  # fmt: skip
 
@@ -118,7 +127,7 @@ class Race:
             "command": f"python benchmarks/race.py --ranks {self.ranks}", "ranks": self.ranks, "tiny": options.tiny,
             "words": [*MODELS[min(self.ranks, 2)], *ALWAYS], "environment_variables": titan.ENVIRONMENT,
             "ceilings": roofline.CEILINGS, "steps": {"warm_up": WARM_UP, "all": STEPS, "every": EVERY},
-            "cells": [cell.name for cell in cells],
+            "cells": {cell.name: cell.best_of for cell in cells},
             "cards": before.get("cards", []), "breakdowns": before.get("breakdowns", {}),
         }  # fmt: skip
 
@@ -129,8 +138,7 @@ class Race:
             print("torchtitan is not installed, or there is no GPU: ours run alone", flush=True)
         found = []
         for cell in self.cells:
-            micro_batch, checkpointing, more = cell.theirs
-            if peer is not None:
+            for micro_batch, checkpointing, more in cell.theirs if peer is not None else ():
                 flags = f"--training.local_batch_size {micro_batch} --activation_checkpoint.mode {checkpointing} {more}"
                 found.append(Run(cell.name, f"torchtitan {peer}", flags.strip(), flags))
             found += [Run(cell.name, "ours", with_defaults(words)) for words in cell.ours]

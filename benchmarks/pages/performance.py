@@ -19,12 +19,13 @@ def races(ranks: int | None = None) -> list[dict[str, Any]]:
 
 
 def fastest(race: dict[str, Any], cell: str, *, is_ours: bool) -> dict[str, Any] | None:
-    cards = [c for c in race["cards"] if c["cell"] == cell and (c["who"] == OURS) == is_ours and "error" not in c]
+    cells = (cell, *race["cells"][cell])
+    cards = [c for c in race["cards"] if c["cell"] in cells and (c["who"] == OURS) == is_ours and "error" not in c]
     return max(cards, key=lambda card: card["tokens_per_second_per_gpu"], default=None)
 
 
 def llama(ranks: int) -> list[str]:
-    """For each cell the fastest run of each, their ratio, and the limit of ours."""
+    """For each cell the fastest run of each, their ratio, and the limit of ours. Runs of other cells may count in one."""
     lines = []
     for race in races(ranks):
         both = [(cell, fastest(race, cell, is_ours=False), fastest(race, cell, is_ours=True)) for cell in race["cells"]]
@@ -60,7 +61,8 @@ def cards() -> list[str]:
     """Every run: its step, memory, power and clock, so that a reader sees what a slow one was short of."""
     rows = []
     for race in races():
-        for card in sorted(race["cards"], key=lambda card: race["cells"].index(card["cell"])):
+        order = list(race["cells"])
+        for card in sorted(race["cards"], key=lambda card: order.index(card["cell"])):
             rows.append([race["ranks"], card["cell"], card["who"], *_card(card), str(card["commit"])[:7]])
     heads = ["GPUs", "cell", "who", "words or flags", "tokens/s/GPU", "ms a step", "GiB", "power, W (limit)",
              "clock, MHz", "loss", "commit"]  # fmt: skip

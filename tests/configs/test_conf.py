@@ -50,6 +50,7 @@ NEEDS = {  # other words without which an option cannot be composed: the recipe 
     **{f"data={data}": f"{IMAGES} data.directory=anywhere" for data in ("image_folder", "webdataset")},
     "optimizer=none": "schedule=none",
     "experiment=llama3_8b_fsdp": "data.directory=anywhere",
+    "experiment=llama3_1b": "data.directory=anywhere",
     "strategy=fsdp_hybrid": "devices=4 strategy.shard_size=2",
 }
 
@@ -98,6 +99,9 @@ def test_the_llama_experiment_is_what_it_says() -> None:
     assert (plan.strategy.name, plan.precision.name, plan.topology.shard) == ("fsdp", "bf16", 8)
     assert (plan.micro_batch_size, plan.global_batch_size, plan.accumulate_grad_batches) == (1, 64, 8)
     assert plan.module["model"]["dim"] == 4096 and plan.data["sequence_length"] == 8192
+    plan = make_plan(read("experiment=llama3_1b", "data.directory=/d"), DGX)
+    assert (plan.strategy.name, plan.precision.name, plan.compile.name) == ("ddp", "bf16", "model")
+    assert (plan.micro_batch_size, plan.global_batch_size, plan.accumulate_grad_batches) == (4, 64, 2)
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,12 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 
 def run_race(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str, commit: str = "a" * 40) -> dict[str, Any]:
-    line = ["race.py", "--accelerator", "cpu", "--out", str(out), "--commit", commit, "--only", "batch 2$", *words]
+    cells = (
+        race.Cell("one", tuple(f"micro_batch_size=2 loss={loss}" for loss in ("full", "fused")), ((2, "none", ""),)),
+        race.Cell("another", (), ()),
+    )
+    monkeypatch.setattr(race, "CELLS", {1: cells})
+    line = ["race.py", "--accelerator", "cpu", "--out", str(out), "--commit", commit, "--only", "one", *words]
     monkeypatch.setattr(sys, "argv", line)
     race.main()
     [path] = out.glob("race-*.json")
@@ -181,7 +186,7 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
                "step": step, "kernels": []}  # fmt: skip
     broken = roofline.beside_limits(profile, {"matmul": 18.0, "elementwise": 3.0})
     content = {
-        "tiny": False, "ranks": 1, "cells": ["micro-batch 2", "micro-batch 4"],
+        "tiny": False, "ranks": 1, "cells": {"micro-batch 2": [], "micro-batch 4": [], "best": ["micro-batch 2"]},
         "cards": [
             card_of("torchtitan 0.2.2", 50_000.0), card_of("ours", 60_000.0, commit="d" * 40),
             card_of("ours", 55_000.0, words="loss=fused"), card_of("ours", 9e9, error="out of memory"),
@@ -190,9 +195,10 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     }  # fmt: skip
     results.write(tmp_path / "race-h200-x1.json", content)
     lines = performance.TABLES["race_1"]()
-    assert lines[0].startswith("| | torchtitan 0.2.2 | ours |") and len(lines) == 6
+    assert lines[0].startswith("| | torchtitan 0.2.2 | ours |") and len(lines) == 7
     assert lines[2] == "| micro-batch 2 | 50,000 | 60,000 | 1.200 | 80,000 | 0.75 | 42.0 / 42.0 | `loss=full` |"
-    assert "not measured at one commit" in lines[4]
+    assert lines[3] == lines[2].replace("micro-batch 2", "best"), "the runs of another cell count in it too"
+    assert "not measured at one commit" in lines[5]
     assert performance.TABLES["race_2"]() == ["Not run yet."]
     text = "\n".join(performance.TABLES["race_cards"]())
     assert "690 (700)" in text and "1,700" in text and "out of memory" in text
