@@ -84,7 +84,6 @@ USED = {
         "_aot_autograd _axiswise_dim _data _dynamo _foreach_norm _functorch _local_tensor _orig_dtype _parameters "
         "_scale"
     ),
-    "parallel/joint_products.py": "_C _inductor _nn",
     "parallel/layer_state.py": "_buffers _version",
     "parallel/parallelize.py": "_pytree",
     "parallel/pipeline/ownership.py": "_parameters",
@@ -331,8 +330,6 @@ NAMES = {
     "_StorageInfo": name("torch.distributed.checkpoint.filesystem", "a class that the pickle of .metadata names"),
     "_get_layout": name("torch.serialization", "a class that the pickle of .metadata names"),
     # torchao's products, and what torch's compiler keeps of them
-    "_inductor": name("torch", "a pass over the compiler's graph"),
-    "_nn": name("torch._C", "what a linear layer is in the compiler's graph"),
     "_functorch": name("torch", "the compiler's memory budget, and where a node belongs into the backward graph"),
     "_aot_autograd": name("torch._functorch", "as _functorch"),
     "_data": name(FLOAT8, "the bytes of a tensor in fp8, to lay them out anew"),

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from shardwise.parallel.joint_products import JointProducts
 from shardwise.parallel.layer_state import LayerState
 from shardwise.plan.plan import Compile
 
@@ -28,12 +27,12 @@ def prepare_compiler(options: Compile, layers: int) -> None:
 
 def compiled(function: Function, options: Compile, *, as_one_graph: bool = False) -> Function:
     """`function`, compiled when it is first called. `as_one_graph`: raise an error if that is not possible."""
-    settings: dict[str, Any] = {"pre_grad_custom_pass": JointProducts()}
+    settings: dict[str, Any] = {}
     if options.mode == "max-autotune":  # torch's own mode of this name also switches CUDA graphs on
         settings |= {"max_autotune": True, "coordinate_descent_tuning": True}
     if options.cudagraphs:
         settings["triton.cudagraphs"] = True
-    return torch.compile(function, fullgraph=as_one_graph, options=settings)
+    return torch.compile(function, fullgraph=as_one_graph, options=settings or None)
 
 
 def one_graph_or(
