@@ -25,7 +25,7 @@ def fastest(race: dict[str, Any], cell: str, *, is_ours: bool) -> dict[str, Any]
 
 
 def llama(ranks: int) -> list[str]:
-    """For each cell the fastest run of each, their ratio, and the limit of ours. Runs of other cells may count in one."""
+    """For each cell the fastest run of each, their ratio, and the limit of ours."""
     lines = []
     for race in races(ranks):
         both = [(cell, fastest(race, cell, is_ours=False), fastest(race, cell, is_ours=True)) for cell in race["cells"]]

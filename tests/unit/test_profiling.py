@@ -23,7 +23,7 @@ from shardwise.config.compose import compose
 from shardwise.config.paths import ROOT
 from shardwise.errors import ConfigError
 from shardwise.launch.local import launch
-from shardwise.launch.nsight import NSYS, check_profiler, read_reports, words_before
+from shardwise.launch.nsight import NSYS, check_profiler, make_folder, ncu_report, read_reports, words_before
 from shardwise.launch.worker import set_environment
 from shardwise.metrics.phases import Marks, Phases
 from shardwise.metrics.profile import ProfileSummary
@@ -352,6 +352,16 @@ def test_the_batch_script_puts_the_same_words_before_a_run() -> None:
     [words] = re.findall(r"profiler=\((nsys .*?)\)", script, flags=re.S)
     assert shlex.split(words)[: len(NSYS)] == list(NSYS)
     assert shlex.split(words)[len(NSYS)].endswith("/profile/rank-%q{SLURM_PROCID}")
+
+
+def test_a_report_of_ncu_is_named_only_if_it_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned("profile.start=2", "devices=1", "profile.tool=ncu", f"runs_dir={tmp_path}")
+    make_folder(plan)
+    read_reports(plan)
+    assert "ncu has written no report into" in capsys.readouterr().out
+    ncu_report(profile_folder(plan.run_dir, 2)).touch()
+    read_reports(plan)
+    assert "ncu-ui opens" in capsys.readouterr().out
 
 
 def test_ncu_records_one_rank() -> None:

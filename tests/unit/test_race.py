@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import race
-from benchmarks.harness import commands, results, roofline, titan
+from benchmarks.harness import commands, race_cells, results, roofline, titan
 from benchmarks.pages import performance
 from recipes.language_modeling.model import Transformer
 from shardwise.run_dir.files import METRICS, PLAN, SUMMARY
@@ -126,8 +126,10 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 def run_race(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str, commit: str = "a" * 40) -> dict[str, Any]:
     cells = (
-        race.Cell("one", tuple(f"micro_batch_size=2 loss={loss}" for loss in ("full", "fused")), ((2, "none", ""),)),
-        race.Cell("another", (), ()),
+        race_cells.Cell(
+            "one", tuple(f"micro_batch_size=2 loss={loss}" for loss in ("full", "fused")), ((2, "none", ""),)
+        ),
+        race_cells.Cell("another", (), ()),
     )
     monkeypatch.setattr(race, "CELLS", {1: cells})
     line = ["race.py", "--accelerator", "cpu", "--out", str(out), "--commit", commit, "--only", "one", *words]

@@ -45,6 +45,11 @@ def words_before(plan: Plan, rank: int) -> list[str]:
     return [*NSYS, f"--output={output}/rank-%q{{RANK}}"]
 
 
+def ncu_report(folder: Path) -> Path:
+    """That of the only rank."""
+    return folder / "rank-0.ncu-rep"
+
+
 def make_folder(plan: Plan) -> None:
     """Make the folder of the reports: the profilers make none, and ncu opens its report at once. Raises OSError."""
     if plan.profile.tool != "torch" and plan.profile.start is not None:
@@ -52,13 +57,18 @@ def make_folder(plan: Plan) -> None:
 
 
 def read_reports(plan: Plan) -> None:
-    """Read what nsys has recorded, and print the table; a report that cannot be read is left to nsys-ui."""
+    """Read what nsys has recorded, and print the table; a report that cannot be read is left to nsys-ui.
+
+    Of ncu, say where its report is.
+    """
     profile = plan.profile
     if profile.tool == "torch" or profile.start is None:
         return
     folder = profile_folder(plan.run_dir, profile.start)
     if profile.tool == "ncu":
-        print(f"profile: ncu-ui opens {folder}/rank-0.ncu-rep", flush=True)
+        report = ncu_report(folder)
+        said = f"ncu-ui opens {report}" if report.exists() else f"ncu has written no report into {folder}"
+        print(f"profile: {said}", flush=True)
         return
     ranks = [rank for rank in range(plan.topology.world_size) if profile_report(folder, rank).exists()]
     if not ranks:
