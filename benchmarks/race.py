@@ -1,7 +1,7 @@
 """The race: Llama 3 here and in torchtitan on the same GPUs, in turn, cell by cell, with a card for each run.
 
     python benchmarks/race.py --ranks 1            Llama 1.5 B on one GPU
-    python benchmarks/race.py --ranks 2            Llama 3 8 B on two GPUs, under fsdp
+    python benchmarks/race.py --ranks 2            Llama 3 8 B on two GPUs, under fsdp, and each axis; 4 and 8 likewise
     python benchmarks/race.py --ranks 1 --only 'fp8' --again       some cells; runs of this commit are made again
     python benchmarks/race.py --ranks 1 --breakdown                where the fastest step of ours goes, from a profile
     python benchmarks/race.py --accelerator cpu --tiny             tries it out anywhere
@@ -32,8 +32,8 @@ from benchmarks.harness import commands, results, roofline, titan  # noqa: E402
 from benchmarks.harness.data import RANDOM_TOKENS  # noqa: E402
 from benchmarks.harness.gpus import GpuWatch, describe_gpus  # noqa: E402
 from benchmarks.harness.kernels import costliest  # noqa: E402
-from benchmarks.harness.race_cells import CELLS  # noqa: E402
-from benchmarks.harness.trainers import TINY_LANGUAGE_MODEL, on_all  # noqa: E402
+from benchmarks.harness.race_cells import MODELS, axes_in, cells_on  # noqa: E402
+from benchmarks.harness.trainers import TINY_LANGUAGE_MODEL  # noqa: E402
 from shardwise.config.compose import compose  # noqa: E402
 from shardwise.run_dir.files import METRICS, PLAN, SUMMARY, profile_folder, profile_trace  # noqa: E402
 from shardwise.run_dir.rows import read_rows  # noqa: E402
@@ -41,12 +41,7 @@ from shardwise.run_dir.rows import read_rows  # noqa: E402
 WARM_UP, STEPS, EVERY = 8, 24, 4  # a line of both logs has the mean of four steps
 PROFILED = 12
 ENOUGH = 60  # seconds: with less left of --within, no run begins
-SIZES = {1: "1.5B", 2: "8B"}
 LENGTH = 8192
-MODELS = {
-    1: ["model=llama3_1b", "model.tie_embeddings=false", "strategy=ddp"],
-    2: ["model=llama3_8b", "strategy=fsdp"],
-}
 ALWAYS = [*RANDOM_TOKENS, "optimizer.lr=1e-4", "gradient_clip_val=1.0", f"log_every_n_steps={EVERY}"]
 DEFAULTS = ["precision=bf16", "compile=model", "attention=fa4"]  # of ours, where a run does not say otherwise
 TINY = [
@@ -58,9 +53,10 @@ TINY_FP8 = ["precision.fp8.emulate=true", "precision.fp8.min_features=16"]
 
 @dataclass(frozen=True)
 class Run:
-    """`flags`: torchtitan's; None: a run of ours."""
+    """`flags`: torchtitan's; None: a run of ours. `size`: of the model."""
 
     cell: str
+    size: str
     who: str
     words: str
     flags: str | None = None
@@ -78,14 +74,14 @@ class Race:
         self.environment, device = results.measured_on(options.accelerator, options.commit)
         self.path = options.out / f"race-{device}-x{self.ranks}.json"
         before = json.loads(self.path.read_text()) if self.path.exists() else {}
-        cells = CELLS[min(self.ranks, 2)]
+        cells = cells_on(self.ranks)
         self.cells = [cell for cell in cells if re.search(options.only, cell.name)]
         self.machine = describe_gpus(options.accelerator, self.ranks)
         self.watch = GpuWatch(options.accelerator, self.ranks)
         self.deadline = time.monotonic() + options.within
         self.result: dict[str, Any] = {
             "command": f"python benchmarks/race.py --ranks {self.ranks}", "ranks": self.ranks, "tiny": options.tiny,
-            "words": [*MODELS[min(self.ranks, 2)], *ALWAYS], "environment_variables": titan.ENVIRONMENT,
+            "words": ALWAYS, "models": MODELS, "environment_variables": titan.ENVIRONMENT,
             "ceilings": roofline.CEILINGS, "steps": {"warm_up": WARM_UP, "all": STEPS, "every": EVERY},
             "cells": {cell.name: cell.best_of for cell in cells},
             "cards": before.get("cards", []), "breakdowns": before.get("breakdowns", {}),
@@ -100,8 +96,8 @@ class Race:
         for cell in self.cells:
             for micro_batch, checkpointing, more in cell.theirs if peer is not None else ():
                 flags = f"--training.local_batch_size {micro_batch} --activation_checkpoint.mode {checkpointing} {more}"
-                found.append(Run(cell.name, f"torchtitan {peer}", flags.strip(), flags))
-            found += [Run(cell.name, "ours", with_defaults(words)) for words in cell.ours]
+                found.append(Run(cell.name, cell.size, f"torchtitan {peer}", flags.strip(), flags))
+            found += [Run(cell.name, cell.size, "ours", with_defaults(words)) for words in cell.ours]
         return found
 
     def has_card(self, run: Run) -> bool:
@@ -123,7 +119,7 @@ class Race:
         seconds = round(time.monotonic() - began, 1)
         if found.get("exit_code") == commands.TOO_LONG and left < self.options.timeout:
             return False
-        card = run.key | found | {"seconds": seconds, "commit": self.environment["commit"],
+        card = run.key | {"size": run.size} | found | {"seconds": seconds, "commit": self.environment["commit"],
                                   "environment": self.environment, "machine": self.machine}  # fmt: skip
         kept = [old for old in self.result["cards"] if any(old[key] != value for key, value in run.key.items())]
         self.result["cards"] = [*kept, card]
@@ -142,7 +138,7 @@ class Race:
             return found | commands.failure(code, limit, folder / "log")
         plan, summary = (json.loads((ran / name).read_text()) for name in (PLAN, SUMMARY))
         timed = [row for row in rows if int(row["step"]) > WARM_UP]
-        return found | self.speed(plan["micro_batch_size"] * plan["data"]["sequence_length"], {
+        return found | self.speed(plan["global_batch_size"] * plan["data"]["sequence_length"] / self.ranks, {
             "steps_ms": [round(float(row["train/step_seconds"]) * 1e3, 3) for row in timed],
             "peak_reserved_gib": summary["peak_memory_gib"],
             "losses": [float(row["train/loss"]) for row in (rows[0], rows[-1])],
@@ -154,25 +150,27 @@ class Race:
 
     def theirs(self, run: Run, folder: Path, limit: float) -> dict[str, Any]:
         flags = (run.flags or "").split()
-        micro_batch = int(flags[1])
-        given = ["--model.flavor", SIZES[min(self.ranks, 2)], "--training.seq_len", str(LENGTH),
+        tokens = int(flags[1]) * LENGTH / axes_in(run.flags or "")
+        given = ["--model.flavor", run.size, "--training.seq_len", str(LENGTH),
                  "--training.steps", str(STEPS), "--metrics.log_freq", str(EVERY), *flags]  # fmt: skip
         line = titan.command(self.ranks, given, folder)
         code, felt = self.watched(line, folder / "log", limit)
         found = {"command": shlex.join(["python", *line[1:]]).replace(str(folder), "FOLDER")}
-        said = titan.read_log((folder / "log").read_text(errors="replace"), WARM_UP, micro_batch * LENGTH)
+        said = titan.read_log((folder / "log").read_text(errors="replace"), WARM_UP, tokens)
         if code or not said:
             return found | commands.failure(code, limit, folder / "log")
-        return found | self.speed(micro_batch * LENGTH, said) | {"gpu": felt}
+        return found | self.speed(tokens, said) | {"gpu": felt}
 
-    def speed(self, tokens: int, measured: dict[str, Any]) -> dict[str, Any]:
+    def speed(self, tokens: float, measured: dict[str, Any]) -> dict[str, Any]:
         ms = median(measured["steps_ms"])
         return {"ms_per_step": ms, "tokens_per_second_per_gpu": round(tokens / ms * 1e3, 1)} | measured
 
     def words_of(self, run: Run, *more: str) -> list[str]:
         tiny = [*TINY, *(TINY_FP8 if "fp8" in run.words else [])] if self.options.tiny else []
-        fixed = [*MODELS[min(self.ranks, 2)], *ALWAYS, f"max_steps={STEPS}"]
-        return on_all([*fixed, *run.words.split(), *tiny, *more], self.ranks)
+        micro = int(re.findall(r"micro_batch_size=(\d+)", run.words)[0])
+        batch = f"global_batch_size={micro * self.ranks // axes_in(run.words)}"
+        return [*MODELS[run.size], *ALWAYS, f"max_steps={STEPS}", f"devices={self.ranks}", batch, *run.words.split(),
+                *tiny, *more]  # fmt: skip
 
     def watched(self, command: list[str], log: Path, limit: float) -> tuple[int, dict[str, float]]:
         """The exit code, and what the GPUs felt in the timed steps, which the log tells as they pass."""
@@ -196,7 +194,7 @@ class Race:
         if not cards:
             sys.exit("no run of ours is recorded: run this without --breakdown first")
         best = max(cards, key=lambda card: card["tokens_per_second_per_gpu"])
-        run = Run(best["cell"], "ours", best["words"])
+        run = Run(best["cell"], best["size"], "ours", best["words"])
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             found = self.ours(run, folder, self.options.timeout, (f"profile.start={PROFILED}",))
@@ -221,9 +219,10 @@ def work_of(words: list[str]) -> roofline.Work:
     config = compose(words).jobs[0].config
     assert config.data is not None
     checkpointing = config.activation_checkpointing
+    ranks = int(config.devices or 1)
     return roofline.Work(
-        config.module["model"], config.micro_batch_size, config.data["sequence_length"],
-        shards=1 if config.strategy.name.value == "ddp" else int(config.devices or 1),
+        config.module["model"], config.global_batch_size / ranks, config.data["sequence_length"],
+        shards=1 if config.strategy.name.value == "ddp" else ranks,
         fp8=config.precision.name.value == "fp8",
         recompute=checkpointing.name.value, recomputed_layers=1 / checkpointing.every_n_layers,
     )  # fmt: skip

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 
 from benchmarks.harness import titan
+
+# What a run has if its words do not say otherwise. 1.5 B: torchtitan ties no embeddings.
+MODELS = {
+    "1.5B": ["model=llama3_1b", "model.tie_embeddings=false", "strategy=ddp"],
+    "8B": ["model=llama3_8b", "strategy=fsdp"],
+    "70B": ["model=llama3_70b", "strategy=fsdp"],
+}
+AXES = ("tensor", "context", "pipeline")
 
 
 @dataclass(frozen=True)
@@ -15,34 +25,93 @@ class Cell:
     """
 
     name: str
+    size: str
     ours: tuple[str, ...]
-    theirs: tuple[tuple[int, str, str], ...]
+    theirs: tuple[tuple[int, str, str], ...] = ()
     best_of: tuple[str, ...] = ()
 
 
-CELLS = {
-    1: (
-        Cell("micro-batch 2", ("micro_batch_size=2 loss=fused",), ((2, "none", ""),)),
-        Cell("micro-batch 4", ("micro_batch_size=4 loss=full", "micro_batch_size=4 loss=fused"), ((4, "none", ""),)),
-        Cell("best micro-batch", ("micro_batch_size=8 loss=fused", "micro_batch_size=10 loss=fused"),
+def axes_in(words: str) -> int:
+    """The number of GPUs that a sample is divided over, from our words or torchtitan's flags."""
+    sizes = re.findall(rf"\b(?:{'|'.join(AXES)})_parallel_(?:size=|degree )(\d+)", words)
+    return math.prod(map(int, sizes))
+
+
+def cells_on(ranks: int) -> tuple[Cell, ...]:
+    if ranks == 1:
+        return _one_gpu()
+    return (*(_two_gpus() if ranks == 2 else _node(ranks)), *_scaling(), *_axes(ranks))
+
+
+def _one_gpu() -> tuple[Cell, ...]:
+    full, fused = "loss=full", "loss=fused"
+    return (
+        Cell("micro-batch 2", "1.5B", (f"micro_batch_size=2 {fused}",), ((2, "none", ""),)),
+        Cell("micro-batch 4", "1.5B", (f"micro_batch_size=4 {full}", f"micro_batch_size=4 {fused}"),
+             ((4, "none", ""),)),
+        Cell("best micro-batch", "1.5B", (f"micro_batch_size=8 {fused}", f"micro_batch_size=10 {fused}"),
              ((6, "none", ""),), best_of=("micro-batch 2", "micro-batch 4")),
-        Cell("fp8, micro-batch 4", ("micro_batch_size=4 precision=fp8 loss=fused",), ((4, "none", titan.FP8),)),
-        Cell("fp8, best micro-batch", ("micro_batch_size=8 precision=fp8 loss=fused",
-             "micro_batch_size=10 precision=fp8 loss=fused"), ((6, "none", titan.FP8),),
-             best_of=("fp8, micro-batch 4",)),
-    ),
-    2: (
-        Cell("no checkpointing, micro-batch 1",
-             ("micro_batch_size=1 loss=fused", "micro_batch_size=1 loss=full",
-              "micro_batch_size=1 loss=fused compile=layer"), ((1, "none", ""),)),
-        Cell("full checkpointing, micro-batch 2",
-             ("micro_batch_size=2 loss=fused activation_checkpointing=full",
-              "micro_batch_size=2 loss=fused activation_checkpointing=full compile=layer"), ((2, "full", ""),)),
-        Cell("best", ("micro_batch_size=3 loss=fused activation_checkpointing=selective",
-             "micro_batch_size=3 loss=fused activation_checkpointing=selective compile=layer"),
-             ((3, "selective", ""),),
+        Cell("fp8, micro-batch 4", "1.5B", (f"micro_batch_size=4 precision=fp8 {fused}",), ((4, "none", titan.FP8),)),
+        Cell("fp8, best micro-batch", "1.5B", tuple(f"micro_batch_size={n} precision=fp8 {fused}" for n in (8, 10)),
+             ((6, "none", titan.FP8),), best_of=("fp8, micro-batch 4",)),
+    )  # fmt: skip
+
+
+def _two_gpus() -> tuple[Cell, ...]:
+    def both(words: str) -> tuple[str, str]:
+        return f"{words} loss=fused", f"{words} loss=fused compile=layer"
+
+    return (
+        Cell("no checkpointing, micro-batch 1", "8B", (*both("micro_batch_size=1"), "micro_batch_size=1 loss=full"),
+             ((1, "none", ""),)),
+        Cell("full checkpointing, micro-batch 2", "8B", both("micro_batch_size=2 activation_checkpointing=full"),
+             ((2, "full", ""),)),
+        Cell("best", "8B", both("micro_batch_size=3 activation_checkpointing=selective"), ((3, "selective", ""),),
              best_of=("no checkpointing, micro-batch 1", "full checkpointing, micro-batch 2")),
-        Cell("fp8, micro-batch 1", ("micro_batch_size=1 precision=fp8 loss=fused",
-             "micro_batch_size=1 precision=fp8 loss=fused compile=layer"), ((1, "none", titan.FP8),)),
-    ),
-}  # fmt: skip
+        Cell("fp8, micro-batch 1", "8B", both("micro_batch_size=1 precision=fp8"), ((1, "none", titan.FP8),)),
+    )  # fmt: skip
+
+
+def _node(ranks: int) -> tuple[Cell, ...]:
+    """Four or eight GPUs. Copies: two, each of which is divided over half of the GPUs."""
+    copies = f"--parallelism.data_parallel_replicate_degree 2 --parallelism.data_parallel_shard_degree {ranks // 2}"
+    return (
+        Cell("micro-batch 2", "8B", ("micro_batch_size=2 loss=fused",), ((2, "none", ""),)),
+        Cell("best micro-batch", "8B", tuple(f"micro_batch_size={n} loss=fused" for n in (3, 4)), ((3, "none", ""),),
+             best_of=("micro-batch 2",)),
+        Cell("fp8, micro-batch 2", "8B", ("micro_batch_size=2 precision=fp8 loss=fused",), ((2, "none", titan.FP8),)),
+        Cell(f"hybrid 2 × {ranks // 2}, micro-batch 2", "8B",
+             (f"micro_batch_size=2 strategy=fsdp_hybrid strategy.shard_size={ranks // 2} loss=fused",),
+             ((2, "none", copies),)),
+        Cell("70 B", "70B", ("micro_batch_size=1 optimizer=adamw_8bit activation_checkpointing=full loss=fused",)),
+    )  # fmt: skip
+
+
+def _scaling() -> tuple[Cell, ...]:
+    """One GPU has its part of this in "micro-batch 4"."""
+    return (Cell("scaling, 1.5 B", "1.5B", ("micro_batch_size=4 loss=fused",)),)
+
+
+def _axes(ranks: int) -> tuple[Cell, ...]:
+    """Each axis over two GPUs, and shards over the others; as many tokens a GPU in all but the pipeline."""
+    found = []
+    for size, micro in (("1.5B", 4), ("8B", 1)):
+        words, layer = f"strategy=fsdp micro_batch_size={2 * micro}", "compile=layer"
+        tensor, context = (f"{words} strategy.{axis}_parallel_size=2" for axis in ("tensor", "context"))
+        pipeline = (
+            f"strategy=fsdp micro_batch_size=1 global_batch_size={4 * ranks} strategy.pipeline_parallel_size=2 {layer}"
+        )
+        flag = "--parallelism.{}_parallel_degree 2"
+        if ranks == 2 and size == "1.5B":
+            found.append(Cell("shards alone, 1.5B", size, (f"strategy=fsdp micro_batch_size={micro} loss=fused",),
+                              ((micro, "none", ""),)))  # fmt: skip
+        found += [
+            Cell(f"tensor axis of 2, {size}", size, (tensor, f"{tensor} {layer}"),
+                 ((2 * micro, "none", flag.format("tensor")),)),
+            Cell(f"pipeline of 2, {size}", size,
+                 (pipeline, f"{pipeline} strategy.pipeline_schedule=interleaved strategy.pipeline_chunks=2"),
+                 ((8, "none", flag.format("pipeline")),)),  # its schedule is 1F1B
+            Cell(f"context axis of 2, {size}", size, (f"{context} {layer}",),
+                 ((2 * micro, "none", flag.format("context")),)),
+        ]  # fmt: skip
+    return tuple(found)

@@ -27,10 +27,10 @@ CAST_BYTES = 4 + 2  # a master becomes a weight in 16 bits; a gradient in 16 bit
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank does in one step of one micro-batch."""
+    """What one rank does in one step."""
 
     model: Mapping[str, Any]  # the arguments of recipes.language_modeling.model.Transformer
-    micro_batch: int
+    samples: float  # below 1 where ranks divide a sample
     length: int
     shards: int = 1  # over which masters, gradients and moments are divided
     fp8: bool = False  # the matrix products of the layers
@@ -38,8 +38,8 @@ class Work:
     recomputed_layers: float = 1.0  # the share of the layers
 
     @property
-    def tokens(self) -> int:
-        return self.micro_batch * self.length
+    def tokens(self) -> float:
+        return self.samples * self.length
 
 
 def layer_parameters(model: Mapping[str, Any]) -> int:
@@ -48,9 +48,9 @@ def layer_parameters(model: Mapping[str, Any]) -> int:
     return int(2 * model["dim"] * head * (model["n_heads"] + model["n_kv_heads"]) + 3 * model["dim"] * model["ffn_dim"])
 
 
-def attention_operations(work: Work) -> int:
+def attention_operations(work: Work) -> float:
     """Of one forward pass through one layer: two products, in which position t looks at t + 1 positions."""
-    return 4 * work.model["dim"] * work.micro_batch * (work.length * (work.length + 1) // 2)
+    return 4 * work.model["dim"] * work.samples * (work.length * (work.length + 1) // 2)
 
 
 def layer_bytes(model: Mapping[str, Any]) -> tuple[int, int]:

@@ -43,7 +43,7 @@ def command(ranks: int, flags: list[str], folder: Path) -> list[str]:
     return [sys.executable, *launcher, *said, "--job.dump_folder", str(folder), *ALWAYS, *flags]
 
 
-def read_log(text: str, warm_up: int, tokens: int) -> dict[str, Any]:
+def read_log(text: str, warm_up: int, tokens: float) -> dict[str, Any]:
     """What the lines of its steps say; `tokens`: of one GPU in one step. A line's speed is that of the steps since the
     line before."""
     found = [LINE.search(line) for line in COLOURS.sub("", text).splitlines()]

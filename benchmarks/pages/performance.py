@@ -13,9 +13,9 @@ IMAGES = {"resnet50": "ResNet-50", "vit_b16": "ViT-B/16", "vit_l16": "ViT-L/16"}
 NOT_YET = ["Not run yet."]
 
 
-def races(ranks: int | None = None) -> list[dict[str, Any]]:
+def races(*ranks: int) -> list[dict[str, Any]]:
     """results/race-<gpu>-x<ranks>.json, without those of models that are too small to say anything."""
-    return [race for race in read("race") if not race["tiny"] and ranks in (None, race["ranks"])]
+    return [race for race in read("race") if not race["tiny"] and (not ranks or race["ranks"] in ranks)]
 
 
 def fastest(race: dict[str, Any], cell: str, *, is_ours: bool) -> dict[str, Any] | None:
@@ -24,10 +24,10 @@ def fastest(race: dict[str, Any], cell: str, *, is_ours: bool) -> dict[str, Any]
     return max(cards, key=lambda card: card["tokens_per_second_per_gpu"], default=None)
 
 
-def llama(ranks: int) -> list[str]:
+def llama(*ranks: int) -> list[str]:
     """For each cell the fastest run of each, their ratio, and the limit of ours."""
     lines = []
-    for race in races(ranks):
+    for race in races(*ranks):
         both = [(cell, fastest(race, cell, is_ours=False), fastest(race, cell, is_ours=True)) for cell in race["cells"]]
         rows = [_cell(cell, peer, ours) for cell, peer, ours in both if peer or ours]
         heads = ["", peer_of(race), "ours", "ratio", "limit", "ours of the limit", "peak reserved GiB, both", "words"]
@@ -127,5 +127,5 @@ def _gib(card: dict[str, Any] | None) -> str:
     return "–" if card is None or not card["peak_reserved_gib"] else f"{card['peak_reserved_gib']:.1f}"
 
 
-TABLES = {"race_1": lambda: llama(1), "race_2": lambda: llama(2), "race_cards": cards, "race_breakdown": breakdown,
+TABLES = {"race_1": lambda: llama(1), "race_2": lambda: llama(2), "race_node": lambda: llama(4, 8), "race_cards": cards, "race_breakdown": breakdown,
           "race_images": images}  # fmt: skip

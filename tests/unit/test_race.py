@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from benchmarks import race
 from benchmarks.harness import commands, race_cells, results, roofline, titan
 from benchmarks.pages import performance
 from recipes.language_modeling.model import Transformer
+from shardwise.config.compose import compose
+from shardwise.plan import Host, make_plan
 from shardwise.run_dir.files import METRICS, PLAN, SUMMARY
 
 SIZES = {"vocab_size": 320, "dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96,
@@ -29,7 +32,7 @@ THEIRS = """[rank0]:[titan] 2026-11-22 10:00:00,000 - root - INFO - Training sta
 def test_the_limit_counts_the_models_own_operations_and_parameters() -> None:
     with torch.device("meta"):
         model = Transformer(**SIZES, max_seq_len=32)
-    work = roofline.Work(SIZES, micro_batch=2, length=32)
+    work = roofline.Work(SIZES, samples=2, length=32)
     parts = roofline.parts_ms(work)
     matmul = parts["matmul"] / 1e3 * roofline.MATMUL
     attention = parts["attention"] / 1e3 * roofline.ATTENTION * 3 / 3.5  # the model counts a backward as two forwards
@@ -41,7 +44,7 @@ def test_the_limit_counts_the_models_own_operations_and_parameters() -> None:
 
 def test_the_limit_knows_recomputing_fp8_and_shards() -> None:
     def parts(**more: Any) -> dict[str, float]:
-        return roofline.parts_ms(roofline.Work(SIZES, micro_batch=2, length=32, **more))
+        return roofline.parts_ms(roofline.Work(SIZES, samples=2, length=32, **more))
 
     whole, full = parts(), parts(recompute="full")
     head = 3 * 2 * 64 * SIZES["vocab_size"] * SIZES["dim"] / roofline.MATMUL * 1e3
@@ -53,24 +56,33 @@ def test_the_limit_knows_recomputing_fp8_and_shards() -> None:
     assert full["elementwise"] > whole["elementwise"]
     assert parts(fp8=True)["matmul"] - head == pytest.approx((whole["matmul"] - head) / 2)
     assert parts(shards=2)["optimizer"] == pytest.approx(whole["optimizer"] / 2)
-    found = roofline.limit(roofline.Work(SIZES, micro_batch=2, length=32))
+    found = roofline.limit(roofline.Work(SIZES, samples=2, length=32))
     assert found["tokens_per_second_per_gpu"] == pytest.approx(64e3 / sum(whole.values()), rel=1e-3)
 
 
 def test_the_words_of_a_run_make_its_work() -> None:
-    words = [*race.MODELS[2], *race.ALWAYS, "micro_batch_size=3", "devices=2", "global_batch_size=6", "precision=fp8",
-             "activation_checkpointing=full", "activation_checkpointing.every_n_layers=2"]  # fmt: skip
+    words = [*race.MODELS["8B"], *race.ALWAYS, "micro_batch_size=3", "devices=2", "global_batch_size=6",
+             "precision=fp8", "activation_checkpointing=full", "activation_checkpointing.every_n_layers=2"]  # fmt: skip
     work = race.work_of(words)
-    assert (work.micro_batch, work.length, work.shards, work.fp8) == (3, 8192, 2, True)
+    assert (work.samples, work.length, work.shards, work.fp8) == (3, 8192, 2, True)
     assert (work.recompute, work.recomputed_layers, work.model["dim"]) == ("full", 0.5, 4096)
     assert race.work_of([*words, "strategy=ddp", "precision=bf16"]).shards == 1
 
 
-def test_the_words_of_all_runs_are_known() -> None:
-    for ranks, cells in race.CELLS.items():
-        given = [word for cell in cells for words in cell.ours for word in race.with_defaults(words).split()]
-        race.work_of(race.on_all([*race.MODELS[ranks], *race.ALWAYS, *given], ranks))
+def test_the_words_of_all_runs_are_known(tmp_path: Path) -> None:
+    for ranks in (1, 2, 4, 8):
+        options = {"accelerator": "cpu", "commit": "a", "out": tmp_path, "only": "", "within": 9, "tiny": False}
+        made = race.Race(SimpleNamespace(ranks=ranks, **options))
+        names = [cell.name for cell in made.cells]
+        assert len(set(names)) == len(names) and all(set(cell.best_of) <= set(names) for cell in made.cells)
+        for run in made.runs():
+            words = made.words_of(run)
+            plan = make_plan(compose(words).jobs[0].config, Host(cuda_devices=8, run_id="run"))
+            samples = plan.global_batch_size / ranks
+            assert race.work_of(words).samples == samples, words
+            assert plan.accumulate_grad_batches == (8 if "pipeline" in run.words else 1)
     assert race.with_defaults("micro_batch_size=1 compile=layer").count("compile=") == 1
+    assert race_cells.axes_in("--parallelism.tensor_parallel_degree 2 --parallelism.data_parallel_shard_degree 4") == 2
 
 
 def test_torchtitans_log_is_read() -> None:
@@ -111,7 +123,7 @@ class Runs:
         plan: dict[str, Any] = dict.fromkeys(
             ("precision", "loss", "attention", "compile", "activation_checkpointing"), "x"
         )
-        plan |= {"micro_batch_size": 2, "data": {"sequence_length": 8192}}
+        plan |= {"global_batch_size": 2, "data": {"sequence_length": 8192}}
         (folder / PLAN).write_text(json.dumps(plan))
         return self.code
 
@@ -120,18 +132,16 @@ class Runs:
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     found = Runs()
     monkeypatch.setattr(commands, "run", found)
-    monkeypatch.setattr(race, "work_of", lambda words: roofline.Work(SIZES, micro_batch=2, length=8192))
+    monkeypatch.setattr(race, "work_of", lambda words: roofline.Work(SIZES, samples=2, length=8192))
     return found
 
 
 def run_race(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str, commit: str = "a" * 40) -> dict[str, Any]:
     cells = (
-        race_cells.Cell(
-            "one", tuple(f"micro_batch_size=2 loss={loss}" for loss in ("full", "fused")), ((2, "none", ""),)
-        ),
-        race_cells.Cell("another", (), ()),
+        race_cells.Cell("one", "1.5B", ("micro_batch_size=2 loss=full", "micro_batch_size=2 loss=fused")),
+        race_cells.Cell("another", "1.5B", ()),
     )
-    monkeypatch.setattr(race, "CELLS", {1: cells})
+    monkeypatch.setattr(race, "cells_on", lambda ranks: cells)
     line = ["race.py", "--accelerator", "cpu", "--out", str(out), "--commit", commit, "--only", "one", *words]
     monkeypatch.setattr(sys, "argv", line)
     race.main()
