@@ -127,5 +127,7 @@ def _gib(card: dict[str, Any] | None) -> str:
     return "–" if card is None or not card["peak_reserved_gib"] else f"{card['peak_reserved_gib']:.1f}"
 
 
-TABLES = {"race_1": lambda: llama(1), "race_2": lambda: llama(2), "race_node": lambda: llama(4, 8), "race_cards": cards, "race_breakdown": breakdown,
-          "race_images": images}  # fmt: skip
+TABLES = {
+    "race_1": lambda: llama(1), "race_2": lambda: llama(2), "race_node": lambda: llama(4, 8), "race_cards": cards,
+    "race_breakdown": breakdown, "race_images": images,
+}  # fmt: skip
