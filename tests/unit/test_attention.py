@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from shardwise.errors import ConfigError
 from shardwise.nn import attention
 from shardwise.nn.attention import causal_attention, document_layout, kernels_that_ran, whole_layout
 from shardwise.nn.key_value_cache import KeyValueCache
+from shardwise.parallel.context_parallel import ContextParallel
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.plan.attention_kernel import (
     FLASH_ATTENTION_4,
@@ -259,6 +261,23 @@ def test_queries_of_the_last_positions_need_no_mask(kernel: str) -> None:
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 if kernel == "fa4" else 1e-12)
     assert kernels_that_ran() == {"whole sequences": ["math", "fa4" if kernel == "fa4" else "flash"]}
+
+
+def test_by_keys_a_mask_is_made_for_a_kernel_that_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents need one with every kernel, and a kernel that takes none is refused."""
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 1, group_name="none")
+    own = ContextParallel(group, by_keys=True, tensors=("tokens",))
+    own.length = 4
+    monkeypatch.setattr(attention, "sequence_parts", lambda: own)
+    tokens = torch.zeros(2, 4)
+    for kernel, needs in (("fa4", False), ("sdpa", True), ("math", True)):
+        layout = whole_layout(tokens, torch.bfloat16, 16, kernel)
+        assert layout is not None and ("masks" in layout) == needs
+    masks = document_layout(DOCUMENTS, None, torch.bfloat16, 16)["masks"]
+    assert [mask.shape for mask in masks] == [(2, 1, 2, 4), (2, 1, 2, 6)], "two runs, with the keys up to their ends"
+    for kernel in ("cudnn", "flex", "fa4"):
+        with pytest.raises(ConfigError, match=f"attention={kernel}: .* needs a mask with strategy.context_parallel_m"):
+            document_layout(DOCUMENTS, None, torch.bfloat16, 16, kernel)
 
 
 def test_torchs_own_operator_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
