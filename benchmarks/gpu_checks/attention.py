@@ -96,7 +96,7 @@ def documents_of(shape: Shape, device: torch.device, mean: int) -> Tensor:
 
 def layout_of(q: Tensor, kernel: str, documents: Tensor | None) -> dict[str, Any] | None:
     if documents is None:
-        return whole_layout(torch.empty(q.shape[0], q.shape[2], device=q.device), kernel)
+        return whole_layout(torch.empty(q.shape[0], q.shape[2], device=q.device), q.dtype, q.shape[3], kernel)
     return document_layout(documents, None, q.dtype, q.shape[3], kernel)
 
 

@@ -210,7 +210,7 @@ class Transformer(nn.Module):
         if documents is not None:
             layout = document_layout(documents, starts, x.dtype, self.head_dim, self.attention_kernel)
         else:
-            layout = whole_layout(tokens, self.attention_kernel) if cache is None else None
+            layout = whole_layout(tokens, x.dtype, self.head_dim, self.attention_kernel) if cache is None else None
         for i, block in enumerate(self.blocks):
             # Only what there is: a hook on a block, and what is compiled of it, sees no more.
             more = {"layout": layout} if layout is not None else {"cache": cache.layers[i]} if cache is not None else {}

@@ -265,9 +265,9 @@ WORDS: list[tuple[str, list[str]]] = [
     ("strategy=fsdp strategy.context_parallel_method=keys",
      ["strategy.context_parallel_method=keys strategy.context_parallel_size=1: no sequence is divided"]),
     ("strategy=fsdp devices=2 strategy.context_parallel_size=2 stage=predict", ["predictions are of whole sequences"]),
-    ("strategy=fsdp devices=2 micro_batch_size=1 strategy.context_parallel_size=2 attention=flash "
+    ("strategy=fsdp devices=2 micro_batch_size=1 strategy.context_parallel_size=2 attention=flex "
      "strategy.context_parallel_method=keys",
-     ["attention=flash: strategy.context_parallel_method=keys needs a kernel that takes a mask; use attention="]),
+     ["attention=flex: strategy.context_parallel_method=keys has fewer queries than keys, which", "use attention="]),
     ("strategy=ddp strategy.context_parallel_size=2", ["context_parallel_size"]),
     ("strategy=zero2 strategy.reduce_bucket_elements=0", ["strategy.reduce_bucket_elements=0: must be at least 1"]),
     ("strategy=zero2 strategy.reduce_bucket_elements=5e8", ["must be a whole number; write 500000000"]),

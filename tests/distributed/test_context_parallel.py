@@ -9,12 +9,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from shardwise.nn.attention import kernels_that_ran
 from shardwise.parallel.context_parallel import ContextParallel
 from shardwise.plan.topology import Topology
 from shardwise.run_dir.files import checkpoint_path
 from tests.harness.cells import fit
 from tests.harness.context import BOUNDS, CLIP, Case, deviations, plan_of, run_cases
 from tests.harness.processes import spawn
+from tests.harness.varlen import as_on_a_gpu, calls
 
 HYBRID = ("strategy=fsdp_hybrid", "strategy.shard_size=1")
 CASES = {
@@ -55,6 +57,35 @@ def test_parts_of_sequences_equal_the_plain_loop(ranks: int, tmp_path: Path) -> 
     assert not off(ranks, CASES[ranks], tmp_path)
 
 
+def run_without_masks(folder: Path, ranks: int, cases: list[Case]) -> tuple[list[dict[str, Any]], int, list[str]]:
+    """In each rank, with the kernels of a GPU; how often there were more keys than queries, and what ran."""
+    with as_on_a_gpu():
+        found = run_cases(folder, ranks, cases)
+    return found, calls["more keys"], kernels_that_ran()["whole sequences"]
+
+
+WITHOUT_MASKS = {
+    2: [Case(2, "keys", accumulate=2, clip=CLIP), Case(2, "keys", length=14)],
+    4: [
+        Case(4, "keys", optimizer="adamw", words=("activation_checkpointing=full",)),
+        Case(2, "keys", "fp32", words=("compile=layer",)),
+    ],
+}
+
+
+@pytest.mark.parametrize("ranks", WITHOUT_MASKS)
+def test_by_keys_no_mask_is_made_where_a_kernel_needs_none(ranks: int, tmp_path: Path) -> None:
+    """Each run of positions with the keys up to its end: the plain loop's numbers, to the last digits of fp64."""
+    cases = WITHOUT_MASKS[ranks]
+    ran = spawn(ranks, run_without_masks, tmp_path, ranks, cases)
+    found, more_keys, kernels = ran[0]
+    for case, result in zip(cases, found, strict=True):
+        numbers = deviations(case, result)
+        print("NUMBERS", case, numbers)
+        assert max(numbers.values()) <= (1e-12 if case.precision == "fp64" else BOUNDS["fp32"]), (case, numbers)
+    assert more_keys > 0 and kernels == ["flash"]
+
+
 def stop_and_resume(folder: Path) -> dict[str, dict[str, Any]]:
     """In each rank: without a stop; up to a checkpoint and on from it; and on from it without dividing sequences."""
     case = Case(2, "keys", optimizer="adamw", accumulate=2, clip=CLIP)
@@ -82,8 +113,8 @@ def broken_runs(folder: Path, breaks: list[str]) -> list[dict[str, Any]]:
     right_layout, right_masks = ContextParallel.layout, ContextParallel._masks
     case, found = Case(2, "keys"), []
 
-    def from_zero(self: Any, positions: Any, documents: Any) -> Any:
-        layout = right_layout(self, positions, documents)
+    def from_zero(self: Any, positions: Any, documents: Any, **more: Any) -> Any:
+        layout = right_layout(self, positions, documents, **more)
         return layout | {"positions": torch.arange(len(layout["positions"]))}
 
     def in_sequence(self: Any, *arguments: Any) -> Any:

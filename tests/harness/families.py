@@ -60,6 +60,7 @@ def divide(model: Any, axis: str) -> Any:
     assert world is not None
     if axis == "tensor":
         tensor = TensorParallel(model, world)
+        tensor.wrap(model)
         tensor.cut(model)
 
         def settle() -> dict[str, Tensor]:

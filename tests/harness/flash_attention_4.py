@@ -19,10 +19,10 @@ def _spread(q: Tensor, x: Tensor) -> Tensor:
     return x.double().transpose(-3, -2).repeat_interleave(q.shape[-2] // x.shape[-2], dim=-3)
 
 
-def _hidden(tokens: int, starts: Tensor | None) -> Tensor:
-    """Which keys each query must not see: bool [T, T]."""
-    index = torch.arange(tokens)
-    later = index[:, None] < index
+def _hidden(tokens: int, keys: int, starts: Tensor | None) -> Tensor:
+    """Which keys each query must not see: bool [T, keys]. The queries are the last ones."""
+    index = torch.arange(keys)
+    later = index[keys - tokens :, None] < index
     if starts is None:
         return later
     document = torch.searchsorted(starts.long(), index, right=True)
@@ -31,7 +31,7 @@ def _hidden(tokens: int, starts: Tensor | None) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, starts: Tensor | None) -> Tensor:
     scores = _spread(q, q) @ _spread(q, k).mT / q.shape[-1] ** 0.5
-    return scores.masked_fill(_hidden(q.shape[-3], starts), -torch.inf)
+    return scores.masked_fill(_hidden(q.shape[-3], k.shape[-3], starts), -torch.inf)
 
 
 @flash_attention_4.register_kernel("cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from shardwise.errors import ConfigError
 from shardwise.nn import attention
 from shardwise.nn.attention import causal_attention, document_layout, kernels_that_ran, whole_layout
 from shardwise.nn.key_value_cache import KeyValueCache
+from shardwise.parallel.context_parallel import ContextParallel
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.plan.attention_kernel import (
     FLASH_ATTENTION_4,
@@ -35,6 +37,7 @@ from shardwise.plan.attention_kernel import (
 )
 from shardwise.plan.plan import Choice
 from tests.harness import flash_attention_4 as stand_in
+from tests.harness.varlen import as_on_a_gpu
 
 HOPPER = Facts("cuda", (9, 0), "bfloat16", deterministic=False, documents=False, head_size=128,
                flash_attention_4=FLASH_ATTENTION_4, cudnn=(9, 19, 0))  # fmt: skip
@@ -94,6 +97,10 @@ def config(**changes: Any) -> RunConfig:
         ("flex", {"dtype": "float64"}, "does not compute in float64"),
         ("flex", {"head_size": 8}, "at least 16, and the model's have 8"),
         ("flex", {"capability": (7, 0)}, "from compute capability 8.0 on"),
+        ("cudnn", {"context_by_keys": True}, "queries than keys, which this kernel does not align; use attention=fl"),
+        ("flash", {"context_by_keys": True, "documents": True}, "keeps documents apart by a mask, and this kernel"),
+        ("flash", {"context_by_keys": True, "head_size": 60}, "multiple of 8, up to 256, and the model's have 60"),
+        ("fa4", {"context_by_keys": True, "documents": True}, "by a mask, and this kernel takes none; use attention="),
     ],
 )  # fmt: skip
 def test_a_kernel_that_cannot_run_is_refused_by_name(kernel: str, changes: dict[str, Any], rule: str) -> None:
@@ -120,6 +127,8 @@ def test_what_is_not_known_speaks_against_no_kernel_that_the_user_has_named() ->
         ({"capability": (10, 0), "head_size": 64}, "fa4", None),
         ({"dtype": "float16", "documents": True, "deterministic": True}, "fa4", None),
         ({"head_size": None}, "fa4", None),
+        ({"context_by_keys": True}, "fa4", None),
+        ({"context_by_keys": True, "documents": True}, "sdpa", "by a mask"),
         ({"flash_attention_4": None}, "sdpa", "which is not installed"),
         ({"capability": None}, "sdpa", "compute capability is not known"),
         ({"capability": (8, 0)}, "sdpa", "these have 8.0"),
@@ -238,6 +247,53 @@ def test_the_kernel_that_is_asked_for_runs_and_the_record_says_so(documents: Ten
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("kernel", ["sdpa", "flash", "fa4"])
+def test_queries_of_the_last_positions_need_no_mask(kernel: str) -> None:
+    """With stand-ins for the kernels: the output and the gradients of rows of a whole attention."""
+    *leaves, gradient = parts()
+    found, last = [], slice(3, None)
+    for word, of in (("math", slice(None)), (kernel, last)):
+        q, k, v = (x.detach().requires_grad_() for x in leaves)
+        with as_on_a_gpu():
+            out = causal_attention(q[:, :, of], k, v, None, word)
+        rows = out if word == kernel else out[:, :, last]
+        found.append([rows.detach(), *torch.autograd.grad(rows, (q, k, v), gradient[:, :, last])])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 if kernel == "fa4" else 1e-12)
+    assert kernels_that_ran() == {"whole sequences": ["math", "fa4" if kernel == "fa4" else "flash"]}
+
+
+def test_by_keys_a_mask_is_made_for_a_kernel_that_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents need one with every kernel, and a kernel that takes none is refused."""
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 1, group_name="none")
+    own = ContextParallel(group, by_keys=True, tensors=("tokens",))
+    own.length = 4
+    monkeypatch.setattr(attention, "sequence_parts", lambda: own)
+    tokens = torch.zeros(2, 4)
+    for kernel, needs in (("fa4", False), ("sdpa", True), ("math", True)):
+        layout = whole_layout(tokens, torch.bfloat16, 16, kernel)
+        assert layout is not None and ("masks" in layout) == needs
+    masks = document_layout(DOCUMENTS, None, torch.bfloat16, 16)["masks"]
+    assert [mask.shape for mask in masks] == [(2, 1, 2, 4), (2, 1, 2, 6)], "two runs, with the keys up to their ends"
+    for kernel in ("cudnn", "flex", "fa4"):
+        with pytest.raises(ConfigError, match=f"attention={kernel}: .* needs a mask with strategy.context_parallel_m"):
+            document_layout(DOCUMENTS, None, torch.bfloat16, 16, kernel)
+
+
+def test_torchs_own_operator_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its arguments and shapes, forward and backward, on tensors without memory: its kernel needs a GPU."""
+    monkeypatch.setattr(attention, "runs_varlen", lambda *_: True)
+    with Operators() as seen:
+        q, k, v = (
+            torch.empty(2, n, h, 64, device="meta", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+            for h, n in ((4, 8), (2, 24), (2, 24))
+        )
+        out = causal_attention(q, k, v, None, "sdpa")
+        gradients = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+    assert out.shape == q.shape and [x.shape for x in gradients] == [x.shape for x in (q, k, v)]
+    assert {"torch_attn._varlen_attn.default", "torch_attn._varlen_attn_backward.default"} <= seen.names
+
+
 def test_what_is_compiled_is_recorded_and_stays_one_graph() -> None:
     for kernel, name in (("sdpa", "flash"), ("math", "math"), ("fa4", "fa4")):
         attention._RAN.clear()
@@ -278,10 +334,10 @@ def test_cudnn_keeps_no_documents_apart() -> None:
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 def test_flex_attention_equals_math(documents: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without gradients, which it does not have on the CPU, and not compiled, which takes a minute there."""
-    monkeypatch.setattr(attention, "_compiled", lambda function: function)
+    monkeypatch.setattr("shardwise.nn.flex_attention._compiled", lambda function: function)
     q, k, v, _ = parts(dtype=torch.float32)
     if documents is None:
-        layouts = {kernel: whole_layout(torch.zeros(2, 8), kernel) for kernel in ("flex", "math")}
+        layouts = {kernel: whole_layout(torch.zeros(2, 8), q.dtype, 16, kernel) for kernel in ("flex", "math")}
     else:
         layouts = {kernel: document_layout(documents, None, q.dtype, 16, kernel) for kernel in ("flex", "math")}
     flex, plain = (causal_attention(q, k, v, layouts[kernel], kernel) for kernel in ("flex", "math"))

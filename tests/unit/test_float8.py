@@ -72,6 +72,21 @@ def test_which_layers_multiply_in_fp8() -> None:
     assert usual is not None and usual.keep_in_bf16 == USUAL
 
 
+def test_where_ranks_divide_layers_the_sizes_are_those_of_a_part() -> None:
+    model, parts = Model(), {"up": 0, "down": 1}
+    assert Float8Layers(model, fp8(), parts, 4).layers[:2] == [model.up, model.down], "parts of 32"
+    layers = Float8Layers(model, fp8(min_features=64), parts, 4)
+    assert layers.kept["fewer than 64 inputs or outputs on a rank"] == ["up", "down"]
+    with pytest.raises(ConfigError) as caught:
+        Float8Layers(nn.Sequential(nn.Linear(48, 64)), fp8(min_features=16), {"0": 1}, 2)
+    assert str(caught.value) == (
+        "strategy.tensor_parallel_size=2 precision=fp8: 0 has 48 inputs, 24 on each rank, and products in fp8 take "
+        "multiples of 16: use a multiple of 32, or name the layer in precision.fp8.keep_in_bf16"
+    )
+    kept = Float8Layers(nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 64)), fp8(keep_in_bf16=("0",)), {"0": 1}, 2)
+    assert kept.kept == {"keep_in_bf16": ["0"]}
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("rows", [(3, 5), (32,), (1,), (0, 4)])
 def test_a_product_is_torchaos(recipe: str, rows: tuple[int, ...]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.errors import ConfigError
 from shardwise.nn.flash_attention_4 import flash_attention_4
+from shardwise.nn.flex_attention import causal_block_mask, document_block_mask, flex_attention, kept_block_mask
 from shardwise.nn.sequence_parts import sequence_parts
 
 try:
@@ -84,11 +84,16 @@ def document_layout(
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     positions = index - torch.where(begins, index, 0).cummax(dim=1).values
     number, parts = begins.cumsum(dim=1), sequence_parts()
-    layout = {"positions": positions} if parts is None else parts.layout(positions, number)
+    layout = {"positions": positions} if parts is None else parts.layout(positions, number, makes_masks=True)
     if "masks" in layout:
+        if kernel in ("cudnn", "flex", "fa4") or (kernel == "flash" and documents.is_cuda):
+            raise ConfigError(
+                f"attention={kernel}: the batch has documents to keep apart, which needs a mask with "
+                f"strategy.context_parallel_method=keys, and this kernel takes none; use attention=efficient"
+            )
         return layout
     if kernel == "flex":
-        return layout | {"block_mask": _block_mask(number)}
+        return layout | {"block_mask": document_block_mask(number)}
     if kernel == "fa4" or (kernel in (SDPA, "flash") and runs_varlen(documents, dtype, head_dim)):
         return layout | {"starts": document_starts(documents) if starts is None else starts}
     if kernel == "cudnn" or (kernel == "flash" and documents.is_cuda):
@@ -100,19 +105,20 @@ def document_layout(
     return layout | {"mask": (same & (index[:, None] >= index)).unsqueeze(1)}
 
 
-def whole_layout(tokens: Tensor, kernel: str) -> Layout | None:
+def whole_layout(tokens: Tensor, dtype: torch.dtype, head_dim: int, kernel: str = SDPA) -> Layout | None:
     """What `causal_attention` with this `kernel` needs for sequences without documents; most kernels need nothing.
 
     `tokens`: [B, T]. Under context parallelism these are a part of each sequence, and `positions`, int64 [T], says
-    where in it they are.
+    where in it they are. `dtype`: that of queries and keys.
     """
     parts, length = sequence_parts(), tokens.shape[1]
     layout: Layout = {}
     if parts is not None:
         length *= parts.ranks
-        layout = parts.layout(torch.arange(length, device=tokens.device), None)
+        positions = torch.arange(length, device=tokens.device)
+        layout = parts.layout(positions, None, makes_masks=not takes_later_queries(tokens, dtype, head_dim, kernel))
     if kernel == "flex":
-        make = _causal_block_mask if torch.compiler.is_compiling() else _kept_block_mask
+        make = causal_block_mask if torch.compiler.is_compiling() else kept_block_mask
         layout["block_mask"] = make(length, tokens.device)
     return layout or None
 
@@ -138,10 +144,20 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = No
     return _attend(q, k, v, layout, kernel)
 
 
+def takes_later_queries(like: Tensor, dtype: torch.dtype, head_dim: int, kernel: str) -> bool:
+    """Whether the kernel takes queries of the last positions alone, with all keys, and needs no mask for that.
+
+    `like`: any tensor on the device.
+    """
+    return kernel == "fa4" or (kernel in (SDPA, "flash") and runs_varlen(like, dtype, head_dim))
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, kernel: str) -> Tensor:
-    """`causal_attention` over all positions, or with a mask."""
+    """`causal_attention` over all positions, or with a mask. With more keys than queries and no mask, queries are of
+    the last positions, which `takes_later_queries`."""
     shares = q.shape[1] != k.shape[1]
     mask, starts = layout.get("mask"), layout.get("starts")
+    is_varlen = kernel in (SDPA, "flash") and (starts is not None or (mask is None and q.shape[2] != k.shape[2]))
     # Only positions in documents differ between sequences.
     where = "documents" if "positions" in layout and layout["positions"].dim() == 2 else "whole sequences"
     if shares and (kernel == "efficient" or (mask is not None and q.is_cuda)):
@@ -150,16 +166,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, kernel: str) -> Ten
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         shares = False
     needs_gradient = torch.is_grad_enabled() and q.requires_grad
-    ran = "flash" if starts is not None and kernel == SDPA else kernel
-    asks = ran in (SDPA, *_BACKENDS) and starts is None
+    ran = "flash" if is_varlen else kernel
+    asks = ran in (SDPA, *_BACKENDS) and not is_varlen
     against = _note(where, ran, asks, q.device.type, q.dtype, q.shape[3], shares, mask is not None, needs_gradient)
     if against is not None:
         raise ConfigError(against)
     if kernel == "fa4":
         return _flash_attention_4(q, k, v, starts)
     if kernel == "flex":
-        return _flex(q, k, v, layout["block_mask"], shares)
-    if starts is not None:
+        return flex_attention(q, k, v, layout["block_mask"], shares)
+    if is_varlen:
         return _varlen(q, k, v, starts, shares)
     if kernel == SDPA:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=shares)
@@ -229,20 +245,28 @@ def _torchs_choice(
     return next((word for word, backend in _BACKENDS.items() if backend.value == taken), SDPA)
 
 
-def runs_varlen(documents: Tensor, dtype: torch.dtype, head_dim: int) -> bool:
+def runs_varlen(like: Tensor, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether torch's variable-length attention takes such heads on this device. It is FlashAttention, in 16 bits."""
     in_16_bits = dtype in (torch.bfloat16, torch.float16)
-    return varlen_attn is not None and documents.is_cuda and in_16_bits and head_dim % 8 == 0 and head_dim <= 256
+    return varlen_attn is not None and like.is_cuda and in_16_bits and head_dim % 8 == 0 and head_dim <= 256
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, shares: bool) -> Tensor:
-    """Attention over documents of any length, which lie one after the other: [B, H, T, D] is read as [B * T, H, D]."""
+def _varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, shares: bool) -> Tensor:
+    """Attention over documents of any length, which lie one after the other: [B, H, T, D] is read as [B * T, H, D].
+
+    Without `starts` each sequence is one. Its last query looks at all of its keys, of which there may be more.
+    """
     batch, _, length, _ = q.shape
+    keys = k.shape[2]
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     more = {"enable_gqa": shares} if _NAMES_SHARED_HEADS else {}
+    begins = [starts, starts]
+    if starts is None:
+        sequences = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+        begins = [sequences * length, sequences * keys]
     # A document is at most as long as its sequence. Its exact length would have to come from the device.
     assert varlen_attn is not None
-    out = varlen_attn(*flat, starts, starts, length, length, **_CAUSAL, **more)
+    out = varlen_attn(*flat, *begins, length, keys, **_CAUSAL, **more)
     joined: Tensor = out.unflatten(0, (batch, length)).transpose(1, 2)
     return joined
 
@@ -261,40 +285,3 @@ def _flash_attention_4(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -
         out, _ = flash_attention_4(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts, length)
         out = out.view(batch, length, *out.shape[1:])
     return out.transpose(1, 2)
-
-
-def _block_mask(number: Tensor) -> Any:
-    """`number`: int64 [B, T], of each token's document."""
-    from torch.nn.attention.flex_attention import create_block_mask  # it takes long to import
-
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (number[b, q] == number[b, k])
-
-    batch, length = number.shape
-    return create_block_mask(visible, batch, None, length, length, device=number.device)
-
-
-def _causal_block_mask(length: int, device: torch.device) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return q >= k
-
-    return create_block_mask(visible, None, None, length, length, device=device)
-
-
-_kept_block_mask = cache(_causal_block_mask)
-
-
-def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, shares: bool) -> Tensor:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    attend: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
-    out: Tensor = attend(q, k, v, block_mask=block_mask, enable_gqa=shares)
-    return out
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """flex_attention that is not compiled holds a number for every pair of positions."""
-    return torch.compile(function)

@@ -17,15 +17,15 @@ class SequenceParts(Protocol):
 
     ranks: int
 
-    def layout(self, positions: Tensor, documents: Tensor | None) -> dict[str, Any]:
+    def layout(self, positions: Tensor, documents: Tensor | None, *, makes_masks: bool) -> dict[str, Any]:
         """What attention needs to know of this rank's part.
 
         `positions`: int64 [T] or [B, T], those of whole sequences; `documents`: int64 [B, T], the number of each
-        token's document.
+        token's document. `makes_masks`: the kernel needs a mask for queries of the last positions alone.
 
         Returns:
-            `positions`, those of this rank. And `masks`, if it computes these alone: what each run of them may look at,
-            bool [B or 1, 1, run, keys up to its end].
+            `positions`, those of this rank. And `masks`, if it computes these alone and `makes_masks`: what each run of
+            them may look at, bool [B or 1, 1, run, keys up to its end].
         """
 
     def attend(

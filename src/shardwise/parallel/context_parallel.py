@@ -6,7 +6,8 @@ Two methods let attention reach the positions of other ranks:
   of some heads, and after it they change back. Kernel and masks are those of one rank. The ranks divide the key heads.
 - by keys (as Llama 3 was trained): each rank gathers all keys and values and computes its own positions. Any number of
   heads will do. A later position looks at more keys, so a rank has a run of positions from the front of the sequence
-  and one as long from its end: then all ranks have equally much to do.
+  and one as long from its end: then all ranks have equally much to do. Each run is computed with the keys up to its own
+  end. FlashAttention takes the queries of a run for the last positions of these keys; other kernels are given a mask.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import ConfigError
+from shardwise.nn.attention import takes_later_queries
 
 Attention = Callable[..., Tensor]
 
@@ -74,11 +76,12 @@ class ContextParallel:
         size = whole // self.ranks
         return [(self.rank * size, (self.rank + 1) * size)]
 
-    def layout(self, positions: Tensor, documents: Tensor | None) -> dict[str, Any]:
+    def layout(self, positions: Tensor, documents: Tensor | None, *, makes_masks: bool) -> dict[str, Any]:
         whole = positions.shape[-1]
         self._check_length(whole // self.ranks)
         own = self.own(positions, -1)
-        return {"positions": own} | ({"masks": self._masks(documents, whole, own.device)} if self.by_keys else {})
+        masks = {"masks": self._masks(documents, whole, own.device)} if self.by_keys and makes_masks else {}
+        return {"positions": own} | masks
 
     def own(self, whole: Tensor, dim: int) -> Tensor:
         """Of a tensor with all positions along `dim`: those of this rank."""
@@ -170,16 +173,19 @@ class ContextParallel:
         self, q: Tensor, k: Tensor, v: Tensor, layout: dict[str, Any], kernel: str, attention: Attention
     ) -> Tensor:
         length = q.shape[2]
+        runs = self.runs(length * self.ranks)
         masks = layout.get("masks")
-        if masks is None:
+        if masks is None and not takes_later_queries(q, q.dtype, q.shape[3], kernel):
             masks = self._masks(None, length * self.ranks, q.device)
-        if q.is_cuda and q.dtype != torch.float64:
+        if masks is not None and kernel != "math" and q.is_cuda and q.dtype != torch.float64:
             kernel = "efficient"  # FlashAttention takes no mask, and cuDNN with one is wrong for some lengths
         k, v = self._gathered(torch.stack((k, v)))
-        sizes = [end - begin for begin, end in self.runs(length * self.ranks)]
+        of_runs = [layout] * len(runs) if masks is None else [{**layout, "mask": mask} for mask in masks]
         outs = [
-            attention(rows, k[:, :, : mask.shape[3]], v[:, :, : mask.shape[3]], {**layout, "mask": mask}, kernel)
-            for rows, mask in zip(torch.split(q, sizes, dim=2), masks, strict=True)
+            attention(rows, k[:, :, :end], v[:, :, :end], own, kernel)
+            for rows, (_, end), own in zip(
+                torch.split(q, [end - begin for begin, end in runs], dim=2), runs, of_runs, strict=True
+            )
         ]
         return torch.cat(outs, dim=2)
 

@@ -72,13 +72,15 @@ def _gather_input(layer: nn.Module, peers: Peers) -> None:
     _replace_forward(layer, run)
 
 
-def _sum_output(layer: nn.Module, peers: Peers) -> None:
-    forward: Callable[[Tensor], Tensor] = layer.forward
+def _product(layer: Any, x: Tensor) -> Tensor:
+    """What the weight of a linear layer gives without its bias, in fp8 if the layer multiplies so."""
+    return layer.fp8_product(x) if hasattr(layer, "fp8_product") else F.linear(x, layer.weight)
 
+
+def _sum_output(layer: Any, peers: Peers) -> None:
     def run(x: Tensor) -> Tensor:
-        if layer.bias is None:
-            return _summed(peers, forward(x))
-        return _summed(peers, F.linear(x, layer.weight)) + layer.bias  # type: ignore[arg-type,operator]
+        total = _summed(peers, _product(layer, x))
+        return total if layer.bias is None else total + layer.bias
 
     _replace_forward(layer, run)
 
@@ -128,13 +130,9 @@ def _copy_input(layer: Any, peers: Peers) -> None:
 
 
 def _sum_whole_output(layer: Any, peers: Peers) -> None:
-    forward = layer.forward
-
     def run(x: Tensor) -> Tensor:
-        if layer.bias is None:
-            return peers.sum_copies(forward(x))
-        total: Tensor = peers.sum_copies(F.linear(x, layer.weight)) + layer.bias
-        return total
+        total = peers.sum_copies(_product(layer, x))
+        return total if layer.bias is None else total + layer.bias
 
     layer.forward = run
 

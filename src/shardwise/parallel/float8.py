@@ -3,7 +3,8 @@
 A layer stays what it is, and only its forward is another: its name, its weight and its initial values are as in bf16,
 and so are checkpoints. Each product casts what it multiplies to fp8, with scales that are made from the largest value
 of a matrix (`tensorwise`) or of each of its rows (`rowwise`). With `tensorwise` a weight is cast from the fp32 master,
-under fsdp before it is gathered, with a scale of the whole weight; with `rowwise` from its copy in bf16.
+under fsdp before it is gathered, with a scale of the whole weight; with `rowwise` from its copy in bf16. Where tensor
+parallelism divides a layer, all of this holds for each rank's part of it, which is a matrix like any other.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._functorch._aot_autograd.graph_capture_wrappers import set_partitioner_tag_must_be_in_backward
@@ -44,11 +46,15 @@ _TILE = 16  # the products' kernels take matrices whose sizes are multiples of i
 class Float8Layers:
     """The layers of one module that multiply in fp8.
 
+    `divided`: names of layers of whose weights each of `ranks` ranks will have a part → the dim that is divided.
+
     Raises:
-        ConfigError: no layer can, or `keep_in_bf16` names a layer that is not there.
+        ConfigError: no layer can, a rank's part of one cannot, or `keep_in_bf16` names a layer that is not there.
     """
 
-    def __init__(self, root: nn.Module, fp8: Float8) -> None:
+    def __init__(
+        self, root: nn.Module, fp8: Float8, divided: Mapping[str, int] = MappingProxyType({}), ranks: int = 1
+    ) -> None:
         self.fp8 = fp8
         self.layers: list[nn.Linear] = []
         self.kept: dict[str, list[str]] = {}  # reason → names of the linear layers that stay in bf16 for it
@@ -56,7 +62,7 @@ class Float8Layers:
         linear = {name: layer for name, layer in root.named_modules() if isinstance(layer, nn.Linear)}
         _check_names(fp8.keep_in_bf16, list(linear))
         for name, layer in linear.items():
-            if (reason := _why_not(name, layer, fp8, uses)) is None:
+            if (reason := _why_not(name, layer, fp8, uses, divided.get(name), ranks)) is None:
                 self.layers.append(layer)
             else:
                 self.kept.setdefault(reason, []).append(name)
@@ -68,6 +74,7 @@ class Float8Layers:
             )
         self.share = sum(layer.weight.numel() for layer in self.layers) / sum(p.numel() for p in root.parameters())
         self._weights: list[_ShardedWeight] = []  # those that FSDP2 gathers in fp8
+        self._groups: Sequence[dist.ProcessGroup] = []  # the ranks that share them
         self._refreshes = True  # whether their scales are computed together, before they are gathered
 
     def __str__(self) -> str:
@@ -90,7 +97,8 @@ class Float8Layers:
         # There is nothing to convert in here, but torchao mends torch.compile's fp8 kernels when it is asked to.
         convert_to_float8_training(nn.Identity(), config=config)
         for layer in self.layers:
-            layer.forward = _forward_of(layer, config)  # type: ignore[method-assign, assignment]
+            layer.fp8_product = product = _product_of(layer, config)  # type: ignore[assignment]
+            layer.forward = _with_bias(layer, product)  # type: ignore[method-assign, assignment]
 
     def cast_from_master(self, parameter: nn.Parameter) -> bool:
         """Whether these layers cast `parameter` to fp8 themselves, so that it needs no copy in bf16."""
@@ -105,7 +113,9 @@ class Float8Layers:
         self._refreshes = not change_within_steps
         if self.fp8.recipe == "tensorwise":
             config = _mm_config(dataclasses.replace(Float8LinearConfig(), emulate=self.fp8.emulate))
-            self._weights = [_ShardedWeight(layer.weight, config) for layer in self.layers]
+            own = [layer.weight for layer in self.layers if not layer.weight.is_meta]  # not on other stages
+            self._weights = [_ShardedWeight(weight, config) for weight in own]
+            self._groups = shard_groups(own[0]) if own else []
 
     @torch.no_grad()
     def refresh_scales(self) -> None:
@@ -116,7 +126,7 @@ class Float8Layers:
         present = [shard for shard in shards if shard.numel()]
         norms = iter(torch._foreach_norm(present, torch.inf) if present else ())
         largest = torch.stack([next(norms) if shard.numel() else shard.new_zeros(()) for shard in shards])
-        for group in shard_groups(self.layers[0].weight):
+        for group in self._groups:
             largest_over(group, largest)
         # Compiled code would copy a scale whose address is not a multiple of 16 bytes.
         aligned = largest.new_empty(len(shards), 4)
@@ -140,8 +150,12 @@ def _is_named(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
 
 
-def _why_not(name: str, layer: nn.Linear, fp8: Float8, uses: Counter[int]) -> str | None:
-    """Why `layer` stays in bf16; None: it does not."""
+def _why_not(name: str, layer: nn.Linear, fp8: Float8, uses: Counter[int], dim: int | None, ranks: int) -> str | None:
+    """Why `layer` stays in bf16; None: it does not. `dim`: that of its weight which `ranks` ranks divide.
+
+    Raises:
+        ConfigError: the whole layer could multiply in fp8, and a rank's part of it cannot.
+    """
     own_way = type(layer).forward is not nn.Linear.forward or isinstance(layer, NonDynamicallyQuantizableLinear)
     if own_way or "weight" not in layer._parameters:  # such as attention's, which computes with the weight itself
         return "computes in its own way"
@@ -149,10 +163,20 @@ def _why_not(name: str, layer: nn.Linear, fp8: Float8, uses: Counter[int]) -> st
         return "keep_in_bf16"
     if uses[id(layer.weight)] > 1:
         return "its weight is another layer's too"
-    sizes = layer.in_features, layer.out_features
+    sizes = [layer.out_features, layer.in_features]
+    if dim is not None:
+        whole, sizes[dim] = sizes[dim], sizes[dim] // ranks
     if min(sizes) < fp8.min_features:
-        return f"fewer than {fp8.min_features} inputs or outputs"
-    return f"sizes that are no multiples of {_TILE}" if any(size % _TILE for size in sizes) else None
+        return f"fewer than {fp8.min_features} inputs or outputs{' on a rank' if dim is not None else ''}"
+    if layer.out_features % _TILE or layer.in_features % _TILE:
+        return f"sizes that are no multiples of {_TILE}"
+    if dim is not None and whole % (_TILE * ranks):
+        raise ConfigError(
+            f"strategy.tensor_parallel_size={ranks} precision=fp8: {name} has {whole} {('outputs', 'inputs')[dim]}, "
+            f"{whole / ranks:g} on each rank, and products in fp8 take multiples of {_TILE}: use a multiple of "
+            f"{_TILE * ranks}, or name the layer in precision.fp8.keep_in_bf16"
+        )
+    return None
 
 
 @torch._dynamo.allow_in_graph
@@ -200,17 +224,24 @@ def _mm_config(config: Float8LinearConfig) -> Any:
     return Float8Linear(_TILE, _TILE, bias=False, device="meta", config=config).linear_mm_config
 
 
-def _forward_of(layer: nn.Linear, config: Float8LinearConfig) -> Callable[[Tensor], Tensor]:
+def _product_of(layer: nn.Linear, config: Float8LinearConfig) -> Callable[[Tensor], Tensor]:
     mm_config = _mm_config(config)
 
-    def forward(x: Tensor) -> Tensor:
+    def product(x: Tensor) -> Tensor:
         shape = x.shape
         x = x.to(torch.bfloat16).reshape(-1, shape[-1])  # as autocast does, which does not know this product
         rows = x.shape[0]
         if missing := max(_TILE, -(-rows // _TILE) * _TILE) - rows:
             x = F.pad(x, (0, 0, 0, missing))  # zeros change neither a scale nor a product
         out: Tensor = _Product.apply(x, layer.weight.t(), mm_config, config)
-        out = out[:rows].reshape(*shape[:-1], out.shape[-1])
+        return out[:rows].reshape(*shape[:-1], out.shape[-1])
+
+    return product
+
+
+def _with_bias(layer: nn.Linear, product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        out = product(x)
         return out if layer.bias is None else out + layer.bias.to(out.dtype)
 
     return forward

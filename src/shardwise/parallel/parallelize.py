@@ -1,7 +1,7 @@
 """Wraps the `forward` of each unit in one order under every strategy, the innermost wrapper first:
 
-    statistics in fp32, products in fp8 → low precision → activation checkpointing → compile        then the strategy
-    shards the unit
+    statistics in fp32, products in fp8 → exchange with peers → low precision → activation checkpointing → compile
+    then the strategy shards the unit
 
 The low-precision copies are made inside what is compiled: dynamo guards on the identity of parameters, and copies made
 outside would compile every step anew. They are made inside what is checkpointed, too, so that recomputing makes them
@@ -31,6 +31,7 @@ from shardwise.parallel.precision import (
     keep_statistics_in_fp32,
     parameter_sites,
 )
+from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.parallel.units import Units
 from shardwise.plan import Plan
 
@@ -81,15 +82,19 @@ def _compile_and_checkpoint(
         )
 
 
-def prepare_float8(module: nn.Module, plan: Plan) -> Float8Layers | None:
-    """Let the large linear layers of `module` multiply in fp8, before `parallelize`. None: the Plan has no fp8."""
+def prepare_float8(module: nn.Module, plan: Plan, divided: TensorParallel | None = None) -> Float8Layers | None:
+    """Let the large linear layers of `module` multiply in fp8, before `parallelize`. None: the Plan has no fp8.
+
+    `divided`: what divides layers, which has not wrapped their forward yet.
+    """
     if plan.precision.fp8 is None:
         return None
     for name in ("torchao", "torch.utils._pytree"):  # on import torchao warns of parts of its own that nobody uses here
         logging.getLogger(name).setLevel(logging.ERROR)
     from shardwise.parallel.float8 import Float8Layers
 
-    layers = Float8Layers(module, plan.precision.fp8)
+    parts = {} if divided is None else divided.divided_dims()
+    layers = Float8Layers(module, plan.precision.fp8, parts, plan.topology.tensor)
     layers.compute()
     return layers
 

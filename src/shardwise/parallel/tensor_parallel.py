@@ -70,7 +70,11 @@ class TensorParallel:
                     self._note(names[id(p)], name, p, dim)
         _check_owners(module, owners, names, self.follows_plan)
         self._copies: CheckedCopies | None = None
-        self.wrap(module)
+
+    def divided_dims(self) -> dict[str, int]:
+        """The names of layers of whose weight each rank has a part → the dim that is divided."""
+        found = {name: divided_dim(word, "weight") for name, word in self.layers.items()}
+        return {name: dim for name, dim in found.items() if dim is not None}
 
     def wrap(self, part: nn.Module, name: str = "") -> None:
         """Let the layers in `part`, which stands in the module as `name`, exchange what they need. Once for each."""

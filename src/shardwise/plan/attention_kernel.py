@@ -80,8 +80,10 @@ def explain_attention(plan: Plan) -> list[str]:
 
 def obstacle(kernel: str, facts: Facts) -> str | None:
     """Why `kernel` cannot run, as a part of a sentence; None: nothing that is known speaks against it."""
-    if facts.context_by_keys and kernel in ("cudnn", "flash", "flex", "fa4"):
-        return "strategy.context_parallel_method=keys needs a kernel that takes a mask"
+    if facts.context_by_keys and kernel in ("cudnn", "flex"):
+        return "strategy.context_parallel_method=keys has fewer queries than keys, which this kernel does not align"
+    if facts.context_by_keys and facts.documents and kernel in ("flash", "fa4") and facts.accelerator != "cpu":
+        return "strategy.context_parallel_method=keys keeps documents apart by a mask, and this kernel takes none"
     rules = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient, "flex": _flex, "fa4": _fa4}
     rule = rules.get(kernel)
     return None if rule is None else rule(facts)  # math takes everything
@@ -138,8 +140,9 @@ def _flash(facts: Facts) -> str | None:
         return f"FlashAttention 2 needs compute capability 8.0, and these GPUs have {_of(facts)}"
     if facts.dtype not in _16_BITS:
         return f"FlashAttention 2 computes in 16 bits, and the precision computes in {facts.dtype}"
-    if not _takes(facts, of=8 if facts.documents else 1, most=256):
-        rule = "a multiple of 8, up to 256," if facts.documents else "at most 256"
+    by_8 = facts.documents or facts.context_by_keys  # then it is torch's variable-length attention
+    if not _takes(facts, of=8 if by_8 else 1, most=256):
+        rule = "a multiple of 8, up to 256," if by_8 else "at most 256"
         return f"FlashAttention 2 takes heads of {rule} and the model's have {facts.head_size}"
     return None
 

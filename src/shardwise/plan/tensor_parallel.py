@@ -19,8 +19,6 @@ def check_tensor_parallel(config: RunConfig, topology: Topology) -> None:
     if ranks == 1:
         return
     given = f"strategy.tensor_parallel_size={ranks}"
-    if config.precision.name.value == "fp8":
-        raise ConfigError(f"{given} precision=fp8: not supported yet; use precision=bf16")
     if config.stage.value == "predict":
         raise ConfigError(
             f"{given} stage=predict: peers would write each prediction once more; leave it out: any layout reads the "

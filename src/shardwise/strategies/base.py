@@ -102,7 +102,6 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
         return DTensorState(module, lambda: self.optimizers)
 
     def _parallelize(self, module: LightningModule, units: Units, *, casts_inputs: bool) -> None:
-        self._prepare_float8(module)
         parallelize(module, units, self.plan, copied=self._is_copied, casts_inputs=casts_inputs)
         if self.plan.precision.is_mixed:
             self._outside_units = copy_outside_units(module, units, self.plan, self._is_copied)
@@ -196,7 +195,7 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         assert self.model is not None
         self._begin_batch(*args)
-        if name != "training_step" or not self.window.losses:  # a step's further micro-batches see the same weights
+        if self._weights_may_be_new(name):
             self._refresh_float8()
         return self.step_forward.run(self.model if self.runs_inside_forward else None, name, *args, **kwargs)
 

@@ -9,7 +9,9 @@ from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 from shardwise.parallel.parallelize import prepare_float8
+from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.plan import Plan
+from shardwise.step.window import AccumulationWindow
 
 if TYPE_CHECKING:  # needs torchao
     from shardwise.parallel.float8 import Float8Layers
@@ -19,6 +21,7 @@ class CopiedParameters(Strategy):
     """The answers that depend on whether a strategy shards parameters, and on `precision=fp8`."""
 
     plan: Plan
+    window: AccumulationWindow
     float8: Float8Layers | None = None  # the layers that multiply in fp8
 
     def _keeps_whole(self, parameter: nn.Parameter) -> bool:
@@ -29,12 +32,16 @@ class CopiedParameters(Strategy):
         """Whether shardwise makes low-precision copies of `parameter`."""
         return self._keeps_whole(parameter) and not (self.float8 and self.float8.cast_from_master(parameter))
 
-    def _prepare_float8(self, module: LightningModule) -> None:
+    def _prepare_float8(self, module: LightningModule, divided: TensorParallel | None = None) -> None:
         """Let layers multiply in fp8 if the Plan says so, and tell the user which."""
-        self.float8 = prepare_float8(module, self.plan)
+        self.float8 = prepare_float8(module, self.plan, divided)
         if self.float8 is not None and self.is_global_zero:
             slow = self.plan.compile.name == "none" and self.plan.accelerator == "cuda"
             print(f"{self.float8}{'; slow without compile=layer or model' if slow else ''}", flush=True)
+
+    def _weights_may_be_new(self, name: str) -> bool:
+        """Whether the step `name` may see weights that the one before has not seen."""
+        return name != "training_step" or not self.window.losses  # a step's further micro-batches see the same weights
 
     def _refresh_float8(self) -> None:
         """Compute the scales of weights that are gathered in fp8. Collective."""

@@ -71,6 +71,7 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
                     f"writes over; leave it out"
                 )
             self._ddp_kwargs["find_unused_parameters"] = True  # each loss uses only some of the networks
+        self._prepare_float8(module)
         self._parallelize(module, self.units, casts_inputs=True)
         super().setup(trainer)
         for optimizer in self.optimizers if self.world_size > 1 else ():

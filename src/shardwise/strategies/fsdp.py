@@ -114,6 +114,9 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         units = self.units
         self._divide_sequences(module)
         divided = self._divide_layers(module)
+        self._prepare_float8(module, divided)
+        if divided is not None:
+            divided.wrap(module)
         self._parallelize(module, units, casts_inputs=False)
         fsdp_gathering.check_prefetch(module, units, self.plan)
         materializer = Materializer(module, self.root_device, self.plan.seed, self.mesh.group("stage"))
@@ -170,7 +173,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("stage"))
 
     def _divide_layers(self, module: LightningModule) -> TensorParallel | None:
-        """Prepare the layers for tensor parallelism. Their weights are cut when they are there."""
+        """Find out what tensor parallelism divides. Weights are cut when they are there."""
         if self.plan.topology.tensor == 1:
             return None
         if not module.automatic_optimization:

@@ -149,6 +149,7 @@ class PipelinedStrategy(FsdpStrategy):
         self._step_name, self._optimizer = "training_step", optimizer
         self._place = f"step {self.module.trainer.global_step + 1}"
         use_group_in_metrics(self.module, self.mesh.group("loss"))
+        self._refresh_float8()
         with self._explaining():
             self._backwards.run(lambda: self.engine.run(self.schedule, self))
         self.stages.rest()
@@ -212,6 +213,9 @@ class PipelinedStrategy(FsdpStrategy):
         self.module.__dict__["pipelined_step"] = run
         return self._run_step("pipelined_step", *args, **kwargs)
 
+    def _weights_may_be_new(self, name: str) -> bool:
+        return False  # all micro-batches of a window see the weights that it begins with
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         deferred = self.plan.strategy.defer_gradient_sync
@@ -249,6 +253,7 @@ class PipelinedStrategy(FsdpStrategy):
             output = self._run_stage(stage, received, args, kwargs)
             return output if stage == self.count - 1 else one_tensor(output, f"{self.module_name}.{self._step_name}")
 
+        self._refresh_float8()
         self._place = progress.activity  # which batch it is
         result = self.engine.evaluate((self._step_name, shapes_in(args)), forward)
         self.stages.rest()  # what looks at the weights next, such as an average of them, finds those of all own stages
