@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.pipelines import ADAMW, INTERLEAVED, SGD, SIZE, run, run_stack
+from tests.harness.pipelines import ADAMW, INTERLEAVED, SGD, SIZE, drawn, run, run_stack
 from tests.harness.processes import spawn
 
 GPIPE = ["strategy.pipeline_schedule=gpipe"]
@@ -109,6 +109,7 @@ REFUSALS = {
     "Conditioned": "is given a second tensor that needs gradients",
     "Early": "late is defined behind the layers that repeat and runs before them",
     "Leaves": "layers.3 ran where layers.2 had to run next",
+    "Counts": "codes gives numbers of torch.int64, which other stages of a pipeline do not have",
     "Tuples": "gives tuple, and a pipeline hands over one tensor",
 }
 
@@ -128,3 +129,14 @@ def test_what_every_layer_gave_is_not_a_number(tmp_path: Path) -> None:
 
 def test_a_module_of_ones_own_runs(tmp_path: Path) -> None:
     spawn(2, run_stack, tmp_path, "Stack")
+
+
+@pytest.mark.parametrize("words", [[], INTERLEAVED])
+def test_what_a_step_draws_is_the_same_on_every_stage(tmp_path: Path, words: list[str]) -> None:
+    """Else the first stage would mask other tokens than those that the last one compares. Layers draw other numbers."""
+    own, other = spawn(2, drawn, tmp_path, *words)
+    for key in ("hook", "step", "python"):
+        assert own[key] == other[key] and len(set(own[key])) == 4, key  # two steps of two micro-batches
+    stages = [number for found in (own, other) for key, number in found.items() if key.isdigit()]
+    numbers = [number for stage in stages for number in stage]
+    assert len(stages) == 4 and len(set(numbers)) == len(numbers) == 16

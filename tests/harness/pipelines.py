@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,15 @@ def run(folder: Path, ranks: int, cells: Sequence[Sequence[str]]) -> list[dict[s
     return [fit(cell_plan(folder / str(number), ranks, *BASE, *words)) for number, words in enumerate(cells)]
 
 
-def run_stack(folder: Path, module: str) -> None:
-    """One step of a module of this file in a pipeline of two ranks."""
-    argv = ["recipe=custom", f"module._target_=tests.harness.pipelines.{module}", f"runs_dir={folder}", "name=run",
+def stack_argv(folder: Path, module: str) -> list[str]:
+    return ["recipe=custom", f"module._target_=tests.harness.pipelines.{module}", f"runs_dir={folder}", "name=run",
             "data._target_=tests.harness.pipelines.Numbers", "accelerator=cpu", "devices=2", "max_steps=1",
             "checkpoint=none", "strategy=fsdp", "global_batch_size=4", "micro_batch_size=2", *SIZE, *SGD]  # fmt: skip
+
+
+def run_stack(folder: Path, module: str) -> None:
+    """One step of a module of this file in a pipeline of two ranks."""
+    argv = stack_argv(folder, module)
     (folder / "run").mkdir(exist_ok=True)
     fit(make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0)))
 
@@ -154,6 +159,23 @@ class Tuples(Stack):
         return self.last(x)
 
 
+class Counts(Stack):
+    """Compares with whole numbers that a layer with weights gives, before those that repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules = {"codes": Codes(4, 4), **self._modules}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        codes = self.codes(batch)
+        return (self(batch) - codes).square().mean()
+
+
+class Codes(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).argmax(-1, keepdim=True)
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -161,3 +183,48 @@ class Pair(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, int]:
         return torch.tanh(self.linear(x)), 1
+
+
+class Draws(Stack):
+    """Notes what it draws: before and in its step, before the layers that repeat, and inside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Draw() for _ in range(4))
+        self.drawn: dict[str, list[float]] = {"hook": [], "step": [], "python": []}
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.drawn["hook"].append(float(torch.rand(())))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.drawn["step"].append(float(torch.rand(())))
+        self.drawn["python"].append(random.random())
+        return super().training_step(batch, batch_idx)
+
+
+class Draw(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(())
+        self.drawn.append(float(noise))
+        return super().forward(x) * (0.5 + noise)
+
+
+def drawn(folder: Path, *words: str) -> dict[str, list[float]]:
+    """In each rank: what `Draws` drew in two steps, its layers' numbers under their names."""
+    argv = [*stack_argv(folder, "Draws"), *words, "max_steps=2"]
+    (folder / "run").mkdir(exist_ok=True)
+    made: list[Draws] = []
+    original = Draws.__init__
+
+    def keep(self: Draws) -> None:
+        original(self)
+        made.append(self)
+
+    Draws.__init__ = keep  # type: ignore[method-assign]
+    fit(make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0)))
+    layers = [layer for layer in made[0].layers if layer.__dict__.get("drawn")]
+    return {**made[0].drawn, **{str(number): layer.drawn for number, layer in enumerate(layers)}}

@@ -27,6 +27,7 @@ from shardwise.lightning_internals.results import in_micro_batch, step_logging, 
 from shardwise.parallel.activation_checkpointing import explain
 from shardwise.parallel.pipeline.engine import Engine
 from shardwise.parallel.pipeline.links import Links
+from shardwise.parallel.pipeline.random_streams import RandomStreams
 from shardwise.parallel.pipeline.stages import Stages
 from shardwise.parallel.precision import dtype_of
 from shardwise.parallel.tensor_parallel import TensorParallel
@@ -128,6 +129,7 @@ class PipelinedStrategy(FsdpStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
+        self.streams = RandomStreams(self.plan.seed, self._stream_rank, self.root_device)
         step_logging(trainer).share_metrics_by(self._metrics_of_last_stage)
 
     def _metrics_of_last_stage(self, own: dict[str, Any]) -> dict[str, Any]:
@@ -137,6 +139,11 @@ class PipelinedStrategy(FsdpStrategy):
         dist.broadcast_object_list(found, group_src=0, group=group, device=self.root_device)
         has_them = self.position == self.plan.topology.pipeline - 1
         return {} if has_them else {name: value.to(self.root_device) for name, value in found[0].items()}
+
+    @property
+    def _stream_rank(self) -> int:
+        own = super()._stream_rank
+        return next(ranks[0] for ranks in self.plan.topology.groups(("pipeline",)) if own in ranks)
 
     # Steps
 
@@ -150,7 +157,7 @@ class PipelinedStrategy(FsdpStrategy):
         self._place = f"step {self.module.trainer.global_step + 1}"
         use_group_in_metrics(self.module, self.mesh.group("loss"))
         self._refresh_float8()
-        with self._explaining():
+        with self._explaining(), self.streams.apart():
             self._backwards.run(lambda: self.engine.run(self.schedule, self))
         self.stages.rest()
         self._settle_gradients()
@@ -166,6 +173,7 @@ class PipelinedStrategy(FsdpStrategy):
     def compute(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
         """Of the engine: one micro-batch through one stage, in training."""
         args, kwargs = self.window.batches[micro_batch]
+        self.streams.begin(self._place, micro_batch)
         with in_micro_batch(self.module.trainer, micro_batch, self.window.micro_batches, args[0]):
             output = self._run_stage(stage, received, args, kwargs)
         if stage < self.count - 1:
@@ -205,10 +213,10 @@ class PipelinedStrategy(FsdpStrategy):
         Strategy.backward(self, loss, self._optimizer, gradient=seed)
 
     def _run_stage(self, stage: int, received: Tensor | None, args: Any, kwargs: Any) -> Any:
-        step = getattr(self.module, self._step_name)
+        step, receive = getattr(self.module, self._step_name), self.streams.enter_layers
 
         def run(*args: Any, **kwargs: Any) -> Any:  # inside the root's forward, so that FSDP2 sees what is handed over
-            return self.stages.run(stage, received, lambda: step(*args, **kwargs))
+            return self.stages.run(stage, lambda: receive(stage, received), lambda: step(*args, **kwargs))
 
         self.module.__dict__["pipelined_step"] = run
         return self._run_step("pipelined_step", *args, **kwargs)
@@ -250,12 +258,14 @@ class PipelinedStrategy(FsdpStrategy):
             return super()._run_step(name, *args, **kwargs)
 
         def forward(stage: int, received: Tensor | None) -> Any:
+            self.streams.begin(self._step_name, *args[1:])
             output = self._run_stage(stage, received, args, kwargs)
             return output if stage == self.count - 1 else one_tensor(output, f"{self.module_name}.{self._step_name}")
 
         self._refresh_float8()
         self._place = progress.activity  # which batch it is
-        result = self.engine.evaluate((self._step_name, shapes_in(args)), forward)
+        with self.streams.apart():
+            result = self.engine.evaluate((self._step_name, shapes_in(args)), forward)
         self.stages.rest()  # what looks at the weights next, such as an average of them, finds those of all own stages
         return result
 

@@ -6,7 +6,7 @@ behind its last unit ends the step there by raising `Done`. Stubs stand in `pare
 and weights stay those of the whole module.
 
 What is not owned gives NaN, never a number. A module that uses what a pipeline does not hand over (the hidden states of
-every layer, a condition that is embedded once) is refused, or its loss is not finite: no wrong guess is silent.
+every layer, a condition that is embedded once) is refused, or its loss is not finite.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ class Stub(nn.Module):
 class Stages:
     """The stages of this rank, which are cut out of `module`.
 
-    `split`: how many units each stage has, in order. `own`: the numbers of this rank's stages. `dtype`: in which the
-    layers outside units compute.
+    `split`: how many units each stage has, in order. `own`: this rank's stages. `dtype`: that of layers outside.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Stages:
         self._stage = 0  # the stage that runs now
         self._next: int | None = None  # the unit that must run next; None: no step runs
         self._handed: Tensor | None = None  # what that unit must be given
-        self._received: Tensor | None = None
+        self._receive: Callable[[], Tensor | None] = lambda: None
 
     def cut(self) -> None:
         """Put stubs in place of all layers that this rank does not own. Their weights are dropped."""
@@ -114,8 +113,7 @@ class Stages:
     def absent(self) -> set[int]:
         """The ids of layers that need no memory here: those of other stages that share no weight with an own one."""
         own, shared = self.ownership, self.ownership.shared_ids()
-        units = [unit for unit in self.layers if not self.owns(unit)]
-        found = {id(part) for unit in units for part in unit.modules()}
+        found = {id(part) for unit in self.layers if not self.owns(unit) for part in unit.modules()}
         for _, layer, stage in own.outside:
             if stage not in own.stages and not shared & {id(p) for p in layer._parameters.values()}:
                 found.add(id(layer))
@@ -140,7 +138,7 @@ class Stages:
         if self._active is not None and len(self.ownership.stages) > 1:
             self._place(None)
 
-    def run(self, stage: int, received: Tensor | None, step: Callable[[], Any]) -> Any:
+    def run(self, stage: int, receive: Callable[[], Tensor | None], step: Callable[[], Any]) -> Any:
         """Run `step`, a step of the module, in one stage. Gives what the next stage receives, or the step's own result.
 
         Raises:
@@ -148,13 +146,13 @@ class Stages:
         """
         if stage != self._active:
             self._place(stage)
-        self._stage, self._received, self._next, self._handed = stage, received, 0, None
+        self._stage, self._receive, self._next, self._handed = stage, receive, 0, None
         try:
             output = step()
         except Done as done:
             return done.output
         finally:
-            ran, self._next, self._received, self._handed = self._next, None, None, None
+            ran, self._next, self._handed, self._receive = self._next, None, None, lambda: None
         if ran != len(self.layers):
             raise ConfigError(
                 f"{self.name}: the step ended before {self.names[ran or 0]} had run: in a pipeline every layer that "
@@ -167,8 +165,8 @@ class Stages:
         """Let the layers of `stage`, or of all own stages, stand in the module, and stubs in place of all others."""
         own = self.ownership
         stages = own.stages if stage is None else {stage}
-        where = {name: own.stage_of_unit(number) for number, name in enumerate(self.names)}
-        where |= {name: stage for name, _, stage in own.outside}
+        units = {name: own.stage_of_unit(number) for number, name in enumerate(self.names)}
+        where = units | {name: stage for name, _, stage in own.outside}
         for name, spots in self._spots.items():
             for parent, key in spots:
                 parent._modules[key] = self._originals[name] if where[name] in stages else self._stubs[name]
@@ -181,9 +179,8 @@ class Stages:
         first, end = self.ownership.units_of(self._stage)
         if number >= end:
             raise Done(handed)
-        # Only the stub just before the stage's units gives what was received: a module that keeps what other units give
-        # has NaN there.
-        output = self._received if number == first - 1 else handed
+        # Only the stub just before the stage's units gives what was received: what other units give is NaN.
+        output = self._receive() if number == first - 1 else handed
         assert output is not None
         self._next, self._handed = number + 1, output
         return output
@@ -250,13 +247,17 @@ class Stages:
                 f"{self.name}: the pipeline cannot find the shape of what {name} gives without its weights "
                 f"({' '.join(str(error).split())[:160]}); use strategy.pipeline_parallel_size=1"
             ) from error
-        return map_tensors(self._nothing, shapes)
+        return map_tensors(lambda like: self._nothing(name, like), shapes)
 
-    def _nothing(self, like: Tensor) -> Tensor:
-        """A tensor of that shape which holds no memory. It is NaN, and needs gradients, where numbers can be."""
-        floats = like.is_floating_point()
-        single = torch.full((), torch.nan if floats else 0, dtype=like.dtype, device=self.device)
-        return single.requires_grad_(floats and torch.is_grad_enabled()).expand(like.shape)
+    def _nothing(self, name: str, like: Tensor) -> Tensor:
+        """A tensor of that shape which holds no memory. It is NaN, and needs gradients."""
+        if not like.is_floating_point():
+            raise ConfigError(
+                f"{self.name}: {name} gives numbers of {like.dtype}, which other stages of a pipeline do not have; "
+                f"compute them in the data, or use strategy.pipeline_parallel_size=1"
+            )
+        single = torch.full((), torch.nan, dtype=like.dtype, device=self.device, requires_grad=torch.is_grad_enabled())
+        return single.expand(like.shape)
 
     def _expected(self) -> str:
         if self._next is None or self._next >= len(self.names):
