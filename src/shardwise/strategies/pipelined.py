@@ -25,6 +25,7 @@ from shardwise.distributed.process_group import group_timeout
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.results import in_micro_batch, step_logging, use_group_in_metrics
 from shardwise.parallel.activation_checkpointing import explain
+from shardwise.parallel.pipeline.absent import check_present
 from shardwise.parallel.pipeline.engine import Engine
 from shardwise.parallel.pipeline.links import Links
 from shardwise.parallel.pipeline.random_streams import RandomStreams
@@ -180,6 +181,7 @@ class PipelinedStrategy(FsdpStrategy):
             return one_tensor(output, f"{self.module_name}.{self._step_name}")
         check_output(output, self.module_name, has_own_backward=False)
         loss = loss_of(output)
+        check_present(self.module_name, loss, "the loss")
         if loss.numel() != 1:
             raise ConfigError(f"training_step returned a loss of shape {tuple(loss.shape)}: it must be a scalar")
         if isinstance(loss, DTensor):

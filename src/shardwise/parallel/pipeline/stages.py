@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
+from shardwise.parallel.pipeline.absent import absent, check_present
 from shardwise.parallel.pipeline.ownership import Ownership
 from shardwise.parallel.precision import map_tensors
 from shardwise.parallel.units import Units
@@ -178,6 +179,7 @@ class Stages:
         handed = self._check_input(number, args, kwargs)
         first, end = self.ownership.units_of(self._stage)
         if number >= end:
+            check_present(self.name, handed, f"the input of {self.names[number]}")
             raise Done(handed)
         # Only the stub just before the stage's units gives what was received: what other units give is NaN.
         output = self._receive() if number == first - 1 else handed
@@ -250,14 +252,13 @@ class Stages:
         return map_tensors(lambda like: self._nothing(name, like), shapes)
 
     def _nothing(self, name: str, like: Tensor) -> Tensor:
-        """A tensor of that shape which holds no memory. It is NaN, and needs gradients."""
+        """What stands in for a tensor that another stage has."""
         if not like.is_floating_point():
             raise ConfigError(
                 f"{self.name}: {name} gives numbers of {like.dtype}, which other stages of a pipeline do not have; "
                 f"compute them in the data, or use strategy.pipeline_parallel_size=1"
             )
-        single = torch.full((), torch.nan, dtype=like.dtype, device=self.device, requires_grad=torch.is_grad_enabled())
-        return single.expand(like.shape)
+        return absent(like, self.device)
 
     def _expected(self) -> str:
         if self._next is None or self._next >= len(self.names):
@@ -287,7 +288,7 @@ def _needs_gradients(value: Any) -> bool:
 
 
 def _to_meta(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("meta")
+    return tensor.as_subclass(Tensor).detach().to("meta")
 
 
 def _on_meta(layer: nn.Module, dtype: torch.dtype | None) -> nn.Module:
