@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._dynamo.utils import counters
 
 from tests.harness.divided import (
     CLIP,
@@ -40,6 +42,10 @@ MORE_OF_TWO_AXES = [
     Divided(axis_words(1, 2, 2, KEYS, *INTERLEAVED), layers=4, more=CHECKPOINTED),
     Divided(axis_words(1, 2, 2, HEADS, "strategy.defer_gradient_sync=true"), precision="fp32", **HARD),
 ]
+COMPILED = [
+    Divided(axis_words(2, 2, 1, HEADS), tied=False, more=("compile=model", *CHECKPOINTED)),
+    Divided(axis_words(2, 2, 1, KEYS), more=("compile=model", "activation_checkpointing=selective")),
+]
 # Eight ranks
 THREE_AXES = [
     Divided(axis_words(2, 1, 2), data_ranks=2),
@@ -54,9 +60,11 @@ THREE_AXES = [
 ]
 
 
-def off(ranks: int, cells: list[Divided], folder: Path) -> dict[Divided, Any]:
+def off(
+    ranks: int, cells: list[Divided], folder: Path, run: Callable[..., list[dict[str, Any]]] = run_divided
+) -> dict[Divided, Any]:
     """The cells that do not equal the plain loop, or whose ranks do not end with the same weights and metrics."""
-    found = spawn(ranks, run_divided, folder, ranks, cells, timeout_seconds=400)
+    found = spawn(ranks, run, folder, ranks, cells, timeout_seconds=400)
     wrong: dict[Divided, Any] = {}
     for number, cell in enumerate(cells):
         first, *others = (result[number] for result in found)
@@ -78,6 +86,22 @@ def test_two_axes_equal_the_plain_loop(tmp_path: Path) -> None:
 
 def test_two_axes_equal_the_plain_loop_in_every_way(tmp_path: Path) -> None:
     assert not off(4, MORE_OF_TWO_AXES, tmp_path)
+
+
+def run_compiled(folder: Path, ranks: int, cells: Sequence[Divided]) -> list[dict[str, Any]]:
+    """In each rank: one cell after the other, and none is without a graph."""
+    found = []
+    for number, cell in enumerate(cells):
+        torch._dynamo.reset()
+        counters.clear()
+        found += run_divided(folder / str(number), ranks, [cell])
+        assert counters["stats"]["unique_graphs"] > 0, cell
+    return found
+
+
+def test_a_compiled_step_of_two_axes_equals_the_plain_loop(tmp_path: Path) -> None:
+    """With the collectives of both axes in its graphs."""
+    assert not off(4, COMPILED, tmp_path, run_compiled)
 
 
 def test_three_axes_equal_the_plain_loop(tmp_path: Path) -> None:
