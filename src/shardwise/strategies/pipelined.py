@@ -128,6 +128,8 @@ class PipelinedStrategy(FsdpStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
+        if (scaler := self.planned_precision.scaler) is not None:
+            scaler.scale(torch.zeros((), device=self.root_device))  # makes the scale: each stage unscales
         step_logging(trainer).share_metrics_by(self._metrics_of_last_stage)
 
     def _metrics_of_last_stage(self, own: dict[str, Any]) -> dict[str, Any]:
