@@ -169,6 +169,10 @@ def check_targets(plans: list[Plan]) -> list[Plan]:
         if os.environ.get("RANK", "0") == "0":
             prometheus_files.check_directory(plan)
         if os.environ.get("LOCAL_RANK", "0") == "0":
+            if plan.topology.tensor * plan.topology.pipeline > 1:
+                from shardwise.trainer import check_layers
+
+                check_layers(plan)
             if (check_data := check_of(data)) is not None:
                 check_data()
             if (check_fit := check_data_of(target)) is not None:

@@ -31,7 +31,8 @@ from shardwise.optim.optimizers import configure_optimizers, muon_matrices
 from shardwise.optim.ownership import check_ownership
 from shardwise.parallel.hugging_face_models import hugging_face_models
 from shardwise.parallel.precision import default_dtype, set_parameter_dtype
-from shardwise.parallel.units import find_units
+from shardwise.parallel.tensor_parallel import find_division
+from shardwise.parallel.units import find_units, units_for
 from shardwise.plan import Plan
 from shardwise.plan.attention_kernel import check_takes_attention
 from shardwise.plan.context_parallel import check_takes_context
@@ -42,7 +43,27 @@ from shardwise.run_dir.files import ENVIRONMENT, keep_earlier, stage_file, write
 from shardwise.strategies import build_strategy
 from shardwise.strategies.base import strategy_of
 from shardwise.strategies.other_accelerators import lightning_accelerator
+from shardwise.strategies.pipelined_checks import check_module
 from shardwise.weights.initialize import parameters_on_meta
+
+
+def check_layers(plan: Plan) -> None:
+    """Refuse layers that the tensor or the pipeline axis cannot divide, before a rank starts.
+
+    The ranks do the same for a module that does not initialise itself: building it would take memory here.
+
+    Raises:
+        ConfigError
+    """
+    topology = plan.topology
+    if topology.tensor * topology.pipeline == 1 or not initializes_itself(locate(plan.module["_target_"], "module")):
+        return
+    module = build_module(plan)
+    units, _ = units_for(module, plan)
+    if topology.tensor > 1:
+        find_division(module, topology.tensor)
+    if topology.pipeline > 1:
+        check_module(module, units, plan, topology.pipeline * plan.strategy.pipeline_chunks)
 
 
 def build_module(plan: Plan) -> LightningModule:

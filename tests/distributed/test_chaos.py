@@ -15,6 +15,7 @@ RUNS = {
     "fsdp": (False, True, ["SIGKILL in the middle of a write", "a read-only directory", "a flipped byte",
                            "SIGTERM and SIGUSR2, skewed", "SIGKILL of the launcher"]),
     "pipeline": (True, False, ["SIGKILL of one rank"]),
+    "tensor": (True, True, ["SIGKILL of one rank", "SIGKILL in the middle of a write"]),
 }  # fmt: skip
 
 

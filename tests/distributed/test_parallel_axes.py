@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from lightning.pytorch import Callback
+from torch._dynamo.utils import counters
 
+from shardwise.distributed.collectives import sum_over
+from tests.harness.cells import cell_plan, fit
 from tests.harness.divided import (
     CLIP,
     HEADS,
@@ -40,6 +45,10 @@ MORE_OF_TWO_AXES = [
     Divided(axis_words(1, 2, 2, KEYS, *INTERLEAVED), layers=4, more=CHECKPOINTED),
     Divided(axis_words(1, 2, 2, HEADS, "strategy.defer_gradient_sync=true"), precision="fp32", **HARD),
 ]
+COMPILED = [
+    Divided(axis_words(2, 2, 1, HEADS), tied=False, more=("compile=model", *CHECKPOINTED)),
+    Divided(axis_words(2, 2, 1, KEYS), more=("compile=model", "activation_checkpointing=selective")),
+]
 # Eight ranks
 THREE_AXES = [
     Divided(axis_words(2, 1, 2), data_ranks=2),
@@ -54,9 +63,11 @@ THREE_AXES = [
 ]
 
 
-def off(ranks: int, cells: list[Divided], folder: Path) -> dict[Divided, Any]:
+def off(
+    ranks: int, cells: list[Divided], folder: Path, run: Callable[..., list[dict[str, Any]]] = run_divided
+) -> dict[Divided, Any]:
     """The cells that do not equal the plain loop, or whose ranks do not end with the same weights and metrics."""
-    found = spawn(ranks, run_divided, folder, ranks, cells, timeout_seconds=400)
+    found = spawn(ranks, run, folder, ranks, cells, timeout_seconds=400)
     wrong: dict[Divided, Any] = {}
     for number, cell in enumerate(cells):
         first, *others = (result[number] for result in found)
@@ -78,6 +89,22 @@ def test_two_axes_equal_the_plain_loop(tmp_path: Path) -> None:
 
 def test_two_axes_equal_the_plain_loop_in_every_way(tmp_path: Path) -> None:
     assert not off(4, MORE_OF_TWO_AXES, tmp_path)
+
+
+def run_compiled(folder: Path, ranks: int, cells: Sequence[Divided]) -> list[dict[str, Any]]:
+    """In each rank: one cell after the other, and none is without a graph."""
+    found = []
+    for number, cell in enumerate(cells):
+        torch._dynamo.reset()
+        counters.clear()
+        found += run_divided(folder / str(number), ranks, [cell])
+        assert counters["stats"]["unique_graphs"] > 0, cell
+    return found
+
+
+def test_a_compiled_step_of_two_axes_equals_the_plain_loop(tmp_path: Path) -> None:
+    """With the collectives of both axes in its graphs."""
+    assert not off(4, COMPILED, tmp_path, run_compiled)
 
 
 def test_three_axes_equal_the_plain_loop(tmp_path: Path) -> None:
@@ -129,3 +156,31 @@ def test_what_is_broken_on_purpose_is_seen(tmp_path: Path) -> None:
     for (name, (cell, *_)), result in zip(faults.items(), found, strict=True):
         numbers = deviation(cell, result)
         assert max(numbers.values()) > 1e-3, f"{name}: {numbers}"
+
+
+class SumsAtTheEnd(Callback):
+    """Hooks that Lightning calls after the teardown of a strategy may still use the groups of the run."""
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        mesh = trainer.strategy.mesh
+        names = ["stage"] if mesh.topology.is_data_parallel_only else ["stage", "tensor", "pipeline"]
+        self.sizes = [sum_over(mesh.group(name), torch.ones(())).item() for name in names]
+
+
+def run_in_turn(folder: Path, cells: Sequence[Divided]) -> list[tuple[int, list[float]]]:
+    """In each rank: how many groups there are after each cell, and what was summed over those of the cell."""
+    found = []
+    for number, cell in enumerate(cells):
+        sums = SumsAtTheEnd()
+        fit(cell_plan(folder / str(number), 4, *cell.words()), sums)
+        found.append((len(torch.distributed.distributed_c10d._world.pg_map), sums.sizes))
+    return found
+
+
+def test_a_process_that_trains_layouts_in_turn_keeps_the_groups_of_the_last(tmp_path: Path) -> None:
+    stages = Divided(axis_words(2, 1, 2), clip=None)
+    whole = Divided(axis_words(1, 1, 1, "strategy.reshard_after_forward=2"), data_ranks=4)
+    cells = [stages, whole, stages, whole]
+    for rank in spawn(4, run_in_turn, tmp_path, cells, timeout_seconds=150):
+        assert rank[:2] == rank[2:]
+        assert [sizes for _, sizes in rank[:2]] == [[2, 2, 2], [4]]

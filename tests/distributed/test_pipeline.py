@@ -109,7 +109,9 @@ REFUSALS = {
     "Conditioned": "is given a second tensor that needs gradients",
     "Early": "late is defined behind the layers that repeat and runs before them",
     "Leaves": "layers.3 ran where layers.2 had to run next",
-    "Counts": "codes gives numbers of torch.int64, which other stages of a pipeline do not have",
+    "Counts": "codes gives numbers of torch.int64, and this stage of the pipeline does not have these numbers",
+    "Collects": "the loss is computed from what a layer gives that is on another stage of the pipeline",
+    "Teaches": "argmax looks at what a layer of another stage gives, and this stage of the pipeline does not have",
     "Tuples": "gives tuple, and a pipeline hands over one tensor",
 }
 
@@ -121,14 +123,9 @@ def test_what_a_pipeline_cannot_run_is_refused(tmp_path: Path, module: str) -> N
         spawn(2, run_stack, tmp_path, module)
 
 
-def test_what_every_layer_gave_is_not_a_number(tmp_path: Path) -> None:
-    """A module that collects it learns from NaN, and the guard stops the run."""
-    with pytest.raises(AssertionError, match="NonFiniteError: step 1: the loss is not finite"):
-        spawn(2, run_stack, tmp_path, "Collects")
-
-
-def test_a_module_of_ones_own_runs(tmp_path: Path) -> None:
-    spawn(2, run_stack, tmp_path, "Stack")
+@pytest.mark.parametrize("module", ["Stack", "Likens"])
+def test_a_module_of_ones_own_runs(tmp_path: Path, module: str) -> None:
+    spawn(2, run_stack, tmp_path, module)
 
 
 @pytest.mark.parametrize("words", [[], INTERLEAVED])

@@ -67,6 +67,28 @@ class Subject(LightningModule):
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.97)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.drop = nn.Dropout(0.2)
+    def forward(self, x):
+        return x + self.drop(self.body(x))
+
+class Divided(Subject):
+    tensor_parallel_layers = {
+        "embedding": "embedding", "layers.*.body": "gather", "layers.*.body.0": "column", "layers.*.body.2": "row",
+        "norm": "norm", "head": "head",
+    }
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(40, WIDTH), nn.Sequential(Pair(), Pair(), Pair())
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 40)
+    def loss(self, batch):
+        tokens = (batch[0][:, :17] * 10).long() % 40
+        logits = self.head(self.norm(self.layers(self.embedding(tokens[:, :-1]))))
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
 class Noise(Dataset):
     def __init__(self, count):
         self.count = count
@@ -96,6 +118,7 @@ STRATEGIES = ["ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3"]
 LAYOUTS = {
     "fsdp_hybrid": ["strategy=fsdp_hybrid", "strategy.shard_size=2"],
     "pipeline": ["strategy=fsdp", "strategy.pipeline_parallel_size=2"],
+    "tensor": ["strategy=fsdp", "strategy.tensor_parallel_size=2", "module._target_=subject.Divided"],
 }
 
 

@@ -27,7 +27,7 @@ def plan(words: str) -> Plan:
     [
         ("tp=2 cp=2", {"replicate": 1, "shard": 2, "context": 2, "tensor": 2}, "heads"),
         ("tp=4 cp=2", {"replicate": 1, "shard": 1, "context": 2, "tensor": 4}, "keys"),
-        ("tp=2 cp=2 by=keys", {"replicate": 1, "shard": 2, "context": 2, "tensor": 2}, "keys"),
+        ("tp=2 cp=2 by=keys compile=model", {"replicate": 1, "shard": 2, "context": 2, "tensor": 2}, "keys"),
         ("tp=2 cp=2 pp=2", {"pipeline": 2, "replicate": 1, "shard": 1, "context": 2, "tensor": 2}, "heads"),
         ("cp=4 pp=2", {"pipeline": 2, "replicate": 1, "shard": 1, "context": 4}, "heads"),
         ("tp=2 strategy=fsdp_hybrid strategy.shard_size=2", {"replicate": 2, "shard": 2, "tensor": 2}, None),
@@ -49,7 +49,6 @@ def test_axes_go_together(words: str, mesh: dict[str, int], method: str | None) 
          "not divide data.sequence_length=14; use a multiple of 4, such as data.sequence_length=12"),
         ("tp=8 cp=1", "tensor_parallel_size=8 does not divide model.n_kv_heads=4; use one of"),
         ("tp=2 cp=2 pp=2 order=interleaved chunks=2 global_batch_size=3", "there are 3; use a global_batch_size"),
-        ("tp=2 cp=2 compile=model", "context_parallel_size=2 compile=model: not supported yet"),
         ("tp=2 cp=2 stage=predict", "stage=predict"),
         ("strategy=fsdp_hybrid tp=2 cp=2 strategy.shard_size=4", "strategy.shard_size=4 does not divide"),
     ],

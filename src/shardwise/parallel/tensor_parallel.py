@@ -52,23 +52,14 @@ class TensorParallel:
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         self.module, self.group = module, group
         self.peers = Peers(group.group_name, group.rank(), group.size())
-        self.layers, self.follows_plan = layers_of(module, self.peers.size)
-        self.cuts: dict[str, Cut] = {}  # a parameter's name → its part; one that is not here is whole on every rank
+        found = find_division(module, self.peers.size)
+        self.layers, self.follows_plan, self._seen_in_part = found.layers, found.follows_plan, found.seen_in_part
+        shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        self.cuts = {  # a parameter's name → its part; one that is not here is whole on every rank
+            name: Cut(dim, share_of(shapes[name][dim], self.peers.size, self.peers.rank)[0], shapes[name])
+            for name, dim in found.dims.items()
+        }
         self._done: set[int] = set()  # ids of layers
-        names = {id(p): name for name, p in module.named_parameters()}
-        owners: dict[int, list[tuple[str, str]]] = {}  # a parameter's id → its layers and their words
-        self._seen_in_part: set[str] = set()  # parameters whose gradients are of a part of the sequence or of the heads
-        for name, layer in module.named_modules():
-            word = self.layers.get(name, "")
-            for key, p in layer._parameters.items():
-                if p is None:
-                    continue
-                owners.setdefault(id(p), []).append((name, word if key == "weight" else f"{word} {key}"))
-                if sees_a_part(word, key):
-                    self._seen_in_part.add(names[id(p)])
-                elif (dim := divided_dim(word, key)) is not None:
-                    self._note(names[id(p)], name, p, dim)
-        _check_owners(module, owners, names, self.follows_plan)
         self._copies: CheckedCopies | None = None
 
     def divided_dims(self) -> dict[str, int]:
@@ -81,18 +72,6 @@ class TensorParallel:
         for inner, layer in part.named_modules(prefix=name):
             if (word := self.layers.get(inner)) is not None:
                 WRAPPERS[word](layer, self.peers)
-
-    def _note(self, name: str, layer: str, parameter: Tensor, dim: int) -> None:
-        """Note which part of a parameter this rank has."""
-        size, ranks = parameter.shape[dim], self.peers.size
-        divides_vocabulary = self.layers[layer] in DIVIDES_VOCABULARY
-        if size < ranks or (size % ranks and not divides_vocabulary):
-            raise ConfigError(
-                f"strategy.tensor_parallel_size={ranks} does not divide the {size} "
-                f"{('rows', 'columns')[dim]} of {name}, which {type(self.module).__name__} calls "
-                f"{self.layers[layer]!r}; use a divisor of {size}"
-            )
-        self.cuts[name] = Cut(dim, share_of(size, ranks, self.peers.rank)[0], tuple(parameter.shape))
 
     def cut(self, part: nn.Module) -> None:
         """Replace the weights in `part`, which are whole, by this rank's parts. Layers that are done are left alone."""
@@ -146,6 +125,45 @@ class TensorParallel:
         parts = gather_in_order(self.group, padded.flatten()).view(self.peers.size, *padded.shape)
         own = [rows[:share] for rows, share in zip(parts, shares, strict=True)]
         return torch.cat(own).movedim(0, cut.dim).contiguous()
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the layers of a module are divided. Parameters are named."""
+
+    layers: dict[str, str]  # names of layers → what they are
+    follows_plan: bool  # that of a Hugging Face model
+    dims: dict[str, int]  # a parameter → along which dim each rank has a part of it
+    seen_in_part: set[str]  # whose gradients are of a part of the sequence or of the heads
+
+
+def find_division(module: nn.Module, ranks: int) -> Division:
+    """Raises: ConfigError: the module does not say what its layers are, or says what they cannot be."""
+    layers, follows_plan = layers_of(module, ranks)
+    names = {id(p): name for name, p in module.named_parameters()}
+    owners: dict[int, list[tuple[str, str]]] = {}  # a parameter's id → its layers and their words
+    dims, seen_in_part = dict[str, int](), set[str]()
+    for name, layer in module.named_modules():
+        word = layers.get(name, "")
+        for key, p in layer._parameters.items():
+            if p is None:
+                continue
+            owners.setdefault(id(p), []).append((name, word if key == "weight" else f"{word} {key}"))
+            if sees_a_part(word, key):
+                seen_in_part.add(names[id(p)])
+            elif (dim := divided_dim(word, key)) is not None:
+                _check_size(module, names[id(p)], word, p.shape[dim], dim, ranks)
+                dims[names[id(p)]] = dim
+    _check_owners(module, owners, names, follows_plan)
+    return Division(layers, follows_plan, dims, seen_in_part)
+
+
+def _check_size(module: nn.Module, name: str, word: str, size: int, dim: int, ranks: int) -> None:
+    if size < ranks or (size % ranks and word not in DIVIDES_VOCABULARY):
+        raise ConfigError(
+            f"strategy.tensor_parallel_size={ranks} does not divide the {size} {('rows', 'columns')[dim]} of {name}, "
+            f"which {type(module).__name__} calls {word!r}; use a divisor of {size}"
+        )
 
 
 def layers_of(module: nn.Module, ranks: int) -> tuple[dict[str, str], bool]:

@@ -38,8 +38,6 @@ def check_pipeline(config: RunConfig, topology: Topology, accumulate: int) -> No
             )
     cannot = {
         "compile=model: a stage is a part of the model; use compile=layer": config.compile.name.value == "model",
-        "precision=fp16: its loss scale is not supported in a pipeline yet; use precision=bf16":
-            config.precision.loss_scaling,
         "stage=predict: a rank without the last stage has no predictions; leave strategy.pipeline_parallel_size out":
             config.stage is Stage.predict,
         "find_learning_rate=true is not supported in a pipeline yet; find it without one": config.find_learning_rate,

@@ -24,11 +24,6 @@ def check_tensor_parallel(config: RunConfig, topology: Topology) -> None:
             f"{given} stage=predict: peers would write each prediction once more; leave it out: any layout reads the "
             f"checkpoint"
         )
-    if config.compile.name.value == "model" and topology.context > 1:
-        raise ConfigError(
-            f"{given} strategy.context_parallel_size={topology.context} compile=model: not supported yet; use "
-            f"compile=layer"
-        )
     sizes = arguments_of(config.module)
     _check_length(config, topology, given)
     divided = {f"model.{name}": sizes.get(name) for name in _DIVIDED}

@@ -13,7 +13,6 @@ from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise import accelerator
@@ -44,7 +43,7 @@ class _Scaler(torch.amp.GradScaler):
         gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(list(map(local_part, gradients)), found_inf, inv_scale)
-        if any(isinstance(gradient, DTensor) for gradient in gradients):
+        if self._mesh.plan.strategy.name != "ddp":  # under which all ranks have the same gradients
             largest_over(self._mesh.group("world"), found_inf)
         return {found_inf.device: found_inf}
 

@@ -16,16 +16,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.distributed.collectives import sum_over
 from shardwise.distributed.dtensor import local_part
-from shardwise.distributed.process_group import group_timeout
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.results import in_micro_batch, step_logging, use_group_in_metrics
 from shardwise.parallel.activation_checkpointing import explain
-from shardwise.parallel.pipeline.absent import check_present
 from shardwise.parallel.pipeline.engine import Engine
 from shardwise.parallel.pipeline.links import Links
 from shardwise.parallel.pipeline.random_streams import RandomStreams
@@ -36,12 +33,10 @@ from shardwise.plan import Plan
 from shardwise.plan.pipeline_schedule import make_schedule
 from shardwise.process.watchdog import progress
 from shardwise.step.pipeline_window import PipelineWindow, shapes_in
-from shardwise.step.window import check_output, loss_of
 from shardwise.strategies.fsdp import FsdpStrategy
-from shardwise.strategies.pipelined_checks import check_module, one_tensor
+from shardwise.strategies.pipelined_checks import check_module, checked_loss, one_tensor
 from shardwise.strategies.pipelined_state import PipelinedState
 from shardwise.strategies.sharded_state import DTensorState
-from shardwise.strategies.whole_weights import weights_are_sharded
 from shardwise.weights.initialize import Materializer
 
 
@@ -71,7 +66,7 @@ class PipelinedStrategy(FsdpStrategy):
         super().setup_environment()
         topology = self.plan.topology
         pipelines = [ranks[::-1] for ranks in topology.groups(("pipeline",))]
-        self._links = Links(pipelines, self.count > topology.pipeline, self.root_device, group_timeout(self.plan))
+        self._links = Links(pipelines, self.count > topology.pipeline, self.root_device, self.mesh.make_group)
         self.position = topology.pipeline_rank(self.global_rank)
         self.engine = Engine(self.position, topology.pipeline, self.count, self._links)
         self.engine.call_before_each(self._say_where)
@@ -131,6 +126,8 @@ class PipelinedStrategy(FsdpStrategy):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         self.streams = RandomStreams(self.plan.seed, self._stream_rank, self.root_device)
+        if (scaler := self.planned_precision.scaler) is not None:
+            scaler.scale(torch.zeros((), device=self.root_device))  # makes the scale: each stage unscales
         step_logging(trainer).share_metrics_by(self._metrics_of_last_stage)
 
     def _metrics_of_last_stage(self, own: dict[str, Any]) -> dict[str, Any]:
@@ -179,13 +176,7 @@ class PipelinedStrategy(FsdpStrategy):
             output = self._run_stage(stage, received, args, kwargs)
         if stage < self.count - 1:
             return one_tensor(output, f"{self.module_name}.{self._step_name}")
-        check_output(output, self.module_name, has_own_backward=False)
-        loss = loss_of(output)
-        check_present(self.module_name, loss, "the loss")
-        if loss.numel() != 1:
-            raise ConfigError(f"training_step returned a loss of shape {tuple(loss.shape)}: it must be a scalar")
-        if isinstance(loss, DTensor):
-            raise weights_are_sharded(self.module_name, self.plan.strategy.name)
+        loss = checked_loss(output, self.module_name, self.plan.strategy.name)
         return self.window.scale_loss_of(micro_batch, loss)
 
     def differentiate(

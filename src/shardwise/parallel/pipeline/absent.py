@@ -11,6 +11,11 @@ from torch import Tensor
 from shardwise.errors import ConfigError
 from shardwise.parallel.precision import map_tensors
 
+NOT_HERE = (
+    "and this stage of the pipeline does not have these numbers; compute it in the data, or use "
+    "strategy.pipeline_parallel_size=1"
+)
+
 
 class Absent(Tensor):
     """A tensor of NaN that knows it: what is computed from it is `Absent`, too.
@@ -37,10 +42,7 @@ class Absent(Tensor):
 
         def check(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
-                raise ConfigError(
-                    f"{name} is computed from what a layer gives that is on another stage of the pipeline, and this "
-                    f"stage does not have its numbers; compute it in the data, or use strategy.pipeline_parallel_size=1"
-                )
+                raise ConfigError(f"{name} looks at what a layer of another stage gives, {NOT_HERE}")
             return tensor
 
         return map_tensors(check, result) if isinstance(result, (Tensor, tuple, list)) else result

@@ -60,9 +60,9 @@ class Engine:
             words = f"{KINDS[kind]} of micro-batch {number + 1}"
             arrived = None
             if self._needs(stage, kind):
-                self._say(stage, words, kind)
+                self._notice_action(stage, words, kind)
                 arrived = inboxes[kind].take((stage, number))
-            self._say(stage, words)
+            self._notice_action(stage, words)
             if kind == "F":
                 received = None if arrived is None else arrived.requires_grad_()
                 output = work.compute(stage, number, received)
@@ -88,10 +88,10 @@ class Engine:
         for stage in range(self.position, self.stages, self.positions):
             received = None
             if stage:
-                self._say(stage, KINDS["F"], "F")
+                self._notice_action(stage, KINDS["F"], "F")
                 received, work = self.links.inward["F"].receive((stage, shapes, "evaluation"))
                 work.wait()
-            self._say(stage, KINDS["F"])
+            self._notice_action(stage, KINDS["F"])
             result = forward(stage, received)
             if stage < self.stages - 1:
                 self.links.outward["F"].send(result, (stage + 1, shapes, "evaluation"))
@@ -102,7 +102,7 @@ class Engine:
         """Whether an action of this kind takes what another stage sends."""
         return stage > 0 if kind == "F" else stage < self.stages - 1
 
-    def _say(self, stage: int, words: str, waits_for: str | None = None) -> None:
+    def _notice_action(self, stage: int, words: str, waits_for: str | None = None) -> None:
         """Say what this rank does; `waits_for`: the kind of what has to arrive before it can."""
         of = {None: "", "F": f", waiting for stage {stage}", "B": f", waiting for stage {stage + 2}"}[waits_for]
         self._notice(f"stage {stage + 1} of {self.stages}, {words}{of}", waits_for is not None)

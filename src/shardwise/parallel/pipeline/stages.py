@@ -5,8 +5,8 @@ stage calls the module's own step. A stub before its units hands on what was rec
 behind its last unit ends the step there by raising `Done`. Stubs stand in `parent._modules[name]`, so names of layers
 and weights stay those of the whole module.
 
-What is not owned gives NaN, never a number. A module that uses what a pipeline does not hand over (the hidden states of
-every layer, a condition that is embedded once) is refused, or its loss is not finite.
+What is not owned gives NaN that knows it (parallel/pipeline/absent.py), never a number. A module that uses what a pipeline
+does not hand over (the hidden states of every layer, a condition that is embedded once) is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
-from shardwise.parallel.pipeline.absent import absent, check_present
+from shardwise.parallel.pipeline.absent import NOT_HERE, absent, check_present
 from shardwise.parallel.pipeline.ownership import Ownership
 from shardwise.parallel.precision import map_tensors
 from shardwise.parallel.units import Units
@@ -181,7 +181,7 @@ class Stages:
         if number >= end:
             check_present(self.name, handed, f"the input of {self.names[number]}")
             raise Done(handed)
-        # Only the stub just before the stage's units gives what was received: what other units give is NaN.
+        # Only the stub just before the stage's units gives what was received.
         output = self._receive() if number == first - 1 else handed
         assert output is not None
         self._next, self._handed = number + 1, output
@@ -254,10 +254,7 @@ class Stages:
     def _nothing(self, name: str, like: Tensor) -> Tensor:
         """What stands in for a tensor that another stage has."""
         if not like.is_floating_point():
-            raise ConfigError(
-                f"{self.name}: {name} gives numbers of {like.dtype}, which other stages of a pipeline do not have; "
-                f"compute them in the data, or use strategy.pipeline_parallel_size=1"
-            )
+            raise ConfigError(f"{self.name}: {name} gives numbers of {like.dtype}, {NOT_HERE}")
         return absent(like, self.device)
 
     def _expected(self) -> str:

@@ -1,0 +1,72 @@
+"""Layers that an axis cannot divide are refused before a rank starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from recipes.language_modeling.model import Transformer
+from shardwise.cli import check_targets
+from shardwise.errors import ConfigError
+from tests.harness.cells import cell_plan
+
+TENSOR, PIPELINE = "strategy.tensor_parallel_size=2", "strategy.pipeline_parallel_size=2"
+EVEN = ("strategy=fsdp", "model.n_kv_heads=2", "model.ffn_dim=44", "model.n_layers=4", "global_batch_size=4",
+        "micro_batch_size=2")  # fmt: skip
+
+
+class Silent(Transformer):
+    """Says nothing of its last norm."""
+
+    tensor_parallel_layers = {name: word for name, word in Transformer.tensor_parallel_layers.items() if name != "norm"}
+
+
+class Odd(Transformer):
+    """One layer has a width of its own."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.blocks[1].feed_forward.w1 = nn.Linear(self.dim, 45, bias=False)
+
+
+class Shallow(Transformer):
+    """Has fewer layers than it is told."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes | {"n_layers": 1})
+
+
+class Large(LightningModule):
+    """Does not initialise itself."""
+
+    def __init__(self) -> None:
+        raise AssertionError("built by the launcher")
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "message"),
+    [
+        ("Silent", TENSOR, "^LanguageModel.tensor_parallel_layers says nothing of model.norm, which owns"),
+        ("Odd", TENSOR, r"^strategy.tensor_parallel_size=2 does not divide the 45 rows of model.blocks.1.feed_forward"),
+        ("Shallow", PIPELINE, "^strategy.pipeline_parallel_size=2 makes 2 stages .* and LanguageModel has 1"),
+    ],
+)
+def test_what_cannot_be_divided_is_one_message(tmp_path: Path, model: str, words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_targets([cell_plan(tmp_path / "run", 2, *EVEN, words, f"model._target_={__name__}.{model}")])
+
+
+@pytest.mark.parametrize("words", [TENSOR, PIPELINE])
+def test_what_can_be_divided_passes(tmp_path: Path, words: str) -> None:
+    assert check_targets([cell_plan(tmp_path / "run", 2, *EVEN, words)])
+
+
+@pytest.mark.parametrize("words", [TENSOR, PIPELINE])
+def test_a_module_that_would_take_memory_is_left_to_the_ranks(tmp_path: Path, words: str) -> None:
+    plan = cell_plan(tmp_path / "run", 2, *EVEN, words)
+    assert check_targets([replace(plan, module={"_target_": f"{__name__}.Large"})])
