@@ -119,7 +119,7 @@ REFUSALS = {
 @pytest.mark.parametrize("module", REFUSALS)
 def test_what_a_pipeline_cannot_run_is_refused(tmp_path: Path, module: str) -> None:
     """Never a number that is wrong. A rank that refuses ends, and the launcher ends the others."""
-    with pytest.raises(AssertionError, match=f"ConfigError: {module}: .*{REFUSALS[module]}"):
+    with pytest.raises(AssertionError, match=f"ConfigError: ({module}: .*)?{REFUSALS[module]}"):
         spawn(2, run_stack, tmp_path, module)
 
 

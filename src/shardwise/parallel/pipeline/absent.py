@@ -36,8 +36,8 @@ class Absent(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
-        result = super().__torch_function__(func, types, args, dict(kwargs or {}))
-        if name.startswith("new_") or name.endswith("_like"):
+        result = super().__torch_function__(func, types, args, dict(kwargs or {}))  # type: ignore[no-untyped-call]
+        if {"new", "like"} & set(name.split("_")):  # new_zeros, ones_like
             return map_tensors(lambda tensor: tensor.as_subclass(Tensor), result)
 
         def check(tensor: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def check_present(name: str, tensor: Any, what: str) -> None:
     """
     if isinstance(tensor, Absent):
         raise ConfigError(
-            f"{name}: {what} is computed from what a layer gives that is on another stage of the pipeline: from layer to "
-            f"layer a pipeline hands over one tensor; let each layer hand on what later ones need, or use "
+            f"{name}: {what} is computed from what a layer gives that is on another stage of the pipeline: from layer "
+            f"to layer a pipeline hands over one tensor; let each layer hand on what later ones need, or use "
             f"strategy.pipeline_parallel_size=1"
         )

@@ -5,8 +5,8 @@ stage calls the module's own step. A stub before its units hands on what was rec
 behind its last unit ends the step there by raising `Done`. Stubs stand in `parent._modules[name]`, so names of layers
 and weights stay those of the whole module.
 
-What is not owned gives NaN that knows it (parallel/pipeline/absent.py), never a number. A module that uses what a pipeline
-does not hand over (the hidden states of every layer, a condition that is embedded once) is refused.
+What is not owned gives NaN that knows it (parallel/pipeline/absent.py), never a number. A module that uses what a
+pipeline does not hand over (the hidden states of every layer, a condition that is embedded once) is refused.
 """
 
 from __future__ import annotations
