@@ -8,11 +8,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from lightning.pytorch import Callback
 from torch._dynamo.utils import counters
 
-from shardwise.distributed.collectives import sum_over
-from tests.harness.cells import cell_plan, fit
 from tests.harness.divided import (
     CLIP,
     HEADS,
@@ -156,31 +153,3 @@ def test_what_is_broken_on_purpose_is_seen(tmp_path: Path) -> None:
     for (name, (cell, *_)), result in zip(faults.items(), found, strict=True):
         numbers = deviation(cell, result)
         assert max(numbers.values()) > 1e-3, f"{name}: {numbers}"
-
-
-class SumsAtTheEnd(Callback):
-    """Hooks that Lightning calls after the teardown of a strategy may still use the groups of the run."""
-
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        mesh = trainer.strategy.mesh
-        names = ["stage"] if mesh.topology.is_data_parallel_only else ["stage", "tensor", "pipeline"]
-        self.sizes = [sum_over(mesh.group(name), torch.ones(())).item() for name in names]
-
-
-def run_in_turn(folder: Path, cells: Sequence[Divided]) -> list[tuple[int, list[float]]]:
-    """In each rank: how many groups there are after each cell, and what was summed over those of the cell."""
-    found = []
-    for number, cell in enumerate(cells):
-        sums = SumsAtTheEnd()
-        fit(cell_plan(folder / str(number), 4, *cell.words()), sums)
-        found.append((len(torch.distributed.distributed_c10d._world.pg_map), sums.sizes))
-    return found
-
-
-def test_a_process_that_trains_layouts_in_turn_keeps_the_groups_of_the_last(tmp_path: Path) -> None:
-    stages = Divided(axis_words(2, 1, 2), clip=None)
-    whole = Divided(axis_words(1, 1, 1, "strategy.reshard_after_forward=2"), data_ranks=4)
-    cells = [stages, whole, stages, whole]
-    for rank in spawn(4, run_in_turn, tmp_path, cells, timeout_seconds=150):
-        assert rank[:2] == rank[2:]
-        assert [sizes for _, sizes in rank[:2]] == [[2, 2, 2], [4]]

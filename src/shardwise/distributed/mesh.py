@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch.distributed as dist
@@ -22,8 +21,6 @@ _AXES: dict[str, tuple[str, ...]] = {
     "context": ("context",),
     "pipeline": ("pipeline",),
 }
-# Groups of runs that have ended in this process, each with the group of all ranks that it was made in
-_ended: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = []
 
 
 class Mesh:
@@ -41,34 +38,17 @@ class Mesh:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.topology = plan, plan.topology
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}  # the axes of a group → this rank's
-        self._made: list[dist.ProcessGroup] = []  # all that this run has made, and this rank is in
 
     def build(self) -> None:
         """Make the groups. Collective. The process group must have begun."""
         if self.topology.is_data_parallel_only:
             return
         for axes in sorted(set(_AXES.values())):
-            group = self.make_group(self.topology.groups(axes))
+            ranks = self.topology.groups(axes)
+            made = dist.new_subgroups_by_enumeration(ranks, timeout=group_timeout(self.plan))  # type: ignore[no-untyped-call]
+            group = made[0]
             assert group is not None
             self._groups[axes] = group
-
-    def make_group(self, ranks: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """Make a group of each of these lists of ranks, and give the one that this rank is in. Collective."""
-        made = dist.new_subgroups_by_enumeration(ranks, timeout=group_timeout(self.plan))  # type: ignore[no-untyped-call]
-        group: dist.ProcessGroup | None = made[0]
-        self._made += [group] if group is not None else []
-        return group
-
-    def adopt(self, group: dist.ProcessGroup) -> None:
-        """Give a group that torch has made for this run the time limit of all groups. It ends with the run."""
-        _set_pg_timeout(group_timeout(self.plan), group)
-        if group != dist.group.WORLD:
-            self._made.append(group)
-
-    def end(self) -> None:
-        """Leave the groups to `destroy_ended_groups`: Lightning calls some hooks after the teardown of a strategy."""
-        _ended.extend((dist.group.WORLD, group) for group in self._made)
-        self._made = []
 
     def group(self, name: GroupName) -> dist.ProcessGroup:
         """The group of that name which this rank is in. The process group must have begun."""
@@ -98,16 +78,11 @@ class Mesh:
         axes = {axis: size for axis, size in axes.items() if size > 1 or axis == "shard"}
         mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         for axis in axes:  # their groups are made with NCCL's default time limit
-            self.adopt(mesh.get_group(axis))
+            limit_wait(mesh.get_group(axis), self.plan)
         own = tuple(axis for axis in axes if axis in ("replicate", "shard"))
         return mesh if own == tuple(axes) else mesh[own]
 
 
-def destroy_ended_groups() -> None:
-    """Destroy the groups of runs that have ended in this process: each has threads, or a communicator. Collective."""
-    groups = [group for world, group in _ended if world == dist.group.WORLD]  # others went with theirs
-    _ended.clear()
-    if groups:
-        dist.barrier(group=dist.group.WORLD)  # a rank may still wait for what another has sent
-    for group in groups:
-        dist.destroy_process_group(group)
+def limit_wait(group: dist.ProcessGroup, plan: Plan) -> None:
+    """Give `group` the time limit of every process group of the run."""
+    _set_pg_timeout(group_timeout(plan), group)

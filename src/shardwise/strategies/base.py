@@ -138,7 +138,6 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
         while self._closing:
             self._closing.pop()()
         self._file_group = None
-        self.mesh.end()
         module = self.lightning_module
         if module is None or not any(p.is_meta for p in module.parameters()):
             super().teardown()  # moves the module to the CPU; on meta that would raise, and hide the first error

@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.chunks import slice_of
 from shardwise.distributed.collectives import broadcast_from_rank_zero, sum_over
 from shardwise.distributed.dtensor import local_part
-from shardwise.distributed.mesh import destroy_ended_groups
 from shardwise.errors import ConfigError
 from shardwise.optim.optimizers import check_by_hand, check_of_parts, steps_on_shards
 from shardwise.parallel.parallelize import roots_of
@@ -52,7 +51,6 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         self._setup_distributed()
-        destroy_ended_groups()
         self.mesh.build()
         self._device_mesh = self.mesh.build_shard_mesh(self.root_device.type)
 
@@ -123,7 +121,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         fsdp_gathering.check_prefetch(module, units, self.plan)
         materializer = Materializer(module, self.root_device, self.plan.seed, self.mesh.group("stage"))
         precision = self.plan.precision
-        with fsdp_gathering.one_mesh_for_all_units(self.mesh):
+        with fsdp_gathering.one_mesh_for_all_units(self.plan):
             for _, unit in units.modules:
                 if not self._materialize_unit(materializer, unit):
                     continue

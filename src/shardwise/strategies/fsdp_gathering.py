@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, _fully_shard
 
-from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.mesh import limit_wait
 from shardwise.errors import ConfigError
 from shardwise.parallel.units import Units
 from shardwise.plan import Plan
@@ -56,7 +56,7 @@ def set_prefetch(root: nn.Module, units: Units, plan: Plan) -> None:
 
 
 @contextmanager
-def one_mesh_for_all_units(mesh: Mesh) -> Iterator[None]:
+def one_mesh_for_all_units(plan: Plan) -> Iterator[None]:
     """Let units that are sharded inside share the mesh of `strategy.reshard_after_forward=N`.
 
     FSDP2 would make groups of ranks for each unit, and NCCL needs memory for each group.
@@ -69,8 +69,7 @@ def one_mesh_for_all_units(mesh: Mesh) -> Iterator[None]:
             return make(reshard_after_forward, mesh_info)
         if not made:
             made.append(make(reshard_after_forward, mesh_info))
-            for group in made[0].mesh.get_all_groups():
-                mesh.adopt(group)
+            limit_wait(made[0].shard_process_group, plan)
         return made[0]
 
     with patch.object(fsdp, "_get_post_forward_mesh_info", make_once):

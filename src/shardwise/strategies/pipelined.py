@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from shardwise.distributed.collectives import sum_over
 from shardwise.distributed.dtensor import local_part
+from shardwise.distributed.process_group import group_timeout
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.results import in_micro_batch, step_logging, use_group_in_metrics
 from shardwise.parallel.activation_checkpointing import explain
@@ -66,7 +67,7 @@ class PipelinedStrategy(FsdpStrategy):
         super().setup_environment()
         topology = self.plan.topology
         pipelines = [ranks[::-1] for ranks in topology.groups(("pipeline",))]
-        self._links = Links(pipelines, self.count > topology.pipeline, self.root_device, self.mesh.make_group)
+        self._links = Links(pipelines, self.count > topology.pipeline, self.root_device, group_timeout(self.plan))
         self.position = topology.pipeline_rank(self.global_rank)
         self.engine = Engine(self.position, topology.pipeline, self.count, self._links)
         self.engine.call_before_each(self._say_where)

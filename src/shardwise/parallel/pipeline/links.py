@@ -10,7 +10,8 @@ batch have been seen, the receiver knows what will come. Nothing is read from th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,8 +22,6 @@ from shardwise.errors import ConfigError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_DIMS = 8
-# Makes a group of each list of ranks, and gives this rank's
-MakeGroup = Callable[[Sequence[Sequence[int]]], "dist.ProcessGroup | None"]
 
 
 class Link:
@@ -95,15 +94,16 @@ class Links:
     """The links of this rank to the stages before and behind it, and the group of both ends of its pipeline.
 
     `pipelines`: the ranks of every pipeline of the run, by position. `wraps`: stages go on from the last position to
-    the first. Collective among all ranks: each of them takes part in the making of every group, in the same order, by
-    `make_group`.
+    the first. Collective among all ranks: each of them takes part in the making of every group, in the same order.
     """
 
     def __init__(
-        self, pipelines: Sequence[Sequence[int]], wraps: bool, device: torch.device, make_group: MakeGroup
+        self, pipelines: Sequence[Sequence[int]], wraps: bool, device: torch.device, timeout: timedelta
     ) -> None:
         def group(one: int, other: int) -> dist.ProcessGroup | None:
-            return make_group([sorted((ranks[one], ranks[other])) for ranks in pipelines])
+            pairs = [sorted((ranks[one], ranks[other])) for ranks in pipelines]
+            own, _ = dist.new_subgroups_by_enumeration(pairs, timeout=timeout)  # type: ignore[no-untyped-call]
+            return own  # type: ignore[no-any-return]
 
         own = next(ranks for ranks in pipelines if dist.get_rank() in ranks)
         count = len(own)
