@@ -56,7 +56,7 @@ def check_layers(plan: Plan) -> None:
         ConfigError
     """
     topology = plan.topology
-    if topology.tensor * topology.pipeline == 1 or not initializes_itself(locate(plan.module["_target_"], "module")):
+    if not initializes_itself(locate(plan.module["_target_"], "module")):
         return
     module = build_module(plan)
     units, _ = units_for(module, plan)

@@ -23,14 +23,14 @@ from shardwise.config.compose import compose
 from shardwise.config.paths import ROOT
 from shardwise.errors import ConfigError
 from shardwise.launch.local import launch
-from shardwise.launch.nsight import NSYS, check_profiler, make_folder, ncu_report, read_reports, words_before
+from shardwise.launch.nsight import NSYS, check_profiler, make_folder, read_reports, words_before
 from shardwise.launch.worker import set_environment
 from shardwise.metrics.phases import Marks, Phases
 from shardwise.metrics.profile import ProfileSummary
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.plan.profiling import Debugging, Profiling
 from shardwise.process.signals import SignalRequests, to_leave, to_profile, to_save
-from shardwise.run_dir.files import profile_folder
+from shardwise.run_dir.files import ncu_report, profile_folder
 from shardwise.run_dir.profile_request import (
     MOST_STEPS,
     Answer,
@@ -359,7 +359,7 @@ def test_a_report_of_ncu_is_named_only_if_it_is_there(tmp_path: Path, capsys: py
     make_folder(plan)
     read_reports(plan)
     assert "ncu has written no report into" in capsys.readouterr().out
-    ncu_report(profile_folder(plan.run_dir, 2)).touch()
+    ncu_report(profile_folder(plan.run_dir, 2), rank=0).touch()
     read_reports(plan)
     assert "ncu-ui opens" in capsys.readouterr().out
 

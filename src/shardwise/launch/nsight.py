@@ -10,7 +10,7 @@ from pathlib import Path
 from shardwise.config.paths import environment_with_source
 from shardwise.errors import ConfigError, DataError
 from shardwise.plan import Plan
-from shardwise.run_dir.files import profile_export, profile_folder, profile_report
+from shardwise.run_dir.files import ncu_report, profile_export, profile_folder, profile_report
 
 # slurm/job.sh has the same words
 NSYS = ("nsys", "profile", "--trace=cuda,nvtx,osrt", "--capture-range=cudaProfilerApi", "--capture-range-end=stop",
@@ -45,11 +45,6 @@ def words_before(plan: Plan, rank: int) -> list[str]:
     return [*NSYS, f"--output={output}/rank-%q{{RANK}}"]
 
 
-def ncu_report(folder: Path) -> Path:
-    """That of the only rank."""
-    return folder / "rank-0.ncu-rep"
-
-
 def make_folder(plan: Plan) -> None:
     """Make the folder of the reports: the profilers make none, and ncu opens its report at once. Raises OSError."""
     if plan.profile.tool != "torch" and plan.profile.start is not None:
@@ -66,7 +61,7 @@ def read_reports(plan: Plan) -> None:
         return
     folder = profile_folder(plan.run_dir, profile.start)
     if profile.tool == "ncu":
-        report = ncu_report(folder)
+        report = ncu_report(folder, rank=0)
         said = f"ncu-ui opens {report}" if report.exists() else f"ncu has written no report into {folder}"
         print(f"profile: {said}", flush=True)
         return

@@ -153,8 +153,8 @@ def takes_later_queries(like: Tensor, dtype: torch.dtype, head_dim: int, kernel:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, kernel: str) -> Tensor:
-    """`causal_attention` over all positions, or with a mask. With more keys than queries and no mask, queries are of
-    the last positions, which `takes_later_queries`."""
+    """`causal_attention` over all positions, or with a mask. With more keys than queries and no mask, the queries are
+    those of the last positions: see `takes_later_queries`."""
     shares = q.shape[1] != k.shape[1]
     mask, starts = layout.get("mask"), layout.get("starts")
     is_varlen = kernel in (SDPA, "flash") and (starts is not None or (mask is None and q.shape[2] != k.shape[2]))

@@ -235,6 +235,11 @@ def profile_report(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.nsys-rep"
 
 
+def ncu_report(folder: Path, rank: int) -> Path:
+    """What ncu has recorded of a rank."""
+    return folder / f"rank-{rank}.ncu-rep"
+
+
 def profile_export(folder: Path, rank: int) -> Path:
     """The same as a database, which `nsys export` writes."""
     return folder / f"rank-{rank}.sqlite"

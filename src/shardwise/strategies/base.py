@@ -20,7 +20,6 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.accelerator import exact_dtype
@@ -52,7 +51,7 @@ from shardwise.strategies.copied_parameters import CopiedParameters
 from shardwise.strategies.divided_sequences import DividedSequences
 from shardwise.strategies.gathered import GatheringHooks
 from shardwise.strategies.sharded_state import DTensorState
-from shardwise.strategies.whole_weights import weights_are_sharded
+from shardwise.strategies.whole_weights import check_loss
 from shardwise.weights.init_from import read_initial
 
 
@@ -263,12 +262,7 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
         super().on_train_batch_start(batch, batch_idx)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        if closure_loss.numel() != 1:
-            raise ConfigError(
-                f"training_step returned a loss of shape {tuple(closure_loss.shape)}: it must be a scalar"
-            )
-        if isinstance(closure_loss, DTensor):
-            raise weights_are_sharded(self.module_name, self.plan.strategy.name)
+        check_loss(closure_loss, self.module_name, self.plan.strategy.name)
         assert self.train_loader is not None
         scaled = self.window.scale_loss(closure_loss)
         if self.module.automatic_optimization and self.window.is_complete:

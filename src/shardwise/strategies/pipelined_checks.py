@@ -7,7 +7,6 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.state import layers_with_extra_state
 from shardwise.errors import ConfigError
@@ -17,7 +16,7 @@ from shardwise.plan import Plan
 from shardwise.plan.decoder import decoder_of, recomputed
 from shardwise.plan.pipeline_split import check_split, split_units
 from shardwise.step.window import check_output, loss_of
-from shardwise.strategies.whole_weights import weights_are_sharded
+from shardwise.strategies.whole_weights import check_loss
 
 
 def check_module(module: LightningModule, units: Units, plan: Plan, stages: int) -> tuple[int, ...]:
@@ -76,10 +75,7 @@ def checked_loss(output: Any, name: str, strategy: str) -> Tensor:
     check_output(output, name, has_own_backward=False)
     loss: Tensor = loss_of(output)
     check_present(name, loss, "the loss")
-    if loss.numel() != 1:
-        raise ConfigError(f"training_step returned a loss of shape {tuple(loss.shape)}: it must be a scalar")
-    if isinstance(loss, DTensor):
-        raise weights_are_sharded(name, strategy)
+    check_loss(loss, name, strategy)
     return loss
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from shardwise import accelerator
 from shardwise.errors import ConfigError
@@ -249,6 +250,18 @@ def explain(error: RuntimeError, module_name: str, strategy: str) -> ConfigError
         f"writes into its input ({' '.join(text.split())[:160]}): use units=[] to treat the module as one piece, or "
         f"strategy=ddp or zero2"
     )
+
+
+def check_loss(loss: Tensor, module_name: str, strategy_name: str) -> None:
+    """Refuse a loss that a step cannot learn from.
+
+    Raises:
+        ConfigError: it is not one number, or a part of a sharded weight.
+    """
+    if loss.numel() != 1:
+        raise ConfigError(f"training_step returned a loss of shape {tuple(loss.shape)}: it must be a scalar")
+    if isinstance(loss, DTensor):
+        raise weights_are_sharded(module_name, strategy_name)
 
 
 def weights_are_sharded(module_name: str, strategy_name: str) -> ConfigError:

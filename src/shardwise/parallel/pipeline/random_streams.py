@@ -33,7 +33,7 @@ class RandomStreams:
             set_random_state(state, self.device)
 
     def begin(self, *place: object) -> None:
-        """A stage begins the step or the batch at `place`, which says the same on every stage."""
+        """A stage begins the step or the batch at `place`: its numbers, which are the same on every stage."""
         self._place = place
         seed_streams(derived_seed(self.seed, "pipeline", self.rank, *place))
 
