@@ -112,6 +112,7 @@ REFUSALS = {
     "Counts": "codes gives numbers of torch.int64, and this stage of the pipeline does not have these numbers",
     "Collects": "the loss is computed from what a layer gives that is on another stage of the pipeline",
     "Teaches": "argmax looks at what a layer of another stage gives, and this stage of the pipeline does not have",
+    "Vector": r"training_step returned a loss of shape \(2,\): it must be a scalar",
     "Tuples": "gives tuple, and a pipeline hands over one tensor",
 }
 
@@ -121,6 +122,11 @@ def test_what_a_pipeline_cannot_run_is_refused(tmp_path: Path, module: str) -> N
     """Never a number that is wrong. A rank that refuses ends, and the launcher ends the others."""
     with pytest.raises(AssertionError, match=f"ConfigError: ({module}: .*)?{REFUSALS[module]}"):
         spawn(2, run_stack, tmp_path, module)
+
+
+def test_a_loss_for_each_sample_is_refused_without_a_pipeline(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=f"ConfigError: {REFUSALS['Vector']}"):
+        spawn(2, run_stack, tmp_path, "Vector", ["strategy.pipeline_parallel_size=1"])
 
 
 @pytest.mark.parametrize("module", ["Stack", "Likens"])

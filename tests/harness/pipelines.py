@@ -34,9 +34,9 @@ def stack_argv(folder: Path, module: str) -> list[str]:
             "checkpoint=none", "strategy=fsdp", "global_batch_size=4", "micro_batch_size=2", *SIZE, *SGD]  # fmt: skip
 
 
-def run_stack(folder: Path, module: str) -> None:
-    """One step of a module of this file in a pipeline of two ranks."""
-    argv = stack_argv(folder, module)
+def run_stack(folder: Path, module: str, words: Sequence[str] = ()) -> None:
+    """One step of a module of this file in a pipeline of two ranks, or as `words` say."""
+    argv = [*stack_argv(folder, module), *words]
     (folder / "run").mkdir(exist_ok=True)
     fit(make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0)))
 
@@ -191,6 +191,13 @@ class Likens(Stack):
         for layer in self.layers:
             x = layer(x)
         return self.last(x) + torch.ones_like(first).mean() + first.new_zeros(first.shape[0], 1)
+
+
+class Vector(Stack):
+    """Gives one loss for each sample."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch).square().mean(-1)
 
 
 class Codes(nn.Linear):
