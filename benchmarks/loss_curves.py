@@ -35,6 +35,7 @@ COMMON = [
     "optimizer.lr=1e-3", "schedule.warmup_steps=50", "log_every_n_steps=10", "checkpoint=none", "devices=1",
     "max_validation_batches=16",
 ]  # fmt: skip
+KERNELS = ["attention=fa4", "loss=fused"]  # flash-attn-4 and quack-kernels: what the fast experiments have
 CURVES = {
     "bf16, seed 0": ["precision=bf16"],
     "bf16, seed 1": ["precision=bf16", "seed=1"],
@@ -43,6 +44,8 @@ CURVES = {
     "tf32": ["precision=tf32"],
     "fp8, tensorwise": ["precision=fp8"],
     "fp8, rowwise": ["precision=fp8", "precision.fp8.recipe=rowwise"],
+    "bf16, FlashAttention 4, fused loss": ["precision=bf16", *KERNELS],
+    "fp8, FlashAttention 4, fused loss": ["precision=fp8", *KERNELS],
     "8-bit AdamW": ["precision=bf16", "optimizer=adamw_8bit"],
     "AdamW, bf16 moments": ["precision=bf16", "optimizer=adamw_bf16"],
     "Muon": ["precision=bf16", "optimizer=muon"],
