@@ -3,11 +3,11 @@
     make chaos                                          about two hours on two cores; goes on where it was stopped
     make chaos ARGS="--strategies fsdp,zero3 --rounds 1"
     make chaos ARGS="--strategies pipeline --rounds 1"  two stages
-    make chaos ARGS="--accelerator cuda --rounds 1 --faults 'SIGKILL of one rank;SIGSTOP of one rank'"
+    make chaos ARGS="--accelerator cuda --ranks 8 --rounds 1 --faults 'SIGKILL of one rank;SIGSTOP of one rank'"
 
 A round is one run that meets every fault once, in an order that its seed decides, and must end with the bits of the
-undisturbed run: weights, optimizer state, every logged row. On the CPU, or on two GPUs. The file systems that fill up
-or become read-only are mounts, which need root; without, those two faults are left out.
+undisturbed run: weights, optimizer state, every logged row. On two ranks, or on as many as `--ranks` says. The file
+systems that fill up or become read-only are mounts, which need root; without, those two faults are left out.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tests.harness.chaos import (  # noqa: E402
     FAULTS,
     HANG_SECONDS,
     MOUNTS,
+    RANKS,
     SAVE_EVERY,
     STEPS,
     STRATEGIES,
@@ -40,14 +41,16 @@ from tests.harness.chaos import (  # noqa: E402
 )
 
 
-def tried(home: Path, strategy: str, seed: int, faults: list[str], accelerator: str, bar: tqdm[Any]) -> dict[str, Any]:
+def tried(
+    home: Path, strategy: str, seed: int, faults: list[str], accelerator: str, ranks: int, bar: tqdm[Any]
+) -> dict[str, Any]:
     """One round: a run that meets every fault once."""
     order = random.Random(seed).sample(faults, len(faults))
     # The launcher restarts ranks in every second round, and saves are asynchronous in half of the rounds: four rounds
     # have all four combinations.
     how = {"in_place": seed % 2 == 1, "asynchronous": seed % 4 in (1, 2)}
     rows = []
-    for found in torment(home, strategy, order, seed, accelerator=accelerator, **how):
+    for found in torment(home, strategy, order, seed, accelerator=accelerator, ranks=ranks, **how):
         rows.append(dataclasses.asdict(found))
         if not found.survived:
             bar.write(f"{strategy}, seed {seed}, {found.fault}: {found.told}")
@@ -59,9 +62,11 @@ def main() -> int:
     parser = results.command_line(__doc__, accelerator="cpu")
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--rounds", type=int, default=4, help="runs of each strategy")
+    parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--faults", default=";".join(FAULTS), help="separated by semicolons")
     arguments = parser.parse_args()
-    path = arguments.out / f"chaos-{arguments.accelerator}.json"
+    number = f"-x{arguments.ranks}" if arguments.ranks != RANKS else ""
+    path = arguments.out / f"chaos-{arguments.accelerator}{number}.json"
     environment, _ = results.measured_on(arguments.accelerator, arguments.commit)
     result: dict[str, Any] = {
         "command": results.command(),
@@ -70,7 +75,7 @@ def main() -> int:
             "steps": STEPS,
             "save_every_n_steps": SAVE_EVERY,
             "hang_seconds": HANG_SECONDS[arguments.accelerator],
-            "ranks": 2,
+            "ranks": arguments.ranks,
         },
         "rounds": [],
     }
@@ -85,7 +90,7 @@ def main() -> int:
     survived = True
     with tqdm(total=len(todo) * (len(faults) + 1), unit="fault") as bar:
         for strategy, seed in todo:
-            found = tried(home, strategy, seed, faults, arguments.accelerator, bar)
+            found = tried(home, strategy, seed, faults, arguments.accelerator, arguments.ranks, bar)
             survived &= all(row["survived"] for row in found["faults"])
             result["rounds"].append(found)
             results.write(path, result)

@@ -248,6 +248,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a regular expression: parts to measure; the others stay")
     parser.add_argument("--missing", action="store_true", help="only parts that this commit has not measured yet")
     arguments = parser.parse_args()
+    results.end_on_signals()
     size = TINY_SIZE if arguments.tiny else Size()
     if not arguments.tiny:
         size = dataclasses.replace(size, jpeg_workers=max(1, min(size.jpeg_workers, (os.cpu_count() or 2) - 2)))

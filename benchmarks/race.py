@@ -72,13 +72,13 @@ class Race:
     def __init__(self, options: Any) -> None:
         self.options, self.ranks = options, options.ranks
         self.environment, device = results.measured_on(options.accelerator, options.commit)
-        self.path = options.out / f"race-{device}-x{self.ranks}.json"
-        before = json.loads(self.path.read_text()) if self.path.exists() else {}
-        cells = cells_on(self.ranks)
-        self.cells = [cell for cell in cells if re.search(options.only, cell.name)]
+        self.path = options.out / f"race-{device}-x{self.ranks}{'-tiny' if options.tiny else ''}.json"
+        before, cells = results.earlier(self.path), cells_on(self.ranks)
+        only = results.chosen(options.only, (cell.name for cell in cells))
+        self.cells = [cell for cell in cells if cell.name in only]
         self.machine = describe_gpus(options.accelerator, self.ranks)
         self.watch = GpuWatch(options.accelerator, self.ranks)
-        self.deadline = time.monotonic() + options.within
+        self.deadline, self.failed = time.monotonic() + options.within, False
         self.result: dict[str, Any] = {
             "command": f"python benchmarks/race.py --ranks {self.ranks}", "ranks": self.ranks, "tiny": options.tiny,
             "words": ALWAYS, "models": MODELS, "environment_variables": titan.ENVIRONMENT,
@@ -101,12 +101,14 @@ class Race:
         return found
 
     def has_card(self, run: Run) -> bool:
-        """Of this commit. Without a commit nobody knows."""
-        commit = self.environment["commit"]
+        """Of this commit and these GPUs. With changes that are in no commit nobody knows."""
+        commit, changed = self.environment["commit"], self.environment["uncommitted_changes"]
+        if not commit or (changed and not self.options.commit):
+            return False
         return any(
-            commit and card["commit"] == commit and all(card[key] == value for key, value in run.key.items())
-            for card in self.result["cards"]
-        )
+            card["commit"] == commit and card["machine"] == self.machine and is_final(card)
+            for card in self.result["cards"] if is_of(card, run)
+        )  # fmt: skip
 
     def make(self, run: Run) -> bool:
         """A run and its card. False: too little time is left for it."""
@@ -121,9 +123,11 @@ class Race:
             return False
         card = run.key | {"size": run.size} | found | {"seconds": seconds, "commit": self.environment["commit"],
                                   "environment": self.environment, "machine": self.machine}  # fmt: skip
-        kept = [old for old in self.result["cards"] if any(old[key] != value for key, value in run.key.items())]
-        self.result["cards"] = [*kept, card]
-        results.write(self.path, self.result)
+        self.failed |= "error" in card
+        had = [old for old in self.result["cards"] if is_of(old, run)]
+        if is_final(card) or not any(map(is_final, had)):  # a run that failed takes no card away
+            self.result["cards"] = [*(old for old in self.result["cards"] if not is_of(old, run)), card]
+            results.write(self.path, self.result)
         print(f"{run.cell}: {run.who}, {run.words}: {in_words(card)}  ({seconds} s)", flush=True)
         return True
 
@@ -210,6 +214,15 @@ class Race:
             print(f"{part['part']:24} {part['ms']:8.2f} ms, at best {part['limit_ms']:8.2f}", flush=True)
 
 
+def is_of(card: dict[str, Any], run: Run) -> bool:
+    return all(card[key] == value for key, value in run.key.items())
+
+
+def is_final(card: dict[str, Any]) -> bool:
+    """Whether nobody need make the run again: it was measured, or does not fit into memory."""
+    return card.get("error") in (None, commands.NO_MEMORY)
+
+
 def with_defaults(words: str) -> str:
     given = {word.split("=")[0] for word in words.split()}
     return " ".join([words, *(word for word in DEFAULTS if word.split("=")[0] not in given)])
@@ -222,7 +235,8 @@ def work_of(words: list[str]) -> roofline.Work:
     ranks = int(config.devices or 1)
     return roofline.Work(
         config.module["model"], config.global_batch_size / ranks, config.data["sequence_length"],
-        shards=1 if config.strategy.name.value == "ddp" else ranks,
+        shards=1 if config.strategy.name.value == "ddp" else getattr(config.strategy, "shard_size", None) or ranks,
+        optimizer_bytes=roofline.ADAMW_8BIT if "8bit" in str(config.optimizer) else roofline.ADAMW,
         fp8=config.precision.name.value == "fp8",
         recompute=checkpointing.name.value, recomputed_layers=1 / checkpointing.every_n_layers,
     )  # fmt: skip
@@ -240,7 +254,7 @@ def in_words(card: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = results.command_line(__doc__)
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1, choices=(1, 2, 4, 8))
     parser.add_argument("--tiny", action="store_true", help="a small model, for trying it out")
     parser.add_argument("--only", default="", help="a regular expression: cells to run, the others stay as recorded")
     parser.add_argument("--again", action="store_true", help="runs that this commit has a card of are made again")
@@ -248,6 +262,7 @@ def main() -> None:
     parser.add_argument("--within", type=float, default=1e9, help="seconds for all runs; call it again for the rest")
     parser.add_argument("--breakdown", action="store_true", help="a profile of our fastest recorded run of the cells")
     options = parser.parse_args()
+    results.end_on_signals()
     race = Race(options)
     try:
         if options.breakdown:
@@ -261,6 +276,8 @@ def main() -> None:
                 break
     finally:
         race.watch.stop()
+    if race.failed:
+        sys.exit("error: a run failed, see above; the same command makes it again")
 
 
 if __name__ == "__main__":

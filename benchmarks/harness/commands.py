@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.harness import ROOT
 
+NO_MEMORY = "out of memory"
 TOO_LONG = 124  # the exit code of a command that took longer than it may
 
 
@@ -52,9 +53,10 @@ def run(
 def failure(code: int, limit: float, log: Path) -> dict[str, Any]:
     """What is recorded of a command that failed."""
     text = log.read_text(errors="replace")
-    error = f"did not end in {limit:.0f} s" if code == TOO_LONG else f"exit code {code}"
+    said = re.findall(r"^error: (.*)", text, re.MULTILINE)
+    error = f"did not end in {limit:.0f} s" if code == TOO_LONG else ": ".join([f"exit code {code}", *said[-1:]])
     if re.search("out of memory", text, re.IGNORECASE):
-        error = "out of memory"
+        error = NO_MEMORY
     return {"error": error, "exit_code": code, "log": text[-3000:]}
 
 

@@ -57,22 +57,27 @@ class RandomTokens(LightningDataModule):
         self.batch_size, self.sequence_length, self.vocab_size = batch_size, sequence_length, vocab_size
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(
-            _Sequences(self.sequence_length, self.vocab_size),
-            batch_size=self.batch_size,
-            pin_memory=torch.cuda.is_available(),
-        )
+        return self._loader()
+
+    def batches_of(self, rank: int, ranks: int) -> DataLoader[Any]:
+        """Those of one of the ranks, for whoever has no sampler of its own."""
+        return self._loader(sampler=range(rank, SAMPLES, ranks))
+
+    def _loader(self, **options: Any) -> DataLoader[Any]:
+        data, pinned = _Sequences(self.sequence_length, self.vocab_size), torch.cuda.is_available()
+        return DataLoader(data, batch_size=self.batch_size, pin_memory=pinned, **options)
 
 
 class _Sequences(Dataset[dict[str, Tensor]]):
     def __init__(self, length: int, vocab_size: int) -> None:
-        self.rows = torch.randint(0, vocab_size, (64, length + 1), generator=torch.Generator().manual_seed(0))
+        self.length, self.vocab_size = length, vocab_size
 
     def __len__(self) -> int:
-        return 1 << 16
+        return SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = self.rows[index % len(self.rows)]
+        generator = torch.Generator().manual_seed(index)
+        row = torch.randint(0, self.vocab_size, (self.length + 1,), generator=generator)
         return {"tokens": row[:-1], "targets": row[1:]}
 
 

@@ -8,15 +8,17 @@ import json
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ROOT
 from benchmarks.harness.limits import at_most
+from shardwise.errors import Left
 from shardwise.run_dir.environment import describe_environment
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -47,6 +49,35 @@ def command_line(doc: str | None, *, accelerator: str | None = "cuda") -> argpar
     return parser
 
 
+def chosen(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names in which the regular expression of `--only` is found. Ends the program where that is none of them."""
+    known = list(names)
+    try:
+        found = [name for name in known if re.search(pattern, name)]
+    except re.error as error:
+        sys.exit(f"error: --only {pattern!r} is not a regular expression: {error}")
+    return found or sys.exit(f"error: --only {pattern!r} is in none of: {'; '.join(known)}")
+
+
+def earlier(path: Path) -> dict[str, Any]:
+    """What the file holds; nothing where there is none. Ends the program where it cannot be read."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        sys.exit(f"error: {path} is not JSON ({error}): mend it, or move it away")
+    return found
+
+
+def end_on_signals() -> None:
+    """SIGTERM ends this program as Ctrl-C does: commands that it has started are ended, and it says one line."""
+
+    def leave(*_: Any) -> None:
+        sys.exit("error: ended by a signal; the same command goes on where this one ended")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, leave)
+
+
 def numbers(text: str) -> list[int]:
     """The type of an option that takes several numbers, separated by commas."""
     return [int(number) for number in text.split(",")]
@@ -67,6 +98,8 @@ def measured_on(accelerator: str, commit: str | None) -> tuple[dict[str, Any], s
     environment = describe_environment()
     del environment["hostname"]
     environment["commit"] = commit or environment["commit"]
+    if accelerator == "cuda" and not environment["gpus"]:
+        sys.exit("error: there is no GPU here; --accelerator cpu --tiny tries the script out")
     gpu = environment["gpus"][0] if accelerator == "cuda" else "cpu"
     return environment, re.sub(r"[^a-z0-9]+", "-", gpu.lower())
 
@@ -103,7 +136,8 @@ class Parts:
         row = self._measured(measure, said)
         row["commit"] = self.commit
         row["seconds"] = round(time.perf_counter() - started, 1)
-        self.section(section)[name] = row
+        if row["ok"] or not earlier.get("ok"):  # a failure takes nothing away
+            self.section(section)[name] = row
         write(self.path, self.content)
         words = self.words(row) if row["ok"] else f"FAILED, {row['error']}"
         print(f"{section:9} {name}: {words}  ({row['seconds']} s)", flush=True)
@@ -118,6 +152,8 @@ class Parts:
         try:
             with at_most(self.limit_seconds):
                 return {"ok": True, **said, **measure()}
+        except Left as left:
+            sys.exit(f"error: {left}")
         except Exception as error:
             traceback.print_exc()
             text = "".join(traceback.format_exception(error))

@@ -12,16 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 # Measured on an H200: matrix products of 8192³ in bf16, FlashAttention 4, a copy on the device (read plus written).
-# Products in fp8 were not measured: their peak is twice that of bf16.
-MATMUL, FP8_MATMUL, ATTENTION = 790e12, 1580e12, 600e12  # operations a second
+# Products in fp8 were not measured: their peak is twice that of bf16, and casts to fp8 are not counted.
+MATMUL, FP8_MATMUL = 790e12, 1580e12  # operations a second
+ATTENTION = {64: 522e12, 128: 600e12}  # by the width of a head; other widths as 128
 MEMORY = 4.3e12  # bytes a second
 CEILINGS = {
-    "matmul_tflops": MATMUL / 1e12, "fp8_matmul_tflops": FP8_MATMUL / 1e12, "attention_tflops": ATTENTION / 1e12,
+    "matmul_tflops": MATMUL / 1e12, "fp8_matmul_tflops": FP8_MATMUL / 1e12,
+    "attention_tflops": {head: rate / 1e12 for head, rate in ATTENTION.items()},
     "memory_tb_per_second": MEMORY / 1e12,
 }  # fmt: skip
 # Bytes for each parameter that a rank updates: AdamW reads masters, gradients and two moments and writes all but the
 # gradients; the norm for clipping reads the gradients once more.
-OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 4
+ADAMW = 4 * 4 + 3 * 4 + 4
+ADAMW_8BIT = ADAMW - 4 * 3  # two moments of one byte, read and written
 CAST_BYTES = 4 + 2  # a master becomes a weight in 16 bits; a gradient in 16 bits becomes one in fp32
 
 
@@ -34,6 +37,7 @@ class Work:
     length: int
     shards: int = 1  # over which masters, gradients and moments are divided
     fp8: bool = False  # the matrix products of the layers
+    optimizer_bytes: int = ADAMW
     recompute: str = "none"  # "selective": all but matrix products and attention; "full": everything
     recomputed_layers: float = 1.0  # the share of the layers
 
@@ -42,9 +46,19 @@ class Work:
         return self.samples * self.length
 
 
+def head_of(model: Mapping[str, Any]) -> int:
+    """The width of a head of the attention."""
+    return int(model["dim"] // model["n_heads"])
+
+
+def attention_rate(model: Mapping[str, Any]) -> float:
+    """Operations a second that attention reaches at best with heads of this width."""
+    return ATTENTION.get(head_of(model), ATTENTION[128])
+
+
 def layer_parameters(model: Mapping[str, Any]) -> int:
     """Those of a layer's matrices."""
-    head = model["dim"] // model["n_heads"]
+    head = head_of(model)
     return int(2 * model["dim"] * head * (model["n_heads"] + model["n_kv_heads"]) + 3 * model["dim"] * model["ffn_dim"])
 
 
@@ -78,9 +92,9 @@ def parts_ms(work: Work) -> dict[str, float]:
             layers * layer_parameters(model) * (3 + again) / (FP8_MATMUL if work.fp8 else MATMUL) + head * 3 / MATMUL
         ),
         # The backward pass computes the scores anew: it counts two and a half times.
-        "attention": layers * attention_operations(work) * (3.5 + again) / ATTENTION,
+        "attention": layers * attention_operations(work) * (3.5 + again) / attention_rate(model),
         "elementwise": (elementwise + casts) / MEMORY,
-        "optimizer": parameters / work.shards * OPTIMIZER_BYTES / MEMORY,
+        "optimizer": parameters / work.shards * work.optimizer_bytes / MEMORY,
     }  # fmt: skip
     return {kind: value * 1e3 for kind, value in seconds.items()}
 

@@ -10,11 +10,13 @@ from typing import Any
 
 LINE = re.compile(r"step:\s*(\d+)\s+loss:\s*(-?[\d.]+|nan).*?memory:\s*(-?[\d.]+)GiB.*?tps:\s*([\d,]+)")
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-# As ours: fp32 masters, bf16 compute, fp32 reduction (its defaults), fused AdamW with the same betas and weight decay
+# As ours: fp32 masters, bf16 compute, fp32 reduction (its defaults), fused AdamW with the same betas and weight decay,
+# a constant rate
 ALWAYS = [
     "--model.name", "race", "--experimental.custom_import", "benchmarks.harness.titan_spec",
     "--optimizer.name", "AdamW", "--optimizer.lr", "1e-4", "--optimizer.implementation", "fused",
-    "--lr_scheduler.warmup_steps", "1", "--training.max_norm", "1.0", "--training.dtype", "float32",
+    "--lr_scheduler.warmup_steps", "1", "--lr_scheduler.decay_ratio", "0.0",
+    "--training.max_norm", "1.0", "--training.dtype", "float32",
     "--compile.enable", "--activation_checkpoint.selective_ac_option", "op",
     "--metrics.disable_color_printing",
 ]  # fmt: skip

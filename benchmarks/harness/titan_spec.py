@@ -26,11 +26,11 @@ FLAVORS = {
 class Batches(BaseDataLoader):  # type: ignore[misc]
     """`RandomTokens` as torchtitan takes them."""
 
-    def __init__(self, data: RandomTokens) -> None:
-        self.data = data
+    def __init__(self, data: RandomTokens, rank: int, ranks: int) -> None:
+        self.data, self.rank, self.ranks = data, rank, ranks
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self.data.train_dataloader():
+        for batch in self.data.batches_of(self.rank, self.ranks):
             yield {"input": batch["tokens"]}, batch["targets"]
 
     def state_dict(self) -> dict[str, Any]:
@@ -39,10 +39,10 @@ class Batches(BaseDataLoader):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-def build_batches(*, job_config: Any, **_: Any) -> Batches:
+def build_batches(*, job_config: Any, dp_rank: int, dp_world_size: int, **_: Any) -> Batches:
     training = job_config.training
     vocabulary = FLAVORS[job_config.model.flavor].vocab_size
-    return Batches(RandomTokens(training.local_batch_size, training.seq_len, vocabulary))
+    return Batches(RandomTokens(training.local_batch_size, training.seq_len, vocabulary), dp_rank, dp_world_size)
 
 
 register_train_spec(

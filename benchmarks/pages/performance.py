@@ -5,11 +5,13 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+from benchmarks.harness.race_cells import cells_on
 from benchmarks.harness.results import read
 from benchmarks.pages.markdown import table
 
 OURS = "ours"
 IMAGES = {"resnet50": "ResNet-50", "vit_b16": "ViT-B/16", "vit_l16": "ViT-L/16"}
+IMAGE_GOALS = {"resnet50": "1.00", "vit_b16": "1.08", "vit_l16": "1.08"}  # ours over the plain loop
 NOT_YET = ["Not run yet."]
 
 
@@ -29,8 +31,19 @@ def llama(*ranks: int) -> list[str]:
     lines = []
     for race in races(*ranks):
         both = [(cell, fastest(race, cell, is_ours=False), fastest(race, cell, is_ours=True)) for cell in race["cells"]]
-        rows = [_cell(cell, peer, ours) for cell, peer, ours in both if peer or ours]
-        heads = ["", peer_of(race), "ours", "ratio", "limit", "ours of the limit", "peak reserved GiB, both", "words"]
+        goals = {cell.name: cell.goal for cell in cells_on(race["ranks"])}
+        rows = [_cell(cell, peer, ours, goals.get(cell)) for cell, peer, ours in both]
+        heads = [
+            "",
+            peer_of(race),
+            "ours",
+            "ratio",
+            "goal",
+            "limit",
+            "ours of the limit",
+            "peak reserved GiB, both",
+            "words",
+        ]
         lines += [*table(heads, rows), "", *_mixed(both)] if rows else []
     return lines or NOT_YET
 
@@ -39,12 +52,15 @@ def peer_of(race: dict[str, Any]) -> str:
     return next((card["who"] for card in race["cards"] if card["who"] != OURS), "torchtitan (not run)")
 
 
-def _cell(cell: str, peer: dict[str, Any] | None, ours: dict[str, Any] | None) -> list[Any]:
+def _cell(cell: str, peer: dict[str, Any] | None, ours: dict[str, Any] | None, goal: float | None) -> list[Any]:
+    said = None if goal is None else f"{goal:.2f}"
+    if not peer and not ours:
+        return [cell, *["not run"] * 2, None, said, *[None] * 4]
     speeds = [None if card is None else card["tokens_per_second_per_gpu"] for card in (peer, ours)]
     limit = None if ours is None else ours["limit"]["tokens_per_second_per_gpu"]
     memory = " / ".join(_gib(card) for card in (peer, ours))
     words = "failed" if ours is None else " ".join(f"`{word}`" for word in ours["words"].split())
-    return [cell, *(_thousands(speed) for speed in speeds), _share(speeds[1], speeds[0], 3), _thousands(limit),
+    return [cell, *(_thousands(speed) for speed in speeds), _share(speeds[1], speeds[0], 3), said, _thousands(limit),
             _share(speeds[1], limit, 2), memory, words]  # fmt: skip
 
 
@@ -99,19 +115,22 @@ def breakdown() -> list[str]:
 
 
 def images() -> list[str]:
-    """The rounds in which the Trainer and plain loops took turns."""
+    """The rounds in which the Trainer and plain loops took turns; beside the fastest of these."""
     rows = []
     for result in (one for one in read("images") if not one["tiny"]):
         for section, name in IMAGES.items():
             parts = result["sections"].get(section, {})
             row = parts.get("in turn with plain loops, compile=model", {})
             if row.get("ok"):
-                alone = parts.get("trainer, compile=model", {}).get("peak_memory_gib")
-                plain = median(row["rounds"]["plain, compiled"])
-                rows.append([name, row["plan"]["micro_batch_size"], _thousands(plain),
-                             _thousands(row["images_per_second"]), f"{row['ratio_to_plain']:.3f}",
-                             None if alone is None else f"{alone:.1f}", row["commit"][:7]])  # fmt: skip
-    heads = ["", "micro-batch", "plain loop, images/s", "ours", "ratio", "peak reserved GiB", "commit"]
+                fastest = min(row["median_ratios"], key=row["median_ratios"].get)  # of the plain loops
+                ratios = row["ratios"][fastest]
+                rows.append([name, row["plan"]["micro_batch_size"], _thousands(median(row["rounds"][fastest])),
+                             _thousands(row["images_per_second"]), f"{median(ratios):.3f}",
+                             f"{min(ratios):.3f} to {max(ratios):.3f}", IMAGE_GOALS[section],
+                             row["commit"][:7]])  # fmt: skip
+            else:
+                rows.append([name, None, "not run", "not run", None, None, IMAGE_GOALS[section], None])
+    heads = ["", "micro-batch", "plain loop, images/s", "ours", "ratio", "of all rounds", "goal", "commit"]
     return table(heads, rows) if rows else NOT_YET
 
 

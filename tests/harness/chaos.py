@@ -108,10 +108,10 @@ class Data(LightningDataModule):
 """
 WORDS = [
     "recipe=custom", "module._target_=subject.Subject", "data._target_=subject.Data",
-    "+data.batch_size=${micro_batch_size}", "micro_batch_size=2", "global_batch_size=8", f"max_steps={STEPS}",
+    "+data.batch_size=${micro_batch_size}", "micro_batch_size=2", f"max_steps={STEPS}",
     "validate_every_n_steps=10", f"checkpoint.save_every_n_steps={SAVE_EVERY}", "checkpoint.keep_last=3",
     "checkpoint.max_failures=1000", "checkpoint.monitor=validation/loss", "log_every_n_steps=1",
-    f"devices={RANKS}", "runs_dir=runs", "resume=auto",
+    "runs_dir=runs", "resume=auto",
 ]  # fmt: skip
 STRATEGIES = ["ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3"]
 # What a name means besides a strategy of this name
@@ -122,11 +122,12 @@ LAYOUTS = {
 }
 
 
-def words_for(strategy: str, accelerator: str) -> list[str]:
+def words_for(strategy: str, accelerator: str, ranks: int) -> list[str]:
     """Of a strategy or of a layout."""
+    sizes = [f"devices={ranks}", f"global_batch_size={4 * ranks}"]
     layout = LAYOUTS.get(strategy, [f"strategy={strategy}"])
     hangs = f"strategy.timeout_minutes={HANG_SECONDS[accelerator] * slowness() / 60}"
-    return [*WORDS, f"accelerator={accelerator}", "deterministic=true", *layout, hangs]
+    return [*WORDS, *sizes, f"accelerator={accelerator}", "deterministic=true", *layout, hangs]
 
 
 @dataclass
@@ -359,11 +360,12 @@ def make_subject(home: Path) -> None:
     (home / "subject.py").write_text(SUBJECT)
 
 
-def undisturbed(home: Path, strategy: str, accelerator: str = "cpu") -> Path:
+def undisturbed(home: Path, strategy: str, accelerator: str, ranks: int) -> Path:
     name = f"{strategy}-undisturbed"
     if not (home / "runs" / name / "summary.json").exists():
         # Without a limit: DeepSpeed may have to compile
-        check(run(home, *words_for(strategy, accelerator), f"name={name}", "strategy.timeout_minutes=10", timeout=600))
+        words = [*words_for(strategy, accelerator, ranks), f"name={name}", "strategy.timeout_minutes=10"]
+        check(run(home, *words, timeout=600))
     return home / "runs" / name
 
 
@@ -376,16 +378,17 @@ def torment(
     in_place: bool,
     asynchronous: bool,
     accelerator: str = "cpu",
+    ranks: int = RANKS,
 ) -> Iterator[Result]:
     """One run, which each of the faults meets in turn; the last lets it come to its end, and it is compared.
 
     `in_place`: its launcher may bring it back.
     """
-    chance, straight = random.Random(f"{seed}/{strategy}"), undisturbed(home, strategy, accelerator)
+    chance, straight = random.Random(f"{seed}/{strategy}"), undisturbed(home, strategy, accelerator, ranks)
     name = f"{strategy}-{seed}"
     run_dir = home / "runs" / name
     folder = run_dir / "checkpoints"
-    words = [*words_for(strategy, accelerator), f"checkpoint.asynchronous={str(asynchronous).lower()}"]
+    words = [*words_for(strategy, accelerator, ranks), f"checkpoint.asynchronous={str(asynchronous).lower()}"]
     words += [f"max_restarts={len(faults)}"] if in_place else []
     folder.mkdir(parents=True)
     if mounted := may_mount(home):

@@ -78,7 +78,7 @@ def test_a_named_way_is_taken(name: str) -> None:
         ("", H200, True, "precision=fp32 computes in float32; use loss=chunked, or precision=bf16"),
         ("precision=fp64", H200, True, "precision=fp64 computes in float64"),
         ("precision=bf16", A100, True, r"9\.0 \(Hopper\) or later, and NVIDIA A100 has 8\.0; use loss=chunked"),
-        ("precision=bf16", H200, False, r"not installed; pip install -e '\.\[kernels\]', or use loss=chunked"),
+        ("precision=bf16", H200, False, r"not installed: pip install -e '\.\[kernels\]'; use loss=chunked"),
         ("precision=bf16 model.vocab_size=257", H200, True, "vocab_size=257 is none; .* or a vocab_size of 264"),
     ],
 )  # fmt: skip

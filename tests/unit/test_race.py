@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import race
 from benchmarks.harness import commands, race_cells, results, roofline, titan
+from benchmarks.harness.data import RandomTokens
 from benchmarks.pages import performance
 from recipes.language_modeling.model import Transformer
 from shardwise.config.compose import compose
@@ -35,10 +36,11 @@ def test_the_limit_counts_the_models_own_operations_and_parameters() -> None:
     work = roofline.Work(SIZES, samples=2, length=32)
     parts = roofline.parts_ms(work)
     matmul = parts["matmul"] / 1e3 * roofline.MATMUL
-    attention = parts["attention"] / 1e3 * roofline.ATTENTION * 3 / 3.5  # the model counts a backward as two forwards
+    backward_as_two_forwards = 3 / 3.5  # as the model counts it
+    attention = parts["attention"] / 1e3 * roofline.attention_rate(SIZES) * backward_as_two_forwards
     assert matmul + attention == pytest.approx(model.training_flops(2, 32), rel=1e-12)
     norms = (2 * SIZES["n_layers"] + 1) * SIZES["dim"]
-    updated = parts["optimizer"] / 1e3 * roofline.MEMORY / roofline.OPTIMIZER_BYTES
+    updated = parts["optimizer"] / 1e3 * roofline.MEMORY / roofline.ADAMW
     assert updated == pytest.approx(model.count_parameters() - norms, rel=1e-12)
 
 
@@ -55,6 +57,7 @@ def test_the_limit_knows_recomputing_fp8_and_shards() -> None:
     assert selective["matmul"] == whole["matmul"] and selective["elementwise"] == full["elementwise"]
     assert full["elementwise"] > whole["elementwise"]
     assert parts(fp8=True)["matmul"] - head == pytest.approx((whole["matmul"] - head) / 2)
+    assert parts(optimizer_bytes=roofline.ADAMW_8BIT)["optimizer"] == pytest.approx(whole["optimizer"] * 20 / 32)
     assert parts(shards=2)["optimizer"] == pytest.approx(whole["optimizer"] / 2)
     found = roofline.limit(roofline.Work(SIZES, samples=2, length=32))
     assert found["tokens_per_second_per_gpu"] == pytest.approx(64e3 / sum(whole.values()), rel=1e-3)
@@ -67,6 +70,9 @@ def test_the_words_of_a_run_make_its_work() -> None:
     assert (work.samples, work.length, work.shards, work.fp8) == (3, 8192, 2, True)
     assert (work.recompute, work.recomputed_layers, work.model["dim"]) == ("full", 0.5, 4096)
     assert race.work_of([*words, "strategy=ddp", "precision=bf16"]).shards == 1
+    hybrid = [*words, "devices=4", "strategy=fsdp_hybrid", "strategy.shard_size=2", "precision=bf16"]
+    assert race.work_of(hybrid).shards == 2
+    assert race.work_of([*words, "optimizer=adamw_8bit"]).optimizer_bytes == roofline.ADAMW_8BIT < roofline.ADAMW
 
 
 def test_the_words_of_all_runs_are_known(tmp_path: Path) -> None:
@@ -99,6 +105,8 @@ def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     )  # fmt: skip
     assert code == commands.TOO_LONG and looks
     assert commands.failure(code, 1.0, tmp_path / "log")["error"] == "did not end in 1 s"
+    (tmp_path / "log").write_text("error: loss=fused: no\nerror: attention=fa4: install it\n")
+    assert commands.failure(2, 1.0, tmp_path / "log")["error"] == "exit code 2: attention=fa4: install it"
     (tmp_path / "log").write_text("torch.OutOfMemoryError: CUDA out of memory.")
     assert commands.failure(1, 1.0, tmp_path / "log")["error"] == "out of memory"
 
@@ -175,8 +183,69 @@ def test_what_the_time_cuts_short_has_no_card(
     runs.code = commands.TOO_LONG
     assert all("error" not in card for card in run_race(monkeypatch, tmp_path, "--again", "--within", "9")["cards"])
     assert "the time is over" in capsys.readouterr().out
-    cards = run_race(monkeypatch, tmp_path, "--again")["cards"]
-    assert [card["error"] for card in cards] == ["did not end in 240 s"] * 2
+
+
+def test_a_run_that_fails_takes_no_card_away_and_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = run_race(monkeypatch, tmp_path)["cards"]
+    runs.code = 2
+    with pytest.raises(SystemExit, match="a run failed"):
+        run_race(monkeypatch, tmp_path, commit="b" * 40)
+    [path] = tmp_path.glob("race-*.json")
+    assert json.loads(path.read_text())["cards"] == good
+    path.unlink()
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="a run failed"):
+            run_race(monkeypatch, tmp_path)
+    assert (
+        len(runs.made) == 2 + 2 + 4
+        and [card["error"] for card in json.loads(path.read_text())["cards"]] == ["exit code 2"] * 2
+    )
+    runs.code = 0
+    assert [card["commit"] for card in run_race(monkeypatch, tmp_path)["cards"]] == ["a" * 40] * 2
+
+
+def test_cards_of_a_small_model_lie_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runs: Runs) -> None:
+    run_race(monkeypatch, tmp_path, "--tiny")
+    assert [path.name for path in tmp_path.glob("race-*.json")] == ["race-cpu-x1-tiny.json"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--only nothing", "is in none of: one; another"),
+        ("--only (", "not a regular expression"),
+        ("--ranks 3", "invalid choice"),
+    ],
+)
+def test_a_wrong_word_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str],
+    words: str, message: str,
+) -> None:  # fmt: skip
+    with pytest.raises(SystemExit) as left:
+        run_race(monkeypatch, tmp_path, *words.split())
+    assert left.value.code not in (0, None) and message in f"{left.value.code}{capsys.readouterr().err}"
+    assert not runs.made
+
+
+def test_a_broken_file_of_results_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runs: Runs) -> None:
+    (tmp_path / "race-cpu-x1.json").write_text('{"cards": [')
+    with pytest.raises(SystemExit, match=r"race-cpu-x1.json is not JSON"):
+        run_race(monkeypatch, tmp_path)
+    assert not runs.made
+
+
+def test_each_rank_of_torchtitan_has_other_sequences() -> None:
+    data = RandomTokens(2, 16, 1000)
+    whole = [
+        row.tolist() for _, batch in zip(range(4), data.train_dataloader(), strict=False) for row in batch["tokens"]
+    ]
+    parts = [
+        [row.tolist() for _, batch in zip(range(2), data.batches_of(rank, 2), strict=False) for row in batch["tokens"]]
+        for rank in (0, 1)
+    ]
+    assert whole[0::2] == parts[0] and whole[1::2] == parts[1] and len({tuple(row) for row in whole}) == 8
 
 
 def card_of(who: str, speed: float, **more: Any) -> dict[str, Any]:
@@ -207,10 +276,13 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     }  # fmt: skip
     results.write(tmp_path / "race-h200-x1.json", content)
     lines = performance.TABLES["race_1"]()
-    assert lines[0].startswith("| | torchtitan 0.2.2 | ours |") and len(lines) == 7
-    assert lines[2] == "| micro-batch 2 | 50,000 | 60,000 | 1.200 | 80,000 | 0.75 | 42.0 / 42.0 | `loss=full` |"
-    assert lines[3] == lines[2].replace("micro-batch 2", "best"), "the runs of another cell count in it too"
-    assert "not measured at one commit" in lines[5]
+    assert lines[0].startswith("| | torchtitan 0.2.2 | ours |") and len(lines) == 8
+    assert lines[2] == "| micro-batch 2 | 50,000 | 60,000 | 1.200 | 1.08 | 80,000 | 0.75 | 42.0 / 42.0 | `loss=full` |"
+    assert lines[3] == "| micro-batch 4 | not run | not run | | | | | | |"
+    assert lines[4] == lines[2].replace("micro-batch 2", "best").replace(" 1.08 ", " "), (
+        "the runs of another cell count in it too"
+    )
+    assert "not measured at one commit" in lines[6]
     assert performance.TABLES["race_2"]() == ["Not run yet."]
     text = "\n".join(performance.TABLES["race_cards"]())
     assert "690 (700)" in text and "1,700" in text and "out of memory" in text

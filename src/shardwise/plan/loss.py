@@ -109,7 +109,7 @@ def _obstacle_to_fused(config: RunConfig, host: Host, accelerator: str, vocabula
             _CHUNKED,
         )
     if not has_quack():
-        return Obstacle("quack-kernels is not installed", f"pip install -e '.[kernels]', or {_CHUNKED}")
+        return Obstacle("quack-kernels is not installed: pip install -e '.[kernels]'", _CHUNKED)
     return None
 
 
