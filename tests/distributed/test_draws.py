@@ -23,7 +23,8 @@ CASES = {
     "quick": [Case(TENSOR)],
     "more": [
         Case((*TENSOR, FULL), calls=True),
-        Case(TENSOR, recomputes=True),
+        Case(TENSOR, recomputes="body"),
+        Case(TENSOR, recomputes="blocks"),
         Case((*TENSOR, "units=[]")),
     ],
 }

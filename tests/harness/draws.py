@@ -78,8 +78,9 @@ class Body(nn.Module):
         "blocks.*.mlp.down": "row", "norm": "norm", "head": "head",
     }  # fmt: skip
 
-    def __init__(self, dim: int = 8) -> None:
+    def __init__(self, recomputes_blocks: bool, dim: int = 8) -> None:
         super().__init__()
+        self.recomputes_blocks = recomputes_blocks
         self.embedding, self.first = nn.Embedding(61, dim), Drop(-2)
         self.blocks = nn.ModuleList(Block(dim) for _ in range(2))
         self.norm, self.last, self.head = nn.LayerNorm(dim), Drop(-2), nn.Linear(dim, 61, bias=False)
@@ -87,7 +88,7 @@ class Body(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.first(self.embedding(tokens))
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes_blocks else block(x)
         out: Tensor = self.last(self.norm(x))
         return out
 
@@ -95,15 +96,16 @@ class Body(nn.Module):
 class Masking(LightningModule):
     """Masks tokens, and masks others in a second pass through the model. Rank 0 draws more than others between steps.
 
-    `passes`: through the model in a step. `recomputes`: whether the module itself computes it again in the backward
-    pass. `calls`: whether it calls its head.
+    `passes`: through the model in a step. `recomputes`: what the module itself computes again in the backward pass,
+    "blocks" or the "body". `calls`: whether it calls its head.
     """
 
     mask: Tensor
 
-    def __init__(self, passes: int = 2, recomputes: bool = False, calls: bool = False) -> None:
+    def __init__(self, passes: int = 2, recomputes: str = "", calls: bool = False) -> None:
         super().__init__()
-        self.body, self.passes, self.recomputes, self.calls = Body(), passes, recomputes, calls
+        self.body = Body(recomputes == "blocks")
+        self.passes, self.recomputes, self.calls = passes, recomputes, calls
         self.noted: dict[str, list[Any]] = {"transfer": [], "hook": [], "python": [], "step": [], "validation": []}
         self.given: list[Tensor] = []
         self.register_buffer("mask", torch.zeros(BATCH, 16), persistent=False)
@@ -137,7 +139,7 @@ class Masking(LightningModule):
             self.noted["step"].append(masked)
         inputs, head = torch.where(masked, MASK, tokens), self.body.head
         targets = torch.where(masked, tokens, -100)
-        hidden = checkpoint(self.body, inputs, use_reentrant=False) if self.recomputes else self.body(inputs)
+        hidden = checkpoint(self.body, inputs, use_reentrant=False) if self.recomputes == "body" else self.body(inputs)
         if self.calls:
             return F.cross_entropy(head(hidden).flatten(0, 1), targets.flatten())
         return linear_cross_entropy(
@@ -180,7 +182,7 @@ class Case:
 
     words: tuple[str, ...]
     passes: int = 2
-    recomputes: bool = False
+    recomputes: str = ""
     calls: bool = False
     accumulate: int = 1
 
