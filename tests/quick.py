@@ -55,6 +55,9 @@ RUNS: dict[str, list[str]] = {
         "test_divided_runs.py::test_what_is_exported_is_whole_and_another_run_begins_with_it",
         "test_divided_precision.py::test_words_change_no_number[bf16]",
     ],
+    "random numbers of ranks that share a batch": [
+        "test_draws.py::test_peers_mask_the_same_tokens_and_drop_other_numbers[quick]"
+    ],
     "another layout's checkpoint": ["test_layouts.py::test_the_run_goes_on_with_another_layout[quick]"],
     "plans of Hugging Face models": ["test_hugging_face.py::test_two_ranks_equal_the_plain_loop"],
     "families of Hugging Face models": [

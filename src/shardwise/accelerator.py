@@ -1,8 +1,9 @@
-"""The device that a rank computes on: memory, streams, events, random numbers. No other file says `torch.cuda`.
+"""The device that a rank computes on: memory, streams, random numbers (longer than 300 lines: it is one list).
 
-A function that gets a `device` works on CUDA (which is also AMD's ROCm: `torch.version.hip`), on xpu and, unless its
-docstring says otherwise, on mps. On CUDA each function is a call of torch.cuda: torch.accelerator has no random state,
-no snapshot of memory and no event whose waiting thread sleeps, and its `set_device_index` opens no context.
+No other file says `torch.cuda`. A function that gets a `device` works on CUDA (which is also AMD's ROCm:
+`torch.version.hip`), on xpu and, unless its docstring says otherwise, on mps. On CUDA each function is a call of
+torch.cuda: torch.accelerator has no random state, no snapshot of memory and no event whose waiting thread sleeps, and
+its `set_device_index` opens no context.
 """
 
 from __future__ import annotations
@@ -219,6 +220,14 @@ def random_state(device: torch.device) -> Tensor:
 
 def set_random_state(state: Tensor, device: torch.device) -> None:
     torch.get_device_module(device).set_rng_state(state, device)
+
+
+def generator(device: torch.device) -> torch.Generator:
+    """What torch draws from on the device where a call names no other generator. Not on mps."""
+    if device.type == "cpu":
+        return torch.default_generator
+    found: torch.Generator = torch.get_device_module(device).default_generators[device.index]
+    return found
 
 
 @contextmanager

@@ -61,5 +61,7 @@ def test_words_change_no_number(tmp_path: Path, plain: Cell) -> None:
         assert own["norms"] == pytest.approx(expected["norms"], rel=bound), cell
         assert plain == BF16 or off <= bound, (cell, off)  # AdamW's first steps divide rounding errors by themselves
         assert ("compile" in cell[1]) == (own["graphs"] > 0), cell
-        # FSDP2 gathers the root's weights, and the layers', outside any graph of the whole step
-        assert own["breaks"] <= (2 if "model" in cell[1] else 0), cell
+        # FSDP2 gathers the root's weights, and the layers', outside any graph of the whole step. At the embedding and
+        # the head a tensor rank changes its random numbers, which ends the graphs of the three functions around them
+        most = 0 if "model" not in cell[1] else 6 if "tensor" in cell[0] else 2
+        assert own["breaks"] <= most, cell

@@ -1,5 +1,5 @@
-"""A language model with dropout that goes wrong at a marked sample, on one of the ranks that divide its layers or
-sequences."""
+"""A language model with dropout and masked tokens that goes wrong at a marked sample, on one of the ranks that divide
+its layers or sequences."""
 
 from __future__ import annotations
 
@@ -41,15 +41,21 @@ class Dropping(FeedForward):
 
 
 class Marked(LanguageModel):
-    """`fault`: what a marked sample does. A gradient that is not a number is of one rank's part of the head."""
+    """`fault`: what a marked sample does. A gradient that is not a number is of one rank's part of the head.
+
+    `dropout`: its layers drop, and its step hides tokens.
+    """
 
     def __init__(self, model: Transformer, sample_tokens: int = 0, fault: str = "", dropout: bool = False) -> None:
         super().__init__(model, sample_tokens=sample_tokens)
-        self.fault = fault
+        self.fault, self.hides = fault, dropout
         for block in model.blocks if dropout else ():
             block.feed_forward = Dropping(block.feed_forward)  # type: ignore[arg-type]
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if self.hides:
+            tokens = batch["tokens"]
+            batch = {**batch, "tokens": torch.where(torch.rand(tokens.shape) < 0.1, 0, tokens)}
         loss = super().training_step(batch, batch_idx)
         if not self.fault or not (batch["tokens"] == MARK).all(1).any():
             return loss

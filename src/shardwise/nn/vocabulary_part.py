@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ class VocabularyPart:
     """Which rows of a whole vocabulary of `whole` tokens this rank has.
 
     `cuts_sequence`: with gradients, each rank has a part of the sequence outside of the layers that are divided.
+    `when_whole`: called where the parts are put together, behind the last of these layers.
     """
 
     peers: Peers
     whole: int
     cuts_sequence: bool = True
+    when_whole: Callable[[], None] | None = field(default=None, compare=False)
 
     @property
     def start(self) -> int:
@@ -39,7 +42,11 @@ class VocabularyPart:
 
     def whole_sequence(self, hidden: Tensor) -> Tensor:
         """The hidden states of the whole sequence, [..., T, D], of this rank's part."""
-        return self.peers.gather(hidden, -2) if self.cuts_sequence and torch.is_grad_enabled() else hidden
+        if not (self.cuts_sequence and torch.is_grad_enabled()):
+            return hidden
+        if self.when_whole is not None:
+            self.when_whole()
+        return self.peers.gather(hidden, -2)
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The cross-entropy of each row, from this rank's logits [N, its tokens]; ranks exchange two numbers a row."""

@@ -28,6 +28,7 @@ _CUT = {"column": 0, "row": 1, "embedding": 0, "head": 0, COLUMN: 0, ROW: 1, SPL
         EMBEDDING: 0}  # fmt: skip
 CLASSES = {"column": nn.Linear, "row": nn.Linear, "embedding": nn.Embedding, "head": nn.Linear,
            COLUMN: nn.Linear, ROW: nn.Linear, SPLIT: nn.Linear, HEAD: nn.Linear, EMBEDDING: nn.Embedding}  # fmt: skip
+DIVIDES_ACTIVATIONS = ("embedding", "gather", "column", "row")  # behind or in which a rank has a part of them
 DIVIDES_VOCABULARY = ("embedding", "head", EMBEDDING, HEAD)
 
 
@@ -112,11 +113,13 @@ def _divide_embedding(layer: nn.Module, peers: Peers, total: Callable[[Tensor], 
 def _divide_vocabulary(layer: nn.Module, peers: Peers) -> None:
     """A head that is called gives all logits; the loss uses its weight alone, see nn/linear_cross_entropy.py."""
     assert isinstance(layer, nn.Linear)
-    forward, part = layer.forward, VocabularyPart(peers, layer.out_features)
-    layer.vocabulary_part = part  # type: ignore[assignment]
+    forward = layer.forward
+    layer.vocabulary_part = VocabularyPart(peers, layer.out_features)  # type: ignore[assignment]
 
     def run(hidden: Tensor) -> Tensor:
-        return part.whole_logits(forward(part.whole_sequence(hidden)))
+        part: Any = layer.vocabulary_part
+        whole: Tensor = part.whole_logits(forward(part.whole_sequence(hidden)))
+        return whole
 
     _replace_forward(layer, run)
 

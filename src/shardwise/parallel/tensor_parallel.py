@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from shardwise.errors import ConfigError, a_or_an
 from shardwise.nn.peers import Peers, share_of
 from shardwise.parallel.divided_layers import (
     CLASSES,
+    DIVIDES_ACTIVATIONS,
     DIVIDES_VOCABULARY,
     WORDS,
     WRAPPERS,
@@ -29,7 +31,9 @@ from shardwise.parallel.divided_layers import (
     say_sizes,
     sees_a_part,
 )
+from shardwise.parallel.own_draws import OwnDraws
 from shardwise.parallel.tensor_plan import CheckedCopies, planned_layers
+from shardwise.parallel.units import Units
 from shardwise.protocols import tensor_parallel_layers_of
 
 
@@ -72,6 +76,16 @@ class TensorParallel:
         for inner, layer in part.named_modules(prefix=name):
             if (word := self.layers.get(inner)) is not None:
                 WRAPPERS[word](layer, self.peers)
+
+    def draw_apart(self, draws: OwnDraws, units: Units) -> None:
+        """Let each rank draw its own random numbers where it has a part of the sequence or of the heads."""
+        unit_of = {layer: unit for _, unit in units.modules for layer in unit.modules()}
+        named = {layer: self.layers.get(name) for name, layer in self.module.named_modules()}
+        for first in {unit_of.get(layer, layer): None for layer, word in named.items() if word in DIVIDES_ACTIVATIONS}:
+            draws.begin_in(first)
+        for head in (layer for layer, word in named.items() if word == "head"):
+            part: Any = head.vocabulary_part
+            head.vocabulary_part = replace(part, when_whole=draws.leave)
 
     def cut(self, part: nn.Module) -> None:
         """Replace the weights in `part`, which are whole, by this rank's parts. Layers that are done are left alone."""

@@ -171,6 +171,7 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
         return self.train_loader
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        self._seed_batch()
         if self._transfer is None:
             data = getattr(self.module.trainer, "datamodule", None)
             self._transfer = BatchTransfer(self.root_device, self.module, *([data] if data else []))
@@ -196,7 +197,9 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
         self._begin_batch(*args)
         if self._weights_may_be_new(name):
             self._refresh_float8()
-        return self.step_forward.run(self.model if self.runs_inside_forward else None, name, *args, **kwargs)
+        output = self.step_forward.run(self.model if self.runs_inside_forward else None, name, *args, **kwargs)
+        self._end_batch()
+        return output
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self._run_step("training_step", *args, **kwargs)

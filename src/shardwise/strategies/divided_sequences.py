@@ -8,11 +8,17 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from shardwise.data.loaders import TrainLoader
 from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.rng import derived_seed, seed_streams
 from shardwise.lightning_internals.results import use_group_in_metrics
 from shardwise.nn.sequence_parts import use_sequence_parts
 from shardwise.parallel.context_hugging_face import divide_models
 from shardwise.parallel.context_parallel import ContextParallel
+from shardwise.parallel.hugging_face_models import hugging_face_models
+from shardwise.parallel.own_draws import OwnDraws
+from shardwise.parallel.tensor_parallel import TensorParallel
+from shardwise.parallel.units import Units
 from shardwise.plan import Plan
 from shardwise.protocols import loss_weight_of, sequence_tensors_of
 
@@ -25,8 +31,14 @@ class DividedSequences:
     module: Any
     global_rank: int
     at_teardown: Callable[[Callable[[], Any]], None]
+    root_device: Any
+    train_loader: TrainLoader | None
     context: ContextParallel | None = None
     _sharing_batches = 1  # the ranks that are given the same whole batches, of which each computes a part
+    _draws_alike: tuple[str, ...] = ()  # the axes whose ranks draw the same in a step
+    _own_draws: OwnDraws | None = None  # what layers draw, if they have parts of what those ranks have whole
+    _evaluated = 0  # batches since the last one of training
+    _batch_rank: int | None = None  # the rank by which a batch's stream is seeded, once it is known
 
     def _divide_sequences(self, module: LightningModule) -> None:
         """Let attention of this process work on parts of sequences until the run ends."""
@@ -42,10 +54,31 @@ class DividedSequences:
         use_sequence_parts(parts)
         self.at_teardown(partial(use_sequence_parts, None))
 
+    def _share_draws(self, module: LightningModule, units: Units, divided: TensorParallel | None) -> None:
+        """Let ranks that run the same step on the same batch draw the same, and layers in which they have parts not.
+
+        Between layers that follow the plan of a Hugging Face model tensor ranks have no parts.
+        """
+        shares_batches, cuts = self._sharing_batches > 1, divided is not None and not divided.follows_plan
+        self._draws_alike = ("tensor",) * (divided is not None) + ("context",) * shares_batches
+        if not (shares_batches or cuts):
+            return
+        place = self.plan.topology.position(self.global_rank)
+        self._own_draws = OwnDraws(self.root_device, place["tensor"] * cuts, place["context"] * shares_batches)
+        if divided is not None and cuts:
+            divided.draw_apart(self._own_draws, units)
+        if shares_batches:
+            for model in hugging_face_models(module).values():
+                self._own_draws.begin_in(model)
+                self._own_draws.end_behind(model)
+            for _, unit in units.modules:  # a later stage of a pipeline begins here
+                self._own_draws.begin_in(unit)
+
     @property
     def _stream_rank(self) -> int:
         """The rank whose random streams this one has. Dropout must differ between ranks that compute other numbers."""
-        return self.global_rank
+        groups = self.plan.topology.groups(self._draws_alike)
+        return next(ranks[0] for ranks in groups if self.global_rank in ranks)
 
     def _cut(self, batch: Any) -> Any:
         """This rank's part of a batch of whole sequences."""
@@ -56,8 +89,25 @@ class DividedSequences:
         weight, ranks = loss_weight_of(module), self._sharing_batches
         return weight if weight is None or ranks == 1 else lambda batch: weight(batch) / ranks
 
+    def _seed_batch(self) -> None:
+        """Begin the stream of a batch, before the hooks around its step.
+
+        So ranks draw the same again if one of them alone has drawn something, for a log, say.
+        """
+        if not self._draws_alike:
+            return
+        self._evaluated = 0 if self.module.trainer.training else self._evaluated + 1
+        self._batch_rank = self._stream_rank if self._batch_rank is None else self._batch_rank
+        consumed = 0 if self.train_loader is None else self.train_loader.consumed
+        seed_streams(derived_seed(self.plan.seed, "batch", self._batch_rank, consumed, self._evaluated))
+
     def _begin_batch(self, batch: Any, *_: Any) -> None:
         if not self.plan.topology.is_data_parallel_only:
             use_group_in_metrics(self.module, self.mesh.group("loss"))
         if self.context is not None:
             self.context.begin_batch(batch)
+
+    def _end_batch(self) -> None:
+        """After a step."""
+        if self._own_draws is not None:
+            self._own_draws.leave()

@@ -117,6 +117,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         self._prepare_float8(module, divided)
         if divided is not None:
             divided.wrap(module)
+        self._share_draws(module, units, divided)
         self._parallelize(module, units, casts_inputs=False)
         fsdp_gathering.check_prefetch(module, units, self.plan)
         materializer = Materializer(module, self.root_device, self.plan.seed, self.mesh.group("stage"))
@@ -181,12 +182,6 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                 f"{self.module_name} optimizes by hand, which strategy.tensor_parallel_size cannot do: leave it out"
             )
         return self.sharded.divide(TensorParallel(module, self.mesh.group("tensor")))
-
-    @property
-    def _stream_rank(self) -> int:
-        # By a Hugging Face plan peers compute the same between the divided layers, so they must draw the same, too.
-        divided, own = self.sharded.tensor_parallel, self.global_rank
-        return own - self.plan.topology.position(own)["tensor"] if divided and divided.follows_plan else own
 
     def _materialize_unit(self, materializer: Materializer, unit: nn.Module) -> bool:
         """Give a unit its memory and initial values. Returns whether this rank has a part of it."""
