@@ -23,6 +23,7 @@ RUNS: dict[str, list[str]] = {
         "test_pipeline.py::test_two_stages_equal_one_process",
         "test_pipeline.py::test_a_run_goes_on_with_another_layout[pipeline-one]",
         "test_pipeline.py::test_what_a_pipeline_cannot_run_is_refused[Twice]",
+        "test_pipeline_logs.py::test_what_a_stage_does_not_have_is_refused[Validates]",
     ],
     "two devices, one word": ["test_launch.py::test_two_devices_need_one_word"],
     "torchrun": ["test_launch.py::test_torchrun_standalone"],

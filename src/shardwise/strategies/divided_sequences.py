@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from shardwise.distributed.mesh import Mesh
+from shardwise.lightning_internals.logged import LoggedValue
 from shardwise.lightning_internals.results import use_group_in_metrics
 from shardwise.nn.sequence_parts import use_sequence_parts
 from shardwise.parallel.context_hugging_face import divide_models
@@ -55,6 +56,10 @@ class DividedSequences:
         """How much a batch counts on this rank."""
         weight, ranks = loss_weight_of(module), self._sharing_batches
         return weight if weight is None or ranks == 1 else lambda batch: weight(batch) / ranks
+
+    def _take_logged(self, logged: LoggedValue) -> bool:
+        """Of `take_logged_by`."""
+        return True
 
     def _begin_batch(self, batch: Any, *_: Any) -> None:
         if not self.plan.topology.is_data_parallel_only:
