@@ -34,6 +34,10 @@ class PipelineWindow(AccumulationWindow):
     def begin_micro_batch(self, scale: Tensor | None) -> None:
         self._factors.append(scale)
 
+    def go_to(self, number: int) -> None:
+        """A stage computes this micro-batch next."""
+        self._factor = self._factors[number]
+
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Keep a micro-batch for the schedule. Gives what Lightning differentiates in place of its loss."""
         self.batches.append((args, kwargs))

@@ -163,6 +163,7 @@ class PipelinedStrategy(PipelinedLogs):
     def compute(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
         """Of the engine: one micro-batch through one stage, in training."""
         args, kwargs = self.window.batches[micro_batch]
+        self.window.go_to(micro_batch)
         self.streams.begin(self._step_name, self.module.trainer.global_step, micro_batch)
         with in_micro_batch(self.module.trainer, micro_batch, self.window.micro_batches, args[0]):
             output = self._run_stage(stage, received, args, kwargs)

@@ -46,7 +46,7 @@ class PipelinedLogs(FsdpStrategy):
         dist.broadcast_object_list(found, group_src=0, group=group, device=self.root_device)
         return {} if self._is_last else {name: value.to(self.root_device) for name, value in found[0].items()}
 
-    def _take_logged(self, logged: LoggedValue) -> bool:
+    def _take_logged(self, logged: LoggedValue) -> Any:
         """Refuse what the last stage logs and does not have. Another stage's values are not looked at."""
         of = logged.value
         absent = of if is_absent(of) else _absent_state(of) if isinstance(of, Metric) else None
@@ -54,7 +54,7 @@ class PipelinedLogs(FsdpStrategy):
             return super()._take_logged(logged)
         if self._is_last:
             raise refusal_of(absent, f"{self.module_name}: {logged.hook} logs {logged.name!r}, which comes from")
-        return False
+        return None
 
     def _check_metrics(self) -> None:
         """Refuse numbers of other stages in the metrics of the module: some would be lost among the ranks' own.
