@@ -23,6 +23,7 @@ RUNS: dict[str, list[str]] = {
         "test_pipeline.py::test_two_stages_equal_one_process",
         "test_pipeline.py::test_a_run_goes_on_with_another_layout[pipeline-one]",
         "test_pipeline.py::test_what_a_pipeline_cannot_run_is_refused[Twice]",
+        "test_pipeline_logs.py::test_what_a_stage_does_not_have_is_refused[Validates]",
     ],
     "two devices, one word": ["test_launch.py::test_two_devices_need_one_word"],
     "torchrun": ["test_launch.py::test_torchrun_standalone"],
@@ -42,7 +43,8 @@ RUNS: dict[str, list[str]] = {
     "callbacks, early stop": ["test_callbacks.py::test_an_early_stop_is_told_and_its_count_survives_a_resume[fsdp]"],
     "attention kernels": ["test_attention.py"],
     "context parallelism": [
-        "test_context_parallel.py::test_parts_of_sequences_equal_the_plain_loop_by_heads_and_by_keys"
+        "test_context_parallel.py::test_parts_of_sequences_equal_the_plain_loop_by_heads_and_by_keys",
+        "test_context_logs.py::test_a_logged_value_is_that_of_whole_sequences[by keys]",
     ],
     "activation checkpointing": [
         "test_same_run.py::test_switches_change_no_number[activation_checkpointing=full-fsdp]",

@@ -30,6 +30,7 @@ from shardwise.optim.matrices import choose_matrices, describe_choice
 from shardwise.optim.optimizers import configure_optimizers, muon_matrices
 from shardwise.optim.ownership import check_ownership
 from shardwise.parallel.hugging_face_models import hugging_face_models
+from shardwise.parallel.parallelize import find_float8
 from shardwise.parallel.precision import default_dtype, set_parameter_dtype
 from shardwise.parallel.tensor_parallel import find_division
 from shardwise.parallel.units import find_units, units_for
@@ -48,7 +49,8 @@ from shardwise.weights.initialize import parameters_on_meta
 
 
 def check_layers(plan: Plan) -> None:
-    """Refuse layers that the tensor or the pipeline axis cannot divide, before a rank starts.
+    """Refuse layers that the tensor or the pipeline axis cannot divide, or of which fp8 cannot take a rank's part,
+    before a rank starts.
 
     The ranks do the same for a module that does not initialise itself: building it would take memory here.
 
@@ -60,8 +62,8 @@ def check_layers(plan: Plan) -> None:
         return
     module = build_module(plan)
     units, _ = units_for(module, plan)
-    if topology.tensor > 1:
-        find_division(module, topology.tensor)
+    divided = find_division(module, topology.tensor).layers if topology.tensor > 1 else {}
+    find_float8(module, plan, divided)
     if topology.pipeline > 1:
         check_module(module, units, plan, topology.pipeline * plan.strategy.pipeline_chunks)
 

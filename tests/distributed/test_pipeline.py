@@ -110,8 +110,8 @@ REFUSALS = {
     "Early": "late is defined behind the layers that repeat and runs before them",
     "Leaves": "layers.3 ran where layers.2 had to run next",
     "Counts": "codes gives numbers of torch.int64, and this stage of the pipeline does not have these numbers",
-    "Collects": "the loss is computed from what a layer gives that is on another stage of the pipeline",
-    "Teaches": "argmax looks at what a layer of another stage gives, and this stage of the pipeline does not have",
+    "Collects": "the loss is computed from what a layer gives or has that is on another stage of the pipeline",
+    "Teaches": "argmax looks at what a layer of another stage gives or has, and this stage of the pipeline does not",
     "Vector": r"training_step returned a loss of shape \(2,\): it must be a scalar",
     "Tuples": "gives tuple, and a pipeline hands over one tensor",
 }

@@ -28,15 +28,15 @@ def run(folder: Path, ranks: int, cells: Sequence[Sequence[str]]) -> list[dict[s
     return [fit(cell_plan(folder / str(number), ranks, *BASE, *words)) for number, words in enumerate(cells)]
 
 
-def stack_argv(folder: Path, module: str) -> list[str]:
-    return ["recipe=custom", f"module._target_=tests.harness.pipelines.{module}", f"runs_dir={folder}", "name=run",
-            "data._target_=tests.harness.pipelines.Numbers", "accelerator=cpu", "devices=2", "max_steps=1",
+def stack_argv(folder: Path, module: str, data: str = f"{__name__}.Numbers") -> list[str]:
+    return ["recipe=custom", f"module._target_={module}", f"runs_dir={folder}", "name=run",
+            f"data._target_={data}", "accelerator=cpu", "devices=2", "max_steps=1",
             "checkpoint=none", "strategy=fsdp", "global_batch_size=4", "micro_batch_size=2", *SIZE, *SGD]  # fmt: skip
 
 
 def run_stack(folder: Path, module: str, words: Sequence[str] = ()) -> None:
     """One step of a module of this file in a pipeline of two ranks, or as `words` say."""
-    argv = [*stack_argv(folder, module), *words]
+    argv = [*stack_argv(folder, f"{__name__}.{module}"), *words]
     (folder / "run").mkdir(exist_ok=True)
     fit(make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0)))
 
@@ -244,7 +244,7 @@ class Draw(Layer):
 
 def drawn(folder: Path, *words: str) -> dict[str, list[float]]:
     """In each rank: what `Draws` drew in two steps, its layers' numbers under their names."""
-    argv = [*stack_argv(folder, "Draws"), *words, "max_steps=2"]
+    argv = [*stack_argv(folder, f"{__name__}.Draws"), *words, "max_steps=2"]
     (folder / "run").mkdir(exist_ok=True)
     made: list[Draws] = []
     original = Draws.__init__

@@ -63,8 +63,9 @@ USED = {
         "_broadcast_sigterm_tensor _checkpoint_connector _data_connector _getframe _log_hyperparams _logger_connector "
         "_prepare_dataloader _restore_modules_and_callbacks _results _signal_connector"
     ),
+    "lightning_internals/logged.py": "_ResultCollection _results",
     "lightning_internals/results.py": (
-        "_LoggerConnector _Metadata _ResultCollection _ResultMetric _Sync _callback_metrics _combined_loader "
+        "_LoggerConnector _Metadata _ResultMetric _Sync _callback_metrics _combined_loader "
         "_computed _copy_state_dict _current_fx_name _defaults _first_loop_iter _forked_name _forward_cache _get_cache "
         "_logger_connector _results _update_count"
     ),
@@ -88,6 +89,7 @@ USED = {
     "parallel/parallelize.py": "_pytree",
     "parallel/pipeline/ownership.py": "_parameters",
     "parallel/pipeline/stages.py": "_buffers _modules _parameters",
+    "parallel/pipeline/stub.py": "_parameters",
     "parallel/precision.py": "_NormBase _parameters _pytree",
     "parallel/tensor_parallel.py": "_parameters",
     "parallel/units.py": "_no_split_modules _parameters",

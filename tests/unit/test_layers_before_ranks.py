@@ -14,6 +14,7 @@ from recipes.language_modeling.model import Transformer
 from shardwise.cli import check_targets
 from shardwise.errors import ConfigError
 from tests.harness.cells import cell_plan
+from tests.harness.float8 import EMULATED
 
 TENSOR, PIPELINE = "strategy.tensor_parallel_size=2", "strategy.pipeline_parallel_size=2"
 EVEN = ("strategy=fsdp", "model.n_kv_heads=2", "model.ffn_dim=44", "model.n_layers=4", "global_batch_size=4",
@@ -59,6 +60,15 @@ class Large(LightningModule):
 def test_what_cannot_be_divided_is_one_message(tmp_path: Path, model: str, words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_targets([cell_plan(tmp_path / "run", 2, *EVEN, words, f"model._target_={__name__}.{model}")])
+
+
+def test_a_part_that_fp8_cannot_take_is_one_message(tmp_path: Path) -> None:
+    """Of 48 rows each of two ranks has 24, and the products take multiples of 16. Whole, the layer is fine."""
+    words = [*EVEN, *EMULATED, "model.dim=64", "model.ffn_dim=48"]
+    message = "^strategy.tensor_parallel_size=2 precision=fp8: model.blocks.0.feed_forward.w1 has 48 outputs, 24 on"
+    with pytest.raises(ConfigError, match=message):
+        check_targets([cell_plan(tmp_path / "run", 2, *words, TENSOR)])
+    assert check_targets([cell_plan(tmp_path / "other", 2, *words, PIPELINE)])
 
 
 @pytest.mark.parametrize("words", [TENSOR, PIPELINE])

@@ -126,15 +126,20 @@ def _call(trainer: Any, callbacks: list[Callback], hook_name: str, *args: Any, *
 
 
 def _weights_for(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[Any]:
-    """Make weights whole around a hook that looks at them, on all ranks, if the strategy hides them."""
+    """What a strategy that hides weights puts around a hook: it makes them whole if the hook looks at them."""
     known = getattr(trainer, "_looking_hooks", None)
-    if known is None or not trainer.strategy.hides_weights or not may_look(hook_name):
+    if known is None or not trainer.strategy.hides_weights:
         return nullcontext()
     key = id(host), hook_name
     if key not in known:
-        looks = looks_at_weights(host, hook_name, trainer.lightning_module)
-        known[key] = trainer.strategy.reduce_boolean_decision(looks, all=False)
-    return trainer.strategy.whole_parameters(hook_name) if known[key] else nullcontext()
+        looks = may_look(hook_name)
+        if looks:
+            looks = trainer.strategy.reduce_boolean_decision(
+                looks_at_weights(host, hook_name, trainer.lightning_module), all=False
+            )
+        known[key] = looks
+    found: AbstractContextManager[Any] = trainer.strategy.around_hook(hook_name, looks=known[key])
+    return found
 
 
 def _is_fast(trainer: Any) -> bool:

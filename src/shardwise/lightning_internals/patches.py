@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.trainer.states import TrainerFn
 
 from shardwise.lightning_internals.hooks import install_fast_hooks
+from shardwise.lightning_internals.logged import LoggedResults
 from shardwise.lightning_internals.loops import OneStepABatch, ResumingLoop, WindowLoop
 from shardwise.lightning_internals.results import StepLogging, StepResults, step_logging
 from shardwise.plan import Plan
@@ -48,6 +49,8 @@ def _count_in_steps(trainer: Trainer, plan: Plan) -> None:
     step_logging(trainer).start(trainer, plan)
     trainer.fit_loop.__class__, trainer.fit_loop.epoch_loop.__class__ = ResumingLoop, WindowLoop
     trainer.fit_loop.epoch_loop._results = StepResults()
+    for evaluation in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        evaluation._results = LoggedResults(training=False)
     trainer.fit_loop.epoch_loop.manual_optimization = OneStepABatch(trainer)
 
 

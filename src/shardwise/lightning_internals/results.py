@@ -12,19 +12,19 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
-    _ResultCollection,
     _ResultMetric,
     _Sync,
 )
 from torch import Tensor
 from torchmetrics import Metric
 
+from shardwise.lightning_internals.logged import LoggedResults
 from shardwise.plan import Plan
 from shardwise.protocols import rows_are_steps
 from shardwise.run_dir.checkpoints import step_of
 
 
-class StepResults(_ResultCollection):
+class StepResults(LoggedResults):
     """The values that the module logs in training. Those of a window's micro-batches become one value."""
 
     def __init__(self) -> None:

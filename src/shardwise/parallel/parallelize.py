@@ -31,7 +31,7 @@ from shardwise.parallel.precision import (
     keep_statistics_in_fp32,
     parameter_sites,
 )
-from shardwise.parallel.tensor_parallel import TensorParallel
+from shardwise.parallel.tensor_parallel import TensorParallel, divided_layers
 from shardwise.parallel.units import Units
 from shardwise.plan import Plan
 
@@ -87,16 +87,27 @@ def prepare_float8(module: nn.Module, plan: Plan, divided: TensorParallel | None
 
     `divided`: what divides layers, which has not wrapped their forward yet.
     """
+    layers = find_float8(module, plan, {} if divided is None else divided.layers)
+    if layers is not None:
+        layers.compute()
+    return layers
+
+
+def find_float8(module: nn.Module, plan: Plan, divided: dict[str, str]) -> Float8Layers | None:
+    """The layers of `module` that can multiply in fp8. None: the Plan has no fp8.
+
+    `divided`: the names of layers → what they are, as `layers_of` finds them.
+
+    Raises:
+        ConfigError: no layer can, or a rank's part of one cannot.
+    """
     if plan.precision.fp8 is None:
         return None
     for name in ("torchao", "torch.utils._pytree"):  # on import torchao warns of parts of its own that nobody uses here
         logging.getLogger(name).setLevel(logging.ERROR)
     from shardwise.parallel.float8 import Float8Layers
 
-    parts = {} if divided is None else divided.divided_dims()
-    layers = Float8Layers(module, plan.precision.fp8, parts, plan.topology.tensor)
-    layers.compute()
-    return layers
+    return Float8Layers(module, plan.precision.fp8, divided_layers(divided), plan.topology.tensor)
 
 
 def roots_of(module: LightningModule) -> list[nn.Module]:

@@ -66,11 +66,6 @@ class TensorParallel:
         self._done: set[int] = set()  # ids of layers
         self._copies: CheckedCopies | None = None
 
-    def divided_dims(self) -> dict[str, int]:
-        """The names of layers of whose weight each rank has a part → the dim that is divided."""
-        found = {name: divided_dim(word, "weight") for name, word in self.layers.items()}
-        return {name: dim for name, dim in found.items() if dim is not None}
-
     def wrap(self, part: nn.Module, name: str = "") -> None:
         """Let the layers in `part`, which stands in the module as `name`, exchange what they need. Once for each."""
         for inner, layer in part.named_modules(prefix=name):
@@ -149,6 +144,12 @@ class Division:
     follows_plan: bool  # that of a Hugging Face model
     dims: dict[str, int]  # a parameter → along which dim each rank has a part of it
     seen_in_part: set[str]  # whose gradients are of a part of the sequence or of the heads
+
+
+def divided_layers(layers: dict[str, str]) -> dict[str, int]:
+    """The names of layers of whose weight each rank has a part → the dim that is divided."""
+    found = {name: divided_dim(word, "weight") for name, word in layers.items()}
+    return {name: dim for name, dim in found.items() if dim is not None}
 
 
 def find_division(module: nn.Module, ranks: int) -> Division:

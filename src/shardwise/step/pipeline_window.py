@@ -1,7 +1,7 @@
 """The accumulation window of a pipeline: its micro-batches run together, when all of them are there.
 
-Lightning's loop goes on as ever: for each micro-batch `training_step` notes the batch and returns a zero. The backward
-of the window's last zero runs the schedule (strategies/pipelined.py).
+Lightning's loop goes on as ever: for each micro-batch `training_step` notes the batch and returns a stand-in for the
+loss. The backward of the window's last stand-in runs the schedule (strategies/pipelined.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.parallel.pipeline.absent import pending
 from shardwise.step.window import AccumulationWindow
 
 
@@ -33,10 +34,14 @@ class PipelineWindow(AccumulationWindow):
     def begin_micro_batch(self, scale: Tensor | None) -> None:
         self._factors.append(scale)
 
+    def go_to(self, number: int) -> None:
+        """A stage computes this micro-batch next."""
+        self._factor = self._factors[number]
+
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Keep a micro-batch for the schedule. Gives what Lightning differentiates in place of its loss."""
         self.batches.append((args, kwargs))
-        return torch.zeros((), device=self._device, requires_grad=True)
+        return pending(self._device)
 
     @property
     def is_full(self) -> bool:

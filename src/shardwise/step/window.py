@@ -33,6 +33,11 @@ class AccumulationWindow:
         self._factor = scale
 
     @property
+    def factor(self) -> Tensor | None:
+        """The factor of the current micro-batch's loss: in proportion to what the micro-batch counts on this rank."""
+        return self._factor
+
+    @property
     def is_complete(self) -> bool:
         """Whether every micro-batch has had its forward pass."""
         return len(self.losses) == self.micro_batches

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -75,6 +75,7 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
         self.learning_rate = float("nan")  # that of the first parameter group in the last step
         self._outside_units: list[ParameterSites] = []  # copied in low precision in each step
         self._paddings: deque[bool] = deque()  # whether each evaluation batch that the loader gave is padding
+        self._prepare_evaluations()
         self._transfer: BatchTransfer | None = None
         self._file_group: dist.ProcessGroup | None = None
         self._closing: list[Callable[[], Any]] = []
@@ -159,7 +160,8 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
         if module.trainer.state.stage != RunningStage.TRAINING:
             validating = module.trainer.state.stage == RunningStage.VALIDATING
             limit = plan.max_validation_batches if validating or plan.quick_check else None
-            return EvaluationLoader(dataloader, plan, rank, self._paddings.append, limit, self.file_group, self._cut)
+            take, group = self._paddings.append, self.file_group
+            return EvaluationLoader(dataloader, plan, rank, take, limit, group, self._cut_and_keep)
         if self.train_loader is not None:
             raise ConfigError("several training loaders: a step is one global batch of one loader; combine the data")
         self.train_loader = TrainLoader(
@@ -189,6 +191,10 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
     def whole_parameters(self, hook: str) -> Iterator[None]:
         """Make all weights whole while a hook looks at them, as they are under ddp. Collective."""
         yield
+
+    def around_hook(self, hook: str, *, looks: bool) -> AbstractContextManager[None]:
+        """What is put around a hook of the module or of a callback. `looks`: at weights, on one rank or another."""
+        return self.whole_parameters(hook) if looks else nullcontext()
 
     # Steps
 
@@ -221,6 +227,7 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
         return self._evaluate("predict_step", *args, **kwargs)
 
     def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self._begin_evaluation()
         if not self._paddings.popleft():
             return self._run_step(name, *args, **kwargs)
         with unrecorded(self.module):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
+from shardwise.accelerator import exact_dtype
 from shardwise.data.loaders import TrainLoader
+from shardwise.distributed.collectives import largest_over, sum_over
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.rng import derived_seed, seed_streams
+from shardwise.lightning_internals.logged import LoggedValue
 from shardwise.lightning_internals.results import use_group_in_metrics
 from shardwise.nn.sequence_parts import use_sequence_parts
 from shardwise.parallel.context_hugging_face import divide_models
@@ -21,6 +27,10 @@ from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.parallel.units import Units
 from shardwise.plan import Plan
 from shardwise.protocols import loss_weight_of, sequence_tensors_of
+from shardwise.step.window import AccumulationWindow
+
+_IN_TRAINING = ("training_step", "on_train_batch_end")
+_IN_EVALUATION = ("validation_step", "on_validation_batch_end", "test_step", "on_test_batch_end")
 
 
 class DividedSequences:
@@ -28,6 +38,7 @@ class DividedSequences:
 
     plan: Plan
     mesh: Mesh
+    window: AccumulationWindow
     module: Any
     global_rank: int
     at_teardown: Callable[[Callable[[], Any]], None]
@@ -37,8 +48,12 @@ class DividedSequences:
     _sharing_batches = 1  # the ranks that are given the same whole batches, of which each computes a part
     _draws_alike: tuple[str, ...] = ()  # the axes whose ranks draw the same in a step
     _own_draws: OwnDraws | None = None  # what layers draw, if they have parts of what those ranks have whole
-    _evaluated = 0  # batches since the last one of training
+    _batches_evaluated = 0  # batches since the last one of training
     _batch_rank: int | None = None  # the rank by which a batch's stream is seeded, once it is known
+    _evaluated: Any = None  # the batch that is evaluated, on the host
+
+    def _prepare_evaluations(self) -> None:
+        self._cut_for_evaluation: deque[Any] = deque()  # the batches that the loader gave, on the host
 
     def _divide_sequences(self, module: LightningModule) -> None:
         """Let attention of this process work on parts of sequences until the run ends."""
@@ -84,6 +99,17 @@ class DividedSequences:
         """This rank's part of a batch of whole sequences."""
         return batch if self.context is None else self.context.cut(batch)
 
+    def _cut_and_keep(self, batch: Any) -> Any:
+        """The same of a batch of an evaluation, which is weighed if something is logged of it."""
+        part = self._cut(batch)
+        if self.context is not None:
+            self._cut_for_evaluation.append(part)
+        return part
+
+    def _begin_evaluation(self) -> None:
+        if self.context is not None:
+            self._evaluated = self._cut_for_evaluation.popleft()
+
     def _loss_weight(self, module: LightningModule) -> Callable[[Any], float] | None:
         """How much a batch counts on this rank."""
         weight, ranks = loss_weight_of(module), self._sharing_batches
@@ -96,10 +122,47 @@ class DividedSequences:
         """
         if not self._draws_alike:
             return
-        self._evaluated = 0 if self.module.trainer.training else self._evaluated + 1
+        self._batches_evaluated = 0 if self.module.trainer.training else self._batches_evaluated + 1
         self._batch_rank = self._stream_rank if self._batch_rank is None else self._batch_rank
         consumed = 0 if self.train_loader is None else self.train_loader.consumed
-        seed_streams(derived_seed(self.plan.seed, "batch", self._batch_rank, consumed, self._evaluated))
+        seed_streams(derived_seed(self.plan.seed, "batch", self._batch_rank, consumed, self._batches_evaluated))
+
+    def _take_logged(self, logged: LoggedValue) -> Any:
+        """The value of whole sequences, as one rank has it, of one that was computed of parts.
+
+        Collective in the ranks of the context axis, which all log the same.
+        """
+        is_of_batch = logged.hook in _IN_TRAINING or logged.hook in _IN_EVALUATION
+        if self.context is None or not is_of_batch or not isinstance(logged.value, Tensor):
+            return logged.value
+        if logged.options.get("rank_zero_only"):
+            return logged.value
+        how, together = logged.options["reduce_fx"], bool(logged.options.get("sync_dist"))
+        weight = self._weight_of_part(logged.hook)
+        return self._of_whole_sequences(logged.value, getattr(how, "__name__", how).lower(), weight, together)
+
+    def _of_whole_sequences(self, part: Tensor, how: str, weight: Tensor | float, together: bool) -> Tensor:
+        """`together`: Lightning will reduce the value over all ranks."""
+        group, dtype = self.mesh.group("context"), part.dtype if part.is_floating_point() else torch.float32
+        value = part.detach().to(exact_dtype(part.device), copy=True)
+        if how == "sum":
+            whole = value if together else sum_over(group, value)
+        elif how in ("max", "min"):
+            sign = 1 if how == "max" else -1
+            whole = sign * largest_over(group, sign * value)
+        else:
+            weight = torch.zeros_like(value) + weight
+            counted = torch.where(weight > 0, weight * value, 0.0)  # a mean of nothing is not a number
+            total, weights, plain = sum_over(group, torch.stack([counted, weight, value])).unbind()
+            whole = torch.where(weights > 0, total / weights, plain / group.size())
+        return whole.to(dtype)
+
+    def _weight_of_part(self, hook: str) -> Tensor | float:
+        """What this rank's part counts among the parts of its sequences."""
+        if hook in _IN_TRAINING:
+            return 1.0 if self.window.factor is None else self.window.factor
+        weight = loss_weight_of(self.module)
+        return 1.0 if weight is None else float(weight(self._evaluated))
 
     def _begin_batch(self, batch: Any, *_: Any) -> None:
         if not self.plan.topology.is_data_parallel_only:

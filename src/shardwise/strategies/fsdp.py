@@ -28,6 +28,7 @@ from shardwise.checkpoint.chunks import slice_of
 from shardwise.distributed.collectives import broadcast_from_rank_zero, sum_over
 from shardwise.distributed.dtensor import local_part
 from shardwise.errors import ConfigError
+from shardwise.lightning_internals.logged import take_logged_by
 from shardwise.optim.optimizers import check_by_hand, check_of_parts, steps_on_shards
 from shardwise.parallel.parallelize import roots_of
 from shardwise.parallel.precision import dtype_of, mixed_precision_policy
@@ -92,6 +93,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        if not self.plan.topology.is_data_parallel_only:
+            take_logged_by(trainer, self._take_logged)
         self._shard()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:

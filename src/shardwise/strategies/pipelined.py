@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from shardwise.distributed.collectives import sum_over
 from shardwise.distributed.dtensor import local_part
 from shardwise.distributed.process_group import group_timeout
 from shardwise.errors import ConfigError
-from shardwise.lightning_internals.results import in_micro_batch, step_logging, use_group_in_metrics
+from shardwise.lightning_internals.results import in_micro_batch, use_group_in_metrics
 from shardwise.parallel.activation_checkpointing import explain
 from shardwise.parallel.pipeline.engine import Engine
 from shardwise.parallel.pipeline.links import Links
@@ -34,18 +33,17 @@ from shardwise.plan import Plan
 from shardwise.plan.pipeline_schedule import make_schedule
 from shardwise.process.watchdog import progress
 from shardwise.step.pipeline_window import PipelineWindow, shapes_in
-from shardwise.strategies.fsdp import FsdpStrategy
 from shardwise.strategies.pipelined_checks import check_module, checked_loss, one_tensor
+from shardwise.strategies.pipelined_logs import PipelinedLogs
 from shardwise.strategies.pipelined_state import PipelinedState
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.weights.initialize import Materializer
 
 
-class PipelinedStrategy(FsdpStrategy):
+class PipelinedStrategy(PipelinedLogs):
     """FSDP2 inside the stages of a pipeline."""
 
     window: PipelineWindow
-    stages: Stages
     engine: Engine
 
     def __init__(self, plan: Plan) -> None:
@@ -129,15 +127,7 @@ class PipelinedStrategy(FsdpStrategy):
         self.streams = RandomStreams(self.plan.seed, self._stream_rank, self.root_device)
         if (scaler := self.planned_precision.scaler) is not None:
             scaler.scale(torch.zeros((), device=self.root_device))  # makes the scale: each stage unscales
-        step_logging(trainer).share_metrics_by(self._metrics_of_last_stage)
-
-    def _metrics_of_last_stage(self, own: dict[str, Any]) -> dict[str, Any]:
-        """What the last stage has logged, which alone knows losses. Collective."""
-        found = [{name: value.detach().cpu() for name, value in own.items() if isinstance(value, Tensor)}]
-        group = self.mesh.group("pipeline")
-        dist.broadcast_object_list(found, group_src=0, group=group, device=self.root_device)
-        has_them = self.position == self.plan.topology.pipeline - 1
-        return {} if has_them else {name: value.to(self.root_device) for name, value in found[0].items()}
+        self._share_logs(trainer)
 
     @property
     def _stream_rank(self) -> int:
@@ -158,6 +148,7 @@ class PipelinedStrategy(FsdpStrategy):
         self._refresh_float8()
         with self._explaining(), self.streams.apart():
             self._backwards.run(lambda: self.engine.run(self.schedule, self))
+        self._check_metrics()
         self.stages.rest()
         self._settle_gradients()
         self._sum_shared_gradients()
@@ -172,6 +163,7 @@ class PipelinedStrategy(FsdpStrategy):
     def compute(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
         """Of the engine: one micro-batch through one stage, in training."""
         args, kwargs = self.window.batches[micro_batch]
+        self.window.go_to(micro_batch)
         self.streams.begin(self._step_name, self.module.trainer.global_step, micro_batch)
         with in_micro_batch(self.module.trainer, micro_batch, self.window.micro_batches, args[0]):
             output = self._run_stage(stage, received, args, kwargs)
@@ -186,7 +178,10 @@ class PipelinedStrategy(FsdpStrategy):
         """Of the engine: the backward of one micro-batch through one stage."""
         if self.context is not None:  # attention that is computed again looks at it
             self.context.begin_batch(self.window.batches[micro_batch][0][0])
-        with nullcontext() if is_last else self.block_backward_sync():
+        in_turn = in_micro_batch(
+            self.module.trainer, micro_batch, self.window.micro_batches, self.window.batches[micro_batch][0][0]
+        )
+        with in_turn, nullcontext() if is_last else self.block_backward_sync():
             try:
                 if gradient is None:
                     self._differentiate_loss(micro_batch, output)
@@ -245,7 +240,8 @@ class PipelinedStrategy(FsdpStrategy):
         self._step_name = name
         use_group_in_metrics(self.module, self.mesh.group("loss"))
         result = super()._evaluate("pipelined_evaluation", *args, **kwargs)
-        return result if self.position == self.plan.topology.pipeline - 1 else None
+        self._check_metrics()
+        return result if self._is_last else None
 
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if name != "pipelined_evaluation":
@@ -258,7 +254,7 @@ class PipelinedStrategy(FsdpStrategy):
 
         self._refresh_float8()
         self._place = progress.activity  # which batch it is
-        with self.streams.apart():
+        with self._explaining(), self.streams.apart():
             result = self.engine.evaluate((self._step_name, shapes_in(args)), forward)
         self.stages.rest()  # what looks at the weights next, such as an average of them, finds those of all own stages
         return result
@@ -276,19 +272,6 @@ class PipelinedStrategy(FsdpStrategy):
         super().on_test_end()
 
     # What ranks of other stages do not take part in
-
-    @contextmanager
-    def whole_parameters(self, hook: str) -> Iterator[None]:
-        try:
-            with self.stages.whole(), super().whole_parameters(hook):  # other stages' weights have no memory
-                yield
-        except (RuntimeError, NotImplementedError) as error:
-            if "meta" not in str(error):
-                raise
-            raise ConfigError(
-                f"{hook} of {self.module_name} or of a callback computes with weights of all layers, and in a pipeline "
-                f"a rank has those of its own stage; use strategy.pipeline_parallel_size=1"
-            ) from error
 
     @contextmanager
     def gathered_weights(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError
 from shardwise.parallel.pipeline.absent import NOT_HERE, absent, check_present
 from shardwise.parallel.pipeline.ownership import Ownership
+from shardwise.parallel.pipeline.stub import Stub
 from shardwise.parallel.precision import map_tensors
 from shardwise.parallel.units import Units
 
@@ -31,23 +32,6 @@ class Done(BaseException):
 
     def __init__(self, output: Tensor) -> None:
         self.output = output
-
-
-class Stub(nn.Module):
-    """Stands in the place of a layer that does not run. Its only weights are those shared with one that does."""
-
-    def __init__(self, layer: nn.Module, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self.__dict__["layer"], self.__dict__["run"] = layer, run
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["layer"], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["run"](*args, **kwargs)
 
 
 class Stages:
@@ -77,6 +61,7 @@ class Stages:
         self._next: int | None = None  # the unit that must run next; None: no step runs
         self._handed: Tensor | None = None  # what that unit must be given
         self._receive: Callable[[], Tensor | None] = lambda: None
+        self._shows = False  # whether stubs show stand-ins for weights outside a step
 
     def cut(self) -> None:
         """Put stubs in place of all layers that this rank does not own. Their weights are dropped."""
@@ -87,7 +72,7 @@ class Stages:
                     self._spots.setdefault(by_id[id(child)], []).append((parent, key))
         own, shared = self.ownership, self.ownership.shared_ids()
         for number, (name, layer) in enumerate(zip(self.names, self.layers, strict=True)):
-            self._stubs[name] = Stub(layer, lambda *a, number=number, **k: self._at_stub(number, a, k))
+            self._stubs[name] = self._stub(layer, lambda *a, number=number, **k: self._at_stub(number, a, k))
             if own.stage_of_unit(number) not in own.stages:
                 drop_weights(layer, shared)
             else:
@@ -97,7 +82,7 @@ class Stages:
                 )  # fmt: skip
                 layer.register_forward_hook(lambda _, args, output, number=number: self._after_unit(number, output))
         for name, layer, stage in own.outside:
-            stub = Stub(layer, lambda *a, name=name, stage=stage, **k: self._at_outside(name, stage, a, k))
+            stub = self._stub(layer, lambda *a, name=name, stage=stage, **k: self._at_outside(name, stage, a, k))
             if stage not in own.stages:
                 for key, parameter in layer._parameters.items():
                     if id(parameter) in shared:
@@ -105,6 +90,18 @@ class Stages:
                 drop_weights(layer, shared)
             self._stubs[name] = stub
         self._place(None)
+
+    def _stub(self, layer: nn.Module, run: Callable[..., Any]) -> Stub:
+        return Stub(layer, run, lambda: self._shows or self._next is not None, self.device)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Inside, as in a step, who walks through the weights finds stand-ins for those of other stages."""
+        self._shows = True
+        try:
+            yield
+        finally:
+            self._shows = False
 
     def owns(self, layer: nn.Module) -> bool:
         """Whether a unit is in one of this rank's stages."""

@@ -1,0 +1,129 @@
+"""What is logged in a pipeline, and what hooks see there: a stage has its own layers, and the last one has the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torchmetrics import Metric
+
+from shardwise.errors import ConfigError
+from shardwise.lightning_internals.logged import LoggedValue
+from shardwise.lightning_internals.results import step_logging
+from shardwise.parallel.pipeline.absent import is_absent, refusal_of
+from shardwise.parallel.pipeline.stages import Stages
+from shardwise.strategies.fsdp import FsdpStrategy
+
+_ONE = "use strategy.pipeline_parallel_size=1"
+_LOOK_AT_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad",
+                      "configure_gradient_clipping")  # fmt: skip
+_LOOK_AT_RESULTS = [f"on_{stage}_{when}" for stage in ("validation", "test") for when in ("batch_end", "epoch_end")]
+
+
+class PipelinedLogs(FsdpStrategy):
+    """A part of `PipelinedStrategy`."""
+
+    stages: Stages
+    position: int  # of this rank in its pipeline
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether this rank has the last stage, which alone knows losses and logs."""
+        return self.position == self.plan.topology.pipeline - 1
+
+    def _share_logs(self, trainer: Trainer) -> None:
+        step_logging(trainer).share_metrics_by(self._metrics_of_last_stage)
+
+    def _metrics_of_last_stage(self, own: dict[str, Any]) -> dict[str, Any]:
+        """What the last stage has logged. Collective."""
+        found = [{name: value.detach().cpu() for name, value in own.items() if isinstance(value, Tensor)}]
+        group = self.mesh.group("pipeline")
+        dist.broadcast_object_list(found, group_src=0, group=group, device=self.root_device)
+        return {} if self._is_last else {name: value.to(self.root_device) for name, value in found[0].items()}
+
+    def _take_logged(self, logged: LoggedValue) -> Any:
+        """Refuse what the last stage logs and does not have. Another stage's values are not looked at."""
+        of = logged.value
+        absent = of if is_absent(of) else _absent_state(of) if isinstance(of, Metric) else None
+        if absent is None:
+            return super()._take_logged(logged)
+        if self._is_last:
+            raise refusal_of(absent, f"{self.module_name}: {logged.hook} logs {logged.name!r}, which comes from")
+        return None
+
+    def _check_metrics(self) -> None:
+        """Refuse numbers of other stages in the metrics of the module: some would be lost among the ranks' own.
+
+        Raises:
+            ConfigError
+        """
+        for name, layer in self.module.named_modules() if self._is_last else ():
+            if isinstance(layer, Metric) and (absent := _absent_state(layer)) is not None:
+                raise refusal_of(absent, f"{self.module_name}: the metric {name} is given")
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Say what a computation with weights of other stages is, which are on the meta device."""
+        try:
+            with super()._explaining():
+                yield
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error):
+                raise
+            first = " ".join(str(error).split())[:100]
+            raise ConfigError(
+                f"{self.module_name} computes with weights or buffers of a layer that is on another stage of the "
+                f"pipeline ({first}); move that into the layer, leave it out, or {_ONE}"
+            ) from error
+
+    # Hooks
+
+    @contextmanager
+    def whole_parameters(self, hook: str) -> Iterator[None]:
+        try:
+            with self.stages.whole(), super().whole_parameters(hook):  # other stages' weights have no memory
+                yield
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error):
+                raise
+            raise ConfigError(
+                f"{hook} of {self.module_name} or of a callback computes with weights of all layers, and in a pipeline "
+                f"a rank has those of its own stage; {_ONE}"
+            ) from error
+
+    def around_hook(self, hook: str, *, looks: bool) -> AbstractContextManager[None]:
+        if hook in _LOOK_AT_GRADIENTS:
+            return self.stages.shown()
+        around = super().around_hook(hook, looks=looks)
+        return around if hook not in _LOOK_AT_RESULTS or self._is_last else self._explaining_results(hook, around)
+
+    @contextmanager
+    def _explaining_results(self, hook: str, around: AbstractContextManager[None]) -> Iterator[None]:
+        """Say why a hook fails that does not where there are results."""
+        try:
+            with around:
+                yield
+        except (TypeError, AttributeError, LookupError, ArithmeticError, ValueError, RuntimeError) as error:
+            if isinstance(error, ConfigError) or (isinstance(error, RuntimeError) and "non-empty" not in str(error)):
+                raise
+            step = f"{hook.split('_')[1]}_step"
+            raise ConfigError(
+                f"{hook} of {self.module_name} or of a callback failed on a stage of the pipeline that has no results "
+                f"({type(error).__name__}: {error}): {step} runs to its end on the last stage alone, so elsewhere its "
+                f"outputs are None and lists that it fills are empty; let the hook do nothing there, or log in {step}"
+            ) from error
+
+
+def _absent_state(metric: Metric) -> Tensor | None:
+    """A state of `metric` that was computed from numbers that are not here."""
+    for name in metric.metric_state:
+        state: Any = getattr(metric, name)
+        for tensor in state if isinstance(state, list) else [state]:
+            if isinstance(tensor, torch.Tensor) and is_absent(tensor):
+                return tensor
+    return None
