@@ -46,8 +46,9 @@ def check_ranks(results: list[list[Result]]) -> None:
 
 
 def test_two_stages_equal_one_process(tmp_path: Path) -> None:
-    """Eight micro-batches a step, clipping, masks of uneven size, a validation whose last batch is smaller."""
-    cells = [[*FP64, *ADAMW], [*FP64, *SGD, *FULL], [*FP64, *ADAMW, *UNTIED]]
+    """Eight micro-batches a step, clipping, masks of uneven size, a validation whose last batch is smaller, and of the
+    average of the weights, one of which both ends share."""
+    cells = [[*FP64, *ADAMW, "ema_decay=0.5"], [*FP64, *SGD, *FULL], [*FP64, *ADAMW, *UNTIED]]
     words = [*GPIPE], [], [*INTERLEAVED]
     results = spawn(2, run, tmp_path / "two", 2, [[*c, *SIZE, *w] for c, w in zip(cells, words, strict=True)])
     for own, other in zip(results[0], one_process(tmp_path, cells), strict=True):
