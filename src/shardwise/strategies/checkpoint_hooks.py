@@ -12,15 +12,13 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.dcp import TensorWriter
 from shardwise.checkpoint.publish import SaveError, publish
 from shardwise.checkpoint.train_state import TrainState
-from shardwise.checkpoint.verify import load_own
 
 
 class CheckpointHooks(Strategy):
     """Implements the checkpoint hooks of every strategy."""
 
     state: TrainState  # collects and restores what is in a checkpoint
-    saved_streams: dict[str, Any] | None = None  # where the random streams of this rank stood in it
-    _stream_rank: int
+    resumed_from: Path
 
     def file_group(self) -> dist.ProcessGroup | None:
         """The group of all hosts for work on files."""
@@ -34,12 +32,8 @@ class CheckpointHooks(Strategy):
             raise OSError(f"{filepath} could not be written: {error}") from None
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        folder, self.saved_streams = Path(checkpoint_path), None
-        loaded = self.state.load(folder)
-        if self.state.of_rank is not None:
-            with self.state.loading():  # another layout may have given this rank streams of its own
-                self.saved_streams, _ = load_own(folder, self._stream_rank, self.state.plan.trust)
-        return loaded
+        self.resumed_from = Path(checkpoint_path)
+        return self.state.load(self.resumed_from)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

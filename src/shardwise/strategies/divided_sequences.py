@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from shardwise.checkpoint.train_state import TrainState
+from shardwise.checkpoint.verify import load_own
 from shardwise.distributed.mesh import Mesh
 from shardwise.lightning_internals.results import use_group_in_metrics
 from shardwise.nn.sequence_parts import use_sequence_parts
@@ -24,6 +27,8 @@ class DividedSequences:
     mesh: Mesh
     module: Any
     global_rank: int
+    state: TrainState
+    resumed_from: Path
     at_teardown: Callable[[Callable[[], Any]], None]
     context: ContextParallel | None = None
     _sharing_batches = 1  # the ranks that are given the same whole batches, of which each computes a part
@@ -46,6 +51,14 @@ class DividedSequences:
     def _stream_rank(self) -> int:
         """The rank whose random streams this one has. Dropout must differ between ranks that compute other numbers."""
         return self.global_rank
+
+    def _saved_streams(self) -> dict[str, Any] | None:
+        """Where these streams stood in the resumed checkpoint: in its layout this rank may have had others."""
+        if self.state.of_rank is None:
+            return None
+        with self.state.loading():
+            streams, _ = load_own(self.resumed_from, self._stream_rank, self.plan.trust)
+        return streams
 
     def _cut(self, batch: Any) -> Any:
         """This rank's part of a batch of whole sequences."""
