@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.divided_meter import PEAK, run_measured
+from tests.harness.divided_meter import PEAK, run_hugging_face, run_measured
 from tests.harness.divided_stages import LAYOUTS
+from tests.harness.hugging_face import STEPS
 from tests.harness.processes import spawn
 
 
@@ -24,3 +25,13 @@ def test_tokens_and_flops_are_those_of_one_process(tmp_path: Path) -> None:
                 seconds = float(row["train/step_seconds"])
                 assert float(row["train/mfu"]) == pytest.approx(flops / (seconds * ranks * PEAK * 1e12)), name
                 assert float(row["train/tokens_per_second"]) == pytest.approx(weight / seconds), name
+
+
+def test_tokens_of_a_hugging_face_model_are_those_of_one_process(tmp_path: Path) -> None:
+    """On a context axis each rank is given whole batches, and counts its share of them."""
+    [one] = spawn(1, run_hugging_face, tmp_path / "one", 1, {"one": ()})
+    expected = one["one"]
+    assert len(expected) == STEPS and all(weight > 0 for weight, _ in expected)
+    layouts = {axis: (f"strategy.{axis}_parallel_size=2",) for axis in ("tensor", "context", "pipeline")}
+    for name, found in spawn(2, run_hugging_face, tmp_path / "two", 2, layouts)[0].items():
+        assert found == expected, name

@@ -20,13 +20,16 @@ from tests.harness.processes import spawn
 BY = "strategy.context_parallel_method="
 HEADS, KEYS = (("strategy.context_parallel_size=2", BY + method) for method in ("heads", "keys"))
 PACKED = {"kind": "packed", "model": ("use_cache=false",)}  # with a cache transformers does not look for texts
-QUICK = [Run(HEADS, "Qwen3", tied=False, model=("continues=true",)), Run(KEYS, kind="masked")]
+QUICK = [
+    Run(HEADS, "Qwen3", tied=False, model=("continues=true",)),
+    Run(KEYS, kind="masked"),
+    Run(HEADS, "Qwen3", **PACKED),
+    Run(KEYS, **PACKED),
+]
 MORE = {
     2: [
         Run(HEADS, kind="masked", accumulate=4, optimizer="sgd", clip=None),
         Run(KEYS, "Qwen3", tied=False, accumulate=4, model=("continues=true",)),
-        Run(HEADS, "Qwen3", **PACKED),
-        Run(KEYS, **PACKED),
         Run(HEADS, "Mistral", model=("sliding_window=5",)),
         Run(KEYS, "Mistral", kind="masked", model=("sliding_window=5",)),
         Run(HEADS, model=("attn_implementation=eager",), more=("activation_checkpointing=full",)),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch._dynamo.utils import counters
 
@@ -24,6 +25,7 @@ from tests.harness.divided import (
 )
 from tests.harness.parity import BOUNDS
 from tests.harness.processes import spawn
+from tests.harness.reference import update_deviation
 
 CHECKPOINTED = ("activation_checkpointing=full", "loss=chunked")
 HARD: dict[str, Any] = {"tied": False, "optimizer": "sgd", "more": CHECKPOINTED}
@@ -106,6 +108,22 @@ def test_a_compiled_step_of_two_axes_equals_the_plain_loop(tmp_path: Path) -> No
 
 def test_three_axes_equal_the_plain_loop(tmp_path: Path) -> None:
     assert not off(8, THREE_AXES, tmp_path)
+
+
+def test_a_parameter_without_a_dimension_sees_what_its_layer_sees(tmp_path: Path) -> None:
+    """It is on no shard: part of the sequence, of the samples, or none of them, on each rank."""
+    scaled: dict[str, Any] = {"layers": 4, "tied": False, "more": ("module._target_=tests.harness.divided.Scaled",)}
+    layouts = [axis_words(2), axis_words(1, 2, 1, KEYS), axis_words(1, 1, 2, *INTERLEAVED)]
+    [[expected]] = spawn(1, run_divided, tmp_path / "one", 1, [Divided(("strategy=ddp",), **scaled)])
+    cells = [Divided(layout, **scaled) for layout in layouts]
+    names = [name for name in expected["start"] if name.endswith("scale.weight")]
+    assert len(names) == 4 and not any(torch.equal(expected["start"][n], expected["final"][n]) for n in names)
+    for rank in spawn(2, run_divided, tmp_path / "two", 2, cells):
+        for own in rank:
+            off = update_deviation(expected["start"], own["final"], expected["final"])
+            assert max(off.values()) <= BOUNDS["fp64"], off
+            assert all(torch.equal(own["start"][name], tensor) for name, tensor in expected["start"].items())
+            assert own["norms"] in ([], pytest.approx(expected["norms"], rel=BOUNDS["fp64"]))
 
 
 def test_a_run_goes_on_with_other_axes(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.pipelines import ADAMW, INTERLEAVED, SGD, SIZE, drawn, run, run_stack
+from tests.harness.pipelines import ADAMW, INTERLEAVED, SGD, SIZE, drawn, drawn_after_shards, run, run_stack
 from tests.harness.processes import spawn
 
 GPIPE = ["strategy.pipeline_schedule=gpipe"]
@@ -46,8 +46,9 @@ def check_ranks(results: list[list[Result]]) -> None:
 
 
 def test_two_stages_equal_one_process(tmp_path: Path) -> None:
-    """Eight micro-batches a step, clipping, masks of uneven size, a validation whose last batch is smaller."""
-    cells = [[*FP64, *ADAMW], [*FP64, *SGD, *FULL], [*FP64, *ADAMW, *UNTIED]]
+    """Eight micro-batches a step, clipping, masks of uneven size, a validation whose last batch is smaller, and of the
+    average of the weights, one of which both ends share."""
+    cells = [[*FP64, *ADAMW, "ema_decay=0.5"], [*FP64, *SGD, *FULL], [*FP64, *ADAMW, *UNTIED]]
     words = [*GPIPE], [], [*INTERLEAVED]
     results = spawn(2, run, tmp_path / "two", 2, [[*c, *SIZE, *w] for c, w in zip(cells, words, strict=True)])
     for own, other in zip(results[0], one_process(tmp_path, cells), strict=True):
@@ -143,3 +144,19 @@ def test_what_a_step_draws_is_the_same_on_every_stage(tmp_path: Path, words: lis
     stages = [number for found in (own, other) for key, number in found.items() if key.isdigit()]
     numbers = [number for stage in stages for number in stage]
     assert len(stages) == 4 and len(set(numbers)) == len(numbers) == 16
+
+
+def test_pipelines_beside_each_other_draw_other_numbers(tmp_path: Path) -> None:
+    """Ranks 0 and 2 are one pipeline, 1 and 3 another one, which has other samples."""
+    ranks = spawn(4, drawn, tmp_path, "devices=4", "global_batch_size=8")
+    for key in ("hook", "step", "python"):
+        assert ranks[0][key] == ranks[2][key] and ranks[1][key] == ranks[3][key], key
+        assert len({*ranks[0][key], *ranks[1][key]}) == 8, key
+    numbers = [number for rank in ranks for key, numbers in rank.items() if key.isdigit() for number in numbers]
+    assert len(set(numbers)) == len(numbers) == 32
+
+
+def test_stages_draw_alike_after_a_checkpoint_of_ranks_that_did_not(tmp_path: Path) -> None:
+    own, other = spawn(2, drawn_after_shards, tmp_path)
+    for key in ("hook", "step", "python"):
+        assert own[key] == other[key] and len(set(own[key])) == 2, key

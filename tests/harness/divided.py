@@ -6,12 +6,12 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from recipes.language_modeling.model import Transformer
+from recipes.language_modeling.model import FeedForward, Transformer
 from recipes.language_modeling.module import LanguageModel
 from shardwise.nn.linear_cross_entropy import IGNORE, linear_cross_entropy
 from shardwise.run_dir.files import checkpoint_path
@@ -61,6 +61,46 @@ class Divided:
             *(f"model.{name}={size}" for name, size in SIZES.items()), f"model.n_layers={self.layers}",
             f"model.tie_embeddings={self.tied}", *self.more,
         ]  # fmt: skip
+
+
+class Scale(nn.Module):
+    """A parameter without a dimension, which FSDP2 does not shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class ScaledFeedForward(FeedForward):
+    """Where layers are divided, its scale sees this rank's part of the sequence."""
+
+    tensor_parallel_layers: ClassVar[dict[str, str]] = {"scale": "norm"}
+
+    def __init__(self, feed_forward: FeedForward) -> None:
+        nn.Module.__init__(self)
+        self.w1, self.w3, self.w2, self.scale = feed_forward.w1, feed_forward.w3, feed_forward.w2, Scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = self.scale(super().forward(x))
+        return scaled
+
+
+class Scaled(LanguageModel):
+    """Scales what each feed-forward gives."""
+
+    def __init__(self, model: Transformer, sample_prompt: str = "", sample_tokens: int = 0) -> None:
+        super().__init__(model, sample_prompt, sample_tokens)
+        for block in model.blocks:
+            block.feed_forward = ScaledFeedForward(block.feed_forward)  # type: ignore[arg-type]
+
+    def init_module_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Scale):
+            nn.init.constant_(module.weight, 1.5)
+        else:
+            super().init_module_weights(module)
 
 
 def run_divided(folder: Path, ranks: int, cells: Sequence[Divided], accelerator: str = "cpu") -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from shardwise.config.compose import compose
 from shardwise.plan import Host, make_plan
+from shardwise.run_dir.files import checkpoint_path
 from tests.harness.cells import cell_plan, fit
 
 BASE = ["recipe=language_modeling", "model.n_layers=4", "strategy=fsdp", "global_batch_size=8", "micro_batch_size=1",
@@ -37,7 +38,7 @@ def stack_argv(folder: Path, module: str, data: str = f"{__name__}.Numbers") -> 
 def run_stack(folder: Path, module: str, words: Sequence[str] = ()) -> None:
     """One step of a module of this file in a pipeline of two ranks, or as `words` say."""
     argv = [*stack_argv(folder, f"{__name__}.{module}"), *words]
-    (folder / "run").mkdir(exist_ok=True)
+    (folder / "run").mkdir(parents=True, exist_ok=True)
     fit(make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0)))
 
 
@@ -257,3 +258,10 @@ def drawn(folder: Path, *words: str) -> dict[str, list[float]]:
     fit(make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0)))
     layers = [layer for layer in made[0].layers if layer.__dict__.get("drawn")]
     return {**made[0].drawn, **{str(number): layer.drawn for number, layer in enumerate(layers)}}
+
+
+def drawn_after_shards(folder: Path, *words: str) -> dict[str, list[float]]:
+    """In each rank: what `Draws` draws in the second step, after the checkpoint of as many ranks without a pipeline."""
+    saving = ["checkpoint=default", "checkpoint.save_every_n_steps=1", "checkpoint.monitor=null"]
+    run_stack(folder / "saved", "Draws", ["strategy.pipeline_parallel_size=1", *saving])
+    return drawn(folder, f"resume={checkpoint_path(folder / 'saved' / 'run', 1)}", *words)

@@ -221,7 +221,7 @@ class TrainState:
                     rest["lr_schedulers"] = moved_on(self.module.trainer.lr_scheduler_configs, rest["lr_schedulers"])
                 before, now = rest["accumulate_grad_batches"], self.plan.accumulate_grad_batches
                 count_in_other_micro_batches(rest["loops"], before, now)
-                self.of_rank, missing = load_own(folder, self.plan.trust)
+                self.of_rank, missing = load_own(folder, dist.get_rank(), self.plan.trust)
                 self._note_missing(missing)
                 self._metrics = {**rest.pop("metrics", {}), **(self.of_rank or {}).get("metrics", {})}
         return {**rest, "state_dict": {}, "optimizer_states": []}

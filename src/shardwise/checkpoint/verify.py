@@ -88,15 +88,15 @@ def load_rest(folder: Path, trust: bool = False) -> tuple[dict[str, Any], dict[s
     return _load(folder / TRAINER_STATE, trust)
 
 
-def load_own(folder: Path, trust: bool = False) -> tuple[dict[str, Any] | None, dict[str, str]]:
-    """Read what this rank has written, and which keys of it are missing.
+def load_own(folder: Path, rank: int, trust: bool = False) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    """Read what `rank` has written, and which keys of it are missing.
 
     None: another number of ranks wrote the checkpoint.
     """
     manifest = json.loads((folder / MANIFEST).read_text())
     if manifest["ranks"] != dist.get_world_size():
         return None, {}
-    return _load(rank_state(folder, dist.get_rank()), trust)
+    return _load(rank_state(folder, rank), trust)
 
 
 def _load(path: Path, trust: bool) -> tuple[dict[str, Any], dict[str, str]]:

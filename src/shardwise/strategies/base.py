@@ -238,11 +238,10 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
         # Every rank built the model from the same random stream, but dropout must differ between ranks.
         consumed = 0 if self.train_loader is None else self.train_loader.consumed
         seed_streams(derived_seed(self.plan.seed, "training", self._stream_rank, *([consumed] if consumed else [])))
-        saved = self.state.of_rank
-        if saved is not None:
-            set_random_state(saved, self.root_device)
+        if (streams := self._saved_streams()) is not None:
+            set_random_state(streams, self.root_device)
         if self.train_loader is not None:
-            self.train_loader.go_on_from((saved or {}).get("stream"))
+            self.train_loader.go_on_from((self.state.of_rank or {}).get("stream"))
         if self.plan.checkpoint.saves:
             check_one_owner(self.optimizers, self.module_name)
         if not self.module.automatic_optimization:

@@ -18,6 +18,7 @@ class CheckpointHooks(Strategy):
     """Implements the checkpoint hooks of every strategy."""
 
     state: TrainState  # collects and restores what is in a checkpoint
+    resumed_from: Path
 
     def file_group(self) -> dist.ProcessGroup | None:
         """The group of all hosts for work on files."""
@@ -31,7 +32,8 @@ class CheckpointHooks(Strategy):
             raise OSError(f"{filepath} could not be written: {error}") from None
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return self.state.load(Path(checkpoint_path))
+        self.resumed_from = Path(checkpoint_path)
+        return self.state.load(self.resumed_from)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

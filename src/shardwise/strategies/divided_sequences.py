@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from shardwise.accelerator import exact_dtype
+from shardwise.checkpoint.train_state import TrainState
+from shardwise.checkpoint.verify import load_own
 from shardwise.data.loaders import TrainLoader
 from shardwise.distributed.collectives import largest_over, sum_over
 from shardwise.distributed.mesh import Mesh
@@ -41,6 +44,8 @@ class DividedSequences:
     window: AccumulationWindow
     module: Any
     global_rank: int
+    state: TrainState
+    resumed_from: Path
     at_teardown: Callable[[Callable[[], Any]], None]
     root_device: Any
     train_loader: TrainLoader | None
@@ -94,6 +99,14 @@ class DividedSequences:
         """The rank whose random streams this one has. Dropout must differ between ranks that compute other numbers."""
         groups = self.plan.topology.groups(self._draws_alike)
         return next(ranks[0] for ranks in groups if self.global_rank in ranks)
+
+    def _saved_streams(self) -> dict[str, Any] | None:
+        """Where these streams stood in the resumed checkpoint: in its layout this rank may have had others."""
+        if self.state.of_rank is None:
+            return None
+        with self.state.loading():
+            streams, _ = load_own(self.resumed_from, self._stream_rank, self.plan.trust)
+        return streams
 
     def _cut(self, batch: Any) -> Any:
         """This rank's part of a batch of whole sequences."""
