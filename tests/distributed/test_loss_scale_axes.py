@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch.distributed.tensor import DTensor
 
 from shardwise.distributed.dtensor import local_part
 from shardwise.run_dir.files import checkpoint_path
@@ -37,7 +38,7 @@ class Overflows(Callback):
         self.window = batch_idx // MICRO_BATCHES + 1
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        gradients = [local_part(p.grad) for p in pl_module.parameters() if p.grad is not None]
+        gradients = [local_part(p.grad) for p in pl_module.parameters() if isinstance(p.grad, DTensor)]  # of this stage
         if self.window == WINDOW and trainer.global_rank == self.rank and gradients:
             gradients[0].view(-1)[0] = torch.inf
 

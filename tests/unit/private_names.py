@@ -111,7 +111,7 @@ USED = {
     "strategies/base.py": "_forward_redirection",
     "strategies/ddp.py": "_compute_bucket_assignment_by_size _ddp_kwargs _setup_model",
     "strategies/fsdp.py": (
-        "_device_mesh _fsdp_param _fsdp_param_group _fully_shard _get_fsdp_state _lazy_init "
+        "_device_mesh _fsdp_param _fsdp_param_group _fully_shard _get_fsdp_state _get_total_norm _lazy_init "
         "_module_info _parameters _setup_distributed _unsharded_param"
     ),
     "strategies/pipelined.py": "_get_fsdp_state _lazy_init",
@@ -364,6 +364,10 @@ NAMES = {
     ),
     "_step_supports_amp_scaling": name(
         "torch.optim.adam torch.optim.sgd", "whether the optimizer reads found_inf on the device"
+    ),
+    "_get_total_norm": name(
+        "torch.nn.utils.clip_grad",
+        "clip_grad_norm_ takes its norm from there: wrong over a tensor axis",
     ),
     "_growth_tracker": name("torch.amp.GradScaler", "part of a GradScaler's state_dict"),
     "_per_optimizer_states": name(

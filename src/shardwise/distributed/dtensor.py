@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -23,3 +28,37 @@ def shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
 def whole_tensor(tensor: Tensor) -> Tensor:
     """Gather a DTensor; any other tensor is returned as it is. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+# They make numbers of Python's out of a tensor. torch does it with this rank's part of a DTensor, or fails.
+_READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__array__", "__format__")
+
+
+@contextmanager
+def reading_whole(whole: Callable[[DTensor], Tensor] = DTensor.full_tensor) -> Iterator[None]:
+    """Inside, numbers of Python's, and what `torch.tensor` makes of a list, are those of whole DTensors.
+
+    `whole` gathers one, and is collective: every rank reads the same.
+    """
+
+    def reading(name: str) -> Callable[..., Any]:
+        return lambda tensor, *args, **kwargs: getattr(whole(tensor), name)(*args, **kwargs)
+
+    def numbers(data: Any) -> Any:
+        if isinstance(data, (list, tuple)):
+            return [numbers(one) for one in data]
+        return whole(data) if isinstance(data, DTensor) else data
+
+    make, before = torch.tensor, {name: vars(DTensor).get(name) for name in _READS}
+    for name in _READS:
+        setattr(DTensor, name, reading(name))
+    setattr(torch, "tensor", lambda data, *args, **kwargs: make(numbers(data), *args, **kwargs))  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(torch, "tensor", make)  # noqa: B010
+        for name, method in before.items():
+            if method is None:
+                delattr(DTensor, name)
+            else:
+                setattr(DTensor, name, method)

@@ -8,8 +8,7 @@ hooks that it implements differently.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -186,15 +185,6 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
         if begins_window:
             self.recorder.batch_arrived()
         return batch
-
-    @contextmanager
-    def whole_parameters(self, hook: str) -> Iterator[None]:
-        """Make all weights whole while a hook looks at them, as they are under ddp. Collective."""
-        yield
-
-    def around_hook(self, hook: str, *, looks: bool) -> AbstractContextManager[None]:
-        """What is put around a hook of the module or of a callback. `looks`: at weights, on one rank or another."""
-        return self.whole_parameters(hook) if looks else nullcontext()
 
     # Steps
 

@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.chunks import slice_of
 from shardwise.distributed.collectives import broadcast_from_rank_zero, sum_over
-from shardwise.distributed.dtensor import local_part
+from shardwise.distributed.dtensor import local_part, reading_whole
 from shardwise.errors import ConfigError
-from shardwise.lightning_internals.logged import take_logged_by
+from shardwise.lightning_internals.logged import LoggedValue, take_logged_by
 from shardwise.optim.optimizers import check_by_hand, check_of_parts, steps_on_shards
 from shardwise.parallel.parallelize import roots_of
 from shardwise.parallel.precision import dtype_of, mixed_precision_policy
@@ -40,6 +40,9 @@ from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.step_on_shards import step_on_shards
 from shardwise.strategies.whole_weights import InnerBackwards, explain, show_outputs
 from shardwise.weights.initialize import Materializer
+
+LOOK_AT_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad",
+                     "configure_gradient_clipping")  # fmt: skip
 
 
 class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
@@ -61,6 +64,33 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         return {"num_replicas": replicas, "rank": self.mesh.data_rank(self.global_rank)}
 
     hides_weights = True
+
+    def around_hook(self, hook: str, *, looks: bool) -> AbstractContextManager[None]:
+        if hook not in LOOK_AT_GRADIENTS:
+            return super().around_hook(hook, looks=looks)
+        return reading_whole() if self.sharded.tensor_parallel is None else self._refuse_norms(hook)
+
+    @contextmanager
+    def _refuse_norms(self, hook: str) -> Iterator[None]:
+        """A rank of a tensor axis has parts of some gradients: what is computed of them differs between ranks."""
+
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise self._refusal(hook)
+
+        with reading_whole(refuse), patch.object(torch.nn.utils.clip_grad, "_get_total_norm", refuse):
+            yield
+
+    def _refusal(self, hook: str) -> ConfigError:
+        return ConfigError(
+            f"{hook} looks at numbers of gradients, of which each rank has a part under strategy.tensor_parallel_size: "
+            f"leave it out (train/gradient_norm is logged anyway, and self.clip_gradients clips by the whole norm), or "
+            f"use strategy.tensor_parallel_size=1"
+        )
+
+    def _take_logged(self, logged: LoggedValue) -> Any:
+        if self.sharded.tensor_parallel is not None and isinstance(logged.value, DTensor):
+            raise self._refusal(logged.hook)
+        return super()._take_logged(logged)
 
     @contextmanager
     def whole_parameters(self, hook: str) -> Iterator[None]:

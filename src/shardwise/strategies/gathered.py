@@ -31,6 +31,15 @@ class GatheringHooks(Strategy):
         """The group of all hosts, which agree on whether memory suffices."""
         raise NotImplementedError
 
+    @contextmanager
+    def whole_parameters(self, hook: str) -> Iterator[None]:
+        """Make all weights whole while a hook looks at them, as they are under ddp. Collective."""
+        yield
+
+    def around_hook(self, hook: str, *, looks: bool) -> AbstractContextManager[None]:
+        """What is put around a hook of the module or of a callback. `looks`: at weights, on one rank or another."""
+        return self.whole_parameters(hook) if looks else nullcontext()
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not accelerator.can_exchange(self.plan.accelerator):
             return tensor

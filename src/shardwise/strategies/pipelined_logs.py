@@ -17,11 +17,9 @@ from shardwise.lightning_internals.logged import LoggedValue
 from shardwise.lightning_internals.results import step_logging
 from shardwise.parallel.pipeline.absent import is_absent, refusal_of
 from shardwise.parallel.pipeline.stages import Stages
-from shardwise.strategies.fsdp import FsdpStrategy
+from shardwise.strategies.fsdp import LOOK_AT_GRADIENTS, FsdpStrategy
 
 _ONE = "use strategy.pipeline_parallel_size=1"
-_LOOK_AT_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad",
-                      "configure_gradient_clipping")  # fmt: skip
 _LOOK_AT_RESULTS = [f"on_{stage}_{when}" for stage in ("validation", "test") for when in ("batch_end", "epoch_end")]
 
 
@@ -97,10 +95,15 @@ class PipelinedLogs(FsdpStrategy):
             ) from error
 
     def around_hook(self, hook: str, *, looks: bool) -> AbstractContextManager[None]:
-        if hook in _LOOK_AT_GRADIENTS:
-            return self.stages.shown()
         around = super().around_hook(hook, looks=looks)
+        if hook in LOOK_AT_GRADIENTS:
+            return self._showing_weights(around)
         return around if hook not in _LOOK_AT_RESULTS or self._is_last else self._explaining_results(hook, around)
+
+    @contextmanager
+    def _showing_weights(self, around: AbstractContextManager[None]) -> Iterator[None]:
+        with self.stages.shown(), around:
+            yield
 
     @contextmanager
     def _explaining_results(self, hook: str, around: AbstractContextManager[None]) -> Iterator[None]:

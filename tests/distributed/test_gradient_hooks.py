@@ -1,0 +1,31 @@
+"""Numbers that hooks read of gradients are those of one process, although ranks hold parts of them; or one message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.gradient_hooks import run
+from tests.harness.processes import spawn
+
+TENSOR = ["strategy.tensor_parallel_size=2"]
+
+
+@pytest.mark.parametrize("module", ["Reads", "Clips"])
+def test_what_is_read_is_of_whole_gradients(tmp_path: Path, module: str) -> None:
+    expected = spawn(1, run, tmp_path / "one", module, ["strategy=ddp", "devices=1"])[0]
+    found = spawn(2, run, tmp_path / "two", module, [])[0]
+    assert expected and found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(values, rel=1e-6), name
+
+
+@pytest.mark.parametrize("module", ["DividedReads", "DividedLogs", "DividedClips"])
+def test_parts_of_a_tensor_axis_are_not_read(tmp_path: Path, module: str) -> None:
+    with pytest.raises(AssertionError, match="looks at numbers of gradients, of which each rank has a part under"):
+        spawn(2, run, tmp_path, module, TENSOR)
+
+
+def test_parts_of_a_tensor_axis_may_be_changed(tmp_path: Path) -> None:
+    spawn(2, run, tmp_path, "DividedChanges", TENSOR)

@@ -1,0 +1,105 @@
+"""Modules whose hooks read numbers of gradients, as their authors would write them."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+
+from shardwise.config.compose import compose
+from shardwise.plan import Host, make_plan
+from tests.harness.cells import fit
+from tests.harness.pipelines import SIZE, Stack, stack_argv
+
+
+def run(folder: Path, module: str, words: Sequence[str]) -> dict[str, list[float]]:
+    """In each rank: two steps of a module of this file. Gives what it has logged, on rank 0."""
+    stack = stack_argv(folder, f"{__name__}.{module}", "tests.harness.pipeline_logs.Rows")
+    argv = [word for word in stack if word not in SIZE]
+    argv += ["precision=fp64", "max_steps=2", "log_every_n_steps=1", *words]
+    (folder / "run").mkdir(parents=True, exist_ok=True)
+    fit(make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0)))
+    if os.environ["RANK"] != "0":
+        return {}
+    rows = list(csv.DictReader((folder / "run" / "metrics.csv").open()))
+    return {name: [float(row[name]) for row in rows] for name in rows[0] if name.startswith(("own/", "grad_"))}
+
+
+class Reads(Stack):
+    """In every way that one finds in modules."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        first = gradients[0]
+        total = sum(g.detach().data.norm(2).item() ** 2 for g in gradients) ** 0.5
+        self.log_dict({
+            "own/total": total, "own/float": float(first.norm()), "own/tensor": first.norm(),
+            "own/text": float(f"{first.norm():.6f}"), "own/list": sum(first.flatten().tolist()),
+            "own/numpy": float(first.numpy().sum()), "own/stack": torch.stack([g.norm() for g in gradients]).norm(),
+            "own/new": torch.tensor([g.norm() for g in gradients]).norm(),
+            "own/large": 1.0 if first.norm() > 0.5 else 0.0,
+        })  # fmt: skip
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+class Clips(Stack):
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        self.log("own/norm", float(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)))
+
+
+class Divided(LightningModule):
+    """Of which ranks of a tensor axis have parts."""
+
+    tensor_parallel_layers: ClassVar[dict[str, str]] = {
+        "embedding": "embedding", "body": "gather", "body.0": "column", "body.2": "row", "head": "head",
+    }  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(40, 8), nn.Linear(8, 40)
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        tokens = (batch.float() * 10).long() % 40
+        logits = self.head(self.body(self.embedding(tokens)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+class DividedReads(Divided):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("own/norm", self.head.weight.grad.norm().item())  # type: ignore[union-attr]
+
+
+class DividedLogs(Divided):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("own/norm", self.head.weight.grad.norm())  # type: ignore[union-attr]
+
+
+class DividedClips(Divided):
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
+class DividedChanges(Divided):
+    """What each number of a gradient becomes by itself is right, and so is Lightning's own clipping."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.clamp_(-0.01, 0.01)
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
