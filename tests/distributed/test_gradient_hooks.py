@@ -21,6 +21,11 @@ def test_what_is_read_is_of_whole_gradients(tmp_path: Path, module: str) -> None
         assert found[name] == pytest.approx(values, rel=1e-6), name
 
 
+def test_what_a_step_by_hand_reads_is_of_whole_gradients(tmp_path: Path) -> None:
+    expected, found = (spawn(2, run, tmp_path / name, "ByHand", [f"strategy={name}"])[0] for name in ("ddp", "fsdp"))
+    assert expected["own/total"] and found["own/total"] == pytest.approx(expected["own/total"], rel=1e-9)
+
+
 @pytest.mark.parametrize("module", ["DividedReads", "DividedLogs", "DividedClips"])
 def test_parts_of_a_tensor_axis_are_not_read(tmp_path: Path, module: str) -> None:
     with pytest.raises(AssertionError, match="looks at numbers of gradients, of which each rank has a part under"):

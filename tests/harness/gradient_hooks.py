@@ -56,6 +56,21 @@ class Clips(Stack):
         self.log("own/norm", float(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)))
 
 
+class ByHand(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.net(batch).square().mean())
+        squares = [p.grad.norm(2).item() ** 2 for p in self.parameters() if p.grad is not None]
+        self.log("own/total", sum(squares) ** 0.5)
+        optimizer.step()
+
+
 class Divided(LightningModule):
     """Of which ranks of a tensor axis have parts."""
 

@@ -36,7 +36,7 @@ _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__arra
 
 @contextmanager
 def reading_whole(whole: Callable[[DTensor], Tensor] = DTensor.full_tensor) -> Iterator[None]:
-    """Inside, numbers of Python's, and what `torch.tensor` makes of a list, are those of whole DTensors.
+    """Inside, numbers of Python's that are made out of DTensors are those of whole ones.
 
     `whole` gathers one, and is collective: every rank reads the same.
     """
@@ -44,21 +44,34 @@ def reading_whole(whole: Callable[[DTensor], Tensor] = DTensor.full_tensor) -> I
     def reading(name: str) -> Callable[..., Any]:
         return lambda tensor, *args, **kwargs: getattr(whole(tensor), name)(*args, **kwargs)
 
-    def numbers(data: Any) -> Any:
-        if isinstance(data, (list, tuple)):
-            return [numbers(one) for one in data]
-        return whole(data) if isinstance(data, DTensor) else data
-
-    make, before = torch.tensor, {name: vars(DTensor).get(name) for name in _READS}
+    before = {name: vars(DTensor).get(name) for name in _READS}
     for name in _READS:
         setattr(DTensor, name, reading(name))
-    setattr(torch, "tensor", lambda data, *args, **kwargs: make(numbers(data), *args, **kwargs))  # noqa: B010
     try:
         yield
     finally:
-        setattr(torch, "tensor", make)  # noqa: B010
         for name, method in before.items():
             if method is None:
                 delattr(DTensor, name)
             else:
                 setattr(DTensor, name, method)
+
+
+@contextmanager
+def listing_whole(whole: Callable[[DTensor], Tensor] = DTensor.full_tensor) -> Iterator[None]:
+    """Inside, what `torch.tensor` makes of a list of DTensors has the numbers of whole ones; otherwise torch fails.
+
+    Not around what is compiled: dynamo would see another `torch.tensor` each time.
+    """
+
+    def numbers(data: Any) -> Any:
+        if isinstance(data, (list, tuple)):
+            return [numbers(one) for one in data]
+        return whole(data) if isinstance(data, DTensor) else data
+
+    make = torch.tensor
+    setattr(torch, "tensor", lambda data, *args, **kwargs: make(numbers(data), *args, **kwargs))  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(torch, "tensor", make)  # noqa: B010

@@ -9,7 +9,7 @@ whose gradients are all-reduced once a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.chunks import slice_of
 from shardwise.distributed.collectives import broadcast_from_rank_zero, sum_over
-from shardwise.distributed.dtensor import local_part, reading_whole
+from shardwise.distributed.dtensor import listing_whole, local_part, reading_whole
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.logged import LoggedValue, take_logged_by
 from shardwise.optim.optimizers import check_by_hand, check_of_parts, steps_on_shards
@@ -68,7 +68,12 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     def around_hook(self, hook: str, *, looks: bool) -> AbstractContextManager[None]:
         if hook not in LOOK_AT_GRADIENTS:
             return super().around_hook(hook, looks=looks)
-        return reading_whole() if self.sharded.tensor_parallel is None else self._refuse_norms(hook)
+        return self._whole_numbers() if self.sharded.tensor_parallel is None else self._refuse_norms(hook)
+
+    @contextmanager
+    def _whole_numbers(self) -> Iterator[None]:
+        with reading_whole(), listing_whole():
+            yield
 
     @contextmanager
     def _refuse_norms(self, hook: str) -> Iterator[None]:
@@ -77,7 +82,11 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         def refuse(*_: Any, **__: Any) -> Any:
             raise self._refusal(hook)
 
-        with reading_whole(refuse), patch.object(torch.nn.utils.clip_grad, "_get_total_norm", refuse):
+        with (
+            reading_whole(refuse),
+            listing_whole(refuse),
+            patch.object(torch.nn.utils.clip_grad, "_get_total_norm", refuse),
+        ):
             yield
 
     def _refusal(self, hook: str) -> ConfigError:
@@ -247,7 +256,9 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             self.sharded.tensor_parallel.sum_gradients(dtype_of(self.plan.precision.reduce_dtype))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._explaining():
+        # A step that optimizes by hand has gradients to read.
+        reading = nullcontext() if self.module.automatic_optimization else reading_whole()
+        with self._explaining(), reading:
             return super().training_step(*args, **kwargs)
 
     @contextmanager
