@@ -1,4 +1,4 @@
-"""Numbers that hooks read of gradients are those of one process, although ranks hold parts of them; or one message."""
+"""What a module reads of gradients and weights is of whole ones, although ranks hold parts; or it gets one message."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.harness.processes import spawn
 TENSOR = ["strategy.tensor_parallel_size=2"]
 
 
-@pytest.mark.parametrize("module", ["Reads", "Clips"])
-def test_what_is_read_is_of_whole_gradients(tmp_path: Path, module: str) -> None:
+@pytest.mark.parametrize("module", ["Reads", "ReadsWeights", "Clips"])
+def test_what_is_read_is_of_whole_tensors(tmp_path: Path, module: str) -> None:
     expected = spawn(1, run, tmp_path / "one", module, ["strategy=ddp", "devices=1"])[0]
     found = spawn(2, run, tmp_path / "two", module, [])[0]
     assert expected and found.keys() == expected.keys()
@@ -26,9 +26,9 @@ def test_what_a_step_by_hand_reads_is_of_whole_gradients(tmp_path: Path) -> None
     assert expected["own/total"] and found["own/total"] == pytest.approx(expected["own/total"], rel=1e-9)
 
 
-@pytest.mark.parametrize("module", ["DividedReads", "DividedLogs", "DividedClips"])
+@pytest.mark.parametrize("module", ["DividedReads", "DividedReadsWeights", "DividedLogs", "DividedClips"])
 def test_parts_of_a_tensor_axis_are_not_read(tmp_path: Path, module: str) -> None:
-    with pytest.raises(AssertionError, match="looks at numbers of gradients, of which each rank has a part under"):
+    with pytest.raises(AssertionError, match="reads numbers of gradients or weights, of which each rank has a part"):
         spawn(2, run, tmp_path, module, TENSOR)
 
 

@@ -49,6 +49,21 @@ class Reads(Stack):
         self.log_dict(grad_norm(self, norm_type=2))
 
 
+class ReadsWeights(Stack):
+    """In the step, before and after the layers run; and in hooks that do not look at gradients."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        before = self.layers[1].linear.weight.norm().item()
+        loss = super().training_step(batch, batch_idx)
+        self.log_dict({"own/before": before, "own/after": self.layers[1].linear.weight.norm().item(),
+                       "own/bias": float(self.last.bias.detach().abs().max()),
+                       "own/large": 1.0 if self.first.weight.sum() > 0 else 0.0})  # fmt: skip
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.log("own/hook", sum(p.detach().square().sum().item() for p in self.parameters()))
+
+
 class Clips(Stack):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
@@ -97,6 +112,12 @@ class DividedReads(Divided):
 class DividedLogs(Divided):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log("own/norm", self.head.weight.grad.norm())  # type: ignore[union-attr]
+
+
+class DividedReadsWeights(Divided):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("own/norm", self.head.weight.norm().item())
+        return super().training_step(batch, batch_idx)
 
 
 class DividedClips(Divided):

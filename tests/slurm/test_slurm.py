@@ -22,6 +22,7 @@ from tests.slurm.conftest import TESTBED
 from tests.slurm.jobs import ROOT, Submitted, call
 
 STEPS = 200
+WARNED = 295  # seconds before a job's time is over
 WORDS = [
     "recipe=custom", "module._target_=subject.Subject", "data._target_=subject.Data",
     "+data.batch_size=${micro_batch_size}", "micro_batch_size=2", "global_batch_size=8", f"max_steps={STEPS}",
@@ -70,7 +71,10 @@ def requeue(job: Submitted) -> None:
 
 
 def time_limit(job: Submitted) -> None:
-    call("scontrol", "update", f"JobId={job.id}", "TimeLimit=1")
+    """Leaves the job four to five minutes, which is less than `WARNED`; a slow machine can save in them."""
+    passed = call("squeue", "--noheader", f"--jobs={job.id}", "--format=%M").split("-")[-1].split(":")
+    minutes = sum(int(number) * 60**power for power, number in enumerate(reversed(passed))) // 60
+    call("scontrol", "update", f"JobId={job.id}", f"TimeLimit={minutes + 5}")
     job.wait(lambda: job.state() == "PENDING", "the requeue of a job whose time is over")
     call("scontrol", "update", f"JobId={job.id}", "TimeLimit=60")
 
@@ -100,7 +104,7 @@ DISTURBED: dict[str, tuple[list[str], tuple[Callable[[Submitted], None], ...]]] 
 def disturb(home: Path, name: str) -> Submitted:
     options, faults = DISTURBED[name]
     job = Submitted(
-        home, ["--nodes=2", "--signal=USR2@55", *options], *WORDS, f"name={name}", "preflight=false", PAUSE="0.1"
+        home, ["--nodes=2", f"--signal=USR2@{WARNED}", *options], *WORDS, f"name={name}", "preflight=false", PAUSE="0.1"
     )
     for number, fault in enumerate(faults):
         job.wait(lambda at=STEPS * (number + 1) // 8: job.step() > at, f"the steps before {fault.__name__}")

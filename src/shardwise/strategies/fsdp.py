@@ -9,7 +9,7 @@ whose gradients are all-reduced once a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -68,19 +68,14 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     def around_hook(self, hook: str, *, looks: bool) -> AbstractContextManager[None]:
         if hook not in LOOK_AT_GRADIENTS:
             return super().around_hook(hook, looks=looks)
-        return self._whole_numbers() if self.sharded.tensor_parallel is None else self._refuse_norms(hook)
-
-    @contextmanager
-    def _whole_numbers(self) -> Iterator[None]:
-        with reading_whole(), listing_whole():
-            yield
+        return listing_whole() if self.sharded.tensor_parallel is None else self._refuse_norms(hook)
 
     @contextmanager
     def _refuse_norms(self, hook: str) -> Iterator[None]:
         """A rank of a tensor axis has parts of some gradients: what is computed of them differs between ranks."""
 
         def refuse(*_: Any, **__: Any) -> Any:
-            raise self._refusal(hook)
+            raise self._refusal(f"{hook} of {self.module_name}")
 
         with (
             reading_whole(refuse),
@@ -89,16 +84,28 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         ):
             yield
 
-    def _refusal(self, hook: str) -> ConfigError:
+    def _refusal(self, who: str) -> ConfigError:
         return ConfigError(
-            f"{hook} looks at numbers of gradients, of which each rank has a part under strategy.tensor_parallel_size: "
-            f"leave it out (train/gradient_norm is logged anyway, and self.clip_gradients clips by the whole norm), or "
-            f"use strategy.tensor_parallel_size=1"
+            f"{who} reads numbers of gradients or weights, of which each rank has a part under "
+            f"strategy.tensor_parallel_size: leave it out (train/gradient_norm is logged anyway, and "
+            f"self.clip_gradients clips by the whole norm), or use strategy.tensor_parallel_size=1"
         )
+
+    def _read_whole_numbers(self) -> None:
+        """From here to the end of the run, numbers that are read of weights and gradients are those of whole ones."""
+
+        def read(part: DTensor) -> Tensor:
+            if self.sharded.tensor_parallel is not None:
+                raise self._refusal(self.module_name)
+            return part.full_tensor()
+
+        reading = ExitStack()
+        reading.enter_context(reading_whole(read))
+        self.at_teardown(reading.close)
 
     def _take_logged(self, logged: LoggedValue) -> Any:
         if self.sharded.tensor_parallel is not None and isinstance(logged.value, DTensor):
-            raise self._refusal(logged.hook)
+            raise self._refusal(f"{logged.hook} of {self.module_name}")
         return super()._take_logged(logged)
 
     @contextmanager
@@ -132,6 +139,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        self._read_whole_numbers()
         if not self.plan.topology.is_data_parallel_only:
             take_logged_by(trainer, self._take_logged)
         self._shard()
@@ -256,9 +264,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             self.sharded.tensor_parallel.sum_gradients(dtype_of(self.plan.precision.reduce_dtype))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        # A step that optimizes by hand has gradients to read.
-        reading = nullcontext() if self.module.automatic_optimization else reading_whole()
-        with self._explaining(), reading:
+        with self._explaining():
             return super().training_step(*args, **kwargs)
 
     @contextmanager
