@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import os
 from collections.abc import Sequence
@@ -16,20 +17,22 @@ from torch import Tensor, nn
 from shardwise.config.compose import compose
 from shardwise.plan import Host, make_plan
 from tests.harness.cells import fit
-from tests.harness.pipelines import SIZE, Stack, stack_argv
+from tests.harness.pipelines import SIZE, Layer, Stack, stack_argv
 
 
 def run(folder: Path, module: str, words: Sequence[str]) -> dict[str, list[float]]:
     """In each rank: two steps of a module of this file. Gives what it has logged, on rank 0."""
     stack = stack_argv(folder, f"{__name__}.{module}", "tests.harness.pipeline_logs.Rows")
     argv = [word for word in stack if word not in SIZE]
-    argv += ["precision=fp64", "max_steps=2", "log_every_n_steps=1", *words]
+    argv += ["precision=fp64", "max_steps=2", "log_every_n_steps=1", "validate_every_n_steps=1", *words]
     (folder / "run").mkdir(parents=True, exist_ok=True)
     fit(make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0)))
     if os.environ["RANK"] != "0":
         return {}
     rows = list(csv.DictReader((folder / "run" / "metrics.csv").open()))
-    return {name: [float(row[name]) for row in rows] for name in rows[0] if name.startswith(("own/", "grad_"))}
+    return {
+        name: [float(row[name]) for row in rows if row[name]] for name in rows[0] if name.startswith(("own/", "grad_"))
+    }
 
 
 class Reads(Stack):
@@ -64,6 +67,28 @@ class ReadsWeights(Stack):
         self.log("own/hook", sum(p.detach().square().sum().item() for p in self.parameters()))
 
 
+class Evaluates(Stack):
+    """Runs layers in a hook that writes weights before and after."""
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        with torch.no_grad():
+            for turn in ("first", "second", "third"):
+                self.first.weight.mul_(1.1)
+                self.layers[1].linear.weight.data.mul_(0.9)
+                self.log(f"own/{turn}", self(batch).square().mean(), sync_dist=True)
+                self.log_dict(
+                    {
+                        f"own/{turn} weight": self.first.weight.norm(),
+                        f"own/{turn} weights": sum(float(p.square().sum()) for p in self.layers.parameters()),
+                    }
+                )
+            self.last.bias.add_(0.1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("own/loss", loss := super().training_step(batch, batch_idx))
+        return loss
+
+
 class Clips(Stack):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
@@ -72,18 +97,32 @@ class Clips(Stack):
 
 
 class ByHand(LightningModule):
+    """Its networks are in containers, one in another. Some layers repeat."""
+
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+        layers = nn.ModuleList(Layer() for _ in range(3))
+        self.nets = nn.ModuleDict({"first": nn.Linear(4, 6), "layers": layers, "last": nn.Linear(6, 2)})
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
-        self.manual_backward(self.net(batch).square().mean())
+        hidden = self.nets["first"](batch)
+        for layer in self.nets["layers"]:  # type: ignore[union-attr]
+            hidden = layer(hidden)
+        self.manual_backward(self.nets["last"](hidden).square().mean())
         squares = [p.grad.norm(2).item() ** 2 for p in self.parameters() if p.grad is not None]
         self.log("own/total", sum(squares) ** 0.5)
         optimizer.step()
+
+
+class ByHandWithLoose(ByHand):
+    """Owns parameters, in a container that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(4))])
 
 
 class Divided(LightningModule):
@@ -125,6 +164,48 @@ class DividedClips(Divided):
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
+class DividedKeeps(Divided):
+    """Keeps averages of whole weights, and validates with them."""
+
+    def on_fit_start(self) -> None:
+        self.kept = [p.detach().clone() for p in self.parameters()]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("own/kept", sum(float(kept.square().sum()) for kept in self.kept))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for mine, p in zip(self.kept, self.parameters(), strict=True):
+            mine.lerp_(p.detach(), 0.3)
+
+    def on_validation_start(self) -> None:
+        for i, p in enumerate(self.parameters()):
+            average, self.kept[i] = self.kept[i], p.detach().clone()
+            p.data.copy_(average)
+
+    on_validation_end = on_validation_start
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("own/loss", super().training_step(batch, batch_idx), sync_dist=True)
+
+
+class DividedRuns(Divided):
+    """Runs layers in a hook that looks at weights."""
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("own/norm", self.head.weight.detach().norm())
+        with torch.no_grad():
+            self.log("own/before", self.training_step(batch, batch_idx))
+            self.head.weight.mul_(1.1)
+            self.log("own/written", self.training_step(batch, batch_idx))
+        self.log("own/after", self.head.weight.detach().norm())
+
+
+class Copies(Stack):
+    def on_fit_start(self) -> None:
+        self.copy = [copy.deepcopy(self.layers)]
 
 
 class DividedChanges(Divided):

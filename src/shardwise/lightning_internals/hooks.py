@@ -7,7 +7,8 @@ steps slower.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -120,26 +121,38 @@ def _call(trainer: Any, callbacks: list[Callback], hook_name: str, *args: Any, *
     module = trainer.lightning_module
     before, module.__dict__["_current_fx_name"] = module._current_fx_name, hook_name
     for callback in callbacks:
-        with _weights_for(trainer, callback, hook_name):
+        with _around(trainer, callback, hook_name):
             getattr(callback, hook_name)(trainer, module, *args, **kwargs)
     module.__dict__["_current_fx_name"] = before
 
 
-def _weights_for(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[Any]:
-    """What a strategy that hides weights puts around a hook: it makes them whole if the hook looks at them."""
-    known = getattr(trainer, "_looking_hooks", None)
-    if known is None or not trainer.strategy.hides_weights:
+def _around(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[Any]:
+    """What is put around a hook: it may look at weights that a strategy hides, and run layers in low precision."""
+    if getattr(trainer, "_looking_hooks", None) is None:
         return nullcontext()
-    key = id(host), hook_name
+    strategy: Any = trainer.strategy
+    around: AbstractContextManager[Any] = nullcontext()
+    if strategy.hides_weights:
+        around = strategy.around_hook(hook_name, looks=_looks(trainer, host, hook_name))
+    if strategy.layers_in_hooks is None or type(host).__module__.startswith("shardwise.") or not may_look(hook_name):
+        return around
+    return _both(around, strategy.layers_in_hooks.found())
+
+
+@contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+def _looks(trainer: Any, host: Any, hook_name: str) -> bool:
+    """Whether the hook looks at weights, on one rank or another. The first call of each is collective."""
+    known, key = trainer._looking_hooks, (id(host), hook_name)
     if key not in known:
-        looks = may_look(hook_name)
-        if looks:
-            looks = trainer.strategy.reduce_boolean_decision(
-                looks_at_weights(host, hook_name, trainer.lightning_module), all=False
-            )
-        known[key] = looks
-    found: AbstractContextManager[Any] = trainer.strategy.around_hook(hook_name, looks=known[key])
-    return found
+        known[key] = may_look(hook_name) and trainer.strategy.reduce_boolean_decision(
+            looks_at_weights(host, hook_name, trainer.lightning_module), all=False
+        )
+    return bool(known[key])
 
 
 def _is_fast(trainer: Any) -> bool:
@@ -155,14 +168,14 @@ def _has(module: LightningModule, hook_name: str) -> bool:
 def _module_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
     if hook_name == _END and hasattr(trainer, "_callbacks_with"):
         if hook_name not in trainer._idle_hooks:
-            with _weights_for(trainer, trainer.lightning_module, hook_name):
+            with _around(trainer, trainer.lightning_module, hook_name):
                 _named(trainer.lightning_module, hook_name, trainer.lightning_module, *args, **kwargs)
         _call(trainer, _having(trainer, hook_name)[1], hook_name, *args, **kwargs)
         return None
     if hook_name in getattr(trainer, "_idle_hooks", ()):
         return None
     module = trainer.lightning_module
-    with _weights_for(trainer, module, hook_name) if "pl_module" not in kwargs else nullcontext():
+    with _around(trainer, module, hook_name) if "pl_module" not in kwargs else nullcontext():
         if not _is_fast(trainer) or "pl_module" in kwargs:
             output = _original_module_hook(trainer, hook_name, *args, **kwargs)
         else:

@@ -52,8 +52,14 @@ def linear_cross_entropy(
         A scalar, in fp32 or in the dtype of `hidden` if that is wider.
 
     Raises:
-        ConfigError: "fused" cannot run here, or a gradient of "chunked" or "fused" is differentiated.
+        ConfigError: "fused" cannot run here, or a gradient of "chunked" or "fused" is differentiated, or `weight` has
+            other tokens than `part`.
     """
+    if part is not None and len(weight) != part.tokens:
+        raise ConfigError(
+            f"linear_cross_entropy: the weight has {len(weight)} tokens, and this rank's part of the vocabulary "
+            f"{part.tokens}: in a hook that looks at weights they are whole; compute the loss in a step"
+        )
     hidden = hidden if part is None else part.whole_sequence(hidden)
     if loss == "full":
         logits = F.linear(hidden, weight)

@@ -30,15 +30,19 @@ class VocabularyPart:
         return share_of(self.whole, self.peers.size, self.peers.rank)[0]
 
     @property
+    def tokens(self) -> int:
+        """How many tokens this rank has."""
+        return share_of(self.whole, self.peers.size, self.peers.rank)[1]
+
+    @property
     def most(self) -> int:
         """The tokens of a rank, at most: ranks that each have their own number must agree on sizes by it."""
         return share_of(self.whole, self.peers.size, 0)[1]
 
     def own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Which tokens are this rank's, and their rows in its part; 0 for others."""
-        start, many = share_of(self.whole, self.peers.size, self.peers.rank)
-        mine = (tokens >= start) & (tokens < start + many)
-        return mine, torch.where(mine, tokens - start, 0)
+        mine = (tokens >= self.start) & (tokens < self.start + self.tokens)
+        return mine, torch.where(mine, tokens - self.start, 0)
 
     def whole_sequence(self, hidden: Tensor) -> Tensor:
         """The hidden states of the whole sequence, [..., T, D], of this rank's part."""

@@ -111,11 +111,24 @@ def find_float8(module: nn.Module, plan: Plan, divided: dict[str, str]) -> Float
 
 
 def roots_of(module: LightningModule) -> list[nn.Module]:
-    """The modules that own the parameters outside units: the module itself, or its children if it optimizes by hand.
+    """The modules that own the parameters outside units: the module itself, or its networks if it optimizes by hand.
 
     Such a module updates weights within its training_step, so each of its networks must read its weights at each call.
+    A child without a forward of its own, such as an nn.ModuleList, is never called: its networks are its children.
     """
-    return [module] if module.automatic_optimization else list(module.children())
+    return [module] if module.automatic_optimization else _networks(module)
+
+
+def _networks(module: nn.Module) -> list[nn.Module]:
+    networks: dict[nn.Module, None] = {}
+    for child in module.children():
+        networks |= dict.fromkeys([child] if is_called(child) else _networks(child))
+    return list(networks)
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether `module` has a forward of its own."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def copy_outside_units(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,6 +52,10 @@ class StepForward:
         self.module.__dict__["_planned_step"] = inside
         return self.redirect(root, self.module, "_planned_step", *args, **kwargs)
 
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        return dtype_of(self.plan.precision.compute_dtype)
+
     def _compiled(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
         step = compiled(training_step, self.plan.compile)
         if not self.plan.compile.cudagraphs:
@@ -62,10 +67,16 @@ class StepForward:
         method: Callable[..., Any] = getattr(self.module, name)
         if not self.outside_units:
             return method
-        dtype = dtype_of(self.plan.precision.compute_dtype)
+        dtype = self._compute_dtype
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with cast_parameters(self.outside_units, dtype):
                 return method(*args, **kwargs)
 
         return run
+
+    @contextmanager
+    def as_in_steps(self) -> Iterator[None]:
+        """Inside, layers that run outside of a step compute as they do within one."""
+        with self.precision.forward_context(), cast_parameters(self.outside_units, self._compute_dtype):
+            yield

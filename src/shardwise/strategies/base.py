@@ -58,8 +58,6 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
     """The hooks that are the same under every strategy. Each strategy mixes them into one of Lightning's."""
 
     runs_inside_forward = True  # whether a step must run inside the forward of the wrapped module
-    # Outside a forward weights are sharded, or a hook's writes into them may be lost.
-    hides_weights = False
     scales_by_gradient = True  # whether the backward pass may start from another gradient than 1
     train_loader: TrainLoader | None = None
     sharded: DTensorState  # finds parameters and optimizer state
@@ -107,6 +105,7 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
         self.step_forward = StepForward(
             module, self.plan, self.planned_precision, self._outside_units, self._forward_redirection
         )
+        self._prepare_hooks(module)
         if self.plan.precision.loss_scaling:
             step_schedules_unless(module, lambda: self.verdict.skipped_by_scaler)
 

@@ -1,7 +1,8 @@
-"""Which parameters shardwise copies in low precision, and which are cast to fp8 instead."""
+"""Which parameters shardwise copies in low precision, and which are cast to fp8 instead, also in hooks."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule
@@ -9,8 +10,11 @@ from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 from shardwise.parallel.parallelize import prepare_float8
+from shardwise.parallel.precision import dtype_of
 from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.plan import Plan
+from shardwise.step.forward import StepForward
+from shardwise.step.layers_in_hooks import LayersInHooks
 from shardwise.step.window import AccumulationWindow
 
 if TYPE_CHECKING:  # needs torchao
@@ -22,6 +26,10 @@ class CopiedParameters(Strategy):
 
     plan: Plan
     window: AccumulationWindow
+    step_forward: StepForward
+    # Outside a forward weights are sharded, or a hook's writes into them may be lost.
+    hides_weights = False
+    layers_in_hooks: LayersInHooks | None = None  # in low precision
     float8: Float8Layers | None = None  # the layers that multiply in fp8
 
     def _keeps_whole(self, parameter: nn.Parameter) -> bool:
@@ -38,6 +46,17 @@ class CopiedParameters(Strategy):
         if self.float8 is not None and self.is_global_zero:
             slow = self.plan.compile.name == "none" and self.plan.accelerator == "cuda"
             print(f"{self.float8}{'; slow without compile=layer or model' if slow else ''}", flush=True)
+
+    def _prepare_hooks(self, module: LightningModule) -> None:
+        """Let layers that hooks run compute as in a step."""
+        if self.plan.precision.is_low:
+            dtype = dtype_of(self.plan.precision.parameter_dtype)
+            self.layers_in_hooks = LayersInHooks(module, self._as_in_steps, dtype)
+
+    def _as_in_steps(self) -> AbstractContextManager[None]:
+        if self.hides_weights:  # then every rank runs the layers that one of them runs
+            self._refresh_float8()
+        return self.step_forward.as_in_steps()
 
     def _weights_may_be_new(self, name: str) -> bool:
         """Whether the step `name` may see weights that the one before has not seen."""

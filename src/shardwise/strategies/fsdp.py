@@ -8,7 +8,7 @@ whose gradients are all-reduced once a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -20,13 +20,11 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.chunks import slice_of
 from shardwise.distributed.collectives import broadcast_from_rank_zero, sum_over
-from shardwise.distributed.dtensor import listing_whole, local_part, reading_whole
+from shardwise.distributed.dtensor import listing_whole, reading_whole
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.logged import LoggedValue, take_logged_by
 from shardwise.optim.optimizers import check_by_hand, check_of_parts, steps_on_shards
@@ -38,6 +36,7 @@ from shardwise.strategies import fsdp_gathering
 from shardwise.strategies.base import PlannedStrategy
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.step_on_shards import step_on_shards
+from shardwise.strategies.whole_in_hooks import whole_in_place_of_shards
 from shardwise.strategies.whole_weights import InnerBackwards, explain, show_outputs
 from shardwise.weights.initialize import Materializer
 
@@ -111,30 +110,16 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     @contextmanager
     def whole_parameters(self, hook: str) -> Iterator[None]:
         """Gather the master weights. What the hook writes into them is copied into the shards afterwards."""
-        if self.sharded.tensor_parallel is not None:
-            raise ConfigError(
-                f"{hook} looks at the weights, of which each rank has a part under strategy.tensor_parallel_size: "
-                f"leave one of the two out"
-            )
-        layers = list(self.module.modules())
-        self._reshard()
-        owned: list[tuple[nn.Module, str, Any]] = [
-            (layer, name, p) for layer in layers for name, p in layer._parameters.items() if isinstance(p, DTensor)
-        ]
-        wholes: dict[int, Any] = {id(p): nn.Parameter(p.detach().full_tensor(), p.requires_grad) for _, _, p in owned}
-        for layer, name, p in owned:
-            layer._parameters[name] = wholes[id(p)]
         try:
-            with patch.object(FSDPParam, "reset_sharded_param", _unless_whole(FSDPParam.reset_sharded_param)):
+            with whole_in_place_of_shards(self.module, self.sharded):
                 yield
-        finally:
-            for layer, name, p in owned:
-                wholes[id(p)] = layer._parameters[name]  # the hook may have replaced it
-                layer._parameters[name] = p
-        for p in {id(p): p for _, _, p in owned}.values():  # all of them, since a write through p.data cannot be seen
-            for chunk in slice_of(p, local_part(p.detach())):
-                region = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.values.shape, strict=True))
-                chunk.values.copy_(wholes[id(p)].detach()[region])
+        except AssertionError as error:
+            if "does not support deepcopy" not in str(error):
+                raise
+            raise ConfigError(
+                f"{hook} of {self.module_name} or of a callback copies layers that {self.plan.strategy.name} shards: "
+                f"make the copy in __init__, and write the weights into it here, or use strategy=ddp"
+            ) from error
 
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
@@ -189,8 +174,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         self._materialize_rest(materializer)
         if divided is not None:
             divided.cut(module)
-        owned = [p for p in module.parameters(recurse=False) if not self._keeps_whole(p)]
-        if not module.automatic_optimization and owned:
+        within = {id(p) for root in roots_of(module) for p in root.parameters()}
+        if any(id(p) not in within and not self._keeps_whole(p) for p in module.parameters()):  # it optimizes by hand
             raise ConfigError(
                 f"{type(module).__name__} optimizes by hand and owns parameters itself: {self.plan.strategy.name} "
                 f"would go on with their old values within a step; move them into a layer, or use strategy=ddp"
@@ -210,11 +195,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             if isinstance(layer, nn.RNNBase):
                 layer.flatten_parameters = _do_not_flatten  # type: ignore[method-assign]
         if not module.automatic_optimization:
-            # When a layer first runs, FSDP2 notes the dtypes of its parameters that need gradients. It does so here,
-            # before an optimizer is toggled and some of them need none.
-            for root in roots_of(module):
-                if isinstance(root, FSDPModule):
-                    root._get_fsdp_state()._lazy_init()
+            self._begin_roots()  # before an optimizer is toggled and some parameters need no gradients
         if divided is not None:
             for parameter in divided.divided():
                 self.planned_precision.divide(parameter, self.mesh.group("tensor"))
@@ -222,6 +203,13 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             self.float8.gather(change_within_steps=not module.automatic_optimization)
         self._backwards = InnerBackwards(module, module.automatic_optimization)
         broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("stage"))
+        self._begin_roots()
+
+    def _begin_roots(self) -> None:
+        """Do what FSDP2 does when a root first runs. A layer that a hook runs before would be taken for a root."""
+        for root in roots_of(self.module):
+            if isinstance(root, FSDPModule):
+                root._get_fsdp_state()._lazy_init()
 
     def _divide_layers(self, module: LightningModule) -> TensorParallel | None:
         """Find out what tensor parallelism divides. Weights are cut when they are there."""
@@ -356,14 +344,3 @@ def _reduce_unused_as_zero(group: Any) -> None:
         post_backward(*args)
 
     group.post_backward = run
-
-
-def _unless_whole(reset: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Skip FSDP2's `reset` after `load_state_dict` while a hook sees whole weights in place of the shards."""
-
-    def run(parameter: Any) -> None:
-        info = parameter._module_info
-        if isinstance(getattr(info.module, info.param_name), DTensor):
-            reset(parameter)
-
-    return run

@@ -105,11 +105,12 @@ class PipelinedStrategy(PipelinedLogs):
 
     def _shard(self) -> None:
         super()._shard()
+        self._blocked = [layer for layer in self.module.modules() if isinstance(layer, FSDPModule)]
+
+    def _begin_roots(self) -> None:
         with self.stages.whole():
             pass  # the layers that stand in for others know the sharded weights now
-        root: Any = self.module
-        root._get_fsdp_state()._lazy_init()  # while the layers of all own stages are in the module
-        self._blocked = [layer for layer in self.module.modules() if isinstance(layer, FSDPModule)]
+        super()._begin_roots()  # while the layers of all own stages are in the module
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         with self.stages.whole():

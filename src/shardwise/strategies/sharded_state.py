@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.chunks import slice_of
+from shardwise.checkpoint.chunks import Chunk, slice_of
 from shardwise.checkpoint.state import ParameterShard, make_like, restore, shapes_of
 from shardwise.distributed.dtensor import local_part, whole_tensor
-from shardwise.parallel.tensor_parallel import TensorParallel
+from shardwise.parallel.tensor_parallel import Cut, TensorParallel
 from shardwise.protocols import state_maker_of
 
 
@@ -64,15 +64,16 @@ class DTensorState:
     def full_parameters(self) -> dict[str, Tensor]:
         """Gather the master weights on the CPU of every rank, for tests and small models. Collective."""
         self.reshard()
-        parts = {name: whole_tensor(p.detach()) for name, p in self.module.named_parameters()}
-        if self.tensor_parallel is not None:
-            parts = {name: self.tensor_parallel.whole(name, part) for name, part in parts.items()}
-        return {name: part.cpu().clone() for name, part in parts.items()}
+        return {name: self.whole(name, p.detach()).cpu().clone() for name, p in self.module.named_parameters()}
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """Gather a parameter of which `part` is this rank's. Collective."""
+        of_shards = whole_tensor(part)
+        return of_shards if self.tensor_parallel is None else self.tensor_parallel.whole(name, of_shards)
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the whole parameters and persistent buffers, by name."""
-        cuts = {} if self.tensor_parallel is None else self.tensor_parallel.cuts
-        return shapes_of(self.module) | {name: cut.shape for name, cut in cuts.items()}
+        return shapes_of(self.module) | {name: cut.shape for name, cut in self.cuts.items()}
 
     def begin_average(self) -> None:
         """Start the average of the weights with their present values, unless a checkpoint had an average."""
@@ -88,12 +89,20 @@ class DTensorState:
 
     def parameter_shards(self) -> Iterator[ParameterShard]:
         self.reshard()
-        cuts = {} if self.tensor_parallel is None else self.tensor_parallel.cuts
         for name, p in self.module.named_parameters():
-            shape, chunks = tuple(p.shape), partial(slice_of, p)
-            if (cut := cuts.get(name)) is not None:
-                shape, chunks = cut.shape, partial(slice_of, p, first=(cut.dim, cut.start))
-            yield ParameterShard(name, shape, local_part(p.detach()), chunks, p.requires_grad)
+            cut = self.cuts.get(name)
+            shape = tuple(p.shape) if cut is None else cut.shape
+            yield ParameterShard(name, shape, local_part(p.detach()), self.chunks_of(name, p), p.requires_grad)
+
+    def chunks_of(self, name: str, p: Tensor) -> Callable[[Tensor], list[Chunk]]:
+        """What finds where the elements of this rank's part of a parameter are in the whole one."""
+        cut = self.cuts.get(name)
+        return partial(slice_of, p) if cut is None else partial(slice_of, p, first=(cut.dim, cut.start))
+
+    @property
+    def cuts(self) -> dict[str, Cut]:
+        """The names of parameters of which each peer of a tensor axis has a part → this rank's part."""
+        return {} if self.tensor_parallel is None else self.tensor_parallel.cuts
 
     def optimizer_state(self, shard: ParameterShard) -> tuple[int, dict[str, Tensor]]:
         parameter, number = self._site(shard.name)

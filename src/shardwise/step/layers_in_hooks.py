@@ -1,0 +1,55 @@
+"""Lets layers that a hook runs compute as in a step: there autocast is on, and parameters have copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torchmetrics import Metric
+
+from shardwise.parallel.precision import cast_floating
+
+
+class LayersInHooks:
+    """Finds calls of `module` and of its layers, runs each inside `as_in_steps()`, and casts what it gives to `dtype`.
+
+    A layer without parameters and the networks of metrics compute in the precision of their inputs.
+    """
+
+    def __init__(
+        self, module: nn.Module, as_in_steps: Callable[[], AbstractContextManager[Any]], dtype: torch.dtype
+    ) -> None:
+        self.module, self.as_in_steps, self.dtype = module, as_in_steps, dtype
+
+    @contextmanager
+    def found(self) -> Iterator[None]:
+        """Put this around a hook."""
+        with ExitStack() as running, ExitStack() as looking:
+
+            def look() -> None:
+                looking.callback(register_module_forward_pre_hook(begin).remove)
+
+            def begin(layer: nn.Module, args: Any) -> None:
+                if layer in self._layers:
+                    looking.close()  # what the layer calls is within; and a graph that is compiled now knows no hook
+                    running.callback(layer.register_forward_hook(end, always_call=True).remove)
+                    running.enter_context(self.as_in_steps())
+
+            def end(layer: nn.Module, args: Any, output: Any) -> Any:
+                running.close()
+                look()
+                return cast_floating(output, self.dtype)
+
+            look()
+            yield
+
+    @cached_property
+    def _layers(self) -> set[nn.Module]:
+        layers = list(self.module.modules())
+        of_metrics = {part for metric in layers if isinstance(metric, Metric) for part in metric.modules()}
+        return {layer for layer in layers if layer not in of_metrics and any(True for _ in layer.parameters())}
