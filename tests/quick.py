@@ -40,7 +40,7 @@ RUNS: dict[str, list[str]] = {
     "manual optimization": ["test_by_hand.py"],
     "scalar parameters": ["test_scalars.py"],
     "Lightning's hooks": ["test_like_lightning.py::test_hooks_come_in_lightnings_order_and_as_often[1]"],
-    "numbers of gradients": ["test_gradient_hooks.py::test_what_is_read_is_of_whole_gradients[Reads]"],
+    "numbers of gradients": ["test_gradient_hooks.py::test_what_is_read_is_of_whole_tensors[Reads]"],
     "callbacks, early stop": ["test_callbacks.py::test_an_early_stop_is_told_and_its_count_survives_a_resume[fsdp]"],
     "attention kernels": ["test_attention.py"],
     "context parallelism": [

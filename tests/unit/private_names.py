@@ -111,10 +111,11 @@ USED = {
     "strategies/base.py": "_forward_redirection",
     "strategies/ddp.py": "_compute_bucket_assignment_by_size _ddp_kwargs _setup_model",
     "strategies/fsdp.py": (
-        "_device_mesh _fsdp_param _fsdp_param_group _fully_shard _get_fsdp_state _get_total_norm _lazy_init "
-        "_module_info _parameters _setup_distributed _unsharded_param"
+        "_device_mesh _fsdp_param_group _get_fsdp_state _get_total_norm _lazy_init _setup_distributed _unsharded_param"
     ),
-    "strategies/pipelined.py": "_get_fsdp_state _lazy_init",
+    "strategies/whole_in_hooks.py": (
+        "_fsdp_param _fsdp_param_group _fully_shard _module_info _parameters _setattr_on_modules _to_sharded"
+    ),
     "strategies/step_on_shards.py": "_local_tensor",
     "strategies/fsdp_gathering.py": "_fully_shard _get_fsdp_state _get_post_forward_mesh_info",
     "strategies/whole_weights.py": (
@@ -305,6 +306,12 @@ NAMES = {
         f"{STATE} {FSDP}._fsdp_param_group.FSDPParamGroup", "a backward pass within a step is not the step's last"
     ),
     "_unsharded_param": name(f"{FSDP}._fsdp_param.FSDPParam", "a weight that took no part has a zero gradient"),
+    "_setattr_on_modules": name(
+        f"{FSDP}._fsdp_param.FSDPParam", "whole weights that a hook sees stay there after layers ran"
+    ),
+    "_to_sharded": name(
+        f"{FSDP}._fsdp_param_group.FSDPParamGroup", "a root that runs in a hook gathers what the hook writes later"
+    ),
     "_module_info": name(f"{FSDP}._fsdp_param.FSDPParam", "whole weights that a hook sees are no shards"),
     # torch
     "_c10d_functional": name(
@@ -484,6 +491,18 @@ CALLED = {
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.post_backward": (
         "weights that took no part; backward passes within a step",
         "(self, *unused)",
+    ),
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.unshard": (
+        "what a hook has written is gathered",
+        "(self, async_op=False)",
+    ),
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.post_forward": (
+        "a root that runs in a hook gathers what the hook writes later",
+        "(self, module, input, output)",
+    ),
+    f"{FSDP}._fsdp_param.FSDPParam._setattr_on_modules": (
+        "whole weights that a hook sees stay there after layers ran",
+        "(self, param)",
     ),
     f"{FSDP}._fsdp_param.FSDPParam.reset_sharded_param": ("whole weights that a hook sees are no shards", "(self)"),
     "torch.nn.Module.register_parameter": ("parameters without memory", "(self, name, param)"),
