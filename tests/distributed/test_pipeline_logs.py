@@ -14,6 +14,7 @@ from tests.harness.processes import spawn
 OTHER = "what a layer of another stage gives or has, and this stage of the pipeline does not have these numbers"
 META = "computes with weights or buffers of a layer that is on another stage of the pipeline"
 REFUSALS = {
+    "ReadsOutputs": "on_train_batch_end of ReadsOutputs or of a callback finds no 'largest'",
     "LogsWeight": f"training_step logs 'own/weight', which comes from {OTHER}",
     "LogsBuffer": f"validation_step logs 'own/scale', which comes from {OTHER}",
     "ReadsBuffer": META,

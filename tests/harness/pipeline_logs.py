@@ -121,6 +121,15 @@ class LogsActivation(Apart):
         return loss
 
 
+class ReadsOutputs(Apart):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        outputs = self(batch)
+        return {"loss": outputs.square().mean(), "largest": outputs.detach().max()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("own/largest", outputs["largest"])
+
+
 class Validates(Apart):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("validation/loss", (self(batch) - self.noticed.mean()).square().mean(), sync_dist=True)

@@ -98,12 +98,27 @@ class PipelinedLogs(FsdpStrategy):
         around = super().around_hook(hook, looks=looks)
         if hook in LOOK_AT_GRADIENTS:
             return self._showing_weights(around)
+        if hook == "on_train_batch_end":
+            return self._explaining_outputs(around)
         return around if hook not in _LOOK_AT_RESULTS or self._is_last else self._explaining_results(hook, around)
 
     @contextmanager
     def _showing_weights(self, around: AbstractContextManager[None]) -> Iterator[None]:
         with self.stages.shown(), around:
             yield
+
+    @contextmanager
+    def _explaining_outputs(self, around: AbstractContextManager[None]) -> Iterator[None]:
+        """Say why what else training_step returns is not in the outputs that `on_train_batch_end` is given."""
+        try:
+            with around:
+                yield
+        except KeyError as error:
+            raise ConfigError(
+                f"on_train_batch_end of {self.module_name} or of a callback finds no {error}: in a pipeline the "
+                f"micro-batches of a step run together, when the last of them has come, and what training_step returns "
+                f"beside the loss is not kept; log it in training_step, or {_ONE}"
+            ) from error
 
     @contextmanager
     def _explaining_results(self, hook: str, around: AbstractContextManager[None]) -> Iterator[None]:
