@@ -130,6 +130,19 @@ class ReadsOutputs(Apart):
         self.log("own/largest", outputs["largest"])
 
 
+class LooksBackAtBuffer(Apart):
+    """Reads a buffer in front of the layers that it writes behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros((), dtype=torch.float64))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        outputs = self(batch + self.center)
+        self.center.lerp_(outputs.detach().mean(), 0.5)
+        return outputs.square().mean()
+
+
 class Validates(Apart):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("validation/loss", (self(batch) - self.noticed.mean()).square().mean(), sync_dist=True)
@@ -143,6 +156,21 @@ class ValidatesNumbers(Apart):
 class Tests(Apart):
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("test/loss", (self(batch) - self.noticed.mean()).square().mean(), sync_dist=True)
+
+
+class Centers(Apart):
+    """Has a buffer that it reads and writes behind the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros((), dtype=torch.float64))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        outputs = self(batch)
+        loss = (outputs - self.center).square().mean()
+        self.center = torch.lerp(self.center, outputs.detach().mean(), 0.5)
+        self.log_dict({"own/loss": loss, "own/center": self.center.clone()})
+        return loss
 
 
 class Measures(Apart):

@@ -116,6 +116,7 @@ USED = {
     "strategies/whole_in_hooks.py": (
         "_fsdp_param _fsdp_param_group _fully_shard _module_info _parameters _setattr_on_modules _to_sharded"
     ),
+    "strategies/pipelined_buffers.py": "_buffers _version",
     "strategies/step_on_shards.py": "_local_tensor",
     "strategies/fsdp_gathering.py": "_fully_shard _get_fsdp_state _get_post_forward_mesh_info",
     "strategies/whole_weights.py": (

@@ -33,6 +33,7 @@ from shardwise.plan import Plan
 from shardwise.plan.pipeline_schedule import make_schedule
 from shardwise.process.watchdog import progress
 from shardwise.step.pipeline_window import PipelineWindow, shapes_in
+from shardwise.strategies.pipelined_buffers import OwnBuffers
 from shardwise.strategies.pipelined_checks import check_module, checked_loss, one_tensor
 from shardwise.strategies.pipelined_logs import PipelinedLogs
 from shardwise.strategies.pipelined_state import PipelinedState
@@ -79,6 +80,7 @@ class PipelinedStrategy(PipelinedLogs):
             print(f"pipeline: {', '.join(map(str, split))} layers in its stages, in their order", flush=True)
         dtype = dtype_of(self.plan.precision.compute_dtype)
         self.stages = Stages(module, self.units, split, own, self.root_device, dtype)
+        self.own_buffers = OwnBuffers(module)
 
     def _make_sharded_state(self, module: LightningModule) -> DTensorState:
         group = self.mesh.group("pipeline")
@@ -167,9 +169,11 @@ class PipelinedStrategy(PipelinedLogs):
         self.window.go_to(micro_batch)
         self.streams.begin(self._step_name, self.module.trainer.global_step, micro_batch)
         with in_micro_batch(self.module.trainer, micro_batch, self.window.micro_batches, args[0]):
+            self.own_buffers.begin()
             output = self._run_stage(stage, received, args, kwargs)
         if stage < self.count - 1:
             return one_tensor(output, f"{self.module_name}.{self._step_name}")
+        self.own_buffers.check()
         loss = checked_loss(output, self.module_name, self.plan.strategy.name)
         return self.window.scale_loss_of(micro_batch, loss)
 
@@ -203,10 +207,14 @@ class PipelinedStrategy(PipelinedLogs):
         Strategy.backward(self, loss, self._optimizer, gradient=seed)
 
     def _run_stage(self, stage: int, received: Tensor | None, args: Any, kwargs: Any) -> Any:
-        step, receive = getattr(self.module, self._step_name), self.streams.enter_layers
+        step = getattr(self.module, self._step_name)
+
+        def receive() -> Tensor | None:
+            self.own_buffers.enter_layers()
+            return self.streams.enter_layers(stage, received)
 
         def run(*args: Any, **kwargs: Any) -> Any:  # inside the root's forward, so that FSDP2 sees what is handed over
-            return self.stages.run(stage, lambda: receive(stage, received), lambda: step(*args, **kwargs))
+            return self.stages.run(stage, receive, lambda: step(*args, **kwargs))
 
         self.module.__dict__["pipelined_step"] = run
         return self._run_step("pipelined_step", *args, **kwargs)
