@@ -13,6 +13,7 @@ from shardwise.nn.attention import kernels_that_ran
 from shardwise.parallel.context_parallel import ContextParallel
 from shardwise.plan.topology import Topology
 from shardwise.run_dir.files import checkpoint_path
+from tests.harness import context_example
 from tests.harness.cells import fit
 from tests.harness.context import BOUNDS, CLIP, Case, deviations, plan_of, run_cases
 from tests.harness.processes import spawn
@@ -140,3 +141,11 @@ def test_what_is_broken_on_purpose_is_seen(tmp_path: Path) -> None:
     for name, result in zip(breaks, found, strict=True):
         numbers = deviations(Case(2, "keys"), result)
         assert max(numbers.values()) > 1e-3, f"{name}: {numbers}"
+
+
+def test_the_example_of_recipes_readme(tmp_path: Path) -> None:
+    expected = spawn(1, context_example.run, tmp_path / "one", 1, [])[0]
+    for method in ("heads", "keys"):
+        words = ["strategy.context_parallel_size=2", f"strategy.context_parallel_method={method}"]
+        found = spawn(2, context_example.run, tmp_path / method, 2, words)[0]
+        assert len(found) == 3 and found == pytest.approx(expected, rel=1e-12), method

@@ -22,6 +22,7 @@ from shardwise.errors import NonFiniteError
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.rank import run_until_rolled_back
 from shardwise.step.spikes import robust_z, robust_z_of
+from tests.harness import gradient_hooks
 from tests.harness.cells import Capture, fit
 from tests.harness.commands import check, make_home, run
 from tests.harness.modules import Bare, Layer, samples
@@ -375,3 +376,11 @@ def test_exit_code_and_message(tmp_path: Path, devices: int) -> None:
     assert (home / "runs/a/checkpoints/step-00000002.ckpt").exists()
     went_on = check(run(home, *words, "resume=auto", "guard.on_nonfinite=skip"))
     assert "guard: step 3: the loss is not finite" in went_on.stdout
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_loss_that_is_not_a_number_with_gradients_that_are_finite(tmp_path: Path, strategy: str) -> None:
+    words = [f"strategy={strategy}", "global_batch_size=2", "devices=1"]
+    with pytest.raises(AssertionError, match="is nan and all gradients are finite, so the step was made"):
+        spawn(1, gradient_hooks.run, tmp_path / "stop", "Ignores", words)
+    spawn(1, gradient_hooks.run, tmp_path / "skip", "Ignores", [*words, "guard.on_nonfinite=skip"])

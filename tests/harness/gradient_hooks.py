@@ -89,6 +89,14 @@ class Evaluates(Stack):
         return loss
 
 
+class Ignores(Stack):
+    """No target of its second batch counts, so that the loss is not a number and its gradients are zero."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        targets = torch.full((len(batch),), -100 if batch_idx else 0)
+        return nn.functional.cross_entropy(self(batch), targets)
+
+
 class Clips(Stack):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None

@@ -135,7 +135,7 @@ class Guard(Callback):
             stops = (guard.on_nonfinite == "stop" and not on_purpose) or self.in_a_row > guard.max_in_a_row
             self._pass_over(trainer, step, kind, {"loss": loss, "gradient_norm": numbers.gradient_norm}, stops=stops)
         elif not math.isfinite(loss):
-            self._stop_by_hand(trainer, step, loss)
+            self._stop_after_step(trainer, step, loss)
         else:
             self.in_a_row = 0
             self._look_for_spike(trainer, step, loss)
@@ -189,18 +189,26 @@ class Guard(Callback):
             f"{more}; a smaller optimizer.lr, gradient_clip_val= or precision=bf16 may avoid them"
         )
 
-    def _stop_by_hand(self, trainer: Trainer, step: StepRecord, loss: float) -> None:
-        """Act on a loss that is not finite, from a module that optimizes by hand and may have stepped on it."""
+    def _stop_after_step(self, trainer: Trainer, step: StepRecord, loss: float) -> None:
+        """Act on a loss that is not finite after a step that was made: by hand, or since all gradients are finite."""
+        by_hand = not trainer.lightning_module.automatic_optimization
         stops = self.plan.guard.on_nonfinite == "stop"
         message = f"step {step.number}: the loss that training_step returned is {loss}"
         self._write_row(trainer, step, "non-finite loss", "stop" if stops else "none", {"loss": loss})
         if not stops:
-            self._print(trainer, f"{message}; the module optimizes by hand, and nothing could be passed over")
+            why = "the module optimizes by hand" if by_hand else "its gradients are finite"
+            self._print(trainer, f"{message}; {why}, and nothing could be passed over")
             return
         self.step_log.flush(trainer)
+        if by_hand:
+            raise NonFiniteError(
+                f"{message}, and the module, which optimizes by hand, may have changed its weights by it. resume=auto "
+                f"goes on from the last checkpoint; a smaller learning rate or precision=bf16 may avoid it"
+            )
         raise NonFiniteError(
-            f"{message}, and the module, which optimizes by hand, may have changed its weights by it. resume=auto goes "
-            f"on from the last checkpoint; a smaller learning rate or precision=bf16 may avoid it"
+            f"{message} and all gradients are finite, so the step was made: so it is with a batch in which no target "
+            f"counts. Let loss_weight(batch) say how many do, or leave such batches out; resume=auto goes on from the "
+            f"last checkpoint"
         )
 
     def _stop(self, trainer: Trainer, good: int) -> str:

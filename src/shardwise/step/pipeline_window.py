@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.parallel.pipeline.absent import pending
-from shardwise.step.window import AccumulationWindow
+from shardwise.step.window import AccumulationWindow, share_of_loss
 
 
 class PipelineWindow(AccumulationWindow):
@@ -50,8 +50,7 @@ class PipelineWindow(AccumulationWindow):
 
     def scale_loss_of(self, number: int, loss: Tensor) -> Tensor:
         """The loss to differentiate: the share of this micro-batch in the loss of the global batch."""
-        factor, loss = self._factors[number], loss / self.micro_batches
-        scaled = loss if factor is None else loss * factor.to(loss.dtype)
+        scaled = share_of_loss(loss / self.micro_batches, self._factors[number])
         self._found[number] = scaled.detach().reshape(())
         if len(self._found) == self.micro_batches:
             self.losses = [self._found[i] for i in range(self.micro_batches)]

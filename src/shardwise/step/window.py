@@ -47,7 +47,7 @@ class AccumulationWindow:
 
         `loss`: of `training_step`, divided by the number of micro-batches already: Lightning does that.
         """
-        scaled = loss if self._factor is None else loss * self._factor.to(loss.dtype)
+        scaled = share_of_loss(loss, self._factor)
         self.losses.append(scaled.detach().reshape(()))
         return scaled
 
@@ -62,6 +62,14 @@ class AccumulationWindow:
     def loss(self) -> Tensor:
         """The sum of the scaled losses of this rank's micro-batches."""
         return torch.stack(self.losses).sum() if len(self.losses) > 1 else self.losses[0]
+
+
+def share_of_loss(loss: Tensor, factor: Tensor | None) -> Tensor:
+    """The loss times its factor. What counts nothing is 0, whatever it is: a mean over no targets is NaN."""
+    if factor is None:
+        return loss
+    factor = factor.to(loss.dtype)
+    return torch.where(factor > 0, loss * factor, 0.0)
 
 
 def loss_of(output: Any) -> Any:
