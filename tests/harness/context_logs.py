@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from recipes.language_modeling.module import LanguageModel
@@ -42,7 +43,12 @@ class Logs(LanguageModel):
 
 
 class LogsBehind(Logs):
-    """Logs in a hook, too, which a pipeline refuses."""
+    """Logs in a hook, too, which a pipeline refuses, and runs the model there on a text as long as a rank's part."""
+
+    def on_validation_epoch_end(self) -> None:
+        text = torch.arange(8, device=self.device).unsqueeze(0)
+        self.log("own/text", self.model(text).square().sum())
+        self.log("own/weights", sum(p.detach().square().sum() for p in self.parameters()))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("own/behind", outputs["loss"])

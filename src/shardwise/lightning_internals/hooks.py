@@ -8,7 +8,7 @@ steps slower.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -134,14 +134,16 @@ def _around(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[A
     around: AbstractContextManager[Any] = nullcontext()
     if strategy.hides_weights:
         around = strategy.around_hook(hook_name, looks=_looks(trainer, host, hook_name))
-    if strategy.layers_in_hooks is None or type(host).__module__.startswith("shardwise.") or not may_look(hook_name):
-        return around
-    return _both(around, strategy.layers_in_hooks.found())
+    is_ours = type(host).__module__.startswith("shardwise.")
+    more = strategy.outside_steps() if may_look(hook_name) and not is_ours else []
+    return _all_of(around, *more) if more else around
 
 
 @contextmanager
-def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
-    with first, second:
+def _all_of(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         yield
 
 

@@ -6,7 +6,8 @@ the positions of other ranks, and nn/attention.py asks for it, so that a model k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -46,3 +47,14 @@ def use_sequence_parts(parts: SequenceParts | None) -> None:
     """Let attention of this process work on parts of sequences from now on; None: on whole ones again."""
     global _parts
     _parts = parts
+
+
+@contextmanager
+def whole_sequences() -> Iterator[None]:
+    """Inside, every rank computes whole sequences, such as a text that a hook gives to the model."""
+    parts = sequence_parts()
+    use_sequence_parts(None)
+    try:
+        yield
+    finally:
+        use_sequence_parts(parts)

@@ -29,7 +29,7 @@ class CopiedParameters(Strategy):
     step_forward: StepForward
     # Outside a forward weights are sharded, or a hook's writes into them may be lost.
     hides_weights = False
-    layers_in_hooks: LayersInHooks | None = None  # in low precision
+    layers_in_hooks: LayersInHooks | None
     float8: Float8Layers | None = None  # the layers that multiply in fp8
 
     def _keeps_whole(self, parameter: nn.Parameter) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.distributed.collectives import broadcast_from_rank_zero, sum_over
-from shardwise.distributed.dtensor import listing_whole, reading_whole
+from shardwise.distributed.dtensor import listing_whole, reading_whole, whole_tensor
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.logged import LoggedValue, take_logged_by
 from shardwise.optim.optimizers import check_by_hand, check_of_parts, steps_on_shards
@@ -105,7 +106,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     def _take_logged(self, logged: LoggedValue) -> Any:
         if self.sharded.tensor_parallel is not None and isinstance(logged.value, DTensor):
             raise self._refusal(f"{logged.hook} of {self.module_name}")
-        return super()._take_logged(logged)
+        return super()._take_logged(replace(logged, value=whole_tensor(logged.value)))
 
     @contextmanager
     def whole_parameters(self, hook: str) -> Iterator[None]:

@@ -16,7 +16,9 @@ from shardwise import accelerator
 from shardwise.data.agreement import smallest
 from shardwise.distributed.collectives import sum_over
 from shardwise.distributed.mesh import Mesh
+from shardwise.nn.sequence_parts import whole_sequences
 from shardwise.plan import Plan
+from shardwise.step.layers_in_hooks import LayersInHooks
 
 _SPARE = 0.1  # of all memory is left for what the forward passes need
 
@@ -26,6 +28,8 @@ class GatheringHooks(Strategy):
 
     plan: Plan
     mesh: Mesh
+    layers_in_hooks: LayersInHooks | None = None  # in low precision
+    context: Any = None  # how sequences are divided over ranks, if they are
 
     def file_group(self) -> dist.ProcessGroup | None:
         """The group of all hosts, which agree on whether memory suffices."""
@@ -39,6 +43,13 @@ class GatheringHooks(Strategy):
     def around_hook(self, hook: str, *, looks: bool) -> AbstractContextManager[None]:
         """What is put around a hook of the module or of a callback. `looks`: at weights, on one rank or another."""
         return self.whole_parameters(hook) if looks else nullcontext()
+
+    def outside_steps(self) -> list[AbstractContextManager[None]]:
+        """What is put around hooks of the module and of callbacks, in which layers may run on anything."""
+        return [
+            *([] if self.layers_in_hooks is None else [self.layers_in_hooks.found()]),
+            *([] if self.context is None else [whole_sequences()]),
+        ]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not accelerator.can_exchange(self.plan.accelerator):
