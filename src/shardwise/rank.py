@@ -127,6 +127,7 @@ def quiet_lightning() -> None:
     """Keep out of the log what the headline has said already, and advice that does not apply here."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.callbacks").setLevel(logging.INFO)  # the user has asked for these
     for message in (
         ".*does not have many workers.*",
         ".*isinstance.treespec, LeafSpec.*",

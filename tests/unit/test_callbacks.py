@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from shardwise.config.compose import compose
 from shardwise.config.lightning_callbacks import LIGHTNING, WORKS
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
+from shardwise.rank import quiet_lightning
 
 THEIRS = "lightning.pytorch.callbacks"
 STOP = [f"callbacks.stop._target_={THEIRS}.EarlyStopping", "callbacks.stop.monitor=validation/loss"]
@@ -77,3 +79,9 @@ def test_every_callback_of_lightnings_works_or_is_refused_by_name() -> None:
                 check_callbacks(made)
         elif name != "EarlyStopping":  # which needs an argument
             check_callbacks(made)
+
+
+def test_lightnings_callbacks_are_heard_and_its_advice_is_not() -> None:
+    quiet_lightning()
+    assert logging.getLogger("lightning.pytorch.callbacks.model_summary").isEnabledFor(logging.INFO)
+    assert not logging.getLogger("lightning.pytorch.utilities").isEnabledFor(logging.INFO)
