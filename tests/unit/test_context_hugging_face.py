@@ -100,6 +100,16 @@ def test_a_call_that_cannot_be_divided_is_refused(case: str, divided: Callable[.
         divided(made("Llama"))(**arguments)
 
 
+def test_a_model_inside_is_not_called_by_itself(divided: Callable[..., Any]) -> None:
+    model: Any = divided(made("Llama"))
+    for mask in (None, torch.ones_like(TOKENS)):
+        with pytest.raises(ConfigError, match="LlamaForCausalLM is not called itself, but a model inside it"):
+            model.model(input_ids=TOKENS, attention_mask=mask)
+    model(input_ids=TOKENS, labels=TOKENS)
+    with torch.no_grad():
+        model(input_ids=TOKENS)
+
+
 def test_nothing_but_the_loss_of_a_part_can_be_looked_at() -> None:
     output, loss = LossOfWhole(torch.ones(()), "a rule"), torch.ones(())
     assert output.loss == output["loss"] == output[0] == loss

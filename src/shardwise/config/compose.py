@@ -149,7 +149,9 @@ def _check_override(override: Override, groups: dict[str, list[str]]) -> None:
     if override.package is not None:
         raise ConfigError(f"{line}: a group has one place here; write {key}=…, without @{override.package}")
     if root not in groups and root not in _FIELDS:
-        near = did_you_mean(root, [*groups, *_FIELDS])
+        homes = [group for group in groups if any(root in OmegaConf.load(p) for p in (CONF / group).glob("*.yaml"))]
+        inside = f"; did you mean {' or '.join(f'{group}.{line}' for group in homes)}?"
+        near = inside if homes and not rest else did_you_mean(root, [*groups, *_FIELDS])
         raise ConfigError(f"{line}: there is no {root}{near}; --help lists what there is")
     if rest and root not in _FIELDS:
         raise ConfigError(f"{line}: {root} names a file and has no values of its own; {root} is one of "

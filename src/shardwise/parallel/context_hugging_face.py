@@ -76,6 +76,7 @@ class _Divided:
             )
         self._longest = same_rotary_positions(model.config.get_text_config())
         self._divides = True  # whether a call computes parts
+        self._is_called = False  # whether such a call is under way
         self._padding: Tensor | None = None  # the mask [B, T] that the user has given to the present call
         self._packed: tuple[Tensor, Tensor] | None = None  # its whole positions, and the number of each one's document
         self._whole, self._shifted, self._count = 0, torch.empty(0), torch.empty(0)
@@ -134,7 +135,11 @@ class _Divided:
         if "labels" not in given and "shift_labels" not in given and not torch.is_grad_enabled():
             with self._computing_whole():
                 return self._forward(*args, **kwargs)
-        output = self._forward(**self._part_of(given))
+        self._is_called = True
+        try:
+            output = self._forward(**self._part_of(given))
+        finally:
+            self._is_called = False
         if self._losses != 1:
             raise ConfigError(
                 f"{self.rule} computes its loss in another way than by its loss_function; leave "
@@ -224,6 +229,11 @@ class _Divided:
         if not self._divides:
             make = module.AttentionMaskInterface()[self._kernel]
             return make(**asked)  # type: ignore[no-any-return]
+        if not self._is_called:
+            raise ConfigError(
+                f"{self.rule} is not called itself, but a model inside it, whose results would be of a part of each "
+                f"sequence; call it with labels, or leave strategy.context_parallel_size out"
+            )
         if "allow_is_bidirectional_skip" in asked or asked["kv_length"] != self._whole:
             raise ConfigError(
                 f"{self.rule} asks for a mask that is not causal; leave strategy.context_parallel_size out"

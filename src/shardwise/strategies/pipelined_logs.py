@@ -91,7 +91,7 @@ class PipelinedLogs(FsdpStrategy):
                 raise
             raise ConfigError(
                 f"{hook} of {self.module_name} or of a callback computes with weights of all layers, and in a pipeline "
-                f"a rank has those of its own stage; {_ONE}"
+                f"a rank has those of its own stage; {_ONE}, or shardwise export for the weights of a checkpoint"
             ) from error
 
     def around_hook(self, hook: str, *, looks: bool) -> AbstractContextManager[None]:
