@@ -6,12 +6,9 @@ Every other file asks here whether it is there. recipes/README.md says the same 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
-
-from shardwise.errors import ConfigError
 
 
 class Module(Protocol):
@@ -165,29 +162,10 @@ class Logger(Protocol):
         """The run ends in the middle, at the wish of a signal, and may go on."""
 
 
-def loss_weight_of(module: Any) -> Callable[[Any], float] | None:
-    """`Module.loss_weight`, or None. A module that optimizes by hand weighs its micro-batches itself.
-
-    What is returned raises a ConfigError where the module gives no number from 0 on. A tensor of one element is one.
-    """
-    weigh = getattr(module, "loss_weight", None)
-    if weigh is None or not module.automatic_optimization:
-        return None
-
-    def number_of(batch: Any) -> float:
-        weight = weigh(batch)
-        number = weight
-        with suppress(RuntimeError, ValueError):  # of several elements
-            number = weight.item() if hasattr(weight, "item") else weight
-        if not isinstance(number, (int, float)) or not 0 <= number < math.inf:
-            given = f"a tensor of shape {tuple(weight.shape)}" if hasattr(number, "shape") else repr(number)
-            raise ConfigError(
-                f"{type(module).__name__}.loss_weight gave {given}: it must give one number from 0 on, how many tokens "
-                f"of the batch count, say"
-            )
-        return number
-
-    return number_of
+def loss_weight_of(module: Any) -> Callable[[Any], Any] | None:
+    """`Module.loss_weight`, or None. A module that optimizes by hand weighs its micro-batches itself."""
+    found: Callable[[Any], Any] | None = getattr(module, "loss_weight", None)
+    return found if module.automatic_optimization else None
 
 
 def flops_of(module: Any) -> Callable[[Any], int] | None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.data.loss_weight import weigher_of
 from shardwise.errors import ConfigError
-from shardwise.protocols import loss_weight_of
 
 
 class Weighs:
@@ -24,7 +24,7 @@ class Weighs:
 
 @pytest.mark.parametrize("weight", [3, 2.5, 0, torch.tensor(3), torch.tensor([2.5]), np.int64(3), np.float32(0.5)])
 def test_one_number_from_zero_on_is_taken(weight: Any) -> None:
-    weigh = loss_weight_of(Weighs(weight))
+    weigh = weigher_of(Weighs(weight))
     assert weigh is not None and weigh(None) == float(weight) and isinstance(weigh(None), (int, float))
 
 
@@ -39,7 +39,7 @@ def test_one_number_from_zero_on_is_taken(weight: Any) -> None:
     ],
 )
 def test_anything_else_is_refused(weight: Any, given: str) -> None:
-    weigh = loss_weight_of(Weighs(weight))
+    weigh = weigher_of(Weighs(weight))
     assert weigh is not None
     with pytest.raises(ConfigError, match=f"Weighs.loss_weight gave {given}: it must give one number from 0 on"):
         weigh(None)

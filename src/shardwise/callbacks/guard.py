@@ -162,8 +162,8 @@ class Guard(Callback):
         if len(guard.pass_over) >= guard.max_in_a_row:
             raise NonFiniteError(
                 f"{message} {len(self.before)}, after {count(len(guard.pass_over), 'window')} passed over: "
-                f"guard.max_in_a_row="
-                f"{guard.max_in_a_row}; use a smaller optimizer.lr, or look at the data (guard.jsonl names its samples)"
+                f"guard.max_in_a_row={guard.max_in_a_row}; use a smaller optimizer.lr, or look at the data "
+                f"(guard.jsonl names its samples)"
             )
         self.saving.wait_for_save(trainer)
         self._print(trainer, f"{message} {len(self.before)}: back to the last checkpoint, without its window")
@@ -192,24 +192,17 @@ class Guard(Callback):
     def _stop_after_step(self, trainer: Trainer, step: StepRecord, loss: float) -> None:
         """Act on a loss that is not finite after a step that was made: by hand, or since all gradients are finite."""
         by_hand = not trainer.lightning_module.automatic_optimization
+        why = "the module optimizes by hand" if by_hand else "all gradients are finite, as if no target counted"
+        message = f"step {step.number}: the loss that training_step returned is {loss}, and {why}"
         stops = self.plan.guard.on_nonfinite == "stop"
-        message = f"step {step.number}: the loss that training_step returned is {loss}"
         self._write_row(trainer, step, "non-finite loss", "stop" if stops else "none", {"loss": loss})
         if not stops:
-            why = "the module optimizes by hand" if by_hand else "its gradients are finite"
-            self._print(trainer, f"{message}; {why}, and nothing could be passed over")
-            return
+            return self._print(trainer, f"{message}; nothing could be passed over")
         self.step_log.flush(trainer)
-        if by_hand:
-            raise NonFiniteError(
-                f"{message}, and the module, which optimizes by hand, may have changed its weights by it. resume=auto "
-                f"goes on from the last checkpoint; a smaller learning rate or precision=bf16 may avoid it"
-            )
-        raise NonFiniteError(
-            f"{message} and all gradients are finite, so the step was made: so it is with a batch in which no target "
-            f"counts. Let loss_weight(batch) say how many do, or leave such batches out; resume=auto goes on from the "
-            f"last checkpoint"
-        )
+        remedy = "let loss_weight(batch) say how many targets count"
+        remedy = "a smaller learning rate or precision=bf16 may avoid it" if by_hand else remedy
+        message = f"{message}: weights may have changed by it. resume=auto goes on from the last checkpoint"
+        raise NonFiniteError(f"{message}; {remedy}")
 
     def _stop(self, trainer: Trainer, good: int) -> str:
         """Restore the state after step `good`, the last that changed a weight, and save it. Returns what was done."""

@@ -16,6 +16,7 @@ from shardwise.accelerator import exact_dtype
 from shardwise.checkpoint.train_state import TrainState
 from shardwise.checkpoint.verify import load_own
 from shardwise.data.loaders import TrainLoader
+from shardwise.data.loss_weight import weigher_of
 from shardwise.distributed.collectives import largest_over, sum_over
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.rng import derived_seed, seed_streams
@@ -29,7 +30,7 @@ from shardwise.parallel.own_draws import OwnDraws
 from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.parallel.units import Units
 from shardwise.plan import Plan
-from shardwise.protocols import loss_weight_of, sequence_tensors_of
+from shardwise.protocols import sequence_tensors_of
 from shardwise.step.window import AccumulationWindow
 
 _IN_TRAINING = ("training_step", "on_train_batch_end")
@@ -125,7 +126,7 @@ class DividedSequences:
 
     def _loss_weight(self, module: LightningModule) -> Callable[[Any], float] | None:
         """How much a batch counts on this rank."""
-        weight, ranks = loss_weight_of(module), self._sharing_batches
+        weight, ranks = weigher_of(module), self._sharing_batches
         return weight if weight is None or ranks == 1 else lambda batch: weight(batch) / ranks
 
     def _seed_batch(self) -> None:
@@ -174,7 +175,7 @@ class DividedSequences:
         """What this rank's part counts among the parts of its sequences."""
         if hook in _IN_TRAINING:
             return 1.0 if self.window.factor is None else self.window.factor
-        weight = loss_weight_of(self.module)
+        weight = weigher_of(self.module)
         return 1.0 if weight is None else float(weight(self._evaluated))
 
     def _begin_batch(self, batch: Any, *_: Any) -> None:

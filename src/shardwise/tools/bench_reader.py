@@ -120,7 +120,8 @@ def read_here(folder: Path, seconds: float) -> None:
     import torch
 
     from shardwise.data.loaders import TrainLoader
-    from shardwise.protocols import flops_of, loss_weight_of, loss_weight_unit_of
+    from shardwise.data.loss_weight import weigher_of
+    from shardwise.protocols import flops_of, loss_weight_unit_of
     from shardwise.trainer import build_data, build_module
 
     plan, rank = Plan.from_json(json.loads(sys.stdin.readline())), int(os.environ["RANK"])
@@ -138,7 +139,7 @@ def read_here(folder: Path, seconds: float) -> None:
     first = next(batches)
     found: dict[str, Any] = {"startup_seconds": time.perf_counter() - begin, "weight_per_sample": None, "unit": ""}
     if module is not None:
-        weigh, flops = loss_weight_of(module), flops_of(module)
+        weigh, flops = weigher_of(module), flops_of(module)
         found["unit"] = loss_weight_unit_of(module)
         found["weight_per_sample"] = weigh(first) / plan.micro_batch_size if weigh else None
         found["flops_per_sample"] = flops(first) / plan.micro_batch_size if flops else None
