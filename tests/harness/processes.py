@@ -37,14 +37,14 @@ def spawn(ranks: int, function: Callable[..., Any], *arguments: Any, timeout_sec
             while any(p.is_alive() for p in processes):
                 if failed := [p for p in processes if p.exitcode]:
                     failed[0].join()
-                    raise AssertionError(_failure(folder, ranks))
+                    raise AssertionError(_failure(folder, processes))
                 if patience.is_over():
                     for process in processes:  # each writes where it is
                         os.kill(process.pid or 0, signal.SIGQUIT)
-                    raise AssertionError(f"still running: {patience}\n{_failure(folder, ranks)}")
+                    raise AssertionError(f"still running: {patience}\n{_failure(folder, processes)}")
                 time.sleep(0.05)
             if any(p.exitcode for p in processes):
-                raise AssertionError(_failure(folder, ranks))
+                raise AssertionError(_failure(folder, processes))
         finally:
             for process in processes:
                 process.kill()
@@ -78,7 +78,9 @@ def _rank(rank: int, ranks: int, port: int, folder: str, function: Callable[...,
     # A child of a fork server would have data workers of one of its own, which import everything: half a minute a run
     multiprocessing.set_start_method("fork", force=True)
     errors = Path(folder) / f"{rank}.error"
-    faulthandler.register(signal.SIGQUIT, file=errors.open("w"), all_threads=False)
+    stacks = errors.open("w")
+    faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=False)
+    faulthandler.enable(stacks)  # a rank that a signal ends says where
     try:
         import torch
 
@@ -90,10 +92,10 @@ def _rank(rank: int, ranks: int, port: int, folder: str, function: Callable[...,
         raise
 
 
-def _failure(folder: str, ranks: int) -> str:
+def _failure(folder: str, processes: list[Any]) -> str:
+    codes = [process.exitcode for process in processes]
     time.sleep(0.5)  # let the first failure, not its consequence, be written
-    errors = [Path(folder) / f"{rank}.error" for rank in range(ranks)]
-    return (
-        "\n".join(f"rank {e.stem}:\n{e.read_text()}" for e in errors if e.exists() and e.stat().st_size)
-        or "a rank died"
-    )
+    errors = [Path(folder) / f"{rank}.error" for rank in range(len(processes))]
+    written = [f"rank {e.stem}:\n{e.read_text()}" for e in errors if e.exists() and e.stat().st_size]
+    after = [process.exitcode for process in processes]
+    return "\n".join([*written, f"exit codes of the ranks: {codes}, half a second later {after}"])
