@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -154,11 +155,13 @@ def run_spikes(folder: Path) -> list[dict[str, Any]]:
         straight = dataclasses.replace(plan, run_dir=str(folder / f"{name}-straight"), guard=guard)
         Path(straight.run_dir).mkdir(exist_ok=True)
         final = fit(straight)["final"]
+        groups = len(dist.distributed_c10d._world.pg_map)
         with redirect_stdout(io.StringIO()):
             again = run_until_rolled_back(plan)
             assert again is not None and run_until_rolled_back(again, capture) is None
         assert again.resume is not None and again.resume.endswith("step-00000030.ckpt")
-        found.append({"passed over": again.guard.pass_over, "final": capture.final, "straight": final})
+        more = len(dist.distributed_c10d._world.pg_map) - groups
+        found.append({"passed over": again.guard.pass_over, "final": capture.final, "straight": final, "groups": more})
     return found
 
 
@@ -166,3 +169,4 @@ def test_a_leap_rolls_all_ranks_back(tmp_path: Path) -> None:
     for found in (layout for rank in spawn(2, run_spikes, tmp_path) for layout in rank):
         assert found["passed over"] == (34 * BATCH,)
         assert same(found["final"], found["straight"])
+        assert found["groups"] == 0, "a run that is rolled back made its groups anew"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -21,6 +22,9 @@ _AXES: dict[str, tuple[str, ...]] = {
     "context": ("context",),
     "pipeline": ("pipeline",),
 }
+# A process group of all ranks → what was made of it. A run that is rolled back goes on with its groups: made anew with
+# each roll-back, they would add up, with their threads, sockets and, under NCCL, memory of the device.
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
 
 
 class Mesh:
@@ -40,15 +44,24 @@ class Mesh:
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}  # the axes of a group → this rank's
 
     def build(self) -> None:
-        """Make the groups. Collective. The process group must have begun."""
+        """Make the groups, or take those that this process has. Collective. The process group must have begun."""
         if self.topology.is_data_parallel_only:
+            return
+        made, key = self._of_process("groups")
+        if key in made:
+            self._groups = made[key]
             return
         for axes in sorted(set(_AXES.values())):
             ranks = self.topology.groups(axes)
-            made = dist.new_subgroups_by_enumeration(ranks, timeout=group_timeout(self.plan))  # type: ignore[no-untyped-call]
-            group = made[0]
+            group = dist.new_subgroups_by_enumeration(ranks, timeout=group_timeout(self.plan))[0]  # type: ignore[no-untyped-call]
             assert group is not None
             self._groups[axes] = group
+        made[key] = self._groups
+
+    def _of_process(self, *what: str) -> tuple[dict[tuple[Any, ...], Any], tuple[Any, ...]]:
+        """What this process has made before, and the key of `what` for this Plan."""
+        assert dist.group.WORLD is not None
+        return _made.setdefault(dist.group.WORLD, {}), (*what, self.topology, group_timeout(self.plan))
 
     def group(self, name: GroupName) -> dist.ProcessGroup:
         """The group of that name which this rank is in. The process group must have begun."""
@@ -70,7 +83,15 @@ class Mesh:
         return position["tensor"] == 0 and position["pipeline"] == 0
 
     def build_shard_mesh(self, device_type: str) -> DeviceMesh:
-        """Build FSDP2's mesh: `shard` with `context` in it, and `replicate` if there are copies. Collective."""
+        """Build FSDP2's mesh: `shard` with `context` in it, and `replicate` if there are copies. Collective. A process
+        that has built it before gets the same."""
+        made, key = self._of_process("mesh", device_type)
+        if key not in made:
+            made[key] = self._build_shard_mesh(device_type)
+        mesh: DeviceMesh = made[key]
+        return mesh
+
+    def _build_shard_mesh(self, device_type: str) -> DeviceMesh:
         topology = self.topology
         shard = topology.shard * topology.context
         axes = {"pipeline": topology.pipeline, "replicate": topology.replicate, "shard": shard,
