@@ -50,3 +50,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if quick.is_quick(item.nodeid) == (tier == "quick")]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Prints what a test said that was repeated: `--reruns` in the Makefile."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"repeated: {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)

@@ -51,11 +51,14 @@ class Mesh:
         if key in made:
             self._groups = made[key]
             return
+        of_ranks: dict[str, dist.ProcessGroup] = {}  # many axes have one rank, and so do not tell groups apart
         for axes in sorted(set(_AXES.values())):
             ranks = self.topology.groups(axes)
-            group = dist.new_subgroups_by_enumeration(ranks, timeout=group_timeout(self.plan))[0]  # type: ignore[no-untyped-call]
-            assert group is not None
-            self._groups[axes] = group
+            if str(ranks) not in of_ranks:
+                group = dist.new_subgroups_by_enumeration(ranks, timeout=group_timeout(self.plan))[0]  # type: ignore[no-untyped-call]
+                assert group is not None
+                of_ranks[str(ranks)] = group
+            self._groups[axes] = of_ranks[str(ranks)]
         made[key] = self._groups
 
     def _of_process(self, *what: str) -> tuple[dict[tuple[Any, ...], Any], tuple[Any, ...]]:
