@@ -69,7 +69,11 @@ def log(home: Path, name: str, rank: int) -> str:
 
 
 def test_the_second_ctrl_c_does_not_wait_and_sigquit_shows_where_everybody_is(home: Path) -> None:
-    life = Life(home, "twice", 0, WORDS, 0)
+    before = signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # as a script's `train.py … &` has it
+    try:
+        life = Life(home, "twice", 0, WORDS, 0)
+    finally:
+        signal.signal(signal.SIGQUIT, before)
     try:
         life.running.wait_for("step 5/")
         life.process.send_signal(signal.SIGQUIT)

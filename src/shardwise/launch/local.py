@@ -186,7 +186,8 @@ class _Start:
 
         before: dict[signal.Signals, Callable[..., Any] | int | None] = {}
         for number in (*LEAVE, SAVE, signal.SIGQUIT):
-            if signal.getsignal(number) != signal.SIG_IGN or number == SAVE:
+            # A script's `train.py … &` ignores what a terminal sends, SIGQUIT too, which here asks for stacks alone
+            if signal.getsignal(number) != signal.SIG_IGN or number in (SAVE, signal.SIGQUIT):
                 before[number] = signal.signal(number, relay)
         try:
             yield
