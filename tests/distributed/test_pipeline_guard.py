@@ -70,6 +70,7 @@ def test_a_leap_rolls_every_stage_back(guarded: Any, layout: str, kind: str) -> 
     for rank in ranks:
         assert rank["pass_over"] == expected["pass_over"] == (36 * BATCH,)
         assert same(rank["final"], expected["final"])
+        assert rank["groups"] == 0, "a run that is rolled back made its groups anew"
     assert "step 37: its window is passed over" in ranks[0]["out"]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -144,8 +145,10 @@ def roll_back(run_dir: Path, layout: str) -> dict[str, Any]:
     with redirect_stdout(out):
         again = run_until_rolled_back(plan_for(run_dir, layout, *words))
         assert again is not None
+        groups = len(dist.distributed_c10d._world.pg_map)
         assert run_until_rolled_back(again, capture) is None
-    return {"final": capture.final, "out": out.getvalue(), "pass_over": again.guard.pass_over}
+    more = len(dist.distributed_c10d._world.pg_map) - groups
+    return {"final": capture.final, "out": out.getvalue(), "pass_over": again.guard.pass_over, "groups": more}
 
 
 class Average(Callback):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from shardwise.distributed.process_group import group_timeout
+from shardwise.distributed.process_group import group_timeout, made_once, own_group
 from shardwise.plan import Plan
 
 GroupName = Literal["world", "data", "loss", "stage", "tensor", "context", "pipeline"]
@@ -22,9 +21,6 @@ _AXES: dict[str, tuple[str, ...]] = {
     "context": ("context",),
     "pipeline": ("pipeline",),
 }
-# A process group of all ranks → what was made of it. A run that is rolled back goes on with its groups: made anew with
-# each roll-back, they would add up, with their threads, sockets and, under NCCL, memory of the device.
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
 
 
 class Mesh:
@@ -44,27 +40,13 @@ class Mesh:
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}  # the axes of a group → this rank's
 
     def build(self) -> None:
-        """Make the groups, or take those that this process has. Collective. The process group must have begun."""
+        """Make the groups. Collective. The process group must have begun."""
         if self.topology.is_data_parallel_only:
             return
-        made, key = self._of_process("groups")
-        if key in made:
-            self._groups = made[key]
-            return
-        of_ranks: dict[str, dist.ProcessGroup] = {}  # many axes have one rank, and so do not tell groups apart
         for axes in sorted(set(_AXES.values())):
-            ranks = self.topology.groups(axes)
-            if str(ranks) not in of_ranks:
-                group = dist.new_subgroups_by_enumeration(ranks, timeout=group_timeout(self.plan))[0]  # type: ignore[no-untyped-call]
-                assert group is not None
-                of_ranks[str(ranks)] = group
-            self._groups[axes] = of_ranks[str(ranks)]
-        made[key] = self._groups
-
-    def _of_process(self, *what: str) -> tuple[dict[tuple[Any, ...], Any], tuple[Any, ...]]:
-        """What this process has made before, and the key of `what` for this Plan."""
-        assert dist.group.WORLD is not None
-        return _made.setdefault(dist.group.WORLD, {}), (*what, self.topology, group_timeout(self.plan))
+            group = own_group(self.topology.groups(axes), group_timeout(self.plan))
+            assert group is not None
+            self._groups[axes] = group
 
     def group(self, name: GroupName) -> dist.ProcessGroup:
         """The group of that name which this rank is in. The process group must have begun."""
@@ -86,13 +68,9 @@ class Mesh:
         return position["tensor"] == 0 and position["pipeline"] == 0
 
     def build_shard_mesh(self, device_type: str) -> DeviceMesh:
-        """Build FSDP2's mesh: `shard` with `context` in it, and `replicate` if there are copies. Collective. A process
-        that has built it before gets the same."""
-        made, key = self._of_process("mesh", device_type)
-        if key not in made:
-            made[key] = self._build_shard_mesh(device_type)
-        mesh: DeviceMesh = made[key]
-        return mesh
+        """Build FSDP2's mesh: `shard` with `context` in it, and `replicate` if there are copies. Collective."""
+        key = ("mesh", device_type, self.topology, group_timeout(self.plan))
+        return made_once(key, lambda: self._build_shard_mesh(device_type))
 
     def _build_shard_mesh(self, device_type: str) -> DeviceMesh:
         topology = self.topology

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 import torchmetrics.metric
@@ -12,6 +15,10 @@ from torch._C._distributed_c10d import HashStore
 from shardwise import accelerator
 from shardwise.plan import Plan
 from shardwise.run_dir.files import nccl_trace
+
+Made = TypeVar("Made")
+# The process group of all ranks → what `made_once` has made in its life
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Any]] = WeakKeyDictionary()
 
 
 def group_timeout(plan: Plan) -> timedelta:
@@ -53,3 +60,30 @@ def init_process_group(plan: Plan) -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=device)
     else:
         dist.init_process_group(backend, timeout=timeout, device_id=device)
+
+
+def made_once(key: tuple[object, ...], make: Callable[[], Made]) -> Made:
+    """What `make()` gives the first time. A run that is rolled back takes it again: groups that were made anew with
+    each roll-back would add up, with their threads, sockets and, under NCCL, memory of the device.
+
+    The process group of all ranks must have begun; with it ends what was made.
+    """
+    assert dist.group.WORLD is not None
+    made = _made.setdefault(dist.group.WORLD, {})
+    if key not in made:
+        made[key] = make()
+    result: Made = made[key]
+    return result
+
+
+def own_group(groups: Sequence[Sequence[int]], timeout: timedelta, use: str = "") -> dist.ProcessGroup | None:
+    """Of `groups` of ranks, the one that this rank is in; None: it is in none. Collective among all ranks.
+
+    The same ranks get the same group, unless its `use` is another one.
+    """
+
+    def make() -> dist.ProcessGroup | None:
+        own, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)  # type: ignore[no-untyped-call]
+        return own  # type: ignore[no-any-return]
+
+    return made_once((str(groups), timeout, use), make)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.distributed.process_group import own_group
 from shardwise.errors import ConfigError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -100,14 +101,12 @@ class Links:
     def __init__(
         self, pipelines: Sequence[Sequence[int]], wraps: bool, device: torch.device, timeout: timedelta
     ) -> None:
-        def group(one: int, other: int) -> dist.ProcessGroup | None:
-            pairs = [sorted((ranks[one], ranks[other])) for ranks in pipelines]
-            own, _ = dist.new_subgroups_by_enumeration(pairs, timeout=timeout)  # type: ignore[no-untyped-call]
-            return own  # type: ignore[no-any-return]
+        def group(one: int, other: int, use: str) -> dist.ProcessGroup | None:
+            return own_group([sorted((ranks[one], ranks[other])) for ranks in pipelines], timeout, use)
 
         own = next(ranks for ranks in pipelines if dist.get_rank() in ranks)
         count = len(own)
-        self.ends = group(0, count - 1)
+        self.ends = group(0, count - 1, "ends")
         self.inward: dict[str, Link] = {}  # "F", "B" → from where those come
         self.outward: dict[str, Link] = {}
         for kind, step in (("F", 1), ("B", -1)):
@@ -115,7 +114,7 @@ class Links:
                 if not (wraps or 0 <= position + step < count):
                     continue
                 source, target = own[position], own[(position + step) % count]
-                pair = group(position, (position + step) % count)
+                pair = group(position, (position + step) % count, f"{kind} from {position}")
                 if pair is not None and dist.get_rank() == source:
                     self.outward[kind] = Link(pair, target, device)
                 elif pair is not None:
