@@ -97,6 +97,9 @@ class FsdpConfig:
     backward_prefetch_units: int | None = option(
         None, "the same in the backward pass; left out: FSDP2's own order, one ahead"
     )
+    symmetric_memory: bool = option(
+        False, "weights and gradients go between the GPUs of a node as copies, without NCCL: docs/large-models.md"
+    )
     tensor_parallel_size: int = option(1, "ranks of one node that share each layer's matrices: docs/parallelism.md")
     context_parallel_size: int = option(1, "ranks that share each sequence")
     context_parallel_method: ContextParallelMethod = option(

@@ -37,6 +37,27 @@ def check_knobs(config: StrategyConfig, topology: Topology) -> None:
         )
     if isinstance(config, FsdpConfig) and not isinstance(config.reshard_after_forward, bool):
         _check_group_size(config.reshard_after_forward, topology.shard * topology.context)
+    if isinstance(config, FsdpConfig) and config.symmetric_memory:
+        _check_copies(config, topology)
+
+
+def _check_copies(config: FsdpConfig, topology: Topology) -> None:
+    if not isinstance(config.reshard_after_forward, bool):
+        raise ConfigError(
+            f"strategy.symmetric_memory=true strategy.reshard_after_forward={config.reshard_after_forward}: the ranks "
+            f"that share the parameters gather them together; use true or false"
+        )
+    if config.defer_gradient_sync:
+        raise ConfigError(
+            "strategy.symmetric_memory=true strategy.defer_gradient_sync=true: gradients are exchanged in the dtype of "
+            "one micro-batch, and what is deferred adds up in another; leave one of them out"
+        )
+    if any(len({rank // topology.devices for rank in ranks}) > 1 for ranks in topology.groups(("shard", "context"))):
+        raise ConfigError(
+            f"strategy.symmetric_memory=true: the {topology.shard * topology.context} ranks that share the parameters "
+            f"are on several nodes of {topology.devices} devices, which cannot copy from each other; use "
+            f"strategy=fsdp_hybrid, which shares them within a node, or leave it out"
+        )
 
 
 def _check_group_size(size: int, ranks: int) -> None:

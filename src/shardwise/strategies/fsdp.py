@@ -35,6 +35,7 @@ from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.plan import Plan
 from shardwise.strategies import fsdp_gathering
 from shardwise.strategies.base import PlannedStrategy
+from shardwise.strategies.fsdp_copies import copy_between_ranks
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.step_on_shards import step_on_shards
 from shardwise.strategies.whole_in_hooks import whole_in_place_of_shards
@@ -190,6 +191,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                 if root is not module:
                     show_outputs(root)
         fsdp_gathering.set_prefetch(module, units, self.plan)
+        if self.plan.strategy.symmetric_memory:
+            copy_between_ranks([unit for _, unit in units.modules if isinstance(unit, FSDPModule)], self.plan)
         for layer in module.modules():
             if isinstance(layer, FSDPModule) and (group := layer._get_fsdp_state()._fsdp_param_group):
                 _reduce_unused_as_zero(group)

@@ -1,0 +1,28 @@
+"""Memory of which every GPU of a group can copy the others' parts: torch's symmetric memory, over NVLink."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class SymmetricBuffer:
+    """`size` bytes on each rank of `group`, all of which are on one node. Making it is collective."""
+
+    def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        own = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        self._handle = symmetric_memory.rendezvous(own, group.group_name)
+        self._timeout_ms = int(timeout.total_seconds() * 1000)
+        # Each rank's bytes, uint8 [size]. A copy from another rank's is made by a copy engine of the GPU.
+        self.of_rank: list[Tensor] = [
+            self._handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())
+        ]
+
+    def wait_for_all(self) -> None:
+        """Let the current stream wait until the streams of all ranks have come to this call."""
+        self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)

@@ -1,0 +1,232 @@
+"""`strategy.symmetric_memory`: FSDP2 gathers weights and scatters gradients by copies between the GPUs of a node.
+
+The copy engines of the GPUs make the copies, so that matrix products keep all multiprocessors, which NCCL's kernels
+take from them. Weights are cast into memory that the other ranks see, and are copied from there to where the layer reads
+them: NCCL would need one more copy in front of its transfer, and one behind it. Gradients travel in the dtype in which
+they were computed, and each rank adds up its part of all of them in the dtype of the reduction: the same sums as
+NCCL's, which has them cast before they travel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    AllGatherResult,
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+
+from shardwise.distributed.process_group import group_timeout, made_once
+from shardwise.distributed.symmetric_memory import SymmetricBuffer
+from shardwise.parallel.precision import dtype_of
+from shardwise.plan import Plan
+from shardwise.strategies.whole_weights import groups_of
+
+_ALIGNMENT = 16  # bytes
+
+
+def copy_between_ranks(units: Sequence[Any], plan: Plan) -> None:
+    """Let `units`, which FSDP2 has sharded, exchange their weights and gradients by copies. Collective."""
+    groups = [group for unit in units for group in groups_of(unit._get_fsdp_state())]
+    if not groups:
+        return
+    _let_fsdp_ask()
+    ranks, device, dtype = groups[0]._all_gather_process_group, groups[0].device, dtype_of(plan.precision.compute_dtype)
+    shards = [[p._sharded_param_data.numel() * dtype.itemsize for p in group.fsdp_params] for group in groups]
+    gathered = max(sum(map(_aligned, sizes)) for sizes in shards)
+    scattered = max(sum(sizes) for sizes in shards) * ranks.size()
+
+    def buffer(size: int, use: str) -> SymmetricBuffer:
+        timeout = group_timeout(plan)
+        return made_once(
+            ("symmetric", ranks.group_name, size, use), lambda: SymmetricBuffer(size, ranks, device, timeout)
+        )
+
+    later, weights = _FreedLater(), buffer(gathered, "weights")
+    scatter = _Scatter(buffer(scattered, "gradients"), ranks.rank(), dtype)
+    for group in groups:
+        group._all_gather_comm = _Gather(group, weights, ranks.rank(), later)
+        group._reduce_scatter_comm = scatter
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+@functools.cache
+def _let_fsdp_ask() -> None:
+    """Let FSDP2 ask the object that gathers a unit, `_Gather`, for all of it: torch's own hook is for the transfer."""
+    gather, copy_out = _fsdp_param_group.foreach_all_gather, _fsdp_param_group.foreach_all_gather_copy_out
+
+    def gathering(params: Any, group: Any, async_op: bool, before: Any, stream: Any, device: Any, by: Any) -> Any:
+        return by.gather(stream) if isinstance(by, _Gather) else gather(
+            params, group, async_op, before, stream, device, by
+        )  # fmt: skip
+
+    def copying_out(result: AllGatherResult, params: Any, group: Any) -> None:
+        if isinstance(result, _Gathered):
+            result.by.device_handle.current_stream().wait_event(result.all_gather_event)
+        else:
+            copy_out(result, params, group)
+
+    _fsdp_param_group.foreach_all_gather = gathering
+    _fsdp_param_group.foreach_all_gather_copy_out = copying_out
+
+
+class _Gathered(AllGatherResult):
+    """What is there already when the event has come."""
+
+    by: Any
+
+
+class _FreedLater:
+    """Keeps the memory of the unit that was freed last until another one is freed.
+
+    Gathered weights are in memory of the gathering stream, in which the next unit is gathered while this one computes.
+    FSDP2 frees them when the host has come to the end of the unit, before the GPU has. So the gathering stream waits for
+    the end of the unit's computation before its memory is given to others, and that is only done when the next unit has
+    been gathered: else gathering would wait for computing.
+    """
+
+    def __init__(self) -> None:
+        self.unit: _Gather | None = None
+        self.frees: list[Callable[[], None]] = []
+        self.event: Any = None
+
+    def free(self, unit: _Gather, free: Callable[[], None]) -> None:
+        """Free a parameter of `unit` later."""
+        if unit is not self.unit:
+            self._free_all()
+            self.unit, self.event = unit, unit.device_handle.current_stream().record_event()
+        self.frees.append(free)
+
+    def _free_all(self) -> None:
+        if self.unit is not None and self.unit.stream is not None:
+            self.unit.stream.wait_event(self.event)
+        for free in self.frees:
+            free()
+        self.unit, self.frees = None, []
+
+    def take_back(self, unit: _Gather, stream: Any) -> None:
+        """`unit` is gathered again, in `stream`: what was not freed yet is used again."""
+        if unit is self.unit:
+            stream.wait_event(self.event)
+            self.unit, self.frees = None, []
+
+
+class _Gather(DefaultAllGather):  # type: ignore[misc]
+    """Gathers one unit. A rank's shards stand one behind the other in the memory that others see."""
+
+    def __init__(self, group: Any, buffer: SymmetricBuffer, rank: int, later: _FreedLater) -> None:
+        self.params, self.buffer, self.rank, self.later = group.fsdp_params, buffer, rank, later
+        self.device, self.device_handle = group.device, group.device_handle
+        self.stream: Any = None  # whose memory the gathered weights are in
+        self.parts: list[list[Tensor]] = []  # of each rank: its shards in the buffer
+        for param in self.params:
+            param.free_unsharded_param = functools.partial(later.free, self, param.free_unsharded_param)
+
+    @torch.no_grad()
+    def gather(self, stream: Any) -> AllGatherResult:
+        """Cast this rank's shards and copy those of the others, in `stream`."""
+        with self.device_handle.stream(stream):
+            self.later.take_back(self, stream)
+            shards = [self._shards_of(param) for param in self.params]
+            if not self.parts:
+                self._lay_out([(tensor.numel(), dtype) for tensor, dtype in chain(*shards)])
+            wholes = self._make_room(shards, stream)
+            own, ranks = self.parts[self.rank], len(self.parts)
+            torch._foreach_copy_(own, [tensor for tensor, _ in chain(*shards)])
+            self.buffer.wait_for_all()
+            rows = [whole.view(ranks, -1) for whole in wholes]
+            # Autograd must not take this for a change of weights that it has saved.
+            counted = tuple(whole for whole in wholes if not whole.is_inference())
+            with torch.autograd._unsafe_preserve_version_counter(counted):
+                torch._foreach_copy_([row[self.rank] for row in rows], own)
+                for step in range(1, ranks):
+                    other = (self.rank + step) % ranks
+                    for row, part in zip(rows, self.parts[other], strict=True):
+                        row[other].copy_(part)
+            self.buffer.wait_for_all()  # the buffer may be written again
+            result = _Gathered(self.buffer.of_rank[self.rank], stream.record_event(), None, [], [], [])
+        result.by = self
+        return result
+
+    def _shards_of(self, param: Any) -> list[tuple[Tensor, torch.dtype]]:
+        """This rank's shard, with the dtype in which it is gathered; of a weight that is gathered in fp8, its parts."""
+        if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
+            return [(tensor, tensor.dtype) for tensor in param.all_gather_inputs]
+        return [(param._sharded_param_data, param.param_dtype or param.orig_dtype)]
+
+    def _lay_out(self, sizes: list[tuple[int, torch.dtype]]) -> None:
+        for whole in self.buffer.of_rank:
+            parts, begin = [], 0
+            for number, dtype in sizes:
+                parts.append(whole[begin : begin + number * dtype.itemsize].view(dtype))
+                begin += _aligned(number * dtype.itemsize)
+            self.parts.append(parts)
+
+    def _make_room(self, shards: list[list[tuple[Tensor, torch.dtype]]], stream: Any) -> list[Tensor]:
+        """The tensors that are to hold the whole weights."""
+        wholes: list[Tensor] = []
+        for param, parts in zip(self.params, shards, strict=True):
+            sizes, dtypes = [tensor.numel() for tensor, _ in parts], [dtype for _, dtype in parts]
+            param.init_all_gather_outputs(sizes, dtypes, len(self.parts), self.device)
+            if any(not whole.untyped_storage().size() for whole in param.all_gather_outputs) or self.stream is None:
+                self.stream = stream
+            param.alloc_all_gather_outputs()
+            wholes += param.all_gather_outputs
+        return wholes
+
+
+class _Scatter(DefaultReduceScatter):  # type: ignore[misc]
+    """Reduces the gradients of one unit after the other. `dtype`: that of the gradients."""
+
+    def __init__(self, buffer: SymmetricBuffer, rank: int, dtype: torch.dtype) -> None:
+        self.buffer, self.rank, self.dtype = buffer, rank, dtype
+        self._gave_input = False
+        self._read: Any = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP2 asks for the memory of what is reduced, then for that of the result, and then for the reduction."""
+        self._gave_input = not self._gave_input
+        if not self._gave_input:
+            return super().allocate(size, dtype=dtype, device=device)
+        if self._read is not None:
+            getattr(torch, device.type).current_stream().wait_event(self._read)
+        return self.buffer.of_rank[self.rank][: int(size[0]) * self.dtype.itemsize].view(self.dtype)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        assert op == dist.ReduceOp.AVG, op
+        ranks, part = group.size(), output_tensor.numel()
+        others = [(self.rank + step) % ranks for step in range(1, ranks)]
+        self.buffer.wait_for_all()
+        received = input_tensor.new_empty(len(others), part)
+        for row, other in zip(received, others, strict=True):
+            row.copy_(self.buffer.of_rank[other].view(self.dtype)[self.rank * part : (self.rank + 1) * part])
+        self.buffer.wait_for_all()
+        own = input_tensor[self.rank * part : (self.rank + 1) * part]
+        _mean(output_tensor.device.type)(output_tensor, own, *received)
+        self._read = getattr(torch, output_tensor.device.type).current_stream().record_event()
+
+
+@functools.cache
+def _mean(device: str) -> Callable[..., None]:
+    """Writes the mean of tensors, which is computed in the dtype of the result, in one pass over memory."""
+
+    def mean(result: Tensor, first: Tensor, *others: Tensor) -> None:
+        total = first.to(result.dtype)
+        for other in others:
+            total = total + other.to(result.dtype)
+        result.copy_(total / (1 + len(others)))
+
+    return torch.compile(mean, dynamic=True) if device == "cuda" else mean
