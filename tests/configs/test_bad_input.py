@@ -257,6 +257,7 @@ WORDS: list[tuple[str, list[str]]] = [
     ("strategy=fsdp devices=8 micro_batch_size=1 strategy.reshard_after_forward=1", ["use 2, 4, true or false"]),
     ("strategy=fsdp_hybrid devices=8 micro_batch_size=1 strategy.shard_size=4 strategy.reshard_after_forward=4",
      ["must divide the 4 ranks that share the parameters", "use 2, true or false"]),
+    ("strategy=fsdp strategy.symmetric_memory=true", ["accelerator=cpu: it is memory of NVIDIA GPUs; leave it out"]),
     ("strategy=fsdp devices=2 micro_batch_size=1 strategy.context_parallel_size=2 data.sequence_length=33",
      ["data.sequence_length=33 strategy.context_parallel_size=2: 2 ranks cannot divide 33 positions", "length=32"]),
     ("strategy=fsdp devices=4 micro_batch_size=1 strategy.context_parallel_size=4 model.n_heads=4 model.n_kv_heads=2 "

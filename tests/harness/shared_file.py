@@ -26,8 +26,7 @@ class SharedFile:
         dist.barrier(group)
         memory = torch.from_file(os.fspath(file), shared=True, size=size * group.size(), dtype=torch.uint8)
         self.of_rank: list[Tensor] = list(memory.chunk(group.size()))
-        self.waits = 0
+        self.free = None
 
     def wait_for_all(self) -> None:
-        self.waits += 1
         dist.barrier(self.group)

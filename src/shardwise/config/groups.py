@@ -97,8 +97,10 @@ class FsdpConfig:
     backward_prefetch_units: int | None = option(
         None, "the same in the backward pass; left out: FSDP2's own order, one ahead"
     )
-    symmetric_memory: bool = option(
-        False, "weights and gradients go between the GPUs of a node as copies, without NCCL: docs/large-models.md"
+    symmetric_memory: bool | None = option(
+        False,
+        "GPUs of a node exchange weights and gradients by copies, without NCCL; null: where that can be",
+        form="true|false|null",
     )
     tensor_parallel_size: int = option(1, "ranks of one node that share each layer's matrices: docs/parallelism.md")
     context_parallel_size: int = option(1, "ranks that share each sequence")

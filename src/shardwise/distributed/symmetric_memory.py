@@ -18,6 +18,7 @@ class SymmetricBuffer:
         own = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         self._handle = symmetric_memory.rendezvous(own, group.group_name)
         self._timeout_ms = int(timeout.total_seconds() * 1000)
+        self.free: torch.cuda.Event | None = None  # from when on this rank may write into its bytes again
         # Each rank's bytes, uint8 [size]. A copy from another rank's is made by a copy engine of the GPU.
         self.of_rank: list[Tensor] = [
             self._handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())

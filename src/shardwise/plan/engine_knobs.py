@@ -37,27 +37,44 @@ def check_knobs(config: StrategyConfig, topology: Topology) -> None:
         )
     if isinstance(config, FsdpConfig) and not isinstance(config.reshard_after_forward, bool):
         _check_group_size(config.reshard_after_forward, topology.shard * topology.context)
-    if isinstance(config, FsdpConfig) and config.symmetric_memory:
-        _check_copies(config, topology)
 
 
-def _check_copies(config: FsdpConfig, topology: Topology) -> None:
+def uses_symmetric_memory(config: StrategyConfig, topology: Topology, accelerator: str) -> bool:
+    """Whether ranks exchange weights and gradients by copies: where that is asked for, or can be if null is given.
+
+    Raises:
+        ConfigError: it is asked for, and cannot be.
+    """
+    if not isinstance(config, FsdpConfig) or config.symmetric_memory is False:
+        return False
+    hindrance = _hindrance_of_copies(config, topology, accelerator)
+    if hindrance and config.symmetric_memory:
+        raise ConfigError(f"strategy.symmetric_memory=true{hindrance}")
+    return not hindrance
+
+
+def _hindrance_of_copies(config: FsdpConfig, topology: Topology, accelerator: str) -> str:
+    ranks = topology.shard * topology.context
+    if accelerator != "cuda":
+        return f" accelerator={accelerator}: it is memory of NVIDIA GPUs; leave it out"
+    if ranks == 1:
+        return ": each rank has all of the parameters, and there is nothing to exchange; leave it out"
     if not isinstance(config.reshard_after_forward, bool):
-        raise ConfigError(
-            f"strategy.symmetric_memory=true strategy.reshard_after_forward={config.reshard_after_forward}: the ranks "
-            f"that share the parameters gather them together; use true or false"
+        return (
+            f" strategy.reshard_after_forward={config.reshard_after_forward}: all ranks that share the parameters "
+            f"gather them together; use true or false"
         )
     if config.defer_gradient_sync:
-        raise ConfigError(
-            "strategy.symmetric_memory=true strategy.defer_gradient_sync=true: gradients are exchanged in the dtype of "
-            "one micro-batch, and what is deferred adds up in another; leave one of them out"
+        return (
+            " strategy.defer_gradient_sync=true: what is exchanged has the dtype of one micro-batch's gradients, and "
+            "deferred ones add up in another; leave one of them out"
         )
-    if any(len({rank // topology.devices for rank in ranks}) > 1 for ranks in topology.groups(("shard", "context"))):
-        raise ConfigError(
-            f"strategy.symmetric_memory=true: the {topology.shard * topology.context} ranks that share the parameters "
-            f"are on several nodes of {topology.devices} devices, which cannot copy from each other; use "
-            f"strategy=fsdp_hybrid, which shares them within a node, or leave it out"
+    if any(len({rank // topology.devices for rank in group}) > 1 for group in topology.groups(("shard", "context"))):
+        return (
+            f": the {ranks} ranks that share the parameters are on several nodes of {topology.devices} devices, which "
+            f"cannot copy from each other; use strategy=fsdp_hybrid, which shares them within a node, or leave it out"
         )
+    return ""
 
 
 def _check_group_size(size: int, ranks: int) -> None:

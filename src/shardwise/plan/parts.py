@@ -8,7 +8,7 @@ from shardwise.config.bind import as_yaml
 from shardwise.config.groups import CheckpointConfig, ClusterConfig, DdpConfig, StrategyConfig
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
-from shardwise.plan.engine_knobs import check_knobs
+from shardwise.plan.engine_knobs import check_knobs, uses_symmetric_memory
 from shardwise.plan.float8 import make_float8
 from shardwise.plan.plan import Checkpointing, Host, Precision, Strategy
 from shardwise.plan.topology import Topology
@@ -46,7 +46,9 @@ def make_checkpointing(config: CheckpointConfig, accelerator: str) -> Checkpoint
     )
 
 
-def make_strategy(config: StrategyConfig, topology: Topology, context_parallel_method: str | None = None) -> Strategy:
+def make_strategy(
+    config: StrategyConfig, topology: Topology, accelerator: str, context_parallel_method: str | None = None
+) -> Strategy:
     elsewhere = ("name", "shard_size", "context_parallel_method", *_OF_TOPOLOGY)
     options = {key: value for key, value in vars(config).items() if key not in elsewhere}
     if not 0 < config.timeout_minutes <= _YEAR_MINUTES:
@@ -56,6 +58,7 @@ def make_strategy(config: StrategyConfig, topology: Topology, context_parallel_m
     if isinstance(config, DdpConfig) and config.bucket_cap_mb < 1:
         raise ConfigError(f"strategy.bucket_cap_mb={config.bucket_cap_mb}: must be at least 1")
     check_knobs(config, topology)
+    options["symmetric_memory"] = uses_symmetric_memory(config, topology, accelerator)
     if options.get("pipeline_split") is not None:
         options["pipeline_split"] = tuple(options["pipeline_split"])
     return Strategy(name=config.name.value, context_parallel_method=context_parallel_method, **options)  # type: ignore[arg-type]

@@ -92,10 +92,6 @@ def check_pairs(config: RunConfig, accelerator: str) -> None:
             f"gradient_clip_algorithm=norm, or strategy=ddp or fsdp"
         )
     check_beside_precision(config)
-    if getattr(config.strategy, "symmetric_memory", False) and accelerator != "cuda":
-        raise ConfigError(
-            f"strategy.symmetric_memory=true accelerator={accelerator}: it is memory of NVIDIA GPUs; leave it out"
-        )
     if strategy == "zero3" and config.compile.name.value == "model":
         raise ConfigError(
             "strategy=zero3 compile=model: parameters are gathered between layers, where one graph of the whole step "

@@ -192,7 +192,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                     show_outputs(root)
         fsdp_gathering.set_prefetch(module, units, self.plan)
         if self.plan.strategy.symmetric_memory:
-            copy_between_ranks([unit for _, unit in units.modules if isinstance(unit, FSDPModule)], self.plan)
+            copy_between_ranks([layer for layer in module.modules() if isinstance(layer, FSDPModule)], self.plan)
         for layer in module.modules():
             if isinstance(layer, FSDPModule) and (group := layer._get_fsdp_state()._fsdp_param_group):
                 _reduce_unused_as_zero(group)

@@ -1,10 +1,9 @@
 """`strategy.symmetric_memory`: FSDP2 gathers weights and scatters gradients by copies between the GPUs of a node.
 
-The copy engines of the GPUs make the copies, so that matrix products keep all multiprocessors, which NCCL's kernels
-take from them. Weights are cast into memory that the other ranks see, and are copied from there to where the layer reads
-them: NCCL would need one more copy in front of its transfer, and one behind it. Gradients travel in the dtype in which
-they were computed, and each rank adds up its part of all of them in the dtype of the reduction: the same sums as
-NCCL's, which has them cast before they travel.
+The copy engines of the GPUs make the copies, beside which layers compute. Weights are cast into memory that the other
+ranks see, and are copied from there to where a layer reads them: NCCL needs one more copy in front of its transfer, and
+one behind it. Gradients travel in the dtype in which they were computed, and each rank adds up its part of all of them
+in the dtype of the reduction. NCCL has them cast first: the sums are the same, and twice as many bytes travel.
 """
 
 from __future__ import annotations
@@ -34,7 +33,10 @@ _ALIGNMENT = 16  # bytes
 
 
 def copy_between_ranks(units: Sequence[Any], plan: Plan) -> None:
-    """Let `units`, which FSDP2 has sharded, exchange their weights and gradients by copies. Collective."""
+    """Let `units`, which FSDP2 has sharded, exchange their weights and gradients by copies. Collective.
+
+    All of them share the memory that is exchanged, which has room for the largest.
+    """
     groups = [group for unit in units for group in groups_of(unit._get_fsdp_state())]
     if not groups:
         return
@@ -64,12 +66,13 @@ def _aligned(size: int) -> int:
 @functools.cache
 def _let_fsdp_ask() -> None:
     """Let FSDP2 ask the object that gathers a unit, `_Gather`, for all of it: torch's own hook is for the transfer."""
-    gather, copy_out = _fsdp_param_group.foreach_all_gather, _fsdp_param_group.foreach_all_gather_copy_out
+    fsdp: Any = _fsdp_param_group
+    gather, copy_out = fsdp.foreach_all_gather, fsdp.foreach_all_gather_copy_out
 
     def gathering(params: Any, group: Any, async_op: bool, before: Any, stream: Any, device: Any, by: Any) -> Any:
-        return by.gather(stream) if isinstance(by, _Gather) else gather(
-            params, group, async_op, before, stream, device, by
-        )  # fmt: skip
+        if isinstance(by, _Gather):
+            return by.gather(stream)
+        return gather(params, group, async_op, before, stream, device, by)
 
     def copying_out(result: AllGatherResult, params: Any, group: Any) -> None:
         if isinstance(result, _Gathered):
@@ -77,8 +80,7 @@ def _let_fsdp_ask() -> None:
         else:
             copy_out(result, params, group)
 
-    _fsdp_param_group.foreach_all_gather = gathering
-    _fsdp_param_group.foreach_all_gather_copy_out = copying_out
+    fsdp.foreach_all_gather, fsdp.foreach_all_gather_copy_out = gathering, copying_out
 
 
 class _Gathered(AllGatherResult):
@@ -91,15 +93,15 @@ class _FreedLater:
     """Keeps the memory of the unit that was freed last until another one is freed.
 
     Gathered weights are in memory of the gathering stream, in which the next unit is gathered while this one computes.
-    FSDP2 frees them when the host has come to the end of the unit, before the GPU has. So the gathering stream waits for
-    the end of the unit's computation before its memory is given to others, and that is only done when the next unit has
-    been gathered: else gathering would wait for computing.
+    FSDP2 frees them when the host has come to the end of the unit, before the GPU has. So the gathering stream waits
+    for the end of the unit's computation before its memory is given to others, and that is only done when the next unit
+    has been gathered: else gathering would wait for computing.
     """
 
     def __init__(self) -> None:
         self.unit: _Gather | None = None
         self.frees: list[Callable[[], None]] = []
-        self.event: Any = None
+        self.event: Any = None  # the end of the unit's computation
 
     def free(self, unit: _Gather, free: Callable[[], None]) -> None:
         """Free a parameter of `unit` later."""
@@ -122,7 +124,7 @@ class _FreedLater:
             self.unit, self.frees = None, []
 
 
-class _Gather(DefaultAllGather):  # type: ignore[misc]
+class _Gather(DefaultAllGather):
     """Gathers one unit. A rank's shards stand one behind the other in the memory that others see."""
 
     def __init__(self, group: Any, buffer: SymmetricBuffer, rank: int, later: _FreedLater) -> None:
@@ -138,6 +140,8 @@ class _Gather(DefaultAllGather):  # type: ignore[misc]
         """Cast this rank's shards and copy those of the others, in `stream`."""
         with self.device_handle.stream(stream):
             self.later.take_back(self, stream)
+            if self.buffer.free is not None:  # the unit before may have been gathered in another stream
+                stream.wait_event(self.buffer.free)
             shards = [self._shards_of(param) for param in self.params]
             if not self.parts:
                 self._lay_out([(tensor.numel(), dtype) for tensor, dtype in chain(*shards)])
@@ -148,14 +152,14 @@ class _Gather(DefaultAllGather):  # type: ignore[misc]
             rows = [whole.view(ranks, -1) for whole in wholes]
             # Autograd must not take this for a change of weights that it has saved.
             counted = tuple(whole for whole in wholes if not whole.is_inference())
-            with torch.autograd._unsafe_preserve_version_counter(counted):
-                torch._foreach_copy_([row[self.rank] for row in rows], own)
-                for step in range(1, ranks):
+            with torch.autograd.grad_mode._unsafe_preserve_version_counter(counted):
+                for step in range(ranks):
                     other = (self.rank + step) % ranks
                     for row, part in zip(rows, self.parts[other], strict=True):
                         row[other].copy_(part)
-            self.buffer.wait_for_all()  # the buffer may be written again
-            result = _Gathered(self.buffer.of_rank[self.rank], stream.record_event(), None, [], [], [])
+            self.buffer.wait_for_all()
+            self.buffer.free = stream.record_event()
+            result = _Gathered(self.buffer.of_rank[self.rank], self.buffer.free, None, [], [], [])
         result.by = self
         return result
 
@@ -186,26 +190,25 @@ class _Gather(DefaultAllGather):  # type: ignore[misc]
         return wholes
 
 
-class _Scatter(DefaultReduceScatter):  # type: ignore[misc]
+class _Scatter(DefaultReduceScatter):
     """Reduces the gradients of one unit after the other. `dtype`: that of the gradients."""
 
     def __init__(self, buffer: SymmetricBuffer, rank: int, dtype: torch.dtype) -> None:
         self.buffer, self.rank, self.dtype = buffer, rank, dtype
         self._gave_input = False
-        self._read: Any = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2 asks for the memory of what is reduced, then for that of the result, and then for the reduction."""
         self._gave_input = not self._gave_input
         if not self._gave_input:
             return super().allocate(size, dtype=dtype, device=device)
-        if self._read is not None:
-            getattr(torch, device.type).current_stream().wait_event(self._read)
+        if self.buffer.free is not None:
+            getattr(torch, device.type).current_stream().wait_event(self.buffer.free)
         return self.buffer.of_rank[self.rank][: int(size[0]) * self.dtype.itemsize].view(self.dtype)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
+    ) -> Any:
         assert op == dist.ReduceOp.AVG, op
         ranks, part = group.size(), output_tensor.numel()
         others = [(self.rank + step) % ranks for step in range(1, ranks)]
@@ -216,7 +219,7 @@ class _Scatter(DefaultReduceScatter):  # type: ignore[misc]
         self.buffer.wait_for_all()
         own = input_tensor[self.rank * part : (self.rank + 1) * part]
         _mean(output_tensor.device.type)(output_tensor, own, *received)
-        self._read = getattr(torch, output_tensor.device.type).current_stream().record_event()
+        self.buffer.free = getattr(torch, output_tensor.device.type).current_stream().record_event()
 
 
 @functools.cache

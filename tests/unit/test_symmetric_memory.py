@@ -1,0 +1,54 @@
+"""When `strategy.symmetric_memory` is used, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwise.config.groups import FsdpConfig, FsdpHybridConfig, StrategyConfig, ZeroConfig
+from shardwise.errors import ConfigError
+from shardwise.plan.engine_knobs import uses_symmetric_memory
+from shardwise.plan.topology import Topology, make_topology
+
+NODE = make_topology("fsdp", 1, 8)
+FSDP: dict[str, Any] = {"symmetric_memory": None}
+
+
+@pytest.mark.parametrize(
+    ("config", "topology", "accelerator", "used"),
+    [
+        (FsdpConfig(), NODE, "cuda", False),
+        (FsdpConfig(symmetric_memory=True), NODE, "cuda", True),
+        (FsdpConfig(**FSDP), NODE, "cuda", True),
+        (FsdpConfig(**FSDP), NODE, "cpu", False),
+        (FsdpConfig(**FSDP), make_topology("fsdp", 2, 8), "cuda", False),
+        (FsdpConfig(**FSDP), make_topology("fsdp", 1, 1), "cuda", False),
+        (FsdpConfig(**FSDP), make_topology("fsdp", 1, 2, tensor=2), "cuda", False),
+        (FsdpConfig(**FSDP), make_topology("fsdp", 2, 8, pipeline=2), "cuda", True),
+        (FsdpConfig(**FSDP), make_topology("fsdp", 1, 2, context=2), "cuda", True),
+        (FsdpConfig(**FSDP, reshard_after_forward=2), NODE, "cuda", False),
+        (FsdpConfig(**FSDP, defer_gradient_sync=True), NODE, "cuda", False),
+        (FsdpHybridConfig(**FSDP), make_topology("fsdp_hybrid", 4, 8), "cuda", True),
+        (FsdpHybridConfig(**FSDP), make_topology("fsdp_hybrid", 4, 8, 16), "cuda", False),
+        (ZeroConfig(), NODE, "cuda", False),
+    ],
+)
+def test_it_is_used_where_it_can_be(config: StrategyConfig, topology: Topology, accelerator: str, used: bool) -> None:
+    assert uses_symmetric_memory(config, topology, accelerator) is used
+
+
+@pytest.mark.parametrize(
+    ("more", "topology", "accelerator", "said"),
+    [
+        ({}, NODE, "cpu", "accelerator=cpu: it is memory of NVIDIA GPUs; leave it out"),
+        ({}, make_topology("fsdp", 1, 1), "cuda", "there is nothing to exchange; leave it out"),
+        ({"reshard_after_forward": 2}, NODE, "cuda", "strategy.reshard_after_forward=2: .* use true or false"),
+        ({"defer_gradient_sync": True}, NODE, "cuda", "strategy.defer_gradient_sync=true: .* leave one of them out"),
+        ({}, make_topology("fsdp", 2, 8), "cuda", "the 16 ranks .* on several nodes of 8 devices.* fsdp_hybrid"),
+    ],
+)
+def test_what_cannot_be_is_one_message(more: dict[str, Any], topology: Topology, accelerator: str, said: str) -> None:
+    config = FsdpConfig(symmetric_memory=True, **more)
+    with pytest.raises(ConfigError, match=f"strategy.symmetric_memory=true.*{said}"):
+        uses_symmetric_memory(config, topology, accelerator)
