@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.config.groups import FsdpConfig, FsdpHybridConfig, StrategyConfig, ZeroConfig
+from shardwise.config.groups import DdpConfig, FsdpConfig, FsdpHybridConfig, StrategyConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.engine_knobs import uses_symmetric_memory
 from shardwise.plan.topology import Topology, make_topology
@@ -31,7 +31,7 @@ FSDP: dict[str, Any] = {"symmetric_memory": None}
         (FsdpConfig(**FSDP, defer_gradient_sync=True), NODE, "cuda", False),
         (FsdpHybridConfig(**FSDP), make_topology("fsdp_hybrid", 4, 8), "cuda", True),
         (FsdpHybridConfig(**FSDP), make_topology("fsdp_hybrid", 4, 8, 16), "cuda", False),
-        (ZeroConfig(), NODE, "cuda", False),
+        (DdpConfig(), NODE, "cuda", False),
     ],
 )
 def test_it_is_used_where_it_can_be(config: StrategyConfig, topology: Topology, accelerator: str, used: bool) -> None:
@@ -45,7 +45,7 @@ def test_it_is_used_where_it_can_be(config: StrategyConfig, topology: Topology, 
         ({}, make_topology("fsdp", 1, 1), "cuda", "there is nothing to exchange; leave it out"),
         ({"reshard_after_forward": 2}, NODE, "cuda", "strategy.reshard_after_forward=2: .* use true or false"),
         ({"defer_gradient_sync": True}, NODE, "cuda", "strategy.defer_gradient_sync=true: .* leave one of them out"),
-        ({}, make_topology("fsdp", 2, 8), "cuda", "the 16 ranks .* on several nodes of 8 devices.* fsdp_hybrid"),
+        ({}, make_topology("fsdp", 2, 8), "cuda", "the 16 ranks .* on several nodes of 8 devices.*=fsdp_hybrid"),
     ],
 )
 def test_what_cannot_be_is_one_message(more: dict[str, Any], topology: Topology, accelerator: str, said: str) -> None:
