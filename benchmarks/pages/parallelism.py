@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.harness.results import read
 from benchmarks.pages.markdown import table
 from shardwise.metrics.parallel_pictures import draw_mesh, draw_schedule
 from shardwise.plan import parallel_arithmetic as arithmetic
@@ -78,4 +79,29 @@ def costs() -> list[str]:
     return table([*head, "GB of weights, gradients and optimizer state"], rows)
 
 
-TABLES = {"pipeline_schedules": schedules, "pipeline_splits": splits, "parallel_costs": costs}
+def measured() -> list[str]:
+    """Each layout beside FSDP2 on the same GPUs; and how far its losses in fp32 are from FSDP2's."""
+    rows, worst, ranks = [], 0.0, []
+    for result in read("parallelism"):
+        if not result["environment"]["gpus"]:
+            continue
+        ranks.append(f"{result['ranks']} × {result['environment']['gpus'][0]}")
+        for name, row in result["rows"].items():
+            worst = max(worst, row.get("deviation", 0.0))
+            if "profile" in row:
+                model, _, layout = name.partition(" ")
+                said, step, mesh = row["summary"], row["profile"], row["topology"]
+                speed = said["tokens_per_second"] / mesh["nodes"] / mesh["devices"]
+                parts = [f"{step[key]:.0f}" for key in ("span_ms", "exposed_communication_ms", "idle_ms")]
+                peak = f"{said['peak_memory_gib']:.1f}"
+                rows.append([result["ranks"], model, layout, f"{speed:,.0f}", peak, *parts, row["commit"]])
+    if not rows:
+        return ["Not run yet."]
+    heads = ["GPUs", "model", "axis over all GPUs", "tokens/s/GPU", "peak reserved GiB", "profiled step, ms",
+             "exposed communication, ms", "idle, ms", "commit"]  # fmt: skip
+    where = f"On {' and '.join(ranks)}. The losses in fp32 are within {worst:.0e} of FSDP2's under every layout."
+    return [where, "", *table(heads, rows)]
+
+
+TABLES = {"pipeline_schedules": schedules, "pipeline_splits": splits, "parallel_costs": costs,
+          "parallel_measured": measured}  # fmt: skip
