@@ -52,6 +52,9 @@ CELLS = {  # strategy → the knobs of each run; the first is the strategy as it
         "forward_prefetch_units=3 backward_prefetch_units=3",
         "reshard_after_forward=false",
         "reshard_after_forward=2",
+        "symmetric_memory=true",
+        "symmetric_memory=true reshard_after_forward=false",
+        "symmetric_memory=true forward_prefetch_units=3 backward_prefetch_units=3",
     ],
     "zero1": ["", "allgather_bucket_elements=1000000"],
     "zero2": ["", "overlap_comm=false", "reduce_bucket_elements=1000000 allgather_bucket_elements=1000000"],
@@ -74,8 +77,8 @@ class Losses(Callback):
         self.losses.append(loss.detach().clone())
 
 
-def cells_for(ranks: int) -> list[tuple[str, str]]:
-    """Strategy and knobs of each run. Groups of two ranks need four."""
+def cells_for(ranks: int, accelerator: str) -> list[tuple[str, str]]:
+    """Strategy and knobs of each run. Groups of two ranks need four, and symmetric memory several GPUs."""
     there = importlib.util.find_spec("deepspeed") is not None
     return [
         (strategy, knobs)
@@ -83,6 +86,7 @@ def cells_for(ranks: int) -> list[tuple[str, str]]:
         for knobs in runs
         if there or strategy == "fsdp"
         if "=2" not in knobs or ranks % 2 == 0 < ranks - 2
+        if "symmetric" not in knobs or (accelerator == "cuda" and ranks > 1)
     ]
 
 
@@ -90,7 +94,7 @@ def run_all(folder: Path, ranks: int, accelerator: str, tiny: bool) -> None:
     """In each rank. Rank 0 writes a row for each run."""
     device = device_of(accelerator)
     quiet_lightning()
-    for number, (strategy, knobs) in enumerate(cells_for(ranks)):
+    for number, (strategy, knobs) in enumerate(cells_for(ranks, accelerator)):
         words = [
             f"strategy={strategy}",
             *(f"strategy.{word}" for word in knobs.split() if word != "again"),
@@ -139,7 +143,8 @@ def main() -> None:
         peaks = ", ".join(f"{key} {value:.2f}" for key, value in row.items() if key.startswith("peak"))
         print(f"{'ok  ' if row['ok'] else 'FAIL'} {row['strategy']} {row['knobs'] or 'as it is'}: "
               f"{1e3 * row['seconds_per_step']:.1f} ms a step, {peaks}, losses off by {row['off']:.1e}")  # fmt: skip
-    missing = [cell for cell in cells_for(arguments.ranks) if cell not in {(r["strategy"], r["knobs"]) for r in rows}]
+    done = {(row["strategy"], row["knobs"]) for row in rows}
+    missing = [cell for cell in cells_for(arguments.ranks, arguments.accelerator) if cell not in done]
     for strategy, knobs in missing:
         print(f"FAIL {strategy} {knobs or 'as it is'}: did not end\n{error}")
     result = {"command": results.command(), "ranks": arguments.ranks, "environment": environment, "rows": rows,
