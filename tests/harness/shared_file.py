@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.distributed.symmetric_memory import SymmetricBuffer
 
-class SharedFile:
+
+class SharedFile(SymmetricBuffer):
     """What `SymmetricBuffer` gives, for CPUs."""
 
     def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
@@ -26,7 +28,6 @@ class SharedFile:
         dist.barrier(group)
         memory = torch.from_file(os.fspath(file), shared=True, size=size * group.size(), dtype=torch.uint8)
         self.of_rank: list[Tensor] = list(memory.chunk(group.size()))
-        self.free = None
 
     def wait_for_all(self) -> None:
         dist.barrier(self.group)

@@ -59,6 +59,7 @@ USED = {
         "_load_combined_loader_states _num_ready_batches_reached _on_after_step _on_before_step _restarting "
         "_resuming_from_checkpoint _should_accumulate _should_check_val_fx"
     ),
+    "distributed/symmetric_memory.py": "_symmetric_memory",
     "lightning_internals/patches.py": (
         "_broadcast_sigterm_tensor _checkpoint_connector _data_connector _getframe _log_hyperparams _logger_connector "
         "_prepare_dataloader _restore_modules_and_callbacks _results _signal_connector"
@@ -112,6 +113,10 @@ USED = {
     "strategies/ddp.py": "_compute_bucket_assignment_by_size _ddp_kwargs _setup_model",
     "strategies/fsdp.py": (
         "_device_mesh _fsdp_param_group _get_fsdp_state _get_total_norm _lazy_init _setup_distributed _unsharded_param"
+    ),
+    "strategies/fsdp_copies.py": (
+        "_all_gather_process_group _foreach_copy_ _fsdp_collectives _fsdp_param_group _fully_shard _get_fsdp_state "
+        "_sharded_local_tensor _sharded_param_data _unsafe_preserve_version_counter"
     ),
     "strategies/whole_in_hooks.py": (
         "_fsdp_param _fsdp_param_group _fully_shard _module_info _parameters _setattr_on_modules _to_sharded"
@@ -313,6 +318,16 @@ NAMES = {
     "_to_sharded": name(
         f"{FSDP}._fsdp_param_group.FSDPParamGroup", "a root that runs in a hook gathers what the hook writes later"
     ),
+    "_fsdp_collectives": name(FSDP, "the file of what gathers and reduces by itself"),
+    "_all_gather_process_group": name(f"{FSDP}._fsdp_param_group.FSDPParamGroup", "whose ranks copy from each other"),
+    "_sharded_local_tensor": name(f"{FSDP}._fsdp_param.FSDPParam", "whether a weight is gathered in fp8"),
+    "_sharded_param_data": name(f"{FSDP}._fsdp_param.FSDPParam", "what is cast into the memory that others see"),
+    "_symmetric_memory": name("torch.distributed", "memory that other GPUs copy from; it has no public name yet"),
+    "_unsafe_preserve_version_counter": name(
+        "torch.autograd.grad_mode",
+        "weights that are gathered again are those that autograd has saved",
+        "(self, tensors)",
+    ),
     "_module_info": name(f"{FSDP}._fsdp_param.FSDPParam", "whole weights that a hook sees are no shards"),
     # torch
     "_c10d_functional": name(
@@ -497,6 +512,15 @@ CALLED = {
         "what a hook has written is gathered",
         "(self, async_op=False)",
     ),
+    f"{FSDP}._fsdp_param_group.foreach_all_gather": (
+        "copies in place of collectives",
+        "(fsdp_params, group, async_op, all_gather_copy_in_stream, all_gather_stream, device, all_gather_comm)",
+    ),
+    f"{FSDP}._fsdp_param_group.foreach_all_gather_copy_out": (
+        "copies in place of collectives",
+        "(all_gather_result, fsdp_params, group)",
+    ),
+    f"{FSDP}._fsdp_param.FSDPParam.free_unsharded_param": ("memory is given back when the GPU is done", "(self)"),
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.post_forward": (
         "a root that runs in a hook gathers what the hook writes later",
         "(self, module, input, output)",

@@ -98,9 +98,7 @@ class FsdpConfig:
         None, "the same in the backward pass; left out: FSDP2's own order, one ahead"
     )
     symmetric_memory: bool | None = option(
-        False,
-        "GPUs of a node exchange weights and gradients by copies, without NCCL; null: where that can be",
-        form="true|false|null",
+        False, "weights and gradients go between GPUs of a node by copies; null: where they can", form="true|false|null"
     )
     tensor_parallel_size: int = option(1, "ranks of one node that share each layer's matrices: docs/parallelism.md")
     context_parallel_size: int = option(1, "ranks that share each sequence")
@@ -118,9 +116,7 @@ class FsdpConfig:
     )
     pipeline_chunks: int = option(1, "stages of a rank; above 1 with pipeline_schedule=interleaved")
     pipeline_split: list[int] | None = option(
-        None,
-        "layers that repeat in each stage, in order; left out: cut by their FLOPs, with the head's counted",
-        form="[N, …]",
+        None, "layers that repeat in each stage, in order; left out: cut by FLOPs, the head's counted", form="[N, …]"
     )
     timeout_minutes: float = 10.0
 

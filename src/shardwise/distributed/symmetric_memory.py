@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,14 @@ from torch import Tensor
 class SymmetricBuffer:
     """`size` bytes on each rank of `group`, all of which are on one node. Making it is collective."""
 
+    _free: Any = None  # the event from which on this rank may write into its bytes
+
     def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
         own = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         self._handle = symmetric_memory.rendezvous(own, group.group_name)
         self._timeout_ms = int(timeout.total_seconds() * 1000)
-        self.free: torch.cuda.Event | None = None  # from when on this rank may write into its bytes again
         # Each rank's bytes, uint8 [size]. A copy from another rank's is made by a copy engine of the GPU.
         self.of_rank: list[Tensor] = [
             self._handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())
@@ -27,3 +29,13 @@ class SymmetricBuffer:
     def wait_for_all(self) -> None:
         """Let the current stream wait until the streams of all ranks have come to this call."""
         self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)
+
+    def begin(self, stream: Any) -> None:
+        """Let `stream` wait until this rank may write into its bytes, which may be in use in another stream."""
+        if self._free is not None:
+            stream.wait_event(self._free)
+
+    def end(self, stream: Any) -> Any:
+        """What `stream` holds is the last that reads this rank's bytes, on any rank. Returns its event."""
+        self._free = stream.record_event()
+        return self._free

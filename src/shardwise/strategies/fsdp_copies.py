@@ -54,9 +54,10 @@ def copy_between_ranks(units: Sequence[Any], plan: Plan) -> None:
 
     later, weights = _FreedLater(), buffer(gathered, "weights")
     scatter = _Scatter(buffer(scattered, "gradients"), ranks.rank(), dtype)
-    for group in groups:
-        group._all_gather_comm = _Gather(group, weights, ranks.rank(), later)
-        group._reduce_scatter_comm = scatter
+    for unit in units:
+        for group in groups_of(unit._get_fsdp_state()):
+            unit.set_custom_all_gather(_Gather(group, weights, ranks.rank(), later))
+            unit.set_custom_reduce_scatter(scatter)
 
 
 def _aligned(size: int) -> int:
@@ -140,8 +141,7 @@ class _Gather(DefaultAllGather):
         """Cast this rank's shards and copy those of the others, in `stream`."""
         with self.device_handle.stream(stream):
             self.later.take_back(self, stream)
-            if self.buffer.free is not None:  # the unit before may have been gathered in another stream
-                stream.wait_event(self.buffer.free)
+            self.buffer.begin(stream)
             shards = [self._shards_of(param) for param in self.params]
             if not self.parts:
                 self._lay_out([(tensor.numel(), dtype) for tensor, dtype in chain(*shards)])
@@ -158,8 +158,7 @@ class _Gather(DefaultAllGather):
                     for row, part in zip(rows, self.parts[other], strict=True):
                         row[other].copy_(part)
             self.buffer.wait_for_all()
-            self.buffer.free = stream.record_event()
-            result = _Gathered(self.buffer.of_rank[self.rank], self.buffer.free, None, [], [], [])
+            result = _Gathered(self.buffer.of_rank[self.rank], self.buffer.end(stream), None, [], [], [])
         result.by = self
         return result
 
@@ -202,8 +201,7 @@ class _Scatter(DefaultReduceScatter):
         self._gave_input = not self._gave_input
         if not self._gave_input:
             return super().allocate(size, dtype=dtype, device=device)
-        if self.buffer.free is not None:
-            getattr(torch, device.type).current_stream().wait_event(self.buffer.free)
+        self.buffer.begin(torch.get_device_module(device).current_stream())
         return self.buffer.of_rank[self.rank][: int(size[0]) * self.dtype.itemsize].view(self.dtype)
 
     def __call__(
@@ -219,7 +217,7 @@ class _Scatter(DefaultReduceScatter):
         self.buffer.wait_for_all()
         own = input_tensor[self.rank * part : (self.rank + 1) * part]
         _mean(output_tensor.device.type)(output_tensor, own, *received)
-        self.buffer.free = getattr(torch, output_tensor.device.type).current_stream().record_event()
+        self.buffer.end(torch.get_device_module(output_tensor.device).current_stream())
 
 
 @functools.cache
