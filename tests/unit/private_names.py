@@ -326,7 +326,7 @@ NAMES = {
     "_unsafe_preserve_version_counter": name(
         "torch.autograd.grad_mode",
         "weights that are gathered again are those that autograd has saved",
-        "(self, tensors)",
+        "(tensors)",
     ),
     "_module_info": name(f"{FSDP}._fsdp_param.FSDPParam", "whole weights that a hook sees are no shards"),
     # torch

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.config.groups import DdpConfig, FsdpConfig, FsdpHybridConfig, StrategyConfig
+from shardwise.config.groups import DdpConfig, Dtype, FsdpConfig, FsdpHybridConfig, PrecisionConfig, StrategyConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.engine_knobs import uses_symmetric_memory
 from shardwise.plan.topology import Topology, make_topology
@@ -35,7 +35,7 @@ FSDP: dict[str, Any] = {"symmetric_memory": None}
     ],
 )
 def test_it_is_used_where_it_can_be(config: StrategyConfig, topology: Topology, accelerator: str, used: bool) -> None:
-    assert uses_symmetric_memory(config, topology, accelerator) is used
+    assert uses_symmetric_memory(config, PrecisionConfig(), topology, accelerator) is used
 
 
 @pytest.mark.parametrize(
@@ -51,4 +51,14 @@ def test_it_is_used_where_it_can_be(config: StrategyConfig, topology: Topology, 
 def test_what_cannot_be_is_one_message(more: dict[str, Any], topology: Topology, accelerator: str, said: str) -> None:
     config = FsdpConfig(symmetric_memory=True, **more)
     with pytest.raises(ConfigError, match=f"strategy.symmetric_memory=true.*{said}"):
-        uses_symmetric_memory(config, topology, accelerator)
+        uses_symmetric_memory(config, PrecisionConfig(), topology, accelerator)
+
+
+@pytest.mark.parametrize("dtype", Dtype)
+def test_gradients_are_reduced_in_two_dtypes(dtype: Dtype) -> None:
+    """In others FSDP2 divides before and after it adds up."""
+    precision, can = PrecisionConfig(reduce_dtype=dtype), dtype.value in ("float32", "bfloat16")
+    assert uses_symmetric_memory(FsdpConfig(**FSDP), precision, NODE, "cuda") is can
+    if not can:
+        with pytest.raises(ConfigError, match=f"precision.reduce_dtype={dtype.value}: gradients are reduced in"):
+            uses_symmetric_memory(FsdpConfig(symmetric_memory=True), precision, NODE, "cuda")

@@ -9,17 +9,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.errors import ConfigError
+
 
 class SymmetricBuffer:
-    """`size` bytes on each rank of `group`, all of which are on one node. Making it is collective."""
+    """`size` bytes on each rank of `group`, all of which are on one node. Making it is collective.
+
+    Raises:
+        ConfigError: torch cannot share memory between these GPUs, or there is too little of it.
+    """
 
     _free: Any = None  # the event from which on this rank may write into its bytes
 
     def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        own = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-        self._handle = symmetric_memory.rendezvous(own, group.group_name)
+        try:
+            own = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+            self._handle = symmetric_memory.rendezvous(own, group.group_name)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"strategy.symmetric_memory: torch cannot let these GPUs copy from each other "
+                f"({' '.join(str(error).split())[:200]}); use strategy.symmetric_memory=false"
+            ) from error
         self._timeout_ms = int(timeout.total_seconds() * 1000)
         # Each rank's bytes, uint8 [size]. A copy from another rank's is made by a copy engine of the GPU.
         self.of_rank: list[Tensor] = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.config.groups import FsdpConfig, StrategyConfig, Zero1Config, ZeroConfig
+from shardwise.config.groups import Dtype, FsdpConfig, PrecisionConfig, StrategyConfig, Zero1Config, ZeroConfig
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.topology import Topology
@@ -39,7 +39,9 @@ def check_knobs(config: StrategyConfig, topology: Topology) -> None:
         _check_group_size(config.reshard_after_forward, topology.shard * topology.context)
 
 
-def uses_symmetric_memory(config: StrategyConfig, topology: Topology, accelerator: str) -> bool:
+def uses_symmetric_memory(
+    config: StrategyConfig, precision: PrecisionConfig, topology: Topology, accelerator: str
+) -> bool:
     """Whether ranks exchange weights and gradients by copies: where that is asked for, or can be if null is given.
 
     Raises:
@@ -47,18 +49,20 @@ def uses_symmetric_memory(config: StrategyConfig, topology: Topology, accelerato
     """
     if not isinstance(config, FsdpConfig) or config.symmetric_memory is False:
         return False
-    hindrance = _hindrance_of_copies(config, topology, accelerator)
+    hindrance = _hindrance_of_copies(config, precision.reduce_dtype, topology, accelerator)
     if hindrance and config.symmetric_memory:
         raise ConfigError(f"strategy.symmetric_memory=true{hindrance}")
     return not hindrance
 
 
-def _hindrance_of_copies(config: FsdpConfig, topology: Topology, accelerator: str) -> str:
+def _hindrance_of_copies(config: FsdpConfig, reduced_in: Dtype, topology: Topology, accelerator: str) -> str:
     ranks = topology.shard * topology.context
     if accelerator != "cuda":
         return f" accelerator={accelerator}: it is memory of NVIDIA GPUs; leave it out"
     if ranks == 1:
         return ": each rank has all of the parameters, and there is nothing to exchange; leave it out"
+    if reduced_in not in (Dtype.float32, Dtype.bfloat16):
+        return f" precision.reduce_dtype={reduced_in.value}: gradients are reduced in float32 or bfloat16; leave it out"
     if not isinstance(config.reshard_after_forward, bool):
         return (
             f" strategy.reshard_after_forward={config.reshard_after_forward}: all ranks that share the parameters "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from shardwise.config.bind import as_yaml
-from shardwise.config.groups import CheckpointConfig, ClusterConfig, DdpConfig, StrategyConfig
+from shardwise.config.groups import CheckpointConfig, ClusterConfig, DdpConfig, PrecisionConfig, StrategyConfig
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.engine_knobs import check_knobs, uses_symmetric_memory
@@ -47,7 +47,11 @@ def make_checkpointing(config: CheckpointConfig, accelerator: str) -> Checkpoint
 
 
 def make_strategy(
-    config: StrategyConfig, topology: Topology, accelerator: str, context_parallel_method: str | None = None
+    config: StrategyConfig,
+    precision: PrecisionConfig,
+    topology: Topology,
+    accelerator: str,
+    context_parallel_method: str | None = None,
 ) -> Strategy:
     elsewhere = ("name", "shard_size", "context_parallel_method", *_OF_TOPOLOGY)
     options = {key: value for key, value in vars(config).items() if key not in elsewhere}
@@ -58,7 +62,7 @@ def make_strategy(
     if isinstance(config, DdpConfig) and config.bucket_cap_mb < 1:
         raise ConfigError(f"strategy.bucket_cap_mb={config.bucket_cap_mb}: must be at least 1")
     check_knobs(config, topology)
-    options["symmetric_memory"] = uses_symmetric_memory(config, topology, accelerator)
+    options["symmetric_memory"] = uses_symmetric_memory(config, precision, topology, accelerator)
     if options.get("pipeline_split") is not None:
         options["pipeline_split"] = tuple(options["pipeline_split"])
     return Strategy(name=config.name.value, context_parallel_method=context_parallel_method, **options)  # type: ignore[arg-type]

@@ -83,7 +83,9 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         accelerator=accelerator,
         topology=topology,
         peak_tflops=peak_tflops(config, host, accelerator, clusters),
-        strategy=make_strategy(config.strategy, topology, accelerator, context_parallel_method(config)),
+        strategy=make_strategy(
+            config.strategy, config.precision, topology, accelerator, context_parallel_method(config)
+        ),
         precision=make_precision(config, host, accelerator),
         micro_batch_size=config.micro_batch_size,
         accumulate_grad_batches=accumulate,

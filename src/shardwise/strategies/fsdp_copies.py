@@ -3,7 +3,8 @@
 The copy engines of the GPUs make the copies, beside which layers compute. Weights are cast into memory that the other
 ranks see, and are copied from there to where a layer reads them: NCCL needs one more copy in front of its transfer, and
 one behind it. Gradients travel in the dtype in which they were computed, and each rank adds up its part of all of them
-in the dtype of the reduction. NCCL has them cast first: the sums are the same, and twice as many bytes travel.
+in the dtype of the reduction. NCCL has them cast first, so that twice as many bytes travel for the same sums, but for
+their order from three ranks on.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def copy_between_ranks(units: Sequence[Any], plan: Plan) -> None:
         return
     _let_fsdp_ask()
     ranks, device, dtype = groups[0]._all_gather_process_group, groups[0].device, dtype_of(plan.precision.compute_dtype)
-    shards = [[p._sharded_param_data.numel() * dtype.itemsize for p in group.fsdp_params] for group in groups]
+    shards = [[_size(p, dtype) for p in group.fsdp_params] for group in groups]
     gathered = max(sum(map(_aligned, sizes)) for sizes in shards)
     scattered = max(sum(sizes) for sizes in shards) * ranks.size()
 
@@ -58,6 +59,13 @@ def copy_between_ranks(units: Sequence[Any], plan: Plan) -> None:
         for group in groups_of(unit._get_fsdp_state()):
             unit.set_custom_all_gather(_Gather(group, weights, ranks.rank(), later))
             unit.set_custom_reduce_scatter(scatter)
+
+
+def _size(param: Any, dtype: torch.dtype) -> int:
+    """The bytes of this rank's shard as it is gathered, at most. Numbers that are no floats keep their own dtype."""
+    own: torch.dtype = param.sharded_param.dtype
+    each = dtype.itemsize if own.is_floating_point else max(own.itemsize, dtype.itemsize)
+    return int(param._sharded_param_data.numel()) * each
 
 
 def _aligned(size: int) -> int:
@@ -208,15 +216,18 @@ class _Scatter(DefaultReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
         assert op == dist.ReduceOp.AVG, op
+        # Ordinary memory, if a step that failed was passed over between the two calls of `allocate`
+        assert input_tensor.data_ptr() == self.buffer.of_rank[self.rank].data_ptr(), "gradients are in other memory"
         ranks, part = group.size(), output_tensor.numel()
-        others = [(self.rank + step) % ranks for step in range(1, ranks)]
+        begin = self.rank * part
+        parts = list(input_tensor.new_empty(ranks, part))  # in the order of the ranks, whichever rank adds them up
+        parts[self.rank] = input_tensor[begin : begin + part]
         self.buffer.wait_for_all()
-        received = input_tensor.new_empty(len(others), part)
-        for row, other in zip(received, others, strict=True):
-            row.copy_(self.buffer.of_rank[other].view(self.dtype)[self.rank * part : (self.rank + 1) * part])
+        for step in range(1, ranks):
+            other = (self.rank + step) % ranks
+            parts[other].copy_(self.buffer.of_rank[other].view(self.dtype)[begin : begin + part])
         self.buffer.wait_for_all()
-        own = input_tensor[self.rank * part : (self.rank + 1) * part]
-        _mean(output_tensor.device.type)(output_tensor, own, *received)
+        _mean(output_tensor.device.type)(output_tensor, *parts)
         self.buffer.end(torch.get_device_module(output_tensor.device).current_stream())
 
 
