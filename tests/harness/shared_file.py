@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +29,9 @@ class SharedFile(SymmetricBuffer):
         dist.barrier(group)
         memory = torch.from_file(os.fspath(file), shared=True, size=size * group.size(), dtype=torch.uint8)
         self.of_rank: list[Tensor] = list(memory.chunk(group.size()))
+        dist.barrier(group)
+        if dist.get_rank() == first:  # the memory stays while it is mapped
+            shutil.rmtree(file.parent)
 
     def wait_for_all(self) -> None:
         dist.barrier(self.group)

@@ -1,4 +1,4 @@
-"""Memory of which every GPU of a group can copy the others' parts: torch's symmetric memory, over NVLink."""
+"""Memory in which every GPU of a group can read what the others have there: torch's symmetric memory."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ class SymmetricBuffer:
             stream.wait_event(self._free)
 
     def end(self, stream: Any) -> Any:
-        """What `stream` holds is the last that reads this rank's bytes, on any rank. Returns its event."""
+        """Note that nothing after the present work of `stream` uses this rank's bytes. Returns the event of that."""
         self._free = stream.record_event()
         return self._free

@@ -3,8 +3,8 @@
 The copy engines of the GPUs make the copies, beside which layers compute. Weights are cast into memory that the other
 ranks see, and are copied from there to where a layer reads them: NCCL needs one more copy in front of its transfer, and
 one behind it. Gradients travel in the dtype in which they were computed, and each rank adds up its part of all of them
-in the dtype of the reduction. NCCL has them cast first, so that twice as many bytes travel for the same sums, but for
-their order from three ranks on.
+in the dtype of the reduction. NCCL has them cast first: the sums are the same, up to their order from three ranks on,
+and twice as many bytes travel.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def copy_between_ranks(units: Sequence[Any], plan: Plan) -> None:
         )
 
     later, weights = _FreedLater(), buffer(gathered, "weights")
-    scatter = _Scatter(buffer(scattered, "gradients"), ranks.rank(), dtype)
+    scatter = _Scatter(buffer(scattered, "gradients"), ranks.rank(), dtype, groups[0].device_handle)
     for unit in units:
         for group in groups_of(unit._get_fsdp_state()):
             unit.set_custom_all_gather(_Gather(group, weights, ranks.rank(), later))
@@ -74,7 +74,7 @@ def _aligned(size: int) -> int:
 
 @functools.cache
 def _let_fsdp_ask() -> None:
-    """Let FSDP2 ask the object that gathers a unit, `_Gather`, for all of it: torch's own hook is for the transfer."""
+    """Let `_Gather` do all of a unit's gathering. torch's own hook replaces the transfer alone."""
     fsdp: Any = _fsdp_param_group
     gather, copy_out = fsdp.foreach_all_gather, fsdp.foreach_all_gather_copy_out
 
@@ -93,7 +93,7 @@ def _let_fsdp_ask() -> None:
 
 
 class _Gathered(AllGatherResult):
-    """What is there already when the event has come."""
+    """The result of `_Gather`: when its event has come, the weights are where the layer reads them."""
 
     by: Any
 
@@ -200,8 +200,8 @@ class _Gather(DefaultAllGather):
 class _Scatter(DefaultReduceScatter):
     """Reduces the gradients of one unit after the other. `dtype`: that of the gradients."""
 
-    def __init__(self, buffer: SymmetricBuffer, rank: int, dtype: torch.dtype) -> None:
-        self.buffer, self.rank, self.dtype = buffer, rank, dtype
+    def __init__(self, buffer: SymmetricBuffer, rank: int, dtype: torch.dtype, device_handle: Any) -> None:
+        self.buffer, self.rank, self.dtype, self.device_handle = buffer, rank, dtype, device_handle
         self._gave_input = False
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -209,7 +209,7 @@ class _Scatter(DefaultReduceScatter):
         self._gave_input = not self._gave_input
         if not self._gave_input:
             return super().allocate(size, dtype=dtype, device=device)
-        self.buffer.begin(torch.get_device_module(device).current_stream())
+        self.buffer.begin(self.device_handle.current_stream())
         return self.buffer.of_rank[self.rank][: int(size[0]) * self.dtype.itemsize].view(self.dtype)
 
     def __call__(
@@ -228,7 +228,7 @@ class _Scatter(DefaultReduceScatter):
             parts[other].copy_(self.buffer.of_rank[other].view(self.dtype)[begin : begin + part])
         self.buffer.wait_for_all()
         _mean(output_tensor.device.type)(output_tensor, *parts)
-        self.buffer.end(torch.get_device_module(output_tensor.device).current_stream())
+        self.buffer.end(self.device_handle.current_stream())
 
 
 @functools.cache
