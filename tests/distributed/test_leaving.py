@@ -139,7 +139,7 @@ def test_what_broke_is_said_once_and_the_rest_is_in_files(home: Path) -> None:
 
 
 def test_a_rank_that_does_not_arrive_is_named(home: Path) -> None:
-    seconds = round(6 * slowness())  # a busy machine must not be taken for a rank that hangs
+    seconds = round(12 * slowness())  # a busy machine must not be taken for a rank that hangs
     done = check(run(home, *BROKEN, "+module.does=waits", "name=hung", f"strategy.timeout_minutes={seconds / 60}"), 6)
     assert done.stderr.startswith(f"error: no progress for {seconds} s (strategy.timeout_minutes): ")
     assert "rank 1 did not arrive: it is at step 3, micro-batch 1 of 1, in training_step (odd.py:" in done.stderr
@@ -149,7 +149,7 @@ def test_a_rank_that_does_not_arrive_is_named(home: Path) -> None:
 
 
 def test_a_data_worker_that_hangs_is_named_and_shows_where_it_is(home: Path) -> None:
-    words = ["+module.does=nothing", "+data.worker_waits=true", f"strategy.timeout_minutes={6 * slowness() / 60}"]
+    words = ["+module.does=nothing", "+data.worker_waits=true", f"strategy.timeout_minutes={12 * slowness() / 60}"]
     done = check(run(home, *BROKEN, *words, "name=starved"), 6)
     assert "rank 1 did not arrive: it is at " in done.stderr and "), waiting for its data worker; the" in done.stderr
     assert "in __getitem__" in log(home, "starved", 1) and "in __getitem__" not in log(home, "starved", 0)

@@ -59,7 +59,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )  # fmt: skip
 def test_stage_and_action_are_named(home: Path, does: str, rank: int, absent: str, waiting: str) -> None:
-    seconds = round(6 * slowness())
+    seconds = round(12 * slowness())
     words = [f"+module.rank={rank}", f"+module.does={does}", f"name={does}", f"strategy.timeout_minutes={seconds / 60}"]
     done = check(run(home, *WORDS, *words), 6)
     assert done.stderr.startswith(f"error: no progress for {seconds} s (strategy.timeout_minutes): {absent}")
