@@ -132,6 +132,21 @@ def test_what_would_send_less() -> None:
     assert remedy("strategy=ddp") == "global_batch_size=16"
 
 
+def test_what_would_send_less_on_axes_of_the_model() -> None:
+    def remedy(*words: str) -> str:
+        made = plan("strategy=fsdp", *words)
+        assert made.accumulate_grad_batches > 1 and expected_seconds(made, 1000) is None
+        return fewer_transfers(made).split(" ")[0]
+
+    tensor, both = "strategy.tensor_parallel_size=4", ["strategy.tensor_parallel_size=2", "global_batch_size=8"]
+    heads = "model.n_kv_heads=4"
+    assert remedy(tensor, heads, "cluster=dgx_h200") == "strategy.tensor_parallel_size=2", "there is nothing to reduce"
+    assert remedy(*both) == "strategy.defer_gradient_sync=true", "two ranks share the parameters"
+    assert remedy(*both, "strategy.defer_gradient_sync=true") == "strategy.tensor_parallel_size=1"
+    assert remedy("strategy.context_parallel_size=4", "strategy.defer_gradient_sync=true").endswith("size=2")
+    assert remedy("strategy.pipeline_parallel_size=4") == "global_batch_size=16", "nothing is gathered"
+
+
 def grows(name: str, first: float, by: float, rows: int = 40) -> list[Row]:
     """Rows of which the first is not counted; over the others the memory grows by so much, GiB."""
     return [same(name, first + by * max(0, i - 1) / (rows - 2)) for i in range(rows)]

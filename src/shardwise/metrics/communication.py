@@ -10,15 +10,21 @@ _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 def reduces_too_often(plan: Plan) -> bool:
     """Whether gradients are reduced in every micro-batch of a step, where once would do."""
     defers = plan.strategy.defer_gradient_sync or not plan.strategy.name.startswith("fsdp")
-    return plan.accumulate_grad_batches > 1 and not defers
+    return plan.accumulate_grad_batches > 1 and not defers and _shards(plan) > 1
+
+
+def _shards(plan: Plan) -> int:
+    """The ranks that share the parameters, if any do."""
+    topology = plan.topology
+    return topology.shard * topology.context if plan.strategy.name.startswith("fsdp") else topology.world_size
 
 
 def expected_seconds(plan: Plan, parameters: int) -> float | None:
     """What the transfers of a step take at the bandwidth of the links, if nothing else does; None: not known.
 
-    `parameters`: of the whole module.
+    `parameters`: of the whole module. What ranks exchange of activations is not known here.
     """
-    if plan.link_gb_per_second is None or plan.topology.world_size == 1:
+    if plan.link_gb_per_second is None or plan.topology.world_size == 1 or not plan.topology.is_data_parallel_only:
         return None
     return _sent_bytes(plan, parameters) / (plan.link_gb_per_second * 1e9)
 
@@ -26,7 +32,7 @@ def expected_seconds(plan: Plan, parameters: int) -> float | None:
 def _sent_bytes(plan: Plan, parameters: int) -> float:
     """What each rank sends in a step; a gather or a reduction of P bytes over n ranks sends P (n − 1) / n."""
     strategy, windows = plan.strategy, plan.accumulate_grad_batches
-    ranks = plan.topology.shard if strategy.name.startswith("fsdp") else plan.topology.world_size
+    ranks = _shards(plan)
     reduce, gather = (
         _BYTES[dtype] * parameters * (ranks - 1) / ranks
         for dtype in (plan.precision.reduce_dtype, plan.precision.compute_dtype)
@@ -41,13 +47,19 @@ def _sent_bytes(plan: Plan, parameters: int) -> float:
 
 def fewer_transfers(plan: Plan) -> str:
     """The override by which the ranks send less."""
-    strategy = plan.strategy
+    strategy, topology = plan.strategy, plan.topology
     if reduces_too_often(plan):
         return "strategy.defer_gradient_sync=true reduces gradients once a step, and keeps them unsharded meanwhile"
-    if strategy.name.startswith("fsdp") and strategy.reshard_after_forward is True:
+    for axis, size in (("tensor", topology.tensor), ("context", topology.context)):
+        if size > 1:
+            smaller = next(size // n for n in range(2, size + 1) if size % n == 0)
+            return f"strategy.{axis}_parallel_size={smaller} exchanges less within each layer, where memory suffices"
+    if strategy.name.startswith("fsdp") and strategy.reshard_after_forward is True and _shards(plan) > 1:
         return "strategy.reshard_after_forward=false gathers parameters once, and keeps them until the backward pass"
-    if strategy.name == "fsdp" and plan.topology.nodes > 1:
+    if strategy.name == "fsdp" and topology.nodes > 1:
         return "strategy=fsdp_hybrid gathers parameters within a node alone"
     if strategy.zero_stage == 3 and not strategy.offload_parameters:  # zero2 would need room for all parameters
         return "strategy=zero2 gathers no parameters within a step"
+    if topology.pipeline > 1:
+        return f"global_batch_size={2 * plan.global_batch_size} lets stages of the pipeline wait less for each other"
     return f"global_batch_size={2 * plan.global_batch_size} sends half as much for each sample"

@@ -20,7 +20,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -34,7 +34,7 @@ from shardwise.parallel.precision import dtype_of, mixed_precision_policy
 from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.plan import Plan
 from shardwise.strategies import fsdp_gathering
-from shardwise.strategies.base import PlannedStrategy
+from shardwise.strategies.fsdp_alone import AloneStrategy, FsdpPrecision
 from shardwise.strategies.fsdp_copies import copy_between_ranks
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.step_on_shards import step_on_shards
@@ -46,12 +46,12 @@ LOOK_AT_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before
                      "configure_gradient_clipping")  # fmt: skip
 
 
-class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
+class FsdpStrategy(AloneStrategy, ModelParallelStrategy):
     """Lightning's ModelParallelStrategy, which here shards any module by itself, on the Plan's mesh."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(timeout=timedelta(minutes=plan.strategy.timeout_minutes))
-        self._use(plan)
+        self._use(plan, FsdpPrecision)
         self._sync_is_blocked = False  # whether the current micro-batch's gradients are not reduced yet
 
     def setup_environment(self) -> None:
@@ -149,47 +149,33 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         assert module is not None
         self._begin_setup(module)
         units = self.units
+        self.find_whether_alone(module)
         self._divide_sequences(module)
         divided = self._divide_layers(module)
         self._prepare_float8(module, divided)
         if divided is not None:
             divided.wrap(module)
         self._share_draws(module, units, divided)
-        self._parallelize(module, units, casts_inputs=False)
+        frees = self.is_alone and self.plan.strategy.reshard_after_forward is not False
+        self._parallelize(module, units, casts_inputs=self.is_alone, frees_copies=frees)
         fsdp_gathering.check_prefetch(module, units, self.plan)
         materializer = Materializer(module, self.root_device, self.plan.seed, self.mesh.group("stage"))
-        precision = self.plan.precision
         with fsdp_gathering.one_mesh_for_all_units(self.plan):
             for _, unit in units.modules:
                 if not self._materialize_unit(materializer, unit):
                     continue
                 if divided is not None:
                     divided.cut(unit)
-                fully_shard(
-                    unit,
-                    ignored_params=self._wholes(unit),
-                    mesh=self.device_mesh,
-                    reshard_after_forward=self.plan.strategy.reshard_after_forward,
-                    mp_policy=mixed_precision_policy(precision, is_root=False),
-                )
-                show_outputs(unit)
+                if not self.is_alone:
+                    policy = mixed_precision_policy(self.plan.precision, is_root=False)
+                    self._shard_layer(unit, policy, self.plan.strategy.reshard_after_forward)
         self._materialize_rest(materializer)
         if divided is not None:
             divided.cut(module)
-        within = {id(p) for root in roots_of(module) for p in root.parameters()}
-        if any(id(p) not in within and not self._keeps_whole(p) for p in module.parameters()):  # it optimizes by hand
-            raise ConfigError(
-                f"{type(module).__name__} optimizes by hand and owns parameters itself: {self.plan.strategy.name} "
-                f"would go on with their old values within a step; move them into a layer, or use strategy=ddp"
-            )
-        for root in roots_of(module):
-            if not isinstance(root, FSDPModule) and any(True for _ in root.parameters()):
-                fresh: dict[str, Any] = {} if root is module else {"reshard_after_forward": True}
-                policy = mixed_precision_policy(precision, is_root=True)
-                ignored = self._wholes(root)
-                fully_shard(root, mesh=self.device_mesh, mp_policy=policy, ignored_params=ignored, **fresh)
-                if root is not module:
-                    show_outputs(root)
+        if self.is_alone:
+            self.compute_with_own(module, units, self._wholes(module), self.device_mesh)
+        else:
+            self._shard_roots(module)
         fsdp_gathering.set_prefetch(module, units, self.plan)
         if self.plan.strategy.symmetric_memory:
             copy_between_ranks([layer for layer in module.modules() if isinstance(layer, FSDPModule)], self.plan)
@@ -203,11 +189,32 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         if divided is not None:
             for parameter in divided.divided():
                 self.planned_precision.divide(parameter, self.mesh.group("tensor"))
-        if self.float8 is not None:
+        if self.float8 is not None and not self.is_alone:
             self.float8.gather(change_within_steps=not module.automatic_optimization)
         self._backwards = InnerBackwards(module, module.automatic_optimization)
         broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("stage"))
         self._begin_roots()
+
+    def _shard_roots(self, module: LightningModule) -> None:
+        """Shard what is outside of units."""
+        within = {id(p) for root in roots_of(module) for p in root.parameters()}
+        if any(id(p) not in within and not self._keeps_whole(p) for p in module.parameters()):  # it optimizes by hand
+            raise ConfigError(
+                f"{type(module).__name__} optimizes by hand and owns parameters itself: {self.plan.strategy.name} "
+                f"would go on with their old values within a step; move them into a layer, or use strategy=ddp"
+            )
+        policy = mixed_precision_policy(self.plan.precision, is_root=True)
+        for root in roots_of(module):
+            if not isinstance(root, FSDPModule) and any(True for _ in root.parameters()):
+                self._shard_layer(root, policy, None if root is module else True)
+
+    def _shard_layer(self, layer: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | int | None) -> None:
+        fully_shard(
+            layer, mesh=self.device_mesh, mp_policy=policy, ignored_params=self._wholes(layer),
+            reshard_after_forward=reshard,
+        )  # fmt: skip
+        if layer is not self.lightning_module:
+            show_outputs(layer)
 
     def _begin_roots(self) -> None:
         """Do what FSDP2 does when a root first runs. A layer that a hook runs before would be taken for a root."""
