@@ -82,6 +82,9 @@ class Odd(LightningModule):
             held = parameter.shard.grad is not None
             assert parameter.own.grad is None and held == (batch_idx % 2 == 1 and parameter.shard.requires_grad), held
 
+    def on_train_end(self) -> None:
+        assert self.counted == 8, "once in each micro-batch"
+
     def on_after_backward(self) -> None:
         for p in self.parameters():
             assert isinstance(p, DTensor) and (p.grad is None or isinstance(p.grad, DTensor))
@@ -96,6 +99,13 @@ class Odd(LightningModule):
             self.first.bias.mul_(0.9)
 
     def configure_optimizers(self) -> Any:
+        self.counted = 0
+
+        def count(weight: Tensor) -> None:
+            assert isinstance(weight, DTensor) and isinstance(weight.grad, DTensor)
+            self.counted += 1
+
+        self.first.weight.register_post_accumulate_grad_hook(count)
         return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
 
 

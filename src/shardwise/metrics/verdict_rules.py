@@ -190,8 +190,8 @@ RULES = (
         "communication that nothing hides takes more than 15 % of a step of the last profile. Without a profile: the "
         "transfers of a step need more than 50 % of it at the bandwidth of `cluster=`; on the CPU: every rank waits "
         "more than 30 % of the time, and gradients are reduced in every micro-batch",
-        "`strategy.defer_gradient_sync=true`, a smaller tensor or context axis, `strategy.reshard_after_forward=false`, "
-        "`strategy=fsdp_hybrid`, a larger `global_batch_size`",
+        "`strategy.defer_gradient_sync=true`, a smaller tensor or context axis, "
+        "`strategy.reshard_after_forward=false`, `strategy=fsdp_hybrid`, a larger `global_batch_size`",
         communication_bound,
     ),
     Rule(

@@ -59,11 +59,14 @@ class _Parameter:
         self.own.grad = None if gradient is None else gradient._local_tensor
 
     def give_gradient(self) -> None:
-        gradient: Any = self.shard.grad
-        if self.own.grad is not None and (gradient is None or gradient._local_tensor is not self.own.grad):
-            make, shard = cast(Any, DTensor), cast(Any, self.shard)
-            shard.grad = make(self.own.grad, shard._spec, requires_grad=False)
+        gradient, shard, found = cast(Any, self.shard.grad), cast(Any, self.shard), self.own.grad
         self.own.grad = None  # else its memory would outlive the step
+        if found is None:
+            return
+        if gradient is None or gradient._local_tensor is not found:
+            shard.grad = cast(Any, DTensor)(found, shard._spec, requires_grad=False)
+        for hook in (shard._post_accumulate_grad_hooks or {}).values():  # FSDP2 calls them, too
+            hook(shard)
 
 
 class _Layer:
