@@ -130,7 +130,11 @@ def train(folder: Path, ranks: int) -> dict[str, Any]:
     found = {}
     for number, name in enumerate(name for name, (n, _) in CELLS.items() if n == ranks):
         plan = plan_for_cell(name, folder / str(number))
-        with patch.object(fsdp_alone, "OwnParameters", wraps=fsdp_alone.OwnParameters) as made:
+        wraps = fsdp_alone.OwnParameters
+        with (
+            patch.object(fsdp_alone, "USED", True),
+            patch.object(fsdp_alone, "OwnParameters", wraps=wraps) as made,
+        ):
             own = fit(plan) | {"alone": made.call_count}
         other = Path(plan.run_dir).with_name(f"{number}-fsdp2")
         other.mkdir(exist_ok=True)

@@ -45,6 +45,7 @@ USED = {
     "checkpoint/state.py": "_buffers _non_persistent_buffers_set",
     "data/user_loader.py": "_get_iterator _iterator",
     "distributed/mesh.py": "_set_pg_timeout",
+    "distributed/parameters.py": "_backward_hooks _local_tensor _post_accumulate_grad_hooks _spec",
     "distributed/process_group.py": "_C _distributed_c10d",
     "launch/local.py": "_C _distributed_c10d",
     "launch/worker.py": "_exit _run_exitfuncs _shutdown",

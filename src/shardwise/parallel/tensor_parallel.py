@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shardwise.distributed.collectives import gather_in_order, sum_over
 from shardwise.distributed.dtensor import local_part
+from shardwise.distributed.parameters import keep_notes
 from shardwise.errors import ConfigError, a_or_an
 from shardwise.nn.peers import Peers, share_of
 from shardwise.parallel.divided_layers import (
@@ -101,7 +102,7 @@ class TensorParallel:
     def _own_part(self, whole: nn.Parameter, dim: int) -> nn.Parameter:
         start, size = share_of(whole.shape[dim], self.peers.size, self.peers.rank)
         part = whole.detach().narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
-        return nn.Parameter(part, requires_grad=whole.requires_grad)
+        return keep_notes(nn.Parameter(part, requires_grad=whole.requires_grad), whole)
 
     def divided(self) -> Iterator[nn.Parameter]:
         """The parameters of which each peer has its own part."""

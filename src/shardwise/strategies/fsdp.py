@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from shardwise.distributed.collectives import broadcast_from_rank_zero, sum_over
 from shardwise.distributed.dtensor import listing_whole, reading_whole, whole_tensor
+from shardwise.distributed.parameters import keep_notes, refuse_gradient_hooks
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.logged import LoggedValue, take_logged_by
 from shardwise.optim.optimizers import check_by_hand, check_of_parts, steps_on_shards
@@ -115,6 +116,7 @@ class FsdpStrategy(AloneStrategy, ModelParallelStrategy):
         try:
             with whole_in_place_of_shards(self.module, self.sharded):
                 yield
+            refuse_gradient_hooks(self.module, self.module_name, self.plan.strategy.name)
         except AssertionError as error:
             if "does not support deepcopy" not in str(error):
                 raise
@@ -141,6 +143,7 @@ class FsdpStrategy(AloneStrategy, ModelParallelStrategy):
                 elif steps_on_shards(optimizer):
                     step_on_shards(optimizer, self.sharded)
         self.setup_precision_plugin()
+        refuse_gradient_hooks(self.module, self.module_name, self.plan.strategy.name)
         self._read_initial_weights()
 
     def _shard(self) -> None:
@@ -209,10 +212,14 @@ class FsdpStrategy(AloneStrategy, ModelParallelStrategy):
                 self._shard_layer(root, policy, None if root is module else True)
 
     def _shard_layer(self, layer: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | int | None) -> None:
+        before = dict(layer.named_parameters())
         fully_shard(
             layer, mesh=self.device_mesh, mp_policy=policy, ignored_params=self._wholes(layer),
             reshard_after_forward=reshard,
         )  # fmt: skip
+        for name, shard in layer.named_parameters():
+            if shard is not before[name]:
+                keep_notes(shard, before[name])
         if layer is not self.lightning_module:
             show_outputs(layer)
 

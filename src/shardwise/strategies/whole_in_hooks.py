@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from shardwise.distributed.dtensor import local_part
+from shardwise.distributed.parameters import keep_attributes, keep_notes
 from shardwise.parallel.tensor_parallel import divided_layers
 from shardwise.strategies import fsdp_gathering
 from shardwise.strategies.sharded_state import DTensorState
@@ -51,6 +52,8 @@ class _WholeWeights:
         self.wholes: dict[int, Any] = {
             of: nn.Parameter(state.whole(self.names[of], p.detach()), p.requires_grad) for of, p in self.shards.items()
         }
+        for of, shard in self.shards.items():
+            keep_attributes(self.wholes[of], shard)
         self.lent: dict[nn.Module, dict[str, Any]] = {}  # layers that run with parts → their whole weights
         for layer, key, p in self.places:
             layer._parameters[key] = self.wholes[id(p)]
@@ -61,8 +64,9 @@ class _WholeWeights:
         for layer, key, p in self.places:
             self._take(p, layer._parameters[key])
             layer._parameters[key] = p
-        for p in self.shards.values():  # all of them, since a write through p.data cannot be seen
+        for of, p in self.shards.items():  # all of them, since a write through p.data cannot be seen
             self._write(p)
+            keep_notes(p, self.wholes[of])
 
     def _take(self, shard: DTensor, present: Any) -> None:
         """Note the tensor in the place of `shard`, which the hook may have replaced."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from shardwise import accelerator
 from shardwise.distributed.collectives import broadcast_from_rank_zero
+from shardwise.distributed.parameters import keep_notes
 from shardwise.distributed.rng import derived_seed
 from shardwise.protocols import initializes_itself
 
@@ -30,7 +31,7 @@ def parameters_on_meta() -> Iterator[None]:
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.device.type != "meta":
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+            param = keep_notes(nn.Parameter(param.to("meta"), requires_grad=param.requires_grad), param)
         register(self, name, param)
 
     with patch.object(nn.Module, "register_parameter", register_on_meta):
@@ -92,7 +93,7 @@ class Materializer:
                 if parameter.device.type == "meta"
                 else parameter.data.to(self.device)
             )
-            made = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            made = keep_notes(nn.Parameter(data, requires_grad=parameter.requires_grad), parameter)
             self.made[id(parameter)] = made
             self.made[id(made)] = made
         return made

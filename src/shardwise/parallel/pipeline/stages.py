@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.distributed.parameters import keep_attributes
 from shardwise.errors import ConfigError
 from shardwise.parallel.pipeline.absent import NOT_HERE, absent, check_present
 from shardwise.parallel.pipeline.ownership import Ownership
@@ -265,7 +266,9 @@ def drop_weights(layer: nn.Module, but: Collection[int]) -> None:
     for part in layer.modules():
         for key, parameter in part._parameters.items():
             if parameter is not None and id(parameter) not in but:
-                part._parameters[key] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                gone = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                keep_attributes(gone, parameter)  # configure_optimizers reads them
+                part._parameters[key] = gone
         for key, buffer in part._buffers.items():
             part._buffers[key] = None if buffer is None else buffer.to("meta")
 
