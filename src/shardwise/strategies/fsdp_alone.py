@@ -1,8 +1,9 @@
 """`fsdp` where a rank shares its parameters and their gradients with no other, as on a tensor or pipeline axis alone.
 
 FSDP2 would copy the parameters of each unit twice a micro-batch and reduce their gradients with themselves, which takes
-the host as long as the layer. Here a pass computes with the parameters themselves: a layer has plain tensors while it
-runs and in the backward pass, and in between DTensors of the same memory, as FSDP2 has them. Low-precision copies are made in the compiled layer, as under `ddp`.
+the host nearly as long as the layer. Here a pass computes with the parameters themselves: a layer has plain tensors
+while it runs and in the backward pass, and in between DTensors of the same memory, as FSDP2 has them. Low-precision
+copies are made in the compiled layer, as under `ddp`.
 """
 
 from __future__ import annotations
