@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.pipelines import ADAMW, INTERLEAVED, SGD, SIZE, drawn, drawn_after_shards, run, run_stack
+from tests.harness.pipelines import (
+    ADAMW,
+    INTERLEAVED,
+    SGD,
+    SIZE,
+    drawn,
+    drawn_after_a_stop,
+    drawn_after_shards,
+    run,
+    run_stack,
+)
 from tests.harness.processes import spawn
 
 GPIPE = ["strategy.pipeline_schedule=gpipe"]
@@ -154,6 +164,14 @@ def test_pipelines_beside_each_other_draw_other_numbers(tmp_path: Path) -> None:
         assert len({*ranks[0][key], *ranks[1][key]}) == 8, key
     numbers = [number for rank in ranks for key, numbers in rank.items() if key.isdigit() for number in numbers]
     assert len(set(numbers)) == len(numbers) == 32
+
+
+def test_pipelines_beside_each_other_go_on_drawing_after_a_stop(tmp_path: Path) -> None:
+    """Each rank takes up the streams of its own pipeline and what it has logged itself, in the middle of an epoch."""
+    ranks = spawn(4, drawn_after_a_stop, tmp_path, "devices=4", "global_batch_size=8")
+    for rank, (straight, resumed) in enumerate(ranks):
+        assert straight.pop("logged") == resumed.pop("logged"), rank
+        assert resumed == {key: numbers[len(numbers) // 2 :] for key, numbers in straight.items()}, rank
 
 
 def test_stages_draw_alike_after_a_checkpoint_of_ranks_that_did_not(tmp_path: Path) -> None:

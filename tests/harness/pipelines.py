@@ -21,6 +21,7 @@ BASE = ["recipe=language_modeling", "model.n_layers=4", "strategy=fsdp", "global
         "max_steps=3", "checkpoint=none", "gradient_clip_val=0.1", "validate_every_n_steps=3"]  # fmt: skip
 SIZE = ["strategy.pipeline_parallel_size=2"]
 INTERLEAVED = ["strategy.pipeline_schedule=interleaved", "strategy.pipeline_chunks=2"]
+SAVING = ["checkpoint=default", "checkpoint.save_every_n_steps=1", "checkpoint.monitor=null"]
 SGD, ADAMW = ["optimizer=sgd", "optimizer.lr=0.3"], ["optimizer=adamw", "optimizer.lr=0.01"]
 
 
@@ -44,7 +45,7 @@ def run_stack(folder: Path, module: str, words: Sequence[str] = ()) -> None:
 
 class Numbers(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(list(torch.ones(8, 4)), batch_size=2)  # type: ignore[arg-type]
+        return DataLoader(list(torch.ones(16, 4)), batch_size=2)  # type: ignore[arg-type]
 
 
 class Layer(nn.Module):
@@ -228,6 +229,7 @@ class Draws(Stack):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.drawn["step"].append(float(torch.rand(())))
+        self.log("own/drawn", self.drawn["step"][-1], on_step=False, on_epoch=True, sync_dist=True, batch_size=2)
         self.drawn["python"].append(random.random())
         return super().training_step(batch, batch_idx)
 
@@ -244,7 +246,7 @@ class Draw(Layer):
 
 
 def drawn(folder: Path, *words: str) -> dict[str, list[float]]:
-    """In each rank: what `Draws` drew in two steps, its layers' numbers under their names."""
+    """In each rank: what `Draws` drew in two steps, its layers' numbers under their names, and what it has logged."""
     argv = [*stack_argv(folder, f"{__name__}.Draws"), *words, "max_steps=2"]
     (folder / "run").mkdir(exist_ok=True)
     made: list[Draws] = []
@@ -255,13 +257,21 @@ def drawn(folder: Path, *words: str) -> dict[str, list[float]]:
         made.append(self)
 
     Draws.__init__ = keep  # type: ignore[method-assign]
-    fit(make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0)))
+    logged = fit(make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0)))["validation"]["own/drawn"]
     layers = [layer for layer in made[0].layers if layer.__dict__.get("drawn")]
-    return {**made[0].drawn, **{str(number): layer.drawn for number, layer in enumerate(layers)}}
+    return {**made[0].drawn, **{str(number): layer.drawn for number, layer in enumerate(layers)}, "logged": [logged]}
 
 
 def drawn_after_shards(folder: Path, *words: str) -> dict[str, list[float]]:
     """In each rank: what `Draws` draws in the second step, after the checkpoint of as many ranks without a pipeline."""
-    saving = ["checkpoint=default", "checkpoint.save_every_n_steps=1", "checkpoint.monitor=null"]
-    run_stack(folder / "saved", "Draws", ["strategy.pipeline_parallel_size=1", *saving])
+    run_stack(folder / "saved", "Draws", ["strategy.pipeline_parallel_size=1", *SAVING])
     return drawn(folder, f"resume={checkpoint_path(folder / 'saved' / 'run', 1)}", *words)
+
+
+def drawn_after_a_stop(folder: Path, *words: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """In each rank: what `Draws` draws in two steps, and in the second of them after a checkpoint of the first."""
+    straight, resumed = folder / "straight", folder / "resumed"
+    for home in (straight, resumed):
+        home.mkdir(exist_ok=True)
+    before = drawn(straight, *SAVING, *words)
+    return before, drawn(resumed, *SAVING, *words, f"resume={checkpoint_path(straight / 'run', 1)}")
