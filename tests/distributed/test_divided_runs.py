@@ -13,12 +13,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from shardwise.nn.linear_cross_entropy import IGNORE
 from shardwise.plan import Plan
 from shardwise.rank import run_until_rolled_back
 from shardwise.run_dir.files import checkpoint_path
 from shardwise.tools import main
 from tests.distributed.test_guard import watched
-from tests.harness.cells import Capture, fit
+from tests.harness.cells import Capture, fit, masked_tokens
 from tests.harness.exact_resume import STEPS, STOP, stopped_and_not, unlike
 from tests.harness.layouts import layout_plan
 from tests.harness.marked import BATCH, WORDS, marked_plan
@@ -31,6 +32,7 @@ EXACT = (
     "optimizer=adamw",
     f"checkpoint.save_every_n_steps={STOP}",
 )
+TARGETS = sum(int((row["targets"] != IGNORE).sum()) for row in masked_tokens(STEPS * BATCH))  # of all samples, once
 CELLS = {
     "tensor": ["gradient_clip_val=0.1"],
     "tensor, bf16, checkpointing": [
@@ -57,11 +59,14 @@ def run_exact(folder: Path) -> dict[str, Any]:
 
 
 def test_a_resumed_run_never_stopped(tmp_path: Path) -> None:
-    """With dropout, whose masks differ between the ranks, and the average of the weights."""
+    """With dropout, whose masks differ between the ranks, the average of the weights, and a sum over the epoch, of
+    which each rank of a context axis has counted its own part."""
     found = spawn(2, run_exact, tmp_path)
     for name in CELLS:
         assert len(found[0][name]["straight"]["losses"]) == STEPS
         assert [unlike(**rank[name]) for rank in found] == [[], []], name
+        counted = [run["validation"]["own/targets"] for rank in found for run in rank[name].values()]
+        assert counted == [TARGETS] * 4, name
 
 
 def begin(folder: Path, weights: str) -> list[dict[str, Tensor]]:

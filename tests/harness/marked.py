@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from recipes.language_modeling.model import FeedForward, Transformer
 from recipes.language_modeling.module import LanguageModel
+from shardwise.nn.linear_cross_entropy import IGNORE
 from shardwise.plan import Plan
 from tests.harness.cells import cell_plan, masked_tokens
 from tests.harness.divided import SIZES
@@ -43,7 +44,7 @@ class Dropping(FeedForward):
 class Marked(LanguageModel):
     """`fault`: what a marked sample does. A gradient that is not a number is of one rank's part of the head.
 
-    `dropout`: its layers drop, and its step hides tokens.
+    `dropout`: its layers drop, and its step hides tokens and counts targets over the epoch.
     """
 
     def __init__(self, model: Transformer, sample_tokens: int = 0, fault: str = "", dropout: bool = False) -> None:
@@ -56,6 +57,8 @@ class Marked(LanguageModel):
         if self.hides:
             tokens = batch["tokens"]
             batch = {**batch, "tokens": torch.where(torch.rand(tokens.shape) < 0.1, 0, tokens)}
+            targets = (batch["targets"] != IGNORE).sum().float()
+            self.log("own/targets", targets, on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
         loss = super().training_step(batch, batch_idx)
         if not self.fault or not (batch["tokens"] == MARK).all(1).any():
             return loss
