@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.distributed.parameters import keep_notes
 from tests.harness.notes import moved, run
 from tests.harness.processes import spawn
 
@@ -52,3 +53,12 @@ def test_a_hook_on_a_gradient_is_called_or_refused(tmp_path: Path, place: str) -
     assert not torch.allclose(moved(found, WEIGHT), moved(plain, WEIGHT))
     with pytest.raises(AssertionError, match="hook on the gradient of first.weight .*not called under fsdp"):
         spawn(2, run, tmp_path / "fsdp", f"on_gradient_{place}", ["strategy=fsdp"])
+
+
+def test_a_hook_on_what_is_frozen_at_the_moment_goes_along() -> None:
+    old, called = torch.nn.Parameter(torch.ones(2)), list[int]()
+    old.register_hook(lambda gradient: called.append(1))  # type: ignore[no-untyped-call]
+    new = keep_notes(torch.nn.Parameter(torch.ones(2), requires_grad=False), old.requires_grad_(False))
+    assert not new.requires_grad
+    new.requires_grad_().sum().backward()  # type: ignore[no-untyped-call]
+    assert called == [1]

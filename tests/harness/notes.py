@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from shardwise.config.compose import compose
@@ -34,11 +35,6 @@ def marks_of(module: nn.Module) -> dict[str, int]:
     return {name: getattr(p, "mark", -1) for name, p in module.named_parameters()}
 
 
-def mark(module: nn.Module) -> None:
-    for number, p in enumerate(module.parameters()):
-        p.mark = number  # type: ignore[attr-defined]
-
-
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9)
 
@@ -48,16 +44,25 @@ class Plain(Stack):
         return sgd(self)
 
 
-class Marks(Stack):
-    """Marks its weights when it is made, and one of them later."""
+class Marking(LightningModule):
+    """Marks its weights when it is made, and looks at the marks when it makes its optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
-        mark(self)
+        for number, p in enumerate(self.parameters()):
+            p.mark = number  # type: ignore[attr-defined]
 
     def configure_optimizers(self) -> Any:
         _NOTED["marks"] = marks_of(self)
         return sgd(self)
+
+
+class DividedMarks(Marking, Divided):
+    """Ranks of a tensor axis have parts of its weights."""
+
+
+class Marks(Marking, Stack):
+    """Marks one weight again later."""
 
     def on_train_start(self) -> None:
         self.first.weight.late = 7  # type: ignore[assignment]
@@ -65,16 +70,6 @@ class Marks(Stack):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         _NOTED["late"] = getattr(self.first.weight, "late", -1)
-
-
-class DividedMarks(Divided):
-    def __init__(self) -> None:
-        super().__init__()
-        mark(self)
-
-    def configure_optimizers(self) -> Any:
-        _NOTED["marks"] = marks_of(self)
-        return sgd(self)
 
 
 def halve_behind(weight: Tensor) -> None:

@@ -25,11 +25,13 @@ def keep_attributes(new: Tensor, old: Tensor) -> None:
 def keep_notes(new: nn.Parameter, old: Tensor) -> nn.Parameter:
     """Give `new`, which takes the place of `old`, its attributes and the hooks on its gradient. Returns `new`."""
     keep_attributes(new, old)
-    of, on = cast(Any, old), cast(Any, new)
+    of, on, is_trained = cast(Any, old), cast(Any, new), new.requires_grad
+    new.requires_grad_(is_trained or bool(of._backward_hooks))  # torch refuses a hook on what is frozen at the moment
     for hook in (of._backward_hooks or {}).values():
         on.register_hook(hook)
     for hook in (of._post_accumulate_grad_hooks or {}).values():
         on.register_post_accumulate_grad_hook(hook)
+    new.requires_grad_(is_trained)
     return new
 
 

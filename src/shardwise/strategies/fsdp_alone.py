@@ -31,7 +31,7 @@ USED = False
 def is_alone(plan: Plan, automatic: bool) -> bool:
     """Whether a rank has the only copy of its parameters, and may compute with them. `automatic`: Lightning steps.
 
-    Without compile=layer autograd would keep each low-precision copy until the backward pass, and FSDP2 does not.
+    Without compile=layer autograd would keep each low-precision copy until the backward pass.
     """
     keeps_copies = plan.precision.is_mixed and plan.compile.name != "layer"
     usual = plan.compile.name != "model" and not plan.strategy.defer_gradient_sync
@@ -141,7 +141,7 @@ class OwnParameters:
 
     @contextmanager
     def shown_in_backward(self) -> Iterator[None]:
-        """Inside, gradients are computed, and layers may run once more. They are those of the shards afterwards."""
+        """Inside, gradients are computed, and layers may run once more. Afterwards the shards have the gradients."""
         for layer in self.layers:
             layer.enter()
         for parameter in self._all():
@@ -175,11 +175,11 @@ class AloneStrategy(PlannedStrategy):
     own: OwnParameters | None = None
 
     def find_whether_alone(self, module: LightningModule) -> None:
-        """At the begin of set-up."""
+        """Decide it when set-up begins."""
         self.is_alone = is_alone(self.plan, module.automatic_optimization)
 
     def compute_with_own(self, module: LightningModule, units: Units, but: set[nn.Parameter], mesh: DeviceMesh) -> None:
-        """When all layers have their memory. `but`: parameters that are not shards under FSDP2 either."""
+        """Begin with it when all layers have their memory. `but`: parameters that are not shards under FSDP2 either."""
         self.own = OwnParameters(module, [unit for _, unit in units.modules], but, mesh)
         assert isinstance(self.precision_plugin, FsdpPrecision)
         self.precision_plugin.show_in_backward(self.own)
