@@ -4,10 +4,10 @@
     python benchmarks/gpu_checks/knobs.py --ranks 2
     python benchmarks/gpu_checks/knobs.py --accelerator cpu --ranks 4 --tiny     tries it out
 
-Each strategy runs as it is, and with its knobs turned. The losses must be the same: the same bits under fsdp, where
-only the time of a gather changes, if the same run gives the same bits again; to rounding under zero1 to 3, where
-gradients are summed in other pieces. Writes
-benchmarks/results/knobs-gpu-checks.json, prints a line for each run, and exits with 1 if a check fails. Without
+Each strategy runs as it is, and with its knobs turned, with `deterministic=true`. The losses must be the same: the same
+bits under fsdp, where only the time of a gather changes, if the same run gives the same bits again; to rounding under
+zero1 to 3, where gradients are summed in other pieces. Writes benchmarks/results/knobs-gpu-checks.json, prints a line
+for each run, and exits with 1 if a check fails. Without
 DeepSpeed the zero strategies are left out.
 """
 
@@ -42,8 +42,8 @@ MODEL = ["model=llama3_1b", "model.n_layers=8", "model.vocab_size=16384", "data.
          "micro_batch_size=2"]  # fmt: skip
 TINY = ["model.dim=64", "model.n_layers=4", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=96",
         "model.vocab_size=64", "data.sequence_length=16"]  # fmt: skip
-ALWAYS = ["precision=bf16", "optimizer.lr=1e-4", "schedule=none", "checkpoint=none", "module.sample_tokens=0",
-          "validate_every_n_steps=1000000", "log_every_n_steps=1000000", f"max_steps={WARM_UP + TIMED}"]  # fmt: skip
+ALWAYS = ["precision=bf16", "deterministic=true", "optimizer.lr=1e-4", "schedule=none", "checkpoint=none",
+          "module.sample_tokens=0", "validate_every_n_steps=1000000", "log_every_n_steps=1000000", f"max_steps={WARM_UP + TIMED}"]  # fmt: skip
 CELLS = {  # strategy → the knobs of each run; the first is the strategy as it is
     "fsdp": [
         "",

@@ -66,11 +66,13 @@ def share_of(number: int, ranks: int, rank: int) -> tuple[int, int]:
 
 def _gathered(part: Tensor, dim: int, peers: Peers) -> Tensor:
     whole: Tensor = _OPS.wait_tensor(_OPS.all_gather_into_tensor(part.contiguous(), peers.size, peers.name))
-    return whole if dim % part.ndim == 0 else torch.cat(whole.chunk(peers.size), dim)
+    along = dim % part.ndim
+    return whole if along == 0 else torch.cat(whole.chunk(peers.size), along)
 
 
 def _scattered_sum(whole: Tensor, dim: int, peers: Peers) -> Tensor:
-    parts = whole if dim % whole.ndim == 0 else torch.cat(whole.chunk(peers.size, dim))
+    along = dim % whole.ndim
+    parts = whole if along == 0 else torch.cat(whole.chunk(peers.size, along))
     part: Tensor = _OPS.wait_tensor(_OPS.reduce_scatter_tensor(parts.contiguous(), "sum", peers.size, peers.name))
     return part
 
