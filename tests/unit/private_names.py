@@ -115,7 +115,6 @@ USED = {
     "strategies/fsdp.py": (
         "_device_mesh _fsdp_param_group _get_fsdp_state _get_total_norm _lazy_init _setup_distributed _unsharded_param"
     ),
-    "strategies/fsdp_alone.py": "_local_tensor _parameters _post_accumulate_grad_hooks _spec",
     "strategies/fsdp_copies.py": (
         "_all_gather_process_group _foreach_copy_ _fsdp_collectives _fsdp_param_group _fully_shard _get_fsdp_state "
         "_sharded_local_tensor _sharded_param_data _unsafe_preserve_version_counter"
@@ -352,8 +351,8 @@ NAMES = {
     "_local_tensor": name(
         "torch.distributed.tensor.DTensor", "a shard's gradient without DTensor's dispatch, which the host feels"
     ),
-    "_post_accumulate_grad_hooks": name("torch.Tensor", "FSDP2 calls those of a shard, and so is it done without it"),
-    "_spec": name("torch.distributed.tensor.DTensor", "a gradient is made a shard as its weight is, as FSDP2 does it"),
+    "_post_accumulate_grad_hooks": name("torch.Tensor", "hooks go along when a parameter is replaced by another"),
+    "_spec": name("torch.distributed.tensor.DTensor", "no attribute that a module has set on a parameter"),
     "_utils": name("torch.distributed.tensor", "where a shard lies in the whole"),
     "_MEM_FORMAT_ENCODING": name("torch.distributed.checkpoint.metadata", "a class that the pickle of .metadata names"),
     "_StorageInfo": name("torch.distributed.checkpoint.filesystem", "a class that the pickle of .metadata names"),

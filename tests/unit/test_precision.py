@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -118,27 +116,6 @@ def test_a_tie_is_one_copy_whose_gradients_meet(model: Model) -> None:
     with pytest.raises(RuntimeError, match="inside"), cast_parameters(parameter_sites(model), BF16):
         raise RuntimeError("inside")
     assert model.head.weight.dtype == FP32
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("frees", [False, True])
-def test_a_compiled_layer_frees_its_copies_and_makes_them_again(frees: bool) -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    layer = nn.Sequential(nn.Linear(48, 80), nn.SiLU(), nn.Linear(80, 48))
-    twin = copy.deepcopy(layer)
-    cast_forward(twin, torch.bfloat16, parameter_sites(twin), cast_inputs=True)
-    cast_forward(layer, torch.bfloat16, parameter_sites(layer), cast_inputs=True, frees_copies=frees)
-    layer.forward = torch.compile(layer.forward, fullgraph=True)  # type: ignore[method-assign]
-    kept: list[tuple[torch.Size, torch.dtype]] = []
-    x = torch.randn(8, 48, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append((t.shape, t.dtype)) or t, lambda t: t):  # type: ignore[func-returns-value]
-        output = layer(x)
-    output.float().square().sum().backward()  # type: ignore[no-untyped-call]
-    twin(x.detach().requires_grad_()).float().square().sum().backward()
-    for ours, theirs in zip(layer.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.05, atol=0.05)
-    assert ((layer[2].weight.shape, torch.bfloat16) in kept) != frees
 
 
 class Normed(nn.Module):

@@ -40,19 +40,12 @@ if TYPE_CHECKING:  # needs torchao
 
 
 def parallelize(
-    root: nn.Module,
-    units: Units,
-    plan: Plan,
-    *,
-    copied: Callable[[nn.Parameter], bool],
-    casts_inputs: bool,
-    frees_copies: bool = False,
+    root: nn.Module, units: Units, plan: Plan, *, copied: Callable[[nn.Parameter], bool], casts_inputs: bool
 ) -> None:
     """Prepare `root` for its strategy, in place.
 
     `copied`: whether the strategy keeps a parameter whole, so that its low-precision copy is made here.
-    `casts_inputs`: the strategy does not cast the inputs of units. `frees_copies`: low-precision copies of a compiled
-    unit are made again in the backward pass, and not kept for it.
+    `casts_inputs`: the strategy does not cast the inputs of units.
     """
     precision = plan.precision
     if precision.is_low:
@@ -63,10 +56,9 @@ def parallelize(
     contexts = keep_results_of(checkpointing.save) if checkpointing.name == "selective" else None
     for number, (_, unit) in enumerate(units.modules):
         where = parameter_sites(unit, of=copied) if precision.is_mixed else []
-        is_checkpointed = checkpointing.name != "none" and number % checkpointing.every_n_layers == 0
         if precision.is_low and (casts_inputs or where):
-            frees = frees_copies and not is_checkpointed  # else they are made again with everything else
-            cast_forward(unit, dtype_of(precision.compute_dtype), where, cast_inputs=casts_inputs, frees_copies=frees)
+            cast_forward(unit, dtype_of(precision.compute_dtype), where, cast_inputs=casts_inputs)
+        is_checkpointed = checkpointing.name != "none" and number % checkpointing.every_n_layers == 0
         _compile_and_checkpoint(unit, plan, contexts, is_checkpointed)
 
 

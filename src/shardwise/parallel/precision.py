@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
 
 from shardwise import accelerator
 from shardwise.plan.plan import Precision
@@ -89,19 +88,18 @@ def parameter_sites(
 
 
 @contextmanager
-def cast_parameters(where: list[ParameterSites], dtype: torch.dtype, *, frees_copies: bool = False) -> Iterator[None]:
+def cast_parameters(where: list[ParameterSites], dtype: torch.dtype) -> Iterator[None]:
     """Give layers copies of their parameters in `dtype` while inside; autograd carries the gradients back.
 
     A tied parameter has one copy, in which its gradients are added up. This code is compiled with the layer. It must
-    not look at the identity of an object, since dynamo would then make a graph for every layer. `frees_copies`: what is
-    compiled makes the copies again in the backward pass, and does not keep those of the forward pass for it.
+    not look at the identity of an object, since dynamo would then make a graph for every layer.
     """
     masters = []
     for sites in where:
         owner, name = sites[0]
         master = owner._parameters[name]
         masters.append(master)
-        copy = _made_again(master, dtype) if frees_copies else master.to(dtype)  # type: ignore[union-attr]
+        copy = master.to(dtype)  # type: ignore[union-attr]
         for owner, name in sites:
             owner._parameters[name] = copy  # type: ignore[assignment]
     try:
@@ -112,19 +110,7 @@ def cast_parameters(where: list[ParameterSites], dtype: torch.dtype, *, frees_co
                 owner._parameters[name] = master
 
 
-def _made_again(master: Any, dtype: torch.dtype) -> Any:
-    """The compiler would keep what a matrix product of the backward pass reads."""
-    return checkpoint(lambda tensor: tensor.to(dtype), master, use_reentrant=False, preserve_rng_state=False)
-
-
-def cast_forward(
-    module: nn.Module,
-    dtype: torch.dtype,
-    where: list[ParameterSites],
-    *,
-    cast_inputs: bool,
-    frees_copies: bool = False,
-) -> None:
+def cast_forward(module: nn.Module, dtype: torch.dtype, where: list[ParameterSites], *, cast_inputs: bool) -> None:
     """Let the forward of `module` compute on copies in `dtype` of the parameters at `where`, and of its inputs."""
     forward = module.forward
 
@@ -132,7 +118,7 @@ def cast_forward(
     def run(*args: Any, **kwargs: Any) -> Any:
         if cast_inputs:
             args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
-        with cast_parameters(where, dtype, frees_copies=frees_copies):
+        with cast_parameters(where, dtype):
             return forward(*args, **kwargs)
 
     module.forward = run

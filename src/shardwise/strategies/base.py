@@ -98,12 +98,8 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
     def _make_sharded_state(self, module: LightningModule) -> DTensorState:
         return DTensorState(module, lambda: self.optimizers)
 
-    def _parallelize(
-        self, module: LightningModule, units: Units, *, casts_inputs: bool, frees_copies: bool = False
-    ) -> None:
-        parallelize(
-            module, units, self.plan, copied=self._is_copied, casts_inputs=casts_inputs, frees_copies=frees_copies
-        )
+    def _parallelize(self, module: LightningModule, units: Units, *, casts_inputs: bool) -> None:
+        parallelize(module, units, self.plan, copied=self._is_copied, casts_inputs=casts_inputs)
         if self.plan.precision.is_mixed:
             self._outside_units = copy_outside_units(module, units, self.plan, self._is_copied)
         self.step_forward = StepForward(

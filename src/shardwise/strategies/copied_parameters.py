@@ -36,13 +36,9 @@ class CopiedParameters(Strategy):
         """Whether every rank keeps the whole `parameter`."""
         return False
 
-    def _computes_with(self, parameter: nn.Parameter) -> bool:
-        """Whether layers compute with `parameter` itself, and not with what a strategy gathers of it."""
-        return self._keeps_whole(parameter)
-
     def _is_copied(self, parameter: nn.Parameter) -> bool:
         """Whether shardwise makes low-precision copies of `parameter`."""
-        return self._computes_with(parameter) and not (self.float8 and self.float8.cast_from_master(parameter))
+        return self._keeps_whole(parameter) and not (self.float8 and self.float8.cast_from_master(parameter))
 
     def _prepare_float8(self, module: LightningModule, divided: TensorParallel | None = None) -> None:
         """Let layers multiply in fp8 if the Plan says so, and tell the user which."""

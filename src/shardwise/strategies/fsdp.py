@@ -35,7 +35,7 @@ from shardwise.parallel.precision import dtype_of, mixed_precision_policy
 from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.plan import Plan
 from shardwise.strategies import fsdp_gathering
-from shardwise.strategies.fsdp_alone import AloneStrategy, FsdpPrecision
+from shardwise.strategies.base import PlannedStrategy
 from shardwise.strategies.fsdp_copies import copy_between_ranks
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.step_on_shards import step_on_shards
@@ -47,12 +47,12 @@ LOOK_AT_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before
                      "configure_gradient_clipping")  # fmt: skip
 
 
-class FsdpStrategy(AloneStrategy, ModelParallelStrategy):
+class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     """Lightning's ModelParallelStrategy, which here shards any module by itself, on the Plan's mesh."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(timeout=timedelta(minutes=plan.strategy.timeout_minutes))
-        self._use(plan, FsdpPrecision)
+        self._use(plan)
         self._sync_is_blocked = False  # whether the current micro-batch's gradients are not reduced yet
 
     def setup_environment(self) -> None:
@@ -152,33 +152,27 @@ class FsdpStrategy(AloneStrategy, ModelParallelStrategy):
         assert module is not None
         self._begin_setup(module)
         units = self.units
-        self.find_whether_alone(module)
         self._divide_sequences(module)
         divided = self._divide_layers(module)
         self._prepare_float8(module, divided)
         if divided is not None:
             divided.wrap(module)
         self._share_draws(module, units, divided)
-        frees = self.is_alone and self.plan.strategy.reshard_after_forward is not False
-        self._parallelize(module, units, casts_inputs=self.is_alone, frees_copies=frees)
+        self._parallelize(module, units, casts_inputs=False)
         fsdp_gathering.check_prefetch(module, units, self.plan)
         materializer = Materializer(module, self.root_device, self.plan.seed, self.mesh.group("stage"))
+        policy = mixed_precision_policy(self.plan.precision, is_root=False)
         with fsdp_gathering.one_mesh_for_all_units(self.plan):
             for _, unit in units.modules:
                 if not self._materialize_unit(materializer, unit):
                     continue
                 if divided is not None:
                     divided.cut(unit)
-                if not self.is_alone:
-                    policy = mixed_precision_policy(self.plan.precision, is_root=False)
-                    self._shard_layer(unit, policy, self.plan.strategy.reshard_after_forward)
+                self._shard_layer(unit, policy, self.plan.strategy.reshard_after_forward)
         self._materialize_rest(materializer)
         if divided is not None:
             divided.cut(module)
-        if self.is_alone:
-            self.compute_with_own(module, units, self._wholes(module), self.device_mesh)
-        else:
-            self._shard_roots(module)
+        self._shard_roots(module)
         fsdp_gathering.set_prefetch(module, units, self.plan)
         if self.plan.strategy.symmetric_memory:
             copy_between_ranks([layer for layer in module.modules() if isinstance(layer, FSDPModule)], self.plan)
@@ -192,7 +186,7 @@ class FsdpStrategy(AloneStrategy, ModelParallelStrategy):
         if divided is not None:
             for parameter in divided.divided():
                 self.planned_precision.divide(parameter, self.mesh.group("tensor"))
-        if self.float8 is not None and not self.is_alone:
+        if self.float8 is not None:
             self.float8.gather(change_within_steps=not module.automatic_optimization)
         self._backwards = InnerBackwards(module, module.automatic_optimization)
         broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("stage"))

@@ -191,8 +191,7 @@ class PipelinedStrategy(PipelinedLogs):
                 if gradient is None:
                     self._differentiate_loss(micro_batch, output)
                 elif output.requires_grad:
-                    with self._in_backward():
-                        torch.autograd.backward(output, gradient)
+                    torch.autograd.backward(output, gradient)
                     self.precision_plugin.post_backward(output, self.module)
             except RuntimeError as error:
                 if (explained := explain(error, self.module_name)) is not None:
