@@ -43,7 +43,8 @@ MODEL = ["model=llama3_1b", "model.n_layers=8", "model.vocab_size=16384", "data.
 TINY = ["model.dim=64", "model.n_layers=4", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=96",
         "model.vocab_size=64", "data.sequence_length=16"]  # fmt: skip
 ALWAYS = ["precision=bf16", "deterministic=true", "optimizer.lr=1e-4", "schedule=none", "checkpoint=none",
-          "module.sample_tokens=0", "validate_every_n_steps=1000000", "log_every_n_steps=1000000", f"max_steps={WARM_UP + TIMED}"]  # fmt: skip
+          "module.sample_tokens=0", "validate_every_n_steps=1000000",
+          "log_every_n_steps=1000000", f"max_steps={WARM_UP + TIMED}"]  # fmt: skip
 CELLS = {  # strategy → the knobs of each run; the first is the strategy as it is
     "fsdp": [
         "",
