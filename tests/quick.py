@@ -126,6 +126,7 @@ LEFT_OUT = {
     "tests/distributed/test_resume.py": "a minute; test_exact_resume and test_experiments are in",
     "tests/distributed/test_notes.py": "half a minute of runs for one case each; test_anybodys_module is in",
     "tests/distributed/test_copies.py": "half a minute; test_parity is in",
+    "tests/distributed/test_overlap.py": "half a minute of compiling; test_tensor_parallel is in",
     "tests/distributed/test_samples.py": "half a minute; tests/unit/test_generate.py is in",
     "tests/distributed/test_backward.py": "half a minute; test_by_hand is in",
     "tests/distributed/test_host_memory.py": "half a minute of large models; test_initial_weights is in",

@@ -1,7 +1,7 @@
 """What only GPUs show of the engines' knobs: the same losses over NCCL and side streams, and what speed and memory do.
 
     python benchmarks/gpu_checks/knobs.py                all GPUs, at most four: a minute and a half
-    python benchmarks/gpu_checks/knobs.py --ranks 2
+    python benchmarks/gpu_checks/knobs.py --ranks 2 --only symmetric     some of them
     python benchmarks/gpu_checks/knobs.py --accelerator cpu --ranks 4 --tiny     tries it out
 
 Each strategy runs as it is, and with its knobs turned, with `deterministic=true`. The losses must be the same: the same
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -78,7 +79,7 @@ class Losses(Callback):
         self.losses.append(loss.detach().clone())
 
 
-def cells_for(ranks: int, accelerator: str) -> list[tuple[str, str]]:
+def cells_for(ranks: int, accelerator: str, only: str) -> list[tuple[str, str]]:
     """Strategy and knobs of each run. Groups of two ranks need four, and symmetric memory several GPUs."""
     there = importlib.util.find_spec("deepspeed") is not None
     return [
@@ -88,14 +89,15 @@ def cells_for(ranks: int, accelerator: str) -> list[tuple[str, str]]:
         if there or strategy == "fsdp"
         if "=2" not in knobs or ranks % 2 == 0 < ranks - 2
         if "symmetric" not in knobs or (accelerator == "cuda" and ranks > 1)
+        if knobs in ("", "again") or re.search(only, f"{strategy} {knobs}")
     ]
 
 
-def run_all(folder: Path, ranks: int, accelerator: str, tiny: bool) -> None:
+def run_all(folder: Path, ranks: int, accelerator: str, tiny: bool, only: str) -> None:
     """In each rank. Rank 0 writes a row for each run."""
     device = device_of(accelerator)
     quiet_lightning()
-    for number, (strategy, knobs) in enumerate(cells_for(ranks, accelerator)):
+    for number, (strategy, knobs) in enumerate(cells_for(ranks, accelerator, only)):
         words = [
             f"strategy={strategy}",
             *(f"strategy.{word}" for word in knobs.split() if word != "again"),
@@ -124,13 +126,14 @@ def main() -> None:
     parser = results.command_line(__doc__)
     parser.add_argument("--ranks", type=int, default=max(1, min(4, torch.cuda.device_count())))
     parser.add_argument("--tiny", action="store_true", help="a small model, for trying it out")
+    parser.add_argument("--only", default="", help="a regular expression: runs besides those without knobs")
     parser.add_argument("--timeout", type=float, default=150, help="seconds for all runs together")
     arguments = parser.parse_args()
     environment, _ = results.measured_on(arguments.accelerator, arguments.commit)
     error = ""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        options = (folder, arguments.ranks, arguments.accelerator, arguments.tiny)
+        options = (folder, arguments.ranks, arguments.accelerator, arguments.tiny, arguments.only)
         try:
             on_ranks(arguments.ranks, run_all, *options, timeout_seconds=arguments.timeout)
         except AssertionError as failed:
@@ -145,7 +148,7 @@ def main() -> None:
         print(f"{'ok  ' if row['ok'] else 'FAIL'} {row['strategy']} {row['knobs'] or 'as it is'}: "
               f"{1e3 * row['seconds_per_step']:.1f} ms a step, {peaks}, losses off by {row['off']:.1e}")  # fmt: skip
     done = {(row["strategy"], row["knobs"]) for row in rows}
-    missing = [cell for cell in cells_for(arguments.ranks, arguments.accelerator) if cell not in done]
+    missing = [cell for cell in cells_for(arguments.ranks, arguments.accelerator, arguments.only) if cell not in done]
     for strategy, knobs in missing:
         print(f"FAIL {strategy} {knobs or 'as it is'}: did not end\n{error}")
     result = {"command": results.command(), "ranks": arguments.ranks, "environment": environment, "rows": rows,

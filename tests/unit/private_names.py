@@ -79,7 +79,7 @@ USED = {
     "optim/adamw.py": "_foreach_add_",
     "optim/deepspeed_operators.py": "_get_build_directory",
     "parallel/activation_checkpointing.py": "_cdata _higher_order_ops _pytree _schema",
-    "parallel/compile.py": "_dynamo _functorch",
+    "parallel/compile.py": "_dynamo _functorch _micro_pipeline_tp",
     "parallel/context_hugging_face.py": "_attn_implementation _global_mapping",
     "parallel/context_parallel.py": "_c10d_functional",
     "parallel/hugging_face_models.py": "_attn_implementation _supports_attention_backend",
@@ -323,6 +323,7 @@ NAMES = {
     "_all_gather_process_group": name(f"{FSDP}._fsdp_param_group.FSDPParamGroup", "whose ranks copy from each other"),
     "_sharded_local_tensor": name(f"{FSDP}._fsdp_param.FSDPParam", "whether a weight is gathered in fp8"),
     "_sharded_param_data": name(f"{FSDP}._fsdp_param.FSDPParam", "what is cast into the memory that others see"),
+    "_micro_pipeline_tp": name("torch._inductor.config", "exchanges beside the products that need them, piece by piece"),
     "_symmetric_memory": name("torch.distributed", "memory that other GPUs copy from; it has no public name yet"),
     "_unsafe_preserve_version_counter": name(
         "torch.autograd.grad_mode",

@@ -86,7 +86,7 @@ def test_the_words_of_all_runs_are_known(tmp_path: Path) -> None:
             plan = make_plan(compose(words).jobs[0].config, Host(cuda_devices=8, run_id="run"))
             samples = plan.global_batch_size / ranks
             assert race.work_of(words).samples == samples, words
-            assert plan.accumulate_grad_batches == (8 if "pipeline" in run.words else 1)
+            assert plan.accumulate_grad_batches == (4 if "pipeline" in run.words else 1)
     assert race.with_defaults("micro_batch_size=1 compile=layer").count("compile=") == 1
     assert race_cells.axes_in("--parallelism.tensor_parallel_degree 2 --parallelism.data_parallel_shard_degree 4") == 2
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -24,14 +27,9 @@ class SymmetricBuffer:
     def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        try:
+        with _or_refused():
             own = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
             self._handle = symmetric_memory.rendezvous(own, group.group_name)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"strategy.symmetric_memory: torch cannot let these GPUs copy from each other "
-                f"({' '.join(str(error).split())[:200]}); use strategy.symmetric_memory=false"
-            ) from error
         self._timeout_ms = int(timeout.total_seconds() * 1000)
         # Each rank's bytes, uint8 [size]. A copy from another rank's is made by a copy engine of the GPU.
         self.of_rank: list[Tensor] = [
@@ -51,3 +49,32 @@ class SymmetricBuffer:
         """Note that nothing after the present work of `stream` uses this rank's bytes. Returns the event of that."""
         self._free = stream.record_event()
         return self._free
+
+
+def let_compiler_copy(group: dist.ProcessGroup) -> None:
+    """Let torch.compile fetch what the ranks of `group` exchange by copies, piece by piece beside matrix products.
+
+    It does so where its setting `_micro_pipeline_tp` is on and a gather stands before a product, or a scatter behind
+    one. The memory for it grows with what is exchanged. Collective.
+
+    Raises:
+        ConfigError: torch cannot share memory between these GPUs.
+    """
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    with warnings.catch_warnings():  # it calls this unnecessary, and its compiler still asks whether it was called
+        warnings.simplefilter("ignore", FutureWarning)
+        symmetric_memory.enable_symm_mem_for_group(group.group_name)
+    with _or_refused():
+        symmetric_memory.get_symm_mem_workspace(group.group_name, min_size=1 << 20)
+
+
+@contextmanager
+def _or_refused() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConfigError(
+            f"strategy.symmetric_memory: torch cannot let these GPUs copy from each other "
+            f"({' '.join(str(error).split())[:200]}); use strategy.symmetric_memory=false"
+        ) from error

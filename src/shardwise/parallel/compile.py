@@ -32,6 +32,8 @@ def compiled(function: Function, options: Compile, *, as_one_graph: bool = False
         settings |= {"max_autotune": True, "coordinate_descent_tuning": True}
     if options.cudagraphs:
         settings["triton.cudagraphs"] = True
+    if options.overlaps_peers:  # see let_compiler_copy
+        settings["_micro_pipeline_tp"] = True
     return torch.compile(function, fullgraph=as_one_graph, options=settings or None)
 
 

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from shardwise.config.groups import Dtype, FsdpConfig, PrecisionConfig, StrategyConfig, Zero1Config, ZeroConfig
+from shardwise.config.groups import (
+    CompileConfig,
+    CompileName,
+    Dtype,
+    FsdpConfig,
+    PrecisionConfig,
+    PrecisionName,
+    StrategyConfig,
+    Zero1Config,
+    ZeroConfig,
+)
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.topology import Topology
@@ -39,20 +49,43 @@ def check_knobs(config: StrategyConfig, topology: Topology) -> None:
         _check_group_size(config.reshard_after_forward, topology.shard * topology.context)
 
 
+def overlaps_tensor_axis(
+    config: StrategyConfig, precision: PrecisionConfig, compiling: CompileConfig, topology: Topology, accelerator: str
+) -> bool:
+    """Whether compiled layers compute while the ranks of a tensor axis exchange parts of the sequence by copies."""
+    if not isinstance(config, FsdpConfig) or config.symmetric_memory is False:
+        return False
+    return topology.tensor > 1 and accelerator == "cuda" and not _hindrance_of_overlap(precision, compiling)
+
+
+def _hindrance_of_overlap(precision: PrecisionConfig, compiling: CompileConfig) -> str:
+    if compiling.name is CompileName.none:
+        return (
+            " compile=none: parts of a sequence are copied beside compiled products; use compile=layer or leave it out"
+        )
+    if precision.name is PrecisionName.fp8:
+        return " precision=fp8: parts of a sequence are copied beside products in 16 or 32 bits; leave it out"
+    return ""
+
+
 def uses_symmetric_memory(
-    config: StrategyConfig, precision: PrecisionConfig, topology: Topology, accelerator: str
+    config: StrategyConfig, precision: PrecisionConfig, compiling: CompileConfig, topology: Topology, accelerator: str
 ) -> bool:
     """Whether ranks exchange weights and gradients by copies: where that is asked for, or can be if null is given.
 
     Raises:
-        ConfigError: it is asked for, and cannot be.
+        ConfigError: it is asked for, and neither these nor parts of the sequence can be exchanged so.
     """
     if not isinstance(config, FsdpConfig) or config.symmetric_memory is False:
         return False
-    hindrance = _hindrance_of_copies(config, precision.reduce_dtype, topology, accelerator)
+    if topology.shard * topology.context == 1 and topology.tensor > 1 and accelerator == "cuda":
+        can, hindrance = False, _hindrance_of_overlap(precision, compiling)
+    else:
+        hindrance = _hindrance_of_copies(config, precision.reduce_dtype, topology, accelerator)
+        can = not hindrance
     if hindrance and config.symmetric_memory:
         raise ConfigError(f"strategy.symmetric_memory=true{hindrance}")
-    return not hindrance
+    return can
 
 
 def _hindrance_of_copies(config: FsdpConfig, reduced_in: Dtype, topology: Topology, accelerator: str) -> str:

@@ -7,6 +7,7 @@ import re
 from shardwise.config.bind import as_yaml
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError, did_you_mean
+from shardwise.plan.engine_knobs import overlaps_tensor_axis
 from shardwise.plan.plan import (
     ActivationCheckpointing,
     ActivationCheckpointingName,
@@ -14,6 +15,7 @@ from shardwise.plan.plan import (
     CompileModeName,
     CompileName,
 )
+from shardwise.plan.topology import Topology
 
 # What `save` may name. parallel/activation_checkpointing.py says which operations of PyTorch these are.
 SAVED = ("matmul", "every_second_matmul", "convolution", "attention", "collective", "fp8_maximum")
@@ -28,7 +30,7 @@ _NO_GRAPHS = {
 }
 
 
-def make_compile(config: RunConfig, accelerator: str) -> Compile:
+def make_compile(config: RunConfig, topology: Topology, accelerator: str) -> Compile:
     """Raises: ConfigError: an option that compile=none or this strategy, accelerator or checkpointing rules out."""
     options = config.compile
     name: CompileName = options.name.value
@@ -54,7 +56,8 @@ def make_compile(config: RunConfig, accelerator: str) -> Compile:
         )
     if options.cudagraphs:
         _check_cudagraphs(config, accelerator)
-    return Compile(name=name, memory_budget=budget, mode=mode, cudagraphs=options.cudagraphs)
+    overlaps = overlaps_tensor_axis(config.strategy, config.precision, options, topology, accelerator)
+    return Compile(name=name, memory_budget=budget, mode=mode, cudagraphs=options.cudagraphs, overlaps_peers=overlaps)
 
 
 def _check_cudagraphs(config: RunConfig, accelerator: str) -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 
 from shardwise.config.bind import as_yaml
-from shardwise.config.groups import CheckpointConfig, ClusterConfig, DdpConfig, PrecisionConfig, StrategyConfig
+from shardwise.config.groups import (
+    CheckpointConfig,
+    ClusterConfig,
+    CompileConfig,
+    DdpConfig,
+    PrecisionConfig,
+    StrategyConfig,
+)
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.engine_knobs import check_knobs, uses_symmetric_memory
@@ -49,6 +56,7 @@ def make_checkpointing(config: CheckpointConfig, accelerator: str) -> Checkpoint
 def make_strategy(
     config: StrategyConfig,
     precision: PrecisionConfig,
+    compiling: CompileConfig,
     topology: Topology,
     accelerator: str,
     context_parallel_method: str | None = None,
@@ -62,7 +70,7 @@ def make_strategy(
     if isinstance(config, DdpConfig) and config.bucket_cap_mb < 1:
         raise ConfigError(f"strategy.bucket_cap_mb={config.bucket_cap_mb}: must be at least 1")
     check_knobs(config, topology)
-    options["symmetric_memory"] = uses_symmetric_memory(config, precision, topology, accelerator)
+    options["symmetric_memory"] = uses_symmetric_memory(config, precision, compiling, topology, accelerator)
     if options.get("pipeline_split") is not None:
         options["pipeline_split"] = tuple(options["pipeline_split"])
     return Strategy(name=config.name.value, context_parallel_method=context_parallel_method, **options)  # type: ignore[arg-type]

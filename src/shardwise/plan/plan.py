@@ -83,6 +83,7 @@ class Compile:
     memory_budget: float | None = None  # the share of activations that the compiler keeps; None: as many as it likes
     mode: CompileModeName = "default"
     cudagraphs: bool = False
+    overlaps_peers: bool = False  # products beside what the ranks of a tensor axis exchange
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         topology=topology,
         peak_tflops=peak_tflops(config, host, accelerator, clusters),
         strategy=make_strategy(
-            config.strategy, config.precision, topology, accelerator, context_parallel_method(config)
+            config.strategy, config.precision, config.compile, topology, accelerator, context_parallel_method(config)
         ),
         precision=make_precision(config, host, accelerator),
         micro_batch_size=config.micro_batch_size,
@@ -118,7 +118,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         optimizer=optimizer,
         optimizer_override=config.optimizer_override,
         deterministic=config.deterministic,
-        compile=make_compile(config, accelerator),
+        compile=make_compile(config, topology, accelerator),
         activation_checkpointing=make_activation_checkpointing(config),
         ema_decay=config.ema_decay,
         max_restarts=config.max_restarts,

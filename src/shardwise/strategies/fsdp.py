@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from shardwise.distributed.collectives import broadcast_from_rank_zero, sum_over
 from shardwise.distributed.dtensor import listing_whole, reading_whole, whole_tensor
 from shardwise.distributed.parameters import keep_notes, refuse_gradient_hooks
+from shardwise.distributed.symmetric_memory import let_compiler_copy
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.logged import LoggedValue, take_logged_by
 from shardwise.optim.optimizers import check_by_hand, check_of_parts, steps_on_shards
@@ -231,7 +232,10 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             raise ConfigError(
                 f"{self.module_name} optimizes by hand, which strategy.tensor_parallel_size cannot do: leave it out"
             )
-        return self.sharded.divide(TensorParallel(module, self.mesh.group("tensor")))
+        group = self.mesh.group("tensor")
+        if self.plan.compile.overlaps_peers:
+            let_compiler_copy(group)
+        return self.sharded.divide(TensorParallel(module, group))
 
     def _materialize_unit(self, materializer: Materializer, unit: nn.Module) -> bool:
         """Give a unit its memory and initial values. Returns whether this rank has a part of it."""
