@@ -323,7 +323,7 @@ NAMES = {
     "_all_gather_process_group": name(f"{FSDP}._fsdp_param_group.FSDPParamGroup", "whose ranks copy from each other"),
     "_sharded_local_tensor": name(f"{FSDP}._fsdp_param.FSDPParam", "whether a weight is gathered in fp8"),
     "_sharded_param_data": name(f"{FSDP}._fsdp_param.FSDPParam", "what is cast into the memory that others see"),
-    "_micro_pipeline_tp": name("torch._inductor.config", "exchanges beside the products that need them, piece by piece"),
+    "_micro_pipeline_tp": name("torch._inductor.config", "exchanges beside the products that need them"),
     "_symmetric_memory": name("torch.distributed", "memory that other GPUs copy from; it has no public name yet"),
     "_unsafe_preserve_version_counter": name(
         "torch.autograd.grad_mode",
