@@ -119,22 +119,30 @@ class Engine:
 
 
 class Inbox:
-    """What arrives on one link in one step, in the order of `items`. The next tensor is received ahead."""
+    """What arrives on one link in one step, in the order of `items`. The next tensor is received ahead.
+
+    Where a step has shapes that are new, nothing is received ahead, and the host waits for what it needs. Kernels are
+    compiled and loaded then, and loading may wait until all that is on the device has run, a receive included: two
+    ranks, each of which receives ahead what the other sends after such a load, would wait for each other for ever.
+    """
 
     def __init__(self, link: Link, items: Sequence[Item], shapes: Callable[[int], Hashable]) -> None:
         self._link, self._shapes = link, shapes
         self._coming = deque(items)
+        self._is_new = not all(link.knows(self._kind(item)) for item in items)
         self._ahead: tuple[Item, Tensor, Any] | None = None
         self._arrived: dict[Item, Tensor] = {}
 
     def take(self, item: Item) -> Tensor:
-        """Wait for a tensor; on a GPU only the device waits."""
+        """Wait for a tensor; on a GPU only the device waits, unless shapes are new."""
         while item not in self._arrived:
             found, tensor, work = self._ahead or self._begin()
             self._ahead = None
             work.wait()
             self._arrived[found] = tensor
-            if self._coming and self._link.knows(self._kind(self._coming[0])):
+            if self._is_new:
+                self._link.wait_on_host()
+            elif self._coming:
                 self._ahead = self._begin()
         return self._arrived.pop(item)
 

@@ -67,6 +67,11 @@ class Link:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         return tensor, dist.irecv(tensor, self._peer, group=self._group)
 
+    def wait_on_host(self) -> None:
+        """Let the host wait for what the current stream waits for."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
     def forget_arrived(self) -> None:
         """Let go of what has arrived."""
         while self._sent and self._sent[0][0].is_completed():

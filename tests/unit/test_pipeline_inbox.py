@@ -1,0 +1,54 @@
+"""What a stage receives ahead, and when its host waits."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.parallel.pipeline.engine import Inbox
+
+ITEMS = [(1, 0), (1, 1), (1, 2)]
+
+
+class FakeLink:
+    def __init__(self) -> None:
+        self.known: set[Hashable] = set()
+        self.did: list[str] = []
+
+    def knows(self, kind: Hashable) -> bool:
+        return kind in self.known
+
+    def receive(self, kind: Hashable) -> tuple[Tensor, Any]:
+        self.known.add(kind)
+        self.did.append("receive")
+        return torch.zeros(1), self
+
+    def wait(self) -> None:
+        self.did.append("wait")
+
+    def wait_on_host(self) -> None:
+        self.did.append("wait on host")
+
+
+def step(link: Any) -> list[str]:
+    inbox = Inbox(link, ITEMS, lambda micro_batch: "shapes")
+    link.did.clear()
+    for item in ITEMS:
+        inbox.take(item)
+        link.did.append("compute")
+    return list(link.did)
+
+
+def test_nothing_is_on_its_way_while_a_step_with_new_shapes_computes() -> None:
+    """Two ranks that load kernels then, each beside a receive, could wait for each other."""
+    link = FakeLink()
+    assert step(link) == ["receive", "wait", "wait on host", "compute"] * len(ITEMS)
+
+
+def test_a_step_with_known_shapes_receives_ahead() -> None:
+    link = FakeLink()
+    step(link)
+    assert step(link) == ["receive", "wait", "receive", "compute", "wait", "receive", "compute", "wait", "compute"]
