@@ -27,37 +27,43 @@ def fastest(race: dict[str, Any], cell: str, *, is_ours: bool) -> dict[str, Any]
 
 
 def llama(*ranks: int) -> list[str]:
-    """For each cell the fastest run of each, their ratio, and the limit of ours."""
-    lines = []
-    for race in races(*ranks):
-        both = [(cell, fastest(race, cell, is_ours=False), fastest(race, cell, is_ours=True)) for cell in race["cells"]]
+    """For each cell the fastest run of each, their ratio, and the limit of ours; a table for each kind of GPU."""
+    lines, found = [], races(*ranks)
+    ran = {card["cell"] for race in found for card in race["cards"]}
+    for number, race in enumerate(sorted(found, key=lambda race: (race["ranks"], "H200" not in gpus_of(race)))):
+        here = {card["cell"] for card in race["cards"]}  # what nobody has run stands in the first table
+        both = [
+            (cell, fastest(race, cell, is_ours=False), fastest(race, cell, is_ours=True)) for cell in race["cells"]
+            if cell in here or (cell not in ran and not number)
+        ]  # fmt: skip
         goals = {cell.name: cell.goal for cell in cells_on(race["ranks"])}
-        rows = [_cell(cell, peer, ours, goals.get(cell)) for cell, peer, ours in both]
-        heads = [
-            "",
-            peer_of(race),
-            "ours",
-            "ratio",
-            "goal",
-            "limit",
-            "ours of the limit",
-            "peak reserved GiB, both",
-            "words",
-        ]
+        limit = "H200" in gpus_of(race)  # whose ceilings are known
+        rows = [_cell(cell, peer, ours, goals.get(cell), limit) for cell, peer, ours in both]
+        heads = ["", peer_of(race), "ours", "ratio", "goal", "limit", "ours of the limit", "peak reserved GiB, both",
+                 "words"]  # fmt: skip
+        if len(found) > 1 and rows:
+            lines += [f"On {gpus_of(race)}:", ""]
         lines += [*table(heads, rows), "", *_mixed(both)] if rows else []
     return lines or NOT_YET
+
+
+def gpus_of(race: dict[str, Any]) -> str:
+    gpus = race["cards"][0]["environment"]["gpus"] if race["cards"] else []
+    return f"{race['ranks']} × {gpus[0] if gpus else 'CPU'}"
 
 
 def peer_of(race: dict[str, Any]) -> str:
     return next((card["who"] for card in race["cards"] if card["who"] != OURS), "torchtitan (not run)")
 
 
-def _cell(cell: str, peer: dict[str, Any] | None, ours: dict[str, Any] | None, goal: float | None) -> list[Any]:
+def _cell(
+    cell: str, peer: dict[str, Any] | None, ours: dict[str, Any] | None, goal: float | None, has_limit: bool
+) -> list[Any]:
     said = None if goal is None else f"{goal:.2f}"
     if not peer and not ours:
         return [cell, *["not run"] * 2, None, said, *[None] * 4]
     speeds = [None if card is None else card["tokens_per_second_per_gpu"] for card in (peer, ours)]
-    limit = None if ours is None else ours["limit"]["tokens_per_second_per_gpu"]
+    limit = ours["limit"]["tokens_per_second_per_gpu"] if ours is not None and has_limit else None
     memory = " / ".join(_gib(card) for card in (peer, ours))
     words = "failed" if ours is None else " ".join(f"`{word}`" for word in ours["words"].split())
     return [cell, *(_thousands(speed) for speed in speeds), _share(speeds[1], speeds[0], 3), said, _thousands(limit),
@@ -79,7 +85,9 @@ def cards() -> list[str]:
     for race in races():
         order = list(race["cells"])
         for card in sorted(race["cards"], key=lambda card: order.index(card["cell"])):
-            rows.append([race["ranks"], card["cell"], card["who"], *_card(card), str(card["commit"])[:7]])
+            rows.append(
+                [gpus_of(race).replace("NVIDIA ", ""), card["cell"], card["who"], *_card(card), str(card["commit"])[:7]]
+            )
     heads = ["GPUs", "cell", "who", "words or flags", "tokens/s/GPU", "ms a step", "GiB", "power, W (limit)",
              "clock, MHz", "loss", "commit"]  # fmt: skip
     return table(heads, rows) if rows else NOT_YET

@@ -253,7 +253,7 @@ def card_of(who: str, speed: float, **more: Any) -> dict[str, Any]:
         "cell": "micro-batch 2", "who": who, "words": "loss=full", "tokens_per_second_per_gpu": speed,
         "commit": "c" * 40, "ms_per_step": 300.0, "steps_ms": [299.0, 301.0], "peak_reserved_gib": 42.0,
         "losses": [12.2, 12.1], "gpu": {"power_watts": 690.0, "sm_clock_mhz": 1700.0},
-        "machine": {"digests": ["1"], "power_limit_watts": [700.0]},
+        "machine": {"digests": ["1"], "power_limit_watts": [700.0]}, "environment": {"gpus": ["NVIDIA H200"]},
         "limit": {"tokens_per_second_per_gpu": 80_000.0},
     } | more  # fmt: skip
 
@@ -289,6 +289,12 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     parts = performance.TABLES["race_breakdown"]()
     assert "| matmul | 20.0 | 18.0 | 2.0 |" in parts and "| elementwise | 5.0 | 3.0 | 2.0 |" in parts
     assert "| all | 33.0 | 21.0 | 12.0 |" in parts
+    other = {"environment": {"gpus": ["NVIDIA H100"]}, "cell": "micro-batch 4"}
+    results.write(tmp_path / "race-h100-x1.json", content | {"cards": [card_of("ours", 9_000.0, **other)]})
+    lines = performance.TABLES["race_1"]()
+    assert [line for line in lines if line.startswith("On ")] == ["On 1 × NVIDIA H200:", "On 1 × NVIDIA H100:"]
+    assert sum(line.startswith("| micro-batch 4 |") for line in lines) == 1, "not run in one table, and run in another"
+    (tmp_path / "race-h100-x1.json").unlink()
     results.write(tmp_path / "race-h200-x1.json", content | {"tiny": True})
     assert performance.TABLES["race_1"]() == ["Not run yet."]
 
