@@ -107,9 +107,10 @@ def test_a_run_goes_on_under_the_other_precision(runs: Any) -> None:
 
 
 def test_a_language_model_validates_with_its_average_and_writes_samples_alike(runs: Any) -> None:
+    """With the scales of other weights, those of the masters or of the average, a loss is 2e-5 off."""
     ddp, fsdp = (runs[1][f"language, {strategy}"] for strategy in ("ddp", "fsdp"))
-    assert len(ddp["losses"]) == 2 and ddp["losses"] == pytest.approx(fsdp["losses"], rel=1e-4)
-    assert ddp["validation"] == pytest.approx(fsdp["validation"], rel=1e-3) and ddp["validation"]
+    assert len(ddp["losses"]) == 2 and ddp["losses"] == pytest.approx(fsdp["losses"], rel=5e-6)
+    assert ddp["validation"] == pytest.approx(fsdp["validation"], rel=5e-6) and ddp["validation"]
 
 
 def test_weights_that_change_within_a_step_have_their_own_scales(runs: Any) -> None:
