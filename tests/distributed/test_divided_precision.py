@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch._dynamo.utils import counters
 
+from shardwise.distributed.dtensor import local_part
 from tests.harness.cells import fit
 from tests.harness.layouts import layout_plan
 from tests.harness.processes import spawn
@@ -35,15 +37,24 @@ CELLS: dict[Cell, list[Cell]] = {  # what each cell is compared with → cells
 }
 
 
+class Digits(Callback):
+    """Whether the gradients of norms, which see a part of the sequence on each rank, have no more digits than bf16."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        norms = [local_part(p.grad) for name, p in pl_module.named_parameters() if "norm" in name]
+        self.are_few = all(torch.equal(gradient, gradient.bfloat16().to(gradient.dtype)) for gradient in norms)
+
+
 def run_cells(folder: Path, cells: list[Cell]) -> dict[Cell, dict[str, Any]]:
     """In each rank: each cell, and how often a graph of it could not go on."""
     found = {}
     for number, (layout, words) in enumerate(cells):
         torch._dynamo.reset()
         counters.clear()
-        result = fit(layout_plan(folder / str(number), layout, True, *words.split(), "checkpoint=none"))
+        digits = Digits()
+        result = fit(layout_plan(folder / str(number), layout, True, *words.split(), "checkpoint=none"), digits)
         stats = {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
-        found[layout, words] = result | stats
+        found[layout, words] = result | stats | {"few digits": digits.are_few}
     return found
 
 
@@ -55,6 +66,7 @@ def test_words_change_no_number(tmp_path: Path, plain: Cell) -> None:
     for cell in CELLS[plain]:
         own = found[cell]
         assert own["hash"] == expected["hash"], cell
+        assert not own["few digits"], cell
         off = max(update_deviation(expected["start"], own["final"], expected["final"]).values())
         print("NUMBERS", cell, off, own["losses"], own["norms"], own["graphs"], own["breaks"])
         assert own["losses"] == pytest.approx(expected["losses"], rel=bound / 10), cell

@@ -33,6 +33,7 @@ MORE = {
         Run(HEADS, "Mistral", model=("sliding_window=5",)),
         Run(KEYS, "Mistral", kind="masked", model=("sliding_window=5",)),
         Run(HEADS, model=("attn_implementation=eager",), more=("activation_checkpointing=full",)),
+        Run(KEYS, model=("counts=true",)),
         Run(KEYS, accumulate=1, more=("module._target_=tests.harness.hugging_face.UnweighedLM",)),
         Run(KEYS, precision="fp32", optimizer="sgd", model=("own_loss=false",)),
         Run(HEADS, precision="fp32", optimizer="sgd", more=("compile=layer",)),

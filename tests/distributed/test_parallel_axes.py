@@ -126,6 +126,15 @@ def test_a_parameter_without_a_dimension_sees_what_its_layer_sees(tmp_path: Path
             assert own["norms"] in ([], pytest.approx(expected["norms"], rel=BOUNDS["fp64"]))
 
 
+def test_micro_batches_of_a_step_may_have_other_lengths(tmp_path: Path) -> None:
+    """In a pipeline layers of one are computed again behind the forward pass of the next."""
+    more = ("data._target_=tests.harness.divided.OfTwoLengths", *CHECKPOINTED)
+    [[expected]] = spawn(1, run_divided, tmp_path / "one", 1, [Divided(("strategy=ddp",), more=more)])
+    for [own] in spawn(4, run_divided, tmp_path / "four", 4, [Divided(axis_words(1, 2, 2, KEYS), more=more)]):
+        assert max(update_deviation(expected["start"], own["final"], expected["final"]).values()) <= BOUNDS["fp64"]
+        assert own["losses"] in ([], pytest.approx(expected["losses"], rel=BOUNDS["fp64"]))
+
+
 def test_a_run_goes_on_with_other_axes(tmp_path: Path) -> None:
     """A checkpoint has the names and shapes of the whole model; on the same layout a resumed run never stopped."""
     one = Divided(("strategy=ddp",), layers=4)

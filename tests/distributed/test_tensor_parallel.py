@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from torchmetrics import SumMetric
 
+from shardwise.nn.linear_cross_entropy import linear_cross_entropy
+from shardwise.nn.peers import Peers
+from shardwise.nn.vocabulary_part import VocabularyPart
 from tests.harness.cells import cell_plan, fit
 from tests.harness.divided import BATCH, CLIP, STEPS, Divided, deviation, run_divided
 from tests.harness.parity import BOUNDS
@@ -50,6 +56,40 @@ def test_a_divided_model_equals_the_plain_loop(tmp_path: Path, ranks: int) -> No
             for name, tensor in found[0][number]["final"].items():
                 assert torch.equal(result[number]["final"][name], tensor), (cell, name)
     assert not off
+
+
+def far_from_zero() -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, a head's weight and targets: of logits around 2000, -2000 and 0."""
+    hidden = torch.tensor([[2000, 1], [-2000, 1], [0, 1]], dtype=torch.float64)
+    weight = torch.stack((torch.ones(5), torch.arange(5)), dim=1).double().requires_grad_()
+    return hidden, weight, torch.tensor([0, 4, 2])
+
+
+def run_losses() -> dict[str, tuple[Tensor, Tensor]]:
+    """In each of two ranks: losses with this rank's part of the head, and the gradients of that."""
+    dist.init_process_group("gloo")
+    group, found = dist.group.WORLD, {}
+    assert group is not None
+    part = VocabularyPart(Peers(group.group_name, group.rank(), group.size()), 5, cuts_sequence=False)
+    for loss in ("full", "chunked"):
+        hidden, weight, targets = far_from_zero()
+        own = weight.detach().narrow(0, part.start, part.tokens).requires_grad_()
+        total = linear_cross_entropy(hidden, own, targets, loss=loss, part=part)
+        total.backward()
+        assert own.grad is not None
+        found[loss] = total.detach(), own.grad
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_divided_loss_is_right_for_logits_whose_powers_no_number_holds() -> None:
+    hidden, weight, targets = far_from_zero()
+    expected = F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
+    expected.backward()
+    ranks = spawn(2, run_losses)
+    for loss in ("full", "chunked"):
+        assert all(rank[loss][0] == pytest.approx(expected.item(), rel=1e-12) for rank in ranks), loss
+        torch.testing.assert_close(torch.cat([rank[loss][1] for rank in ranks]), weight.grad)
 
 
 class Counting(Callback):

@@ -10,13 +10,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from recipes.language_modeling.model import FeedForward, Transformer
 from recipes.language_modeling.module import LanguageModel
 from shardwise.nn.linear_cross_entropy import IGNORE, linear_cross_entropy
 from shardwise.run_dir.files import checkpoint_path
 from shardwise.weights.initialize import Materializer
-from tests.harness.cells import cell_plan, fit, masked_tokens
+from tests.harness.cells import MaskedTokens, cell_plan, fit, masked_tokens
 from tests.harness.parity import OPTIMIZERS, largest
 from tests.harness.reference import WEIGHT_DECAY, plain_loop, update_deviation
 
@@ -101,6 +102,17 @@ class Scaled(LanguageModel):
             nn.init.constant_(module.weight, 1.5)
         else:
             super().init_module_weights(module)
+
+
+class OfTwoLengths(MaskedTokens):
+    """The sequences of every other micro-batch are half as long."""
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        rows = [
+            {key: tensor[: 8 if number // self.batch_size % 2 else 16] for key, tensor in row.items()}
+            for number, row in enumerate(masked_tokens(48))
+        ]
+        return DataLoader(rows, batch_size=self.batch_size)  # type: ignore[arg-type]
 
 
 def run_divided(folder: Path, ranks: int, cells: Sequence[Divided], accelerator: str = "cpu") -> list[dict[str, Any]]:

@@ -74,6 +74,23 @@ class Module(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=RATE, momentum=MOMENTUM)
 
 
+class ByHand(Module):
+    """Makes two steps with each batch: the second pass sees weights that the first one has not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            loss: Tensor = self.network(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss.detach()
+
+
 def rows() -> Tensor:
     return torch.randint(0, VOCABULARY, (4 * BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
 

@@ -42,10 +42,11 @@ class UnweighedLM(LightningModule):
     """Knows nothing of this repository."""
 
     def __init__(
-        self, family: str = "Llama", tied: bool = True, own_loss: bool = True, continues: bool = False, **sizes: Any
-    ) -> None:
+        self, family: str = "Llama", tied: bool = True, own_loss: bool = True, continues: bool = False,
+        counts: bool = False, **sizes: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.continues = continues
+        self.continues, self.counts = continues, counts
         import transformers
 
         config = getattr(transformers, f"{family}Config")(**SIZES | sizes, tie_word_embeddings=tied)
@@ -57,8 +58,14 @@ class UnweighedLM(LightningModule):
         return int((batch["labels"][:, 1:] != IGNORE).sum())
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.lm(**batch).loss
+        loss: Tensor = self.lm(**batch, **(self.own_targets(batch) if self.counts else {})).loss
         return loss
+
+    def own_targets(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+        """Targets that are not the labels moved by one, and twice their number, so that the loss is half a mean."""
+        following = F.pad(batch["labels"], (0, 1), value=IGNORE)[:, 1:]
+        targets = torch.where(following == IGNORE, IGNORE, (following + 7) % SIZES["vocab_size"])
+        return {"shift_labels": targets, "num_items_in_batch": 2 * self.count(batch)}
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         loss = self.training_step(batch, batch_idx).double()

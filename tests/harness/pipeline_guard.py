@@ -127,8 +127,8 @@ def run_guard(folder: Path, cells: list[tuple[str, str]]) -> dict[tuple[str, str
     """In each rank, of (layout, kind): steps that are not finite are skipped, or stop the run; so is a leap, or the run
     is rolled back."""
     skip, loss, gradient = "guard.on_nonfinite=skip", f"+data.value={BEYOND}", f"+data.value={MARK}"
-    words = {"loss": [loss, skip], "gradient": [gradient, skip], "stopped": [loss],
-             "leap": [*SPIKES, "guard.on_spike=skip"]}  # fmt: skip
+    words = {"loss": [loss, skip], "loss-fp16": [loss, skip, "precision=fp16"], "gradient": [gradient, skip],
+             "stopped": [loss], "leap": [*SPIKES, "guard.on_spike=skip"]}  # fmt: skip
     found = {}
     for layout, kind in cells:
         run_dir = folder / layout / kind

@@ -182,13 +182,13 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                 _reduce_unused_as_zero(group)
             if isinstance(layer, nn.RNNBase):
                 layer.flatten_parameters = _do_not_flatten  # type: ignore[method-assign]
+        if self.float8 is not None:  # before the roots begin: FSDP2 looks then who gathers in fp8
+            self.float8.gather(change_within_steps=not module.automatic_optimization)
         if not module.automatic_optimization:
             self._begin_roots()  # before an optimizer is toggled and some parameters need no gradients
         if divided is not None:
             for parameter in divided.divided():
                 self.planned_precision.divide(parameter, self.mesh.group("tensor"))
-        if self.float8 is not None:
-            self.float8.gather(change_within_steps=not module.automatic_optimization)
         self._backwards = InnerBackwards(module, module.automatic_optimization)
         broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("stage"))
         self._begin_roots()
