@@ -41,6 +41,7 @@ LAYOUTS = {
     "pipeline": ["strategy.pipeline_parallel_size={n}"],
     "context": ["strategy.context_parallel_size={n}"],
 }
+BESIDE = ["strategy.symmetric_memory=null", "compile=layer"]  # null: not on a CPU
 MODELS = {
     "llama3_1b": ["model=llama3_1b", "model.tie_embeddings=false", "compile=layer"],
     "llama3_8b": ["model=llama3_8b", "compile=layer", "activation_checkpointing=full"],
@@ -55,6 +56,7 @@ BOUND = 1e-4
 def rows_of(ranks: int) -> dict[str, list[str]]:
     """A row's name → its overrides."""
     rows = {f"parity {layout}": [*PARITY, *words] for layout, words in LAYOUTS.items()}
+    rows["parity tensor, beside products"] = [*PARITY, *LAYOUTS["tensor"], *BESIDE]
     for model, own in MODELS.items():
         rows |= {f"{model} {layout}": [*own, *TIMED, *words] for layout, words in LAYOUTS.items()}
     return {name: [word.format(n=ranks) if "{n}" in word else word for word in words] for name, words in rows.items()}
