@@ -110,7 +110,8 @@ def _axes(ranks: int) -> tuple[Cell, ...]:
         words, layer = f"strategy=fsdp micro_batch_size={2 * micro}", "compile=layer"
         tensor, context = (f"{words} strategy.{axis}_parallel_size=2" for axis in ("tensor", "context"))
         pipeline = (
-            f"strategy=fsdp micro_batch_size=1 global_batch_size={2 * ranks} strategy.pipeline_parallel_size=2 {layer}"
+            f"strategy=fsdp micro_batch_size=1 global_batch_size={2 * ranks} strategy.pipeline_parallel_size=2 {layer} "
+            f"strategy.reshard_after_forward=false"
         )
         beside = f"{tensor} {layer} strategy.symmetric_memory=true"
         flag = "--parallelism.{}_parallel_degree 2"

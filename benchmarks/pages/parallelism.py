@@ -57,7 +57,7 @@ def costs() -> list[str]:
             arithmetic.tensor_elements(layers=layers, context=context, tensor=tensor, **shape),
             arithmetic.context_elements_by_heads(layers=layers, context=context, tensor=tensor, **shape, **heads),
             # Gathered in 16 bits, reduced in 32
-            arithmetic.fsdp_gathered_elements(parameters=parameters, shards=shards, micro_batches=micro_batches)
+            arithmetic.fsdp_gathered_elements(parameters=parameters, shards=shards, gathers=2 * micro_batches)
             + 2 * arithmetic.fsdp_scattered_elements(parameters=parameters, shards=shards, micro_batches=micro_batches),
         ]
         if pipeline == 2:  # both ranks are at an end, and hand over in one direction each

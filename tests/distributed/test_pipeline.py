@@ -17,6 +17,7 @@ from tests.harness.pipelines import (
     drawn_after_a_stop,
     drawn_after_shards,
     run,
+    run_counting_gathers,
     run_stack,
 )
 from tests.harness.processes import spawn
@@ -85,6 +86,22 @@ def test_fp32_gives_the_same_bits(tmp_path: Path) -> None:
     for own in results:
         assert all(torch.equal(own["final"][name], tensor) for name, tensor in expected["final"].items())
         assert own["validation"] == expected["validation"]
+
+
+def test_weights_that_stay_gathered_are_gathered_once_a_step(tmp_path: Path) -> None:
+    """Each stage of four layers over two ranks has two of them, and what is outside. Four micro-batches a step.
+
+    With two stages on a rank, the end of the first one frees what the other still needs.
+    """
+    cell, stay = [*FP32, *ADAMW, *UNTIED, *SIZE, "gradient_clip_val=0.1"], ["strategy.reshard_after_forward=false"]
+    words = ([], stay, [*stay, *FULL], [*stay, *INTERLEAVED], [*stay, "strategy.defer_gradient_sync=true"])
+    results = spawn(4, run_counting_gathers, tmp_path / "four", 4, [[*cell, *w] for w in words])
+    usual = results[0][0]
+    for rank in results:
+        assert [own["gathers"] for own in rank] == [2 * 2 * 4 + 4, 3, 3, 5, 3]
+    for own in results[0][1:]:
+        check(own, usual, BOUNDS["fp32"])
+    assert all(torch.equal(results[0][1]["final"][name], tensor) for name, tensor in usual["final"].items())
 
 
 def test_stages_that_are_sharded_or_copied(tmp_path: Path) -> None:

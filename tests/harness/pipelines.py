@@ -6,13 +6,16 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils.data import DataLoader
 
 from shardwise.config.compose import compose
+from shardwise.parallel.pipeline.engine import Engine
 from shardwise.plan import Host, make_plan
 from shardwise.run_dir.files import checkpoint_path
 from tests.harness.cells import cell_plan, fit
@@ -28,6 +31,29 @@ SGD, ADAMW = ["optimizer=sgd", "optimizer.lr=0.3"], ["optimizer=adamw", "optimiz
 def run(folder: Path, ranks: int, cells: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """In each rank: one run after the other."""
     return [fit(cell_plan(folder / str(number), ranks, *BASE, *words)) for number, words in enumerate(cells)]
+
+
+def run_counting_gathers(folder: Path, ranks: int, cells: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """`run`, and how many gathers of FSDP2 each run made in its last step."""
+    found, gather = [], _fsdp_param_group.foreach_all_gather
+    for number, words in enumerate(cells):
+        with patch.object(_fsdp_param_group, "foreach_all_gather", side_effect=gather) as gathered:
+            counts = list[int]()
+            with patch.object(Engine, "run", _counted(gathered, counts)):
+                result = fit(cell_plan(folder / str(number), ranks, *BASE, *words))
+        found.append(result | {"gathers": counts[-1]})
+    return found
+
+
+def _counted(gathered: Any, counts: list[int]) -> Any:
+    run = Engine.run
+
+    def counting(*arguments: Any) -> None:
+        before = gathered.call_count
+        run(*arguments)
+        counts.append(gathered.call_count - before)
+
+    return counting
 
 
 def stack_argv(folder: Path, module: str, data: str = f"{__name__}.Numbers") -> list[str]:

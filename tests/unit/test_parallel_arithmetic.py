@@ -62,11 +62,10 @@ def test_context_parallelism() -> None:
 
 def test_fsdp() -> None:
     gathered, scattered = arithmetic.fsdp_gathered_elements, arithmetic.fsdp_scattered_elements
-    assert gathered(parameters=1000, shards=4, micro_batches=3) == 6 * 750
+    assert gathered(parameters=1000, shards=4, gathers=6) == 6 * 750
     assert scattered(parameters=1000, shards=4, micro_batches=3) == 3 * 750
-    assert gathered(parameters=1000, shards=4, micro_batches=3, once=True) == 750
     assert scattered(parameters=1000, shards=4, micro_batches=3, once=True) == 750
-    assert gathered(parameters=1000, shards=1, micro_batches=3) == 0
+    assert gathered(parameters=1000, shards=1, gathers=6) == 0
 
 
 def test_weights_gradients_and_optimizer_state() -> None:

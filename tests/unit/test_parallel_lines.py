@@ -89,6 +89,16 @@ def test_what_each_axis_sends_is_stated() -> None:
     assert "on average over the stages: pipeline 0.268 GB, tensor " in lines[4]
 
 
+@pytest.mark.parametrize(("pipeline", "gathers"), [(1, 8), (2, 1)])
+def test_weights_that_stay_gathered_travel_less_often(pipeline: int, gathers: int) -> None:
+    """From the forward pass to the backward pass of a micro-batch; in a pipeline from the first one to the last."""
+    made = laid_out(Topology(1, 8, 1, 4 // pipeline, tensor=2, pipeline=pipeline), 8)
+    kept = dataclasses.replace(made, strategy=dataclasses.replace(made.strategy, reshard_after_forward=False))
+    usual, less = (bytes_sent(one, decoder(one))["fsdp"] for one in (made, kept))
+    shards, whole = 4 // pipeline, 8_030_261_248 / 2 / pipeline
+    assert usual - less == pytest.approx(4 * whole * (1 - 1 / shards) * (16 - gathers))
+
+
 def test_a_shared_weight_is_on_both_ends_whose_gradients_are_summed() -> None:
     tied = {"model": {**LLAMA, "tie_embeddings": True}}
     untied, shared = (laid_out(Topology(1, 4, 1, 1, pipeline=4), 8, **more) for more in ({}, {"module": tied}))

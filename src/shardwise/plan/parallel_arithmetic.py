@@ -92,13 +92,12 @@ def context_elements_by_keys(
     return 2 * layers * micro_batches * each_way
 
 
-def fsdp_gathered_elements(*, parameters: float, shards: int, micro_batches: int, once: bool = False) -> float:
-    """What FSDP sends to gather a rank's weights: (n−1)/n·P, 2·m times.
+def fsdp_gathered_elements(*, parameters: float, shards: int, gathers: int) -> float:
+    """What FSDP sends to gather a rank's weights: (n−1)/n·P, `gathers` times.
 
-    P: the parameters of the rank's stage and tensor part, before FSDP shards them. n = shard · context. `once`: they
-    stay gathered from the first micro-batch to the last.
+    P: the parameters of the rank's stage and tensor part, before FSDP shards them. n = shard · context.
     """
-    return (1 if once else 2 * micro_batches) * parameters * (shards - 1) / shards
+    return gathers * parameters * (shards - 1) / shards
 
 
 def fsdp_scattered_elements(*, parameters: float, shards: int, micro_batches: int, once: bool = False) -> float:

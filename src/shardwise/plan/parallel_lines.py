@@ -79,11 +79,13 @@ def bytes_sent(plan: Plan, decoder: Decoder) -> dict[str, float]:
         sent["tensor"] = compute * (inside + arithmetic.tensor_end_elements(**shape) / stages)
     if shards > 1:
         whole = decoder.parameters + (decoder.table if decoder.tied and stages > 1 else 0)
-        weights: dict[str, Any] = {"shards": shards, "micro_batches": micro_batches,
-                                   "parameters": whole / (stages * topology.tensor)}  # fmt: skip
+        weights: dict[str, Any] = {"shards": shards, "parameters": whole / (stages * topology.tensor)}
         once = strategy.defer_gradient_sync
-        scattered = arithmetic.fsdp_scattered_elements(once=once, **weights)
-        sent["fsdp"] = compute * arithmetic.fsdp_gathered_elements(**weights) + reduce * scattered
+        scattered = arithmetic.fsdp_scattered_elements(once=once, micro_batches=micro_batches, **weights)
+        gathers = 2 * micro_batches  # for the two passes of each
+        if strategy.reshard_after_forward is False:
+            gathers = micro_batches if stages == 1 else 1
+        sent["fsdp"] = compute * arithmetic.fsdp_gathered_elements(gathers=gathers, **weights) + reduce * scattered
     return sent
 
 

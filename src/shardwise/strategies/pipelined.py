@@ -224,15 +224,19 @@ class PipelinedStrategy(PipelinedLogs):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        deferred = self.plan.strategy.defer_gradient_sync
-        blocked = "set_requires_gradient_sync" if deferred else "set_requires_all_reduce"
-        for layer in self._blocked:
-            getattr(layer, blocked)(False, recurse=False)
+        strategy = self.plan.strategy
+        blocked = ["set_requires_gradient_sync" if strategy.defer_gradient_sync else "set_requires_all_reduce"]
+        if strategy.reshard_after_forward is False:  # weights stay for the next micro-batch; no hook sees them between
+            blocked.append("set_reshard_after_backward")
+        for word in blocked:
+            for layer in self._blocked:
+                getattr(layer, word)(False, recurse=False)
         try:
             yield
         finally:
-            for layer in self._blocked:
-                getattr(layer, blocked)(True, recurse=False)
+            for word in blocked:
+                for layer in self._blocked:
+                    getattr(layer, word)(True, recurse=False)
 
     def _sum_shared_gradients(self) -> None:
         """Add up the gradients that both ends of the pipeline have of a weight that they share. Collective."""
