@@ -109,17 +109,19 @@ def _axes(ranks: int) -> tuple[Cell, ...]:
     for size, micro in (("1.5B", 2), ("8B", 1)):  # torchtitan's do not fit into 80 GB with more
         words, layer = f"strategy=fsdp micro_batch_size={2 * micro}", "compile=layer"
         tensor, context = (f"{words} strategy.{axis}_parallel_size=2" for axis in ("tensor", "context"))
+        stay = "strategy.reshard_after_forward=false"
+        if ranks == 2:  # a rank has all of its part, and would only cast it again
+            tensor += f" {stay}"
         pipeline = (
             f"strategy=fsdp micro_batch_size=1 global_batch_size={2 * ranks} strategy.pipeline_parallel_size=2 {layer} "
-            f"strategy.reshard_after_forward=false"
+            f"{stay}"
         )
-        beside = f"{tensor} {layer} strategy.symmetric_memory=true"
         flag = "--parallelism.{}_parallel_degree 2"
         if ranks == 2 and size == "1.5B":
             found.append(Cell("shards alone, 1.5B", size, ("strategy=fsdp micro_batch_size=4 loss=fused",),
                               ((4, "none", ""),)))  # fmt: skip
         found += [
-            Cell(f"tensor axis of 2, {size}", size, (beside, f"{tensor} {layer}"),
+            Cell(f"tensor axis of 2, {size}", size, (f"{tensor} loss=full", f"{tensor} {layer}"),
                  ((2 * micro, "none", flag.format("tensor") + half),)),
             Cell(f"pipeline of 2, {size}", size,
                  (pipeline, f"{pipeline} strategy.pipeline_schedule=interleaved strategy.pipeline_chunks=2"),
