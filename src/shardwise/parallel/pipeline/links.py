@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.accelerator import current_stream, has_streams
 from shardwise.distributed.process_group import own_group
 from shardwise.errors import ConfigError
 
@@ -69,8 +70,8 @@ class Link:
 
     def wait_on_host(self) -> None:
         """Let the host wait for what the current stream waits for."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if has_streams(self._device):
+            current_stream(self._device).synchronize()
 
     def forget_arrived(self) -> None:
         """Let go of what has arrived."""
