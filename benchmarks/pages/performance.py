@@ -29,13 +29,15 @@ def fastest(race: dict[str, Any], cell: str, *, is_ours: bool) -> dict[str, Any]
 def llama(*ranks: int) -> list[str]:
     """For each cell the fastest run of each, their ratio, and the limit of ours; a table for each kind of GPU."""
     lines, found = [], races(*ranks)
-    ran = {card["cell"] for race in found for card in race["cards"]}
-    for number, race in enumerate(sorted(found, key=lambda race: (race["ranks"], "H200" not in gpus_of(race)))):
-        here = {card["cell"] for card in race["cards"]}  # what nobody has run stands in the first table
+    told = set[tuple[int, str]]()  # what nobody has run stands in the first table of so many GPUs
+    ran = {(race["ranks"], card["cell"]) for race in found for card in race["cards"]}
+    for race in sorted(found, key=lambda race: (race["ranks"], "H200" not in gpus_of(race))):
+        here, count = {card["cell"] for card in race["cards"]}, race["ranks"]
         both = [
             (cell, fastest(race, cell, is_ours=False), fastest(race, cell, is_ours=True)) for cell in race["cells"]
-            if cell in here or (cell not in ran and not number)
+            if cell in here or (count, cell) not in ran | told
         ]  # fmt: skip
+        told |= {(count, cell) for cell in race["cells"]}
         goals = {cell.name: cell.goal for cell in cells_on(race["ranks"])}
         limit = "H200" in gpus_of(race)  # whose ceilings are known
         rows = [_cell(cell, peer, ours, goals.get(cell), limit) for cell, peer, ours in both]

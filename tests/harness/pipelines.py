@@ -102,6 +102,25 @@ class Stack(LightningModule):
         return self(batch).square().mean()
 
 
+class Halves(Stack):
+    """Changes gradients after each micro-batch."""
+
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+
+def run_halving(folder: Path, cells: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """In each rank: `Halves`, one run after the other."""
+    found = []
+    for number, words in enumerate(cells):
+        argv = [*stack_argv(folder / str(number), f"{__name__}.Halves"), "max_steps=2", *words]
+        (folder / str(number) / "run").mkdir(parents=True, exist_ok=True)
+        found.append(fit(make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0))))
+    return found
+
+
 class Between(Stack):
     """Computes between two layers."""
 

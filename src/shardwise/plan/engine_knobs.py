@@ -61,7 +61,8 @@ def overlaps_tensor_axis(
 def _hindrance_of_overlap(precision: PrecisionConfig, compiling: CompileConfig) -> str:
     if compiling.name is CompileName.none:
         return (
-            " compile=none: parts of a sequence are copied beside compiled products; use compile=layer or leave it out"
+            " compile=none: parts of a sequence are copied beside compiled products; use compile=layer, or "
+            "strategy.symmetric_memory=false"
         )
     if precision.name is PrecisionName.fp8:
         return " precision=fp8: parts of a sequence are copied beside products in 16 or 32 bits; leave it out"
@@ -74,7 +75,7 @@ def uses_symmetric_memory(
     """Whether ranks exchange weights and gradients by copies: where that is asked for, or can be if null is given.
 
     Raises:
-        ConfigError: it is asked for, and neither these nor parts of the sequence can be exchanged so.
+        ConfigError: it is asked for and cannot be, unless parts of the sequence are all that ranks exchange.
     """
     if not isinstance(config, FsdpConfig) or config.symmetric_memory is False:
         return False

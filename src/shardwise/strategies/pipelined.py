@@ -7,7 +7,7 @@ stubs (parallel/pipeline/stages.py). Rank 0 has the last stage, so losses and lo
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -178,7 +178,7 @@ class PipelinedStrategy(PipelinedLogs):
         return self.window.scale_loss_of(micro_batch, loss)
 
     def differentiate(
-        self, stage: int, micro_batch: int, output: Tensor, gradient: Tensor | None, is_last: bool
+        self, stage: int, micro_batch: int, output: Tensor, gradient: Tensor | None, is_last: bool, is_end: bool
     ) -> None:
         """Of the engine: the backward of one micro-batch through one stage."""
         if self.context is not None:  # attention that is computed again looks at it
@@ -186,7 +186,7 @@ class PipelinedStrategy(PipelinedLogs):
         in_turn = in_micro_batch(
             self.module.trainer, micro_batch, self.window.micro_batches, self.window.batches[micro_batch][0][0]
         )
-        with in_turn, nullcontext() if is_last else self.block_backward_sync():
+        with in_turn, self._blocking(reduces=is_last, frees=is_end):
             try:
                 if gradient is None:
                     self._differentiate_loss(micro_batch, output)
@@ -223,20 +223,22 @@ class PipelinedStrategy(PipelinedLogs):
         return False  # all micro-batches of a window see the weights that it begins with
 
     @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def _blocking(self, *, reduces: bool, frees: bool) -> Iterator[None]:
+        """Do not reduce gradients inside, unless `reduces`; weights that stay gathered are freed if `frees`."""
         strategy = self.plan.strategy
-        blocked = ["set_requires_gradient_sync" if strategy.defer_gradient_sync else "set_requires_all_reduce"]
-        if strategy.reshard_after_forward is False:  # weights stay for the next micro-batch; no hook sees them between
+        blocked = []
+        if not reduces:
+            blocked.append("set_requires_gradient_sync" if strategy.defer_gradient_sync else "set_requires_all_reduce")
+        if strategy.reshard_after_forward is False and not frees:
             blocked.append("set_reshard_after_backward")
-        for word in blocked:
-            for layer in self._blocked:
-                getattr(layer, word)(False, recurse=False)
+        switches = [getattr(layer, word) for word in blocked for layer in self._blocked]
+        for switch in switches:
+            switch(False, recurse=False)
         try:
             yield
         finally:
-            for word in blocked:
-                for layer in self._blocked:
-                    getattr(layer, word)(True, recurse=False)
+            for switch in switches:
+                switch(True, recurse=False)
 
     def _sum_shared_gradients(self) -> None:
         """Add up the gradients that both ends of the pipeline have of a weight that they share. Collective."""

@@ -95,6 +95,8 @@ class PipelinedLogs(FsdpStrategy):
             ) from error
 
     def around_hook(self, hook: str, *, looks: bool) -> AbstractContextManager[None]:
+        if hook == "on_after_backward" and self.plan.strategy.reshard_after_forward is False:
+            self._backwards.reshard()  # it comes after each micro-batch, and sees shards and their gradients
         around = super().around_hook(hook, looks=looks)
         if hook in LOOK_AT_GRADIENTS:
             return self._showing_weights(around)

@@ -27,11 +27,11 @@ class Work(Protocol):
         """The output of a stage: what the next one receives; of the last stage the loss to differentiate."""
 
     def differentiate(
-        self, stage: int, micro_batch: int, output: Tensor, gradient: Tensor | None, is_last: bool
+        self, stage: int, micro_batch: int, output: Tensor, gradient: Tensor | None, is_last: bool, is_end: bool
     ) -> None:
         """Differentiate what `compute` gave. `gradient`: of the output; None in the last stage.
 
-        `is_last`: no other backward of this stage follows in the step.
+        `is_last`: no other backward of this stage follows in the step. `is_end`: none of this rank does.
         """
 
     def shapes(self, micro_batch: int) -> Hashable:
@@ -71,7 +71,7 @@ class Engine:
                     self.links.outward["F"].send(output, (stage + 1, work.shapes(number)))
                 continue
             received, output = kept.pop((stage, number))
-            work.differentiate(stage, number, output, arrived, number == last[stage])
+            work.differentiate(stage, number, output, arrived, number == last[stage], action is actions[-1])
             if received is not None:
                 back = torch.zeros_like(received) if received.grad is None else received.grad
                 self.links.outward["B"].send(back, (stage - 1, work.shapes(number)))
