@@ -41,7 +41,7 @@ LAYOUTS = {
     "pipeline": ["strategy.pipeline_parallel_size={n}"],
     "context": ["strategy.context_parallel_size={n}"],
 }
-BESIDE = ["strategy.symmetric_memory=null", "compile=layer"]  # null: not on a CPU
+BESIDE = ["strategy.symmetric_memory=null", "compile=layer"]  # null, so that it runs on a CPU, too
 MODELS = {
     "llama3_1b": ["model=llama3_1b", "model.tie_embeddings=false", "compile=layer"],
     "llama3_8b": ["model=llama3_8b", "compile=layer", "activation_checkpointing=full"],

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -82,15 +81,17 @@ class Losses(Callback):
 def cells_for(ranks: int, accelerator: str, only: str) -> list[tuple[str, str]]:
     """Strategy and knobs of each run. Groups of two ranks need four, and symmetric memory several GPUs."""
     there = importlib.util.find_spec("deepspeed") is not None
-    return [
+    found = [
         (strategy, knobs)
         for strategy, runs in CELLS.items()
         for knobs in runs
         if there or strategy == "fsdp"
         if "=2" not in knobs or ranks % 2 == 0 < ranks - 2
         if "symmetric" not in knobs or (accelerator == "cuda" and ranks > 1)
-        if knobs in ("", "again") or re.search(only, f"{strategy} {knobs}")
     ]
+    named = {f"{strategy} {knobs}": (strategy, knobs) for strategy, knobs in found}
+    wanted = results.chosen(only, named)
+    return [cell for name, cell in named.items() if name in wanted or cell[1] in ("", "again")]
 
 
 def run_all(folder: Path, ranks: int, accelerator: str, tiny: bool, only: str) -> None:
@@ -130,6 +131,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=150, help="seconds for all runs together")
     arguments = parser.parse_args()
     environment, _ = results.measured_on(arguments.accelerator, arguments.commit)
+    wanted = cells_for(arguments.ranks, arguments.accelerator, arguments.only)
     error = ""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -148,7 +150,7 @@ def main() -> None:
         print(f"{'ok  ' if row['ok'] else 'FAIL'} {row['strategy']} {row['knobs'] or 'as it is'}: "
               f"{1e3 * row['seconds_per_step']:.1f} ms a step, {peaks}, losses off by {row['off']:.1e}")  # fmt: skip
     done = {(row["strategy"], row["knobs"]) for row in rows}
-    missing = [cell for cell in cells_for(arguments.ranks, arguments.accelerator, arguments.only) if cell not in done]
+    missing = [cell for cell in wanted if cell not in done]
     for strategy, knobs in missing:
         print(f"FAIL {strategy} {knobs or 'as it is'}: did not end\n{error}")
     result = {"command": results.command(), "ranks": arguments.ranks, "environment": environment, "rows": rows,

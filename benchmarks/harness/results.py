@@ -89,7 +89,8 @@ def command() -> str:
     if "--out" in words:
         at = words.index("--out")
         words = words[:at] + words[at + 2 :]
-    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+    script = Path(sys.argv[0]).resolve()
+    return shlex.join(["python", str(script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name), *words])
 
 
 def measured_on(accelerator: str, commit: str | None) -> tuple[dict[str, Any], str]:

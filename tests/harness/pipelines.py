@@ -62,11 +62,11 @@ def stack_argv(folder: Path, module: str, data: str = f"{__name__}.Numbers") -> 
             "checkpoint=none", "strategy=fsdp", "global_batch_size=4", "micro_batch_size=2", *SIZE, *SGD]  # fmt: skip
 
 
-def run_stack(folder: Path, module: str, words: Sequence[str] = ()) -> None:
+def run_stack(folder: Path, module: str, words: Sequence[str] = ()) -> dict[str, Any]:
     """One step of a module of this file in a pipeline of two ranks, or as `words` say."""
     argv = [*stack_argv(folder, f"{__name__}.{module}"), *words]
     (folder / "run").mkdir(parents=True, exist_ok=True)
-    fit(make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0)))
+    return fit(make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0)))
 
 
 class Numbers(LightningDataModule):
@@ -112,13 +112,8 @@ class Halves(Stack):
 
 
 def run_halving(folder: Path, cells: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """In each rank: `Halves`, one run after the other."""
-    found = []
-    for number, words in enumerate(cells):
-        argv = [*stack_argv(folder / str(number), f"{__name__}.Halves"), "max_steps=2", *words]
-        (folder / str(number) / "run").mkdir(parents=True, exist_ok=True)
-        found.append(fit(make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0))))
-    return found
+    """In each rank: two steps of `Halves`, one run after the other."""
+    return [run_stack(folder / str(number), "Halves", ["max_steps=2", *words]) for number, words in enumerate(cells)]
 
 
 class Between(Stack):

@@ -55,12 +55,7 @@ def test_it_is_used_where_it_can_be(config: StrategyConfig, topology: Topology, 
     [
         ({}, NODE, "cpu", "accelerator=cpu: it is memory of NVIDIA GPUs; leave it out"),
         ({}, make_topology("fsdp", 1, 1), "cuda", "there is nothing to exchange; leave it out"),
-        (
-            {},
-            PARTS,
-            "cuda",
-            "compile=none: parts of a sequence are copied beside compiled products; use comp",
-        ),
+        ({}, PARTS, "cuda", "compile=none: parts of a sequence are .*; use compile=layer, or .*symmetric_memory=false"),
         ({"reshard_after_forward": 2}, NODE, "cuda", "strategy.reshard_after_forward=2: .* use true or false"),
         ({"defer_gradient_sync": True}, NODE, "cuda", "strategy.defer_gradient_sync=true: .* leave one of them out"),
         ({}, make_topology("fsdp", 2, 8), "cuda", "the 16 ranks .* on several nodes of 8 devices.*=fsdp_hybrid"),

@@ -66,7 +66,7 @@ def share_of(number: int, ranks: int, rank: int) -> tuple[int, int]:
 
 def _gathered(part: Tensor, dim: int, peers: Peers) -> Tensor:
     whole: Tensor = _OPS.wait_tensor(_OPS.all_gather_into_tensor(part.contiguous(), peers.size, peers.name))
-    along = dim % part.ndim
+    along = dim % part.ndim  # torch's compiler finds a gather before a product by a dim that is not negative
     return whole if along == 0 else torch.cat(whole.chunk(peers.size), along)
 
 

@@ -75,7 +75,7 @@ def uses_symmetric_memory(
     """Whether ranks exchange weights and gradients by copies: where that is asked for, or can be if null is given.
 
     Raises:
-        ConfigError: it is asked for and cannot be, unless parts of the sequence are all that ranks exchange.
+        ConfigError: copies are asked for, and what the ranks exchange cannot be copied.
     """
     if not isinstance(config, FsdpConfig) or config.symmetric_memory is False:
         return False

@@ -304,18 +304,20 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Do not reduce gradients inside. Lightning's version needs `no_sync`, which FSDP2 does not have."""
-        sharded = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
-        # Without `defer_gradient_sync` only the reduction over `replicate` waits, and the partial sums are sharded.
-        blocked = "set_requires_gradient_sync" if self.plan.strategy.defer_gradient_sync else "set_requires_all_reduce"
-        for module in sharded:
-            getattr(module, blocked)(False, recurse=False)
         self._sync_is_blocked = True
         try:
-            yield
+            with fsdp_gathering.switched_off(self._backwards.layers, self._reduction):
+                yield
         finally:
             self._sync_is_blocked = False
-            for module in sharded:
-                getattr(module, blocked)(True, recurse=False)
+
+    @property
+    def _reduction(self) -> str:
+        """FSDP2's switch for what waits until the last micro-batch of a step.
+
+        Without `defer_gradient_sync` that is only the reduction over `replicate`, and the partial sums are sharded.
+        """
+        return "set_requires_gradient_sync" if self.plan.strategy.defer_gradient_sync else "set_requires_all_reduce"
 
     def _bytes_to_gather(self) -> int:
         width = dtype_of(self.plan.precision.compute_dtype).itemsize

@@ -93,6 +93,19 @@ def kept_gathered(units: Sequence[Any]) -> Iterator[None]:
             unit.reshard()
 
 
+@contextmanager
+def switched_off(layers: Sequence[FSDPModule], *names: str) -> Iterator[None]:
+    """Inside, these switches of FSDP2 (`set_requires_gradient_sync`, say) are off in `layers`."""
+    switches = [getattr(layer, name) for name in names for layer in layers]
+    for switch in switches:
+        switch(False, recurse=False)
+    try:
+        yield
+    finally:
+        for switch in switches:
+            switch(True, recurse=False)
+
+
 def free_gathered(module: nn.Module) -> None:
     """Free what is gathered, so that the next pass gathers the weights of then; also what was gathered ahead."""
     for layer in module.modules():

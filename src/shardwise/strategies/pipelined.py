@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from shardwise.distributed.collectives import sum_over
@@ -33,6 +32,7 @@ from shardwise.plan import Plan
 from shardwise.plan.pipeline_schedule import make_schedule
 from shardwise.process.watchdog import progress
 from shardwise.step.pipeline_window import PipelineWindow, shapes_in
+from shardwise.strategies.fsdp_gathering import switched_off
 from shardwise.strategies.pipelined_buffers import OwnBuffers
 from shardwise.strategies.pipelined_checks import check_module, checked_loss, one_tensor
 from shardwise.strategies.pipelined_logs import PipelinedLogs
@@ -53,7 +53,6 @@ class PipelinedStrategy(PipelinedLogs):
         self._step_name = "training_step"
         self._place = ""  # the step or the batch that this rank is in, in words
         self._optimizer: Optimizer | None = None  # that of the step under way
-        self._blocked: list[FSDPModule] = []
         self.count = topology.pipeline * strategy.pipeline_chunks
         micro_batches = plan.accumulate_grad_batches if plan.stage == "fit" else topology.pipeline  # else none is run
         self.schedule = make_schedule(
@@ -104,10 +103,6 @@ class PipelinedStrategy(PipelinedLogs):
         materializer.done.update(self.stages.absent())
         super()._materialize_rest(materializer)
         self.stages.cut()
-
-    def _shard(self) -> None:
-        super()._shard()
-        self._blocked = [layer for layer in self.module.modules() if isinstance(layer, FSDPModule)]
 
     def _begin_roots(self) -> None:
         with self.stages.whole():
@@ -186,7 +181,10 @@ class PipelinedStrategy(PipelinedLogs):
         in_turn = in_micro_batch(
             self.module.trainer, micro_batch, self.window.micro_batches, self.window.batches[micro_batch][0][0]
         )
-        with in_turn, self._blocking(reduces=is_last, frees=is_end):
+        waits = [] if is_last else [self._reduction]
+        if self.plan.strategy.reshard_after_forward is False and not is_end:  # weights stay for the next micro-batch
+            waits.append("set_reshard_after_backward")
+        with in_turn, switched_off(self._backwards.layers, *waits):
             try:
                 if gradient is None:
                     self._differentiate_loss(micro_batch, output)
@@ -221,24 +219,6 @@ class PipelinedStrategy(PipelinedLogs):
 
     def _weights_may_be_new(self, name: str) -> bool:
         return False  # all micro-batches of a window see the weights that it begins with
-
-    @contextmanager
-    def _blocking(self, *, reduces: bool, frees: bool) -> Iterator[None]:
-        """Do not reduce gradients inside, unless `reduces`; weights that stay gathered are freed if `frees`."""
-        strategy = self.plan.strategy
-        blocked = []
-        if not reduces:
-            blocked.append("set_requires_gradient_sync" if strategy.defer_gradient_sync else "set_requires_all_reduce")
-        if strategy.reshard_after_forward is False and not frees:
-            blocked.append("set_reshard_after_backward")
-        switches = [getattr(layer, word) for word in blocked for layer in self._blocked]
-        for switch in switches:
-            switch(False, recurse=False)
-        try:
-            yield
-        finally:
-            for switch in switches:
-                switch(True, recurse=False)
 
     def _sum_shared_gradients(self) -> None:
         """Add up the gradients that both ends of the pipeline have of a weight that they share. Collective."""
