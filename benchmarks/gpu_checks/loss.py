@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,7 +30,10 @@ from torch import Tensor  # noqa: E402
 
 from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.device import free_memory  # noqa: E402
-from shardwise.nn.linear_cross_entropy import linear_cross_entropy  # noqa: E402
+from shardwise.nn.linear_cross_entropy import _plain_rows, linear_cross_entropy  # noqa: E402
+from shardwise.nn.peers import Peers  # noqa: E402
+from shardwise.nn.quack_rows import fused_rows_of_a_part  # noqa: E402
+from shardwise.nn.vocabulary_part import VocabularyPart  # noqa: E402
 from shardwise.plan.loss import has_quack  # noqa: E402
 
 GPU = torch.device("cuda", 0)
@@ -90,6 +96,54 @@ def check_gradients() -> Iterator[tuple[str, bool, Numbers]]:
             good = all(found[way][name] <= bound for name, bound in bounds.items())
             name = f"{way}: gradients against fp32, {rows} × {vocabulary}, {str(dtype).removeprefix('torch.')}"
             yield name, good, {"errors": found[way], "errors_of_full": of_full}
+
+
+@dataclass(frozen=True)
+class Neighbours(Peers):
+    """Two threads on one GPU in place of two ranks."""
+
+    meeting: threading.Barrier = field(default_factory=lambda: threading.Barrier(2))
+    brought: dict[int, Tensor] = field(default_factory=dict)
+
+    def gather_copies(self, part: Tensor) -> Tensor:
+        self.brought[self.rank] = part
+        self.meeting.wait(60)
+        whole = torch.stack([self.brought[0], self.brought[1]])
+        self.meeting.wait(60)
+        return whole
+
+    def reduce(self, values: Tensor, how: str) -> Tensor:
+        whole = self.gather_copies(values)
+        return whole.amax(0) if how == "max" else whole.sum(0)
+
+
+def check_divided_vocabulary() -> Iterator[tuple[str, bool, Numbers]]:
+    """`fused` over two parts of a vocabulary is what `chunked` is there, and no further from all logits at once."""
+    if "fused" not in WAYS:
+        return
+    logits = (torch.randn(2048, 128256, generator=torch.Generator(GPU).manual_seed(1), device=GPU) * 3).bfloat16()
+    targets = drawn(2048, 8, 128256)[2]
+    whole = logits.float().requires_grad_()
+    right = torch.nn.functional.cross_entropy(whole, targets, reduction="none")
+    (gradients,) = torch.autograd.grad(right.sum(), whole)
+    found: dict[str, dict[str, float]] = {}
+    for way, rows in (("fused", fused_rows_of_a_part), ("chunked", _plain_rows)):
+        parts = [logits[:, :64128].contiguous(), logits[:, 64128:].contiguous()]
+        losses = [torch.full_like(right, torch.nan) for _ in parts]
+        first = Neighbours("", 0, 2)
+        peers = (first, replace(first, rank=1))
+        with ThreadPoolExecutor(2) as threads:
+            calls = [threads.submit(rows, parts[i], targets, losses[i], True, VocabularyPart(peers[i], 128256))
+                     for i in (0, 1)]  # fmt: skip
+            for call in calls:
+                call.result()
+        torch.cuda.synchronize()
+        found[way] = {
+            "losses": max(float((own - right).norm() / right.norm()) for own in losses),
+            "gradients": float((torch.cat(parts, 1).float() - gradients).norm() / gradients.norm()),
+        }
+    good = found["fused"]["losses"] < 1e-5 and found["fused"]["gradients"] < 1.1 * found["chunked"]["gradients"] < 5e-3
+    yield "fused: two parts of a vocabulary", good, found
 
 
 def check_no_target() -> Iterator[tuple[str, bool, Numbers]]:
@@ -170,7 +224,15 @@ def check_cost() -> Iterator[tuple[str, bool, Numbers]]:
             yield f"{way}: {name}, {shape[0]} × {shape[1]} × {shape[2]}", good, numbers
 
 
-CHECKS = (check_gradients, check_no_target, check_bits, check_graph, check_evaluation, check_cost)
+CHECKS = (
+    check_gradients,
+    check_divided_vocabulary,
+    check_no_target,
+    check_bits,
+    check_graph,
+    check_evaluation,
+    check_cost,
+)
 
 
 def spelled(numbers: Numbers) -> str:

@@ -13,13 +13,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import SumMetric
 
-from shardwise.nn.linear_cross_entropy import linear_cross_entropy
+from shardwise.nn.linear_cross_entropy import _plain_rows, linear_cross_entropy
 from shardwise.nn.peers import Peers
+from shardwise.nn.quack_rows import fused_rows_of_a_part
 from shardwise.nn.vocabulary_part import VocabularyPart
 from tests.harness.cells import cell_plan, fit
 from tests.harness.divided import BATCH, CLIP, STEPS, Divided, deviation, run_divided
 from tests.harness.parity import BOUNDS
 from tests.harness.processes import spawn
+from tests.harness.quack_kernels import replace_kernels
 
 TWO = ("strategy=fsdp", "strategy.tensor_parallel_size=2")
 FOUR = ("strategy=fsdp", "strategy.tensor_parallel_size=4")
@@ -90,6 +92,38 @@ def test_a_divided_loss_is_right_for_logits_whose_powers_no_number_holds() -> No
     for loss in ("full", "chunked"):
         assert all(rank[loss][0] == pytest.approx(expected.item(), rel=1e-12) for rank in ranks), loss
         torch.testing.assert_close(torch.cat([rank[loss][1] for rank in ranks]), weight.grad)
+
+
+def run_fused_rows() -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """In each of two ranks: losses and gradients of its logits, by the kernels' stand-ins and by the plain way."""
+    dist.init_process_group("gloo")
+    group, found = dist.group.WORLD, []
+    assert group is not None
+    part = VocabularyPart(Peers(group.group_name, group.rank(), group.size()), 48)
+    whole = (torch.randn(40, 48, generator=torch.Generator().manual_seed(1)) * 8).bfloat16()
+    targets = torch.arange(40) + 4
+    targets[::5] = -100
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        replace_kernels(patch)
+        for with_gradients in (False, True):
+            results = list[Tensor]()
+            for rows in (fused_rows_of_a_part, _plain_rows):
+                logits, losses = whole.narrow(1, part.start, part.tokens).clone(), torch.full((40,), torch.nan)
+                rows(logits, targets, losses, with_gradients, part)
+                results += [losses, logits]
+            found.append((results[0], results[1], results[2], results[3]))
+    dist.destroy_process_group()
+    return found
+
+
+def test_the_kernels_of_the_fused_loss_find_the_loss_of_a_divided_vocabulary() -> None:
+    """The kernels themselves run on GPUs: benchmarks/gpu_checks/loss.py."""
+    for rank in spawn(2, run_fused_rows):
+        (losses, kept, plain, _), (with_gradients, gradients, also_plain, plain_gradients) = rank
+        for found, expected in ((losses, plain), (with_gradients, also_plain), (losses, with_gradients)):
+            torch.testing.assert_close(found, expected)
+        assert kept.abs().max() > 1 >= gradients.abs().max()
+        torch.testing.assert_close(gradients, plain_gradients, rtol=1e-2, atol=1e-6)
 
 
 class Counting(Callback):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from typing import Any
 
 import pytest
@@ -16,7 +14,9 @@ from recipes.language_modeling.module import LanguageModel
 from shardwise.errors import ConfigError
 from shardwise.nn import linear_cross_entropy as file
 from shardwise.nn.linear_cross_entropy import CHUNK_LOGITS, linear_cross_entropy, rows_of_a_chunk
+from shardwise.nn.quack_rows import fused_rows
 from shardwise.plan.loss import LARGE_LOGITS
+from tests.harness.quack_kernels import replace_kernels
 
 Result = tuple[Tensor, Tensor, Tensor]
 
@@ -171,36 +171,21 @@ def test_fused_says_where_it_runs() -> None:
         linear_cross_entropy(hidden, weight, targets, loss="fast")
 
 
-def quack(
-    x: Tensor, target: Tensor, target_logit: None, loss: Tensor, lse: None, dx: Tensor | None, weight: None, ignore: int
-) -> None:
-    """What `cross_entropy_fwd_out` of quack-kernels 0.6.5 does with these arguments, in its order."""
-    assert target_logit is lse is weight is None and loss.dtype == torch.float32 and ignore == -100
-    logits = x.float().requires_grad_()
-    each = nn.functional.cross_entropy(logits, target, ignore_index=ignore, reduction="none")
-    loss.copy_(each.detach())
-    if dx is not None:
-        assert dx is x
-        dx.copy_(torch.autograd.grad(each.sum(), logits)[0])
-
-
 def test_fused_gives_its_kernel_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel itself runs on GPUs: benchmarks/gpu_checks/loss.py."""
-    monkeypatch.setitem(sys.modules, "quack.cross_entropy", types.SimpleNamespace(cross_entropy_fwd_out=quack))
-    fused = file._quack_rows.__wrapped__()
-    with torch.enable_grad():
-        for with_gradients in (False, True):
-            logits = drawn(30, 4, 24, torch.bfloat16)[1].detach().repeat(2, 8)
-            targets = drawn(48, 4, 32, torch.bfloat16)[2]
-            found = []
-            for rows in (fused, file._plain_rows):
-                own, losses = logits.clone(), torch.empty(48)
-                rows(own, targets, losses, with_gradients)
-                found.append((losses, own))
-            torch.testing.assert_close(found[0][0], found[1][0])
-            assert torch.equal(found[0][1], logits) is not with_gradients
-            if with_gradients:
-                torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-2, atol=1e-6)
+    replace_kernels(monkeypatch)
+    for with_gradients in (False, True):
+        logits = drawn(30, 4, 24, torch.bfloat16)[1].detach().repeat(2, 8)
+        targets = drawn(48, 4, 32, torch.bfloat16)[2]
+        found = []
+        for rows in (fused_rows, file._plain_rows):
+            own, losses = logits.clone(), torch.empty(48)
+            rows(own, targets, losses, with_gradients)
+            found.append((losses, own))
+        torch.testing.assert_close(found[0][0], found[1][0])
+        assert torch.equal(found[0][1], logits) is not with_gradients
+        if with_gradients:
+            torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-2, atol=1e-6)
 
 
 # What torch says to itself while it compiles

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from shardwise.errors import ConfigError
 from shardwise.nn.peers import Peers
+from shardwise.nn.quack_rows import IGNORE as IGNORE
+from shardwise.nn.quack_rows import fused_rows, fused_rows_of_a_part
 from shardwise.nn.vocabulary_part import VocabularyPart
-
-IGNORE = -100  # a target that does not count, as torch's cross_entropy has it
 
 # How many logits `chunked` computes at a time: 2,093 rows of a vocabulary of 128,256. In bf16 they and their copy in
 # fp32 take 1.5 GiB. Fewer rows would make the head slower: for each chunk the sum of the weight's gradients is read and
@@ -42,11 +42,11 @@ def linear_cross_entropy(
       "full": all logits at once. Only this one can be differentiated twice.
       "chunked": the logits of some rows at a time, on every device and in every dtype. If a gradient is needed, the
         forward pass computes it as well, so that nothing is computed twice; that of the weight adds up in fp32.
-      "fused": as chunked, and a kernel of quack-kernels turns logits into losses and gradients. On NVIDIA GPUs from
-        Hopper on, in 16 bits, with V a multiple of 8.
+      "fused": as chunked, and kernels of quack-kernels turn logits into losses and gradients. On NVIDIA GPUs from
+        Hopper on, in 16 bits, with V, or each rank's part of it, a multiple of 8.
     `chunk_rows`: how many rows at a time; 0: as many as suit the vocabulary.
     `part`: `vocabulary_part_of(head)`. With it `weight` has this rank's tokens, and ranks exchange two or three numbers
-      a row, never logits; `targets` are of the whole vocabulary and the whole sequence. It has no "fused".
+      a row, never logits; `targets` are of the whole vocabulary and the whole sequence.
 
     Returns:
         A scalar, in fp32 or in the dtype of `hidden` if that is wider.
@@ -259,35 +259,13 @@ def _plain_rows(
 def _rows_of(loss: str, hidden: Tensor, weight: Tensor, part: VocabularyPart | None) -> Rows:
     if loss == "chunked":
         return functools.partial(_plain_rows, part=part)
-    if part is not None:
-        raise ConfigError(
-            f"loss={loss}: its kernel needs all logits of a row, and tensor parallelism divides the vocabulary; use "
-            f"loss=chunked"
-        )
     if loss != "fused":
         raise ConfigError(f"loss={loss}: must be one of full, chunked, fused")
     vocabulary = len(weight)
     if not hidden.is_cuda or hidden.itemsize != 2 or vocabulary % 8:
         raise ConfigError(
-            f"loss=fused runs on a GPU, in 16 bits, with a vocabulary that is a multiple of 8; here are "
-            f"{hidden.device.type}, {str(hidden.dtype).removeprefix('torch.')} and {vocabulary}: use loss=chunked"
+            f"loss=fused runs on a GPU, in 16 bits, with a vocabulary, or a rank's part of it, that is a multiple of "
+            f"8; here are {hidden.device.type}, {str(hidden.dtype).removeprefix('torch.')} and {vocabulary}: use "
+            f"loss=chunked"
         )
-    return _quack_rows()
-
-
-@functools.cache
-def _quack_rows() -> Rows:
-    """QuACK's kernel. It reads the logits once and writes gradients over them, in their own dtype."""
-    try:
-        from quack.cross_entropy import cross_entropy_fwd_out
-    except (ImportError, RuntimeError, OSError) as error:  # of CUDA's libraries as well
-        raise ConfigError(
-            f"loss=fused needs quack-kernels, which cannot be used here ({type(error).__name__}: {error}): "
-            f"pip install -e '.[kernels]', or use loss=chunked"
-        ) from error
-
-    def rows(logits: Tensor, targets: Tensor, losses: Tensor, with_gradients: bool) -> None:
-        gradients = logits if with_gradients else None
-        cross_entropy_fwd_out(logits, targets, None, losses, None, gradients, None, IGNORE)
-
-    return rows
+    return fused_rows if part is None else functools.partial(fused_rows_of_a_part, part=part)

@@ -83,8 +83,6 @@ def _shape_of_logits(config: RunConfig) -> tuple[int, int] | None:
 
 def _obstacle_to_fused(config: RunConfig, host: Host, accelerator: str, vocabulary: int | None) -> Obstacle | None:
     """What keeps QuACK's kernel from running, as far as this machine can tell; None: nothing."""
-    if isinstance(config.strategy, FsdpConfig) and config.strategy.tensor_parallel_size > 1:
-        return Obstacle("its kernel takes the whole vocabulary, which strategy.tensor_parallel_size divides", _CHUNKED)
     if (kind := vendor(accelerator, host)) != "cuda":
         return Obstacle("its kernel runs on " + ("GPUs alone" if kind == "cpu" else "NVIDIA's GPUs alone"), _CHUNKED)
     dtype = config.precision.compute_dtype.value
@@ -93,10 +91,12 @@ def _obstacle_to_fused(config: RunConfig, host: Host, accelerator: str, vocabula
         return Obstacle(
             f"its kernel takes 16 bits, and precision={name} computes in {dtype}", f"{_CHUNKED}, or precision=bf16"
         )
-    if vocabulary is not None and vocabulary % 8:
-        above = -(-vocabulary // 8) * 8
+    parts = config.strategy.tensor_parallel_size if isinstance(config.strategy, FsdpConfig) else 1
+    if vocabulary is not None and vocabulary % (8 * parts):
+        above = -(-vocabulary // (8 * parts)) * 8 * parts
+        multiple = "8" if parts == 1 else f"8 · strategy.tensor_parallel_size = {8 * parts}"
         return Obstacle(
-            f"its kernel takes a vocabulary that is a multiple of 8, and vocab_size={vocabulary} is none",
+            f"its kernel takes a vocabulary that is a multiple of {multiple}, and vocab_size={vocabulary} is none",
             f"{_CHUNKED}, or a vocab_size of {above}",
         )
     if host.gpu_capability is None:  # a login node, say: what it has says nothing of the machine that will run
