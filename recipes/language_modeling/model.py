@@ -129,7 +129,7 @@ class Transformer(nn.Module):
 
     _no_split_modules: ClassVar[list[str]] = ["TransformerBlock"]
     tensor_parallel_layers: ClassVar[dict[str, str]] = {
-        "embedding": "embedding",
+        "embedding": "embedding_by_sample",
         "blocks.*.attention_norm": "norm",
         "blocks.*.attention": "gather",
         "blocks.*.attention.wq": "column",

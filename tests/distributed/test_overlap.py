@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch._inductor.fx_passes import micro_pipeline_tp
 from torch.distributed import _symmetric_memory
@@ -17,7 +18,7 @@ from shardwise.strategies import fsdp
 from tests.harness.cells import cell_plan, fit
 from tests.harness.processes import spawn
 
-WORDS = ["max_steps=3", "checkpoint=none", "global_batch_size=4", "micro_batch_size=2", "strategy=fsdp",
+WORDS = ["max_steps=3", "checkpoint=none", "global_batch_size=4", "strategy=fsdp",
          "strategy.tensor_parallel_size=2", "compile=layer", "model.n_layers=2", "model.n_heads=4", "model.ffn_dim=48",
          "model.n_kv_heads=2"]  # fmt: skip
 
@@ -30,9 +31,9 @@ def overlapping(plan: Plan, name: str) -> Plan:
     )
 
 
-def train(folder: Path) -> dict[str, Any]:
+def train(folder: Path, micro: int) -> dict[str, Any]:
     """In each rank: the same run twice. torch's operations are for GPUs; here they do one thing after the other."""
-    plan = cell_plan(folder / "usual", 2, *WORDS)
+    plan = cell_plan(folder / "usual", 2, *WORDS, f"micro_batch_size={micro}")
     usual = fit(plan)
     operations = torch.library.Library("symm_mem", "IMPL")
     operations.impl("fused_all_gather_matmul", _symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
@@ -58,9 +59,13 @@ def train(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_the_exchanges_of_a_layer_stand_beside_its_products(tmp_path: Path) -> None:
-    """Forward: all four. Backward: the two gathers; the two sums are of several products."""
-    first = spawn(2, train, tmp_path)[0]
+@pytest.mark.parametrize("micro", [1, 2])
+def test_the_exchanges_of_a_layer_stand_beside_its_products(tmp_path: Path, micro: int) -> None:
+    """Forward: all four. Backward: the two gathers; the two sums are of several products.
+
+    Of one sample each rank has a part of the sequence, and of two a sample.
+    """
+    first = spawn(2, train, tmp_path, micro)[0]
     assert first["groups"] == [2]
     assert sorted(first["products of gathers"]) == [1, 1, 2, 3] and first["scatters"] == 2
     usual, found = first["usual"], first["found"]

@@ -60,6 +60,36 @@ def test_a_divided_model_equals_the_plain_loop(tmp_path: Path, ranks: int) -> No
     assert not off
 
 
+class Shapes(Callback):
+    """The shapes of what the second block is given in training."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        def see(block: Any, arguments: tuple[Any, ...]) -> None:
+            self.seen += [tuple(arguments[0].shape)] if torch.is_grad_enabled() else []
+
+        pl_module.model.blocks[1].register_forward_pre_hook(see)  # type: ignore[union-attr, index, arg-type]
+
+
+def run_by_sample(folder: Path) -> dict[int, list[tuple[int, ...]]]:
+    """In each of two ranks: the shapes by the size of a micro-batch."""
+    found = {}
+    for micro in (1, 2, 3):
+        shapes = Shapes()
+        words = [*TWO, "max_steps=1", f"micro_batch_size={micro}", f"global_batch_size={micro}", "checkpoint=none",
+                 "model.dim=32", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=48"]  # fmt: skip
+        fit(cell_plan(folder / str(micro), 2, *words), shapes)
+        found[micro] = shapes.seen
+    return found
+
+
+def test_samples_are_divided_where_their_number_can_be_and_sequences_otherwise(tmp_path: Path) -> None:
+    for rank in spawn(2, run_by_sample, tmp_path):
+        assert rank == {1: [(1, 8, 32)], 2: [(1, 16, 32)], 3: [(3, 8, 32)]}
+
+
 def far_from_zero() -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, a head's weight and targets: of logits around 2000, -2000 and 0."""
     hidden = torch.tensor([[2000, 1], [-2000, 1], [0, 1]], dtype=torch.float64)
@@ -72,7 +102,7 @@ def run_losses() -> dict[str, tuple[Tensor, Tensor]]:
     dist.init_process_group("gloo")
     group, found = dist.group.WORLD, {}
     assert group is not None
-    part = VocabularyPart(Peers(group.group_name, group.rank(), group.size()), 5, cuts_sequence=False)
+    part = VocabularyPart(Peers(group.group_name, group.rank(), group.size()), 5)
     for loss in ("full", "chunked"):
         hidden, weight, targets = far_from_zero()
         own = weight.detach().narrow(0, part.start, part.tokens).requires_grad_()

@@ -27,6 +27,16 @@ class Silent(Transformer):
     tensor_parallel_layers = {name: word for name, word in Transformer.tensor_parallel_layers.items() if name != "norm"}
 
 
+class TwoEmbeddings(Transformer):
+    """Has an embedding of positions as well, and would divide both by samples."""
+
+    tensor_parallel_layers = Transformer.tensor_parallel_layers | {"positions": "embedding"}
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.positions = nn.Embedding(16, self.dim)
+
+
 class Odd(Transformer):
     """One layer has a width of its own."""
 
@@ -52,6 +62,7 @@ class Large(LightningModule):
 @pytest.mark.parametrize(
     ("model", "words", "message"),
     [
+        ("TwoEmbeddings", TENSOR, "model.embedding and model.positions are embeddings, .* call them all 'embedding'$"),
         ("Silent", TENSOR, "^LanguageModel.tensor_parallel_layers says nothing of model.norm, which owns"),
         ("Odd", TENSOR, r"^strategy.tensor_parallel_size=2 does not divide the 45 rows of model.blocks.1.feed_forward"),
         ("Shallow", PIPELINE, "^strategy.pipeline_parallel_size=2 makes 2 stages .* and LanguageModel has 1"),

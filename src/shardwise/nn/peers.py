@@ -6,6 +6,7 @@ whole has the same gradient on each, and of a gathered value a rank takes its ow
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +15,30 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _OPS = torch.ops._c10d_functional
+SEQUENCE = -2  # the dim of the sequence in what layers hand over, [..., T, D]
+
+
+@dataclass
+class Between:
+    """Along which dim ranks divide what layers hand over, [..., T, D]: the sequence, or the samples, which are first.
+
+    Samples lie one behind the other in memory, so that they are put together without a copy.
+    """
+
+    dim: int = SEQUENCE
 
 
 @dataclass(frozen=True)
 class Peers:
-    """A group of ranks by its name, as torch.compile keeps it in a graph, and this rank's place in it."""
+    """A group of ranks by its name, as torch.compile keeps it in a graph, and this rank's place in it.
+
+    `show_dims`: torch's compiler is to exchange beside products, and finds an exchange by the dim that it is along.
+    """
 
     name: str
     rank: int
     size: int
+    show_dims: bool = False
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """Put the equal parts of all ranks together along `dim`; the gradients of all ranks are summed."""
@@ -65,16 +81,26 @@ def share_of(number: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 def _gathered(part: Tensor, dim: int, peers: Peers) -> Tensor:
-    whole: Tensor = _OPS.wait_tensor(_OPS.all_gather_into_tensor(part.contiguous(), peers.size, peers.name))
-    along = dim % part.ndim  # torch's compiler finds a gather before a product by a dim that is not negative
-    return whole if along == 0 else torch.cat(whole.chunk(peers.size), along)
+    along = dim % part.ndim  # torch's compiler knows no negative ones
+    if _is_first(part, along, peers):
+        rows = part.flatten(0, along).contiguous()
+        whole: Tensor = _OPS.wait_tensor(_OPS.all_gather_into_tensor(rows, peers.size, peers.name))
+        return whole.view(*part.shape[:along], -1, *part.shape[along + 1 :])
+    whole = _OPS.wait_tensor(_OPS.all_gather_into_tensor(part.contiguous(), peers.size, peers.name))
+    return torch.cat(whole.chunk(peers.size), along)
 
 
 def _scattered_sum(whole: Tensor, dim: int, peers: Peers) -> Tensor:
     along = dim % whole.ndim
-    parts = whole if along == 0 else torch.cat(whole.chunk(peers.size, along))
-    part: Tensor = _OPS.wait_tensor(_OPS.reduce_scatter_tensor(parts.contiguous(), "sum", peers.size, peers.name))
-    return part
+    is_first = _is_first(whole, along, peers)
+    parts = whole.flatten(0, along).contiguous() if is_first else torch.cat(whole.chunk(peers.size, along))
+    part: Tensor = _OPS.wait_tensor(_OPS.reduce_scatter_tensor(parts, "sum", peers.size, peers.name))
+    return part.view(*whole.shape[:along], -1, *whole.shape[along + 1 :]) if is_first else part
+
+
+def _is_first(tensor: Tensor, along: int, peers: Peers) -> bool:
+    """Whether the dims before `along` are of one: its parts then lie one behind the other, and are not copied."""
+    return along == 0 or (not peers.show_dims and math.prod(tensor.shape[:along]) == 1)
 
 
 class _Gather(torch.autograd.Function):

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.nn.peers import Peers, share_of
+from shardwise.nn.peers import Between, Peers, share_of
 
 
 @dataclass(frozen=True)
 class VocabularyPart:
     """Which rows of a whole vocabulary of `whole` tokens this rank has.
 
-    `cuts_sequence`: with gradients, each rank has a part of the sequence outside of the layers that are divided.
+    `between`: how ranks divide activations outside of the layers that are divided, with gradients; None: not at all.
     `when_whole`: called where the parts are put together, behind the last of these layers.
     """
 
     peers: Peers
     whole: int
-    cuts_sequence: bool = True
+    between: Between | None = None
     when_whole: Callable[[], None] | None = field(default=None, compare=False)
 
     @property
@@ -45,12 +45,12 @@ class VocabularyPart:
         return mine, torch.where(mine, tokens - self.start, 0)
 
     def whole_sequence(self, hidden: Tensor) -> Tensor:
-        """The hidden states of the whole sequence, [..., T, D], of this rank's part."""
-        if not (self.cuts_sequence and torch.is_grad_enabled()):
+        """The hidden states of whole sequences of all samples, [..., T, D], of this rank's part."""
+        if self.between is None or not torch.is_grad_enabled():
             return hidden
         if self.when_whole is not None:
             self.when_whole()
-        return self.peers.gather(hidden, -2)
+        return self.peers.gather(hidden, self.between.dim)
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The cross-entropy of each row, from this rank's logits [N, its tokens]; ranks exchange two numbers a row."""

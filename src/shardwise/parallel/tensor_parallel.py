@@ -21,8 +21,9 @@ from shardwise.distributed.collectives import gather_in_order, sum_over
 from shardwise.distributed.dtensor import local_part
 from shardwise.distributed.parameters import keep_notes
 from shardwise.errors import ConfigError, a_or_an
-from shardwise.nn.peers import Peers, share_of
+from shardwise.nn.peers import Between, Peers, share_of
 from shardwise.parallel.divided_layers import (
+    BY_SAMPLE,
     CLASSES,
     DIVIDES_ACTIVATIONS,
     DIVIDES_VOCABULARY,
@@ -50,13 +51,19 @@ class Cut:
 class TensorParallel:
     """The layers of one module that its peers compute together.
 
+    `by_sample`: a module may divide activations by samples (`embedding_by_sample`). Stages of a pipeline do not: one
+    without the embedding is not told. `overlaps`: compiled layers exchange beside their products.
+
     Raises:
         ConfigError: the module does not say what its layers are, or says what they cannot be.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, module: nn.Module, group: dist.ProcessGroup, by_sample: bool = True, overlaps: bool = False
+    ) -> None:
         self.module, self.group = module, group
-        self.peers = Peers(group.group_name, group.rank(), group.size())
+        self._between, self._embedding = Between(), BY_SAMPLE if by_sample else "embedding"
+        self.peers = Peers(group.group_name, group.rank(), group.size(), show_dims=overlaps)
         found = find_division(module, self.peers.size)
         self.layers, self.follows_plan, self._seen_in_part = found.layers, found.follows_plan, found.seen_in_part
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
@@ -71,7 +78,7 @@ class TensorParallel:
         """Let the layers in `part`, which stands in the module as `name`, exchange what they need. Once for each."""
         for inner, layer in part.named_modules(prefix=name):
             if (word := self.layers.get(inner)) is not None:
-                WRAPPERS[word](layer, self.peers)
+                WRAPPERS[self._embedding if word == BY_SAMPLE else word](layer, self.peers, self._between)
 
     def draw_apart(self, draws: OwnDraws, units: Units) -> None:
         """Let each rank draw its own random numbers where it has a part of the sequence or of the heads."""
@@ -224,6 +231,12 @@ def declared_layers(module: nn.Module) -> dict[str, str]:
                         f"{a_or_an(type(layer).__name__)}"
                     )
                 found[name] = word
+    embeddings = [name for name, word in found.items() if word in ("embedding", BY_SAMPLE)]
+    if len(embeddings) > 1 and BY_SAMPLE in found.values():
+        raise ConfigError(
+            f"tensor_parallel_layers: {' and '.join(embeddings)} are embeddings, and a module with {BY_SAMPLE!r} has "
+            f"one; call them all 'embedding'"
+        )
     return found
 
 

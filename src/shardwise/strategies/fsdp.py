@@ -235,7 +235,11 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         group = self.mesh.group("tensor")
         if self.plan.compile.overlaps_peers:
             let_compiler_copy(group)
-        return self.sharded.divide(TensorParallel(module, group))
+        return self.sharded.divide(
+            TensorParallel(
+                module, group, by_sample=self.plan.topology.pipeline == 1, overlaps=self.plan.compile.overlaps_peers
+            )
+        )
 
     def _materialize_unit(self, materializer: Materializer, unit: nn.Module) -> bool:
         """Give a unit its memory and initial values. Returns whether this rank has a part of it."""
