@@ -121,7 +121,8 @@ def _axes(ranks: int) -> tuple[Cell, ...]:
             found.append(Cell("shards alone, 1.5B", size, ("strategy=fsdp micro_batch_size=4 loss=fused",),
                               ((4, "none", ""),)))  # fmt: skip
         found += [
-            Cell(f"tensor axis of 2, {size}", size, (f"{tensor} loss=full", f"{tensor} {layer}"),
+            Cell(f"tensor axis of 2, {size}", size,
+                 (tensor, f"{tensor} {layer}", f"{tensor} {layer} strategy.symmetric_memory=true"),
                  ((2 * micro, "none", flag.format("tensor") + half),)),
             Cell(f"pipeline of 2, {size}", size,
                  (pipeline, f"{pipeline} strategy.pipeline_schedule=interleaved strategy.pipeline_chunks=2"),
