@@ -119,36 +119,30 @@ class Engine:
 
 
 class Inbox:
-    """What arrives on one link in one step, in the order of `items`. The next tensor is received ahead.
+    """What arrives on one link in one step, in the order of `items`.
 
-    Where a step has shapes that are new, nothing is received ahead, and the host waits for what it needs. Kernels are
-    compiled and loaded then, and loading may wait until all that is on the device has run, a receive included: two
-    ranks, each of which receives ahead what the other sends after such a load, would wait for each other for ever.
+    Nothing is received before it is needed: NCCL's kernel would hold multiprocessors while it waits, and products beside
+    it, which are cut for all of them, would be slower. What is sent waits in NCCL's own buffers meanwhile.
+
+    Where a step has shapes that are new, the host waits for what arrives. Kernels are compiled and loaded then, and
+    loading may wait until all that is on the device has run, a receive included: two ranks could wait for each other.
     """
 
     def __init__(self, link: Link, items: Sequence[Item], shapes: Callable[[int], Hashable]) -> None:
         self._link, self._shapes = link, shapes
         self._coming = deque(items)
         self._is_new = not all(link.knows(self._kind(item)) for item in items)
-        self._ahead: tuple[Item, Tensor, Any] | None = None
         self._arrived: dict[Item, Tensor] = {}
 
     def take(self, item: Item) -> Tensor:
         """Wait for a tensor; on a GPU only the device waits, unless shapes are new."""
         while item not in self._arrived:
-            found, tensor, work = self._ahead or self._begin()
-            self._ahead = None
+            found = self._coming.popleft()
+            self._arrived[found], work = self._link.receive(self._kind(found))
             work.wait()
-            self._arrived[found] = tensor
             if self._is_new:
                 self._link.wait_on_host()
-            elif self._coming:
-                self._ahead = self._begin()
         return self._arrived.pop(item)
-
-    def _begin(self) -> tuple[Item, Tensor, Any]:
-        item = self._coming.popleft()
-        return item, *self._link.receive(self._kind(item))
 
     def _kind(self, item: Item) -> Hashable:
         return item[0], self._shapes(item[1])

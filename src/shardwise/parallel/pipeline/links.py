@@ -54,7 +54,7 @@ class Link:
         self._begin(tensor)
 
     def knows(self, kind: Hashable) -> bool:
-        """Whether the shape of this kind of tensors is known, so that one can be received before it is needed."""
+        """Whether the shape of this kind of tensors is known."""
         return kind in self._shapes
 
     def receive(self, kind: Hashable) -> tuple[Tensor, Any]:
