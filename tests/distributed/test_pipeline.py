@@ -17,7 +17,7 @@ from tests.harness.pipelines import (
     drawn_after_a_stop,
     drawn_after_shards,
     run,
-    run_counting_gathers,
+    run_counting,
     run_halving,
     run_stack,
 )
@@ -92,19 +92,38 @@ def test_fp32_gives_the_same_bits(tmp_path: Path) -> None:
 def test_weights_that_stay_gathered_are_gathered_once_a_step(tmp_path: Path) -> None:
     """Each stage of four layers over two ranks has two of them, and what is outside. Four micro-batches a step."""
     cell, stay = [*FP32, *ADAMW, *UNTIED, *SIZE, "gradient_clip_val=0.1"], ["strategy.reshard_after_forward=false"]
-    words = ([], stay, [*stay, *FULL], [*stay, *INTERLEAVED], [*stay, "strategy.defer_gradient_sync=true"])
-    results = spawn(4, run_counting_gathers, tmp_path / "four", 4, [[*cell, *w] for w in words])
+    defer = "strategy.defer_gradient_sync=true"
+    words = ([], stay, [*stay, *FULL], [*stay, *INTERLEAVED], [*stay, defer], [*stay, defer, *INTERLEAVED])
+    results = spawn(4, run_counting, tmp_path / "four", 4, [[*cell, *w] for w in words])
     usual = results[0][0]
     for rank in results:
-        assert [own["gathers"] for own in rank] == [2 * 2 * 4 + 4, 3, 3, 3, 3]
+        assert [own["calls"] for own in rank] == [2 * 2 * 4 + 4, 3, 3, 3, 3, 3]
     for own in results[0][1:]:
         check(own, usual, BOUNDS["fp32"])
     assert all(torch.equal(results[0][1]["final"][name], tensor) for name, tensor in usual["final"].items())
 
 
-def test_a_hook_after_each_micro_batch_sees_the_gradients_of_weights_that_stay_gathered(tmp_path: Path) -> None:
+def test_gradients_that_no_rank_shares_are_handed_over_once_a_step(tmp_path: Path) -> None:
+    """Those of two layers, and of what is outside."""
+    cells = [[*FP32, *ADAMW, *SIZE, *words] for words in ([], INTERLEAVED)]
+    for rank in spawn(2, run_counting, tmp_path / "two", 2, cells, "foreach_reduce"):
+        assert [own["calls"] for own in rank] == [3, 3]
+
+
+def test_each_stage_reduces_its_own_gradients(tmp_path: Path) -> None:
+    """In each of four micro-batches those of two layers, and of what is outside."""
+    cells = [[*FP32, *ADAMW, *SIZE, *words] for words in ([], INTERLEAVED)]
+    for rank in spawn(4, run_counting, tmp_path / "four", 4, cells, "foreach_reduce"):
+        assert [own["calls"] for own in rank] == [12, 12]
+
+
+@pytest.mark.parametrize("module", ["Halves", "HalvesInHooks"])
+def test_who_changes_gradients_after_each_micro_batch_does(tmp_path: Path, module: str) -> None:
     stay = ["strategy.reshard_after_forward=false"]
-    found = spawn(2, run_halving, tmp_path, [[], stay, INTERLEAVED, [*stay, *INTERLEAVED]])[0]
+    found = spawn(2, run_halving, tmp_path, module, [[], stay, INTERLEAVED, [*stay, *INTERLEAVED]])[0]
+    one = ["devices=1", "strategy.pipeline_parallel_size=1"]
+    [alone] = spawn(1, run_halving, tmp_path / "one", module, [one])[0]
+    check(found[0], alone, BOUNDS["fp32"])
     for usual, own in (found[:2], found[2:]):  # interleaved, a hook comes after each stage
         assert own["losses"] == usual["losses"]
         assert all(torch.equal(own["final"][name], tensor) for name, tensor in usual["final"].items())

@@ -33,25 +33,27 @@ def run(folder: Path, ranks: int, cells: Sequence[Sequence[str]]) -> list[dict[s
     return [fit(cell_plan(folder / str(number), ranks, *BASE, *words)) for number, words in enumerate(cells)]
 
 
-def run_counting_gathers(folder: Path, ranks: int, cells: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """`run`, and how many gathers of FSDP2 each run made in its last step."""
-    found, gather = [], _fsdp_param_group.foreach_all_gather
+def run_counting(
+    folder: Path, ranks: int, cells: Sequence[Sequence[str]], what: str = "foreach_all_gather"
+) -> list[dict[str, Any]]:
+    """`run`, and how many gathers of FSDP2, or reductions, each run made in its last step."""
+    found, original = [], getattr(_fsdp_param_group, what)
     for number, words in enumerate(cells):
-        with patch.object(_fsdp_param_group, "foreach_all_gather", side_effect=gather) as gathered:
+        with patch.object(_fsdp_param_group, what, side_effect=original) as called:
             counts = list[int]()
-            with patch.object(Engine, "run", _counted(gathered, counts)):
+            with patch.object(Engine, "run", _counted(called, counts)):
                 result = fit(cell_plan(folder / str(number), ranks, *BASE, *words))
-        found.append(result | {"gathers": counts[-1]})
+        found.append(result | {"calls": counts[-1]})
     return found
 
 
-def _counted(gathered: Any, counts: list[int]) -> Any:
+def _counted(called: Any, counts: list[int]) -> Any:
     run = Engine.run
 
     def counting(*arguments: Any) -> None:
-        before = gathered.call_count
+        before = called.call_count
         run(*arguments)
-        counts.append(gathered.call_count - before)
+        counts.append(called.call_count - before)
 
     return counting
 
@@ -111,9 +113,22 @@ class Halves(Stack):
                 p.grad.mul_(0.5)
 
 
-def run_halving(folder: Path, cells: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """In each rank: two steps of `Halves`, one run after the other."""
-    return [run_stack(folder / str(number), "Halves", ["max_steps=2", *words]) for number, words in enumerate(cells)]
+class HalvesInHooks(Stack):
+    """The same, by hooks on the parameters."""
+
+    def on_train_start(self) -> None:
+        for p in self.parameters():
+            p.register_post_accumulate_grad_hook(_halve)
+
+
+def _halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def run_halving(folder: Path, module: str, cells: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """In each rank: two steps of a module that changes gradients, one run after the other."""
+    return [run_stack(folder / str(number), module, ["max_steps=2", *words]) for number, words in enumerate(cells)]
 
 
 class Between(Stack):

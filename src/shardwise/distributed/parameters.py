@@ -35,6 +35,11 @@ def keep_notes(new: nn.Parameter, old: Tensor) -> nn.Parameter:
     return new
 
 
+def is_hooked_behind_sums(parameter: Tensor) -> bool:
+    """Whether a hook runs each time that a gradient was added to this parameter's."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
 def refuse_gradient_hooks(module: nn.Module, whose: str, strategy: str) -> None:
     """Refuse hooks on the gradients of shards, which nobody calls. `whose`: the module's name.
 

@@ -167,6 +167,11 @@ def _has(module: LightningModule, hook_name: str) -> bool:
     return is_overridden(hook_name, module) or hook_name in vars(module)
 
 
+def is_hooked(trainer: Any, hook_name: str) -> bool:
+    """Whether a callback or the module does something in this hook."""
+    return any(_having(trainer, hook_name)) or _has(trainer.lightning_module, hook_name)
+
+
 def _module_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
     if hook_name == _END and hasattr(trainer, "_callbacks_with"):
         if hook_name not in trainer._idle_hooks:

@@ -27,6 +27,10 @@ class Between:
 
     dim: int = SEQUENCE
 
+    def choose(self, whole: Tensor, ranks: int) -> None:
+        """Divide the samples of `whole`, [N, T, D], if the ranks divide their number, and else its sequences."""
+        self.dim = 0 if whole.ndim > 2 and whole.shape[0] % ranks == 0 else SEQUENCE
+
 
 @dataclass(frozen=True)
 class Peers:

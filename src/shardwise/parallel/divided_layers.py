@@ -96,7 +96,7 @@ def _look_up_by_sample(layer: nn.Module, peers: Peers, between: Between) -> None
 
     def total(part: Tensor) -> Tensor:
         if _cuts_sequence():
-            between.dim = 0 if part.ndim > 2 and part.shape[0] % peers.size == 0 else SEQUENCE
+            between.choose(part, peers.size)
         return _summed(part, peers, between)
 
     _divide_embedding(layer, peers, total)

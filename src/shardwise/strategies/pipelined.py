@@ -32,9 +32,9 @@ from shardwise.plan import Plan
 from shardwise.plan.pipeline_schedule import make_schedule
 from shardwise.process.watchdog import progress
 from shardwise.step.pipeline_window import PipelineWindow, shapes_in
-from shardwise.strategies.fsdp_gathering import switched_off
 from shardwise.strategies.pipelined_buffers import OwnBuffers
 from shardwise.strategies.pipelined_checks import check_module, checked_loss, one_tensor
+from shardwise.strategies.pipelined_gradients import StageGradients
 from shardwise.strategies.pipelined_logs import PipelinedLogs
 from shardwise.strategies.pipelined_state import PipelinedState
 from shardwise.strategies.sharded_state import DTensorState
@@ -126,6 +126,7 @@ class PipelinedStrategy(PipelinedLogs):
         if (scaler := self.planned_precision.scaler) is not None:
             scaler.scale(torch.zeros((), device=self.root_device))  # makes the scale: each stage unscales
         self._share_logs(trainer)
+        self._gradients = StageGradients(self.plan, self.module, self.stages, self._backwards.layers, self.count)
 
     @property
     def _stream_rank(self) -> int:
@@ -142,6 +143,7 @@ class PipelinedStrategy(PipelinedLogs):
             return closure_loss.detach()
         self._step_name, self._optimizer = "training_step", optimizer
         self._place = f"step {self.module.trainer.global_step + 1}"
+        self._gradients.begin_step()
         use_group_in_metrics(self.module, self.mesh.group("loss"))
         self._refresh_float8()
         with self._explaining(), self.streams.apart():
@@ -181,10 +183,7 @@ class PipelinedStrategy(PipelinedLogs):
         in_turn = in_micro_batch(
             self.module.trainer, micro_batch, self.window.micro_batches, self.window.batches[micro_batch][0][0]
         )
-        waits = [] if is_last else [self._reduction]
-        if self.plan.strategy.reshard_after_forward is False and not is_end:  # weights stay for the next micro-batch
-            waits.append("set_reshard_after_backward")
-        with in_turn, switched_off(self._backwards.layers, *waits):
+        with in_turn, self._gradients.in_backward(stage, is_last, is_end):
             try:
                 if gradient is None:
                     self._differentiate_loss(micro_batch, output)
