@@ -106,6 +106,7 @@ def _axes(ranks: int) -> tuple[Cell, ...]:
     16 bits: less work than ours, which is better than a race against products in fp32.
     """
     found, half = [], " --training.dtype bfloat16" if ranks == 2 else ""
+    schedules = ("", " --parallelism.pipeline_parallel_schedule Interleaved1F1B")  # torchtitan's own is 1F1B
     for size, micro in (("1.5B", 2), ("8B", 1)):  # torchtitan's do not fit into 80 GB with more
         words, layer = f"strategy=fsdp micro_batch_size={2 * micro}", "compile=layer"
         tensor, context = (f"{words} strategy.{axis}_parallel_size=2" for axis in ("tensor", "context"))
@@ -126,7 +127,7 @@ def _axes(ranks: int) -> tuple[Cell, ...]:
                  ((2 * micro, "none", flag.format("tensor") + half),)),
             Cell(f"pipeline of 2, {size}", size,
                  (pipeline, f"{pipeline} strategy.pipeline_schedule=interleaved strategy.pipeline_chunks=2"),
-                 ((4, "none", flag.format("pipeline") + half),)),  # its schedule is 1F1B
+                 tuple((4, "none", f"{flag.format('pipeline')}{half}{schedule}") for schedule in schedules)),
             Cell(f"context axis of 2, {size}", size, (f"{context} {layer}",),
                  ((2 * micro, "none", flag.format("context")),)),
         ]  # fmt: skip
