@@ -16,6 +16,7 @@ import re
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.commands import train  # noqa: E402
 from benchmarks.harness.data import NO_CORPUS  # noqa: E402
+from benchmarks.harness.state_memory import state_of  # noqa: E402
 from benchmarks.harness.trainers import TINY_LANGUAGE_MODEL  # noqa: E402
+from shardwise.plan.plan import Plan  # noqa: E402
 from shardwise.run_dir.files import METRICS, PLAN, SUMMARY, profile_folder  # noqa: E402
 from shardwise.run_dir.rows import read_rows  # noqa: E402
 
@@ -34,6 +37,7 @@ ALWAYS = [
     "data._target_=benchmarks.harness.data.RandomTokens", *NO_CORPUS, "+data.vocab_size=${model.vocab_size}",
     "module.sample_tokens=0", "optimizer.lr=1e-4", "gradient_clip_val=1.0", "checkpoint=none", "schedule=none",
     "log_every_n_steps=1", "validate_every_n_steps=1000000", "strategy=fsdp",
+    "callbacks.state._target_=benchmarks.harness.state_memory.StateMemory",
 ]  # fmt: skip
 LAYOUTS = {
     "FSDP": [],
@@ -82,7 +86,8 @@ def read(run: Path) -> dict[str, Any]:
     """What a run has written of its speed, memory, losses and profile."""
     summary = json.loads((run / SUMMARY).read_text())
     losses = [float(row["train/loss"]) for row in read_rows(run / METRICS) if row.get("train/loss")]
-    found = {"summary": summary, "losses": losses, "topology": json.loads((run / PLAN).read_text())["topology"]}
+    plan = Plan.from_json((run / PLAN).read_text())
+    found = {"summary": summary, "losses": losses, "topology": asdict(plan.topology), "state": state_of(run, plan)}
     profile = profile_folder(run, PROFILED) / SUMMARY
     return found | ({"profile": json.loads(profile.read_text())["step"]} if profile.exists() else {})
 
@@ -109,6 +114,9 @@ def show(name: str, row: dict[str, Any]) -> None:
         peak = f", {said['peak_memory_gib']} GiB reserved" if said["peak_memory_gib"] else ""
         topology = row["topology"]
         speed = f"{said['tokens_per_second'] / topology['nodes'] / topology['devices']:,.0f} tokens/s/GPU{peak}"
+    if row["state"]:
+        parts = zip(row["state"]["allocated"], row["state"]["stated"], strict=True)
+        speed += ", state " + ", ".join(f"{here / 1e9:.2f} of {stated / 1e9:.2f} GB stated" for here, stated in parts)
     exposed = f", {step['exposed_communication_ms']:.1f} of {step['span_ms']:.1f} ms exposed" if step else ""
     print(f"{name}: {speed}{exposed}  ({row['seconds']} s)", flush=True)
 

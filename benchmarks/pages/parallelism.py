@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness.results import read
 from benchmarks.pages.markdown import table
@@ -81,26 +82,38 @@ def costs() -> list[str]:
 
 def measured() -> list[str]:
     """Each layout beside FSDP2 on the same GPUs; and how far its losses in fp32 are from FSDP2's."""
-    rows, worst, ranks = [], 0.0, []
+    rows, worst, parity = [], 0.0, []
     for result in read("parallelism"):
         if not result["environment"]["gpus"]:
             continue
-        ranks.append(f"{result['ranks']} × {result['environment']['gpus'][0]}")
+        gpus = f"{result['ranks']} × {result['environment']['gpus'][0].removeprefix('NVIDIA ')}"
         for name, row in result["rows"].items():
-            worst = max(worst, row.get("deviation", 0.0))
+            if "deviation" in row:
+                worst = max(worst, row["deviation"])
+                parity += [gpus] if gpus not in parity else []
             if "profile" in row:
                 model, _, layout = name.partition(" ")
                 said, step, mesh = row["summary"], row["profile"], row["topology"]
                 speed = said["tokens_per_second"] / mesh["nodes"] / mesh["devices"]
                 parts = [f"{step[key]:.0f}" for key in ("span_ms", "exposed_communication_ms", "idle_ms")]
                 peak = f"{said['peak_memory_gib']:.1f}"
-                rows.append([result["ranks"], model, layout, f"{speed:,.0f}", peak, *parts, row["commit"]])
+                rows.append([gpus, model, layout, f"{speed:,.0f}", peak, _state(row), *parts, row["commit"]])
     if not rows:
         return ["Not run yet."]
-    heads = ["GPUs", "model", "axis over all GPUs", "tokens/s/GPU", "peak reserved GiB", "profiled step, ms",
-             "exposed communication, ms", "idle, ms", "commit"]  # fmt: skip
-    where = f"On {' and '.join(ranks)}. The largest deviation of a loss in fp32 from FSDP2's: {worst:.1e}."
+    heads = ["GPUs", "model", "axis over all GPUs", "tokens/s/GPU", "peak reserved GiB", "state, and as stated, GB",
+             "profiled step, ms", "exposed communication, ms", "idle, ms", "commit"]  # fmt: skip
+    where = f"The largest deviation of a loss in fp32 from FSDP2's, on {' and '.join(parity)}: {worst:.1e}."
     return [where, "", *table(heads, rows)]
+
+
+def _state(row: dict[str, Any]) -> str:
+    """Weights, gradients and optimizer state of the rank that is furthest from what a dry run states."""
+    state = row.get("state")
+    if not state:
+        return "–"
+    pairs = zip(state["allocated"], state["stated"], strict=True)
+    allocated, stated = max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
+    return f"{allocated / 1e9:.2f}, {stated / 1e9:.2f}"
 
 
 TABLES = {"pipeline_schedules": schedules, "pipeline_splits": splits, "parallel_costs": costs,

@@ -1,11 +1,13 @@
 """What a dry run states of the axes, for Llama 3 8 B by hand and for small models against real optimizers."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.harness.state_memory import FILE, state_of
 from recipes.language_modeling.model import Transformer
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
@@ -188,3 +190,12 @@ def test_layers_that_cannot_be_cut_so_are_refused(pipeline: int, given: tuple[in
 def test_a_model_of_unknown_size_is_told(changes: dict[str, object]) -> None:
     lines = parallel_lines(laid_out(Topology(1, 2, 1, 1, pipeline=2), 4, **changes))
     assert lines[0].startswith("1f1b, 2 ranks") and lines[-1].startswith("bytes are not stated")
+
+
+def test_what_a_benchmark_finds_on_each_gpu_is_set_beside_what_is_stated(tmp_path: Path) -> None:
+    """Rank 0 has the last layers. Of a run on a CPU nothing is found."""
+    made = laid_out(Topology(1, 2, 1, 1, pipeline=2), 8)
+    assert not state_of(tmp_path, made)
+    for rank in (0, 1):
+        (tmp_path / FILE.format(rank)).write_text(str(rank + 7))
+    assert state_of(tmp_path, made) == {"allocated": [7, 8], "stated": state_bytes(made, decoder(made))[::-1]}
