@@ -114,13 +114,13 @@ def breakdown() -> list[str]:
     for race in races():
         for cell, found in race["breakdowns"].items():
             said = " ".join(f"`{word}`" for word in found["words"].split())
-            rows = [[part["part"], f"{part['ms']:.1f}", f"{part['limit_ms']:.1f}",
-                     f"{part['ms'] - part['limit_ms']:.1f}"] for part in found["parts"]]  # fmt: skip
-            sums = [sum(part[key] for part in found["parts"]) for key in ("ms", "limit_ms")]
-            rows.append(["all", f"{sums[0]:.1f}", f"{sums[1]:.1f}", f"{sums[0] - sums[1]:.1f}"])
-            gpus = "one GPU" if race["ranks"] == 1 else f"{race['ranks']} GPUs"
+            parts = [(part["part"], part["ms"], part["limit_ms"]) for part in found["parts"]]
+            parts.append(("all", sum(ms for _, ms, _ in parts), sum(limit for _, _, limit in parts)))
+            gpus = gpus_of(race)
+            columns = 4 if "H200" in gpus else 2  # whose ceilings are known
+            rows = [[name, f"{ms:.1f}", f"{limit:.1f}", f"{ms - limit:.1f}"][:columns] for name, ms, limit in parts]
             lines += [f"{cell} on {gpus}, {said}, commit {str(found['commit'])[:7]}:", ""]
-            lines += [*table(["", "ms", "at best", "more"], rows), ""]
+            lines += [*table(["", "ms", "at best", "more"][:columns], rows), ""]
     return lines or NOT_YET
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import SumMetric
 
+from recipes.language_modeling.module import LanguageModel
 from shardwise.nn.linear_cross_entropy import _plain_rows, linear_cross_entropy
 from shardwise.nn.peers import Peers
 from shardwise.nn.quack_rows import fused_rows_of_a_part
@@ -88,6 +89,31 @@ def run_by_sample(folder: Path) -> dict[int, list[tuple[int, ...]]]:
 def test_samples_are_divided_where_their_number_can_be_and_sequences_otherwise(tmp_path: Path) -> None:
     for rank in spawn(2, run_by_sample, tmp_path):
         assert rank == {1: [(1, 8, 32)], 2: [(1, 16, 32)], 3: [(3, 8, 32)]}
+
+
+class TwoPasses(LanguageModel):
+    """Runs its model a second time, on the first sample alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + super().training_step({key: value[:1] for key, value in batch.items()}, batch_idx)
+
+
+def run_two_passes(folder: Path, micro: int) -> list[float]:
+    words = [*TWO, "max_steps=1", f"micro_batch_size={micro}", f"global_batch_size={2 * micro}", "checkpoint=none",
+             "model.dim=32", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=48",
+             f"module._target_={__name__}.TwoPasses"]  # fmt: skip
+    losses: list[float] = fit(cell_plan(folder / "run", 2, *words))["losses"]
+    return losses
+
+
+def test_all_passes_of_a_step_divide_the_same(tmp_path: Path) -> None:
+    """Layers that are computed again would otherwise be given the other pass's division."""
+    assert spawn(2, run_two_passes, tmp_path / "sequences", 3)[0]
+    with pytest.raises(
+        AssertionError, match="divides the samples of one pass .* another, which has 1: give all passes"
+    ):
+        spawn(2, run_two_passes, tmp_path / "both", 2)
 
 
 def far_from_zero() -> tuple[Tensor, Tensor, Tensor]:

@@ -121,6 +121,45 @@ class HalvesInHooks(Stack):
             p.register_post_accumulate_grad_hook(_halve)
 
 
+class FrozenStart(Stack):
+    """Its first layers are frozen: a stage that has no others has nothing to differentiate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+        self.layers[0].requires_grad_(False)
+
+
+class FrozenEnd(Stack):
+    """A rank of an interleaved schedule has nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in (self.layers[1], self.layers[3], self.last):
+            layer.requires_grad_(False)
+
+
+class EndsWithoutGradients(Stack):
+    """In the last micro-batch of each step no gradient reaches the first two layers."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.set_grad_enabled(batch_idx % 2 == 0):
+            x = self.first(batch)
+            for layer in self.layers[:2]:
+                x = layer(x)
+        for layer in self.layers[2:]:
+            x = layer(x)
+        return self.last(x).square().mean()
+
+
+def run_stacks(folder: Path, cells: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
+    """In each rank: three steps of modules of this file, one run after the other."""
+    return [
+        run_stack(folder / str(number), module, ["max_steps=3", "precision=fp64", *words])
+        for number, (module, words) in enumerate(cells)
+    ]
+
+
 def _halve(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.mul_(0.5)

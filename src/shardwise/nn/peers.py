@@ -26,10 +26,22 @@ class Between:
     """
 
     dim: int = SEQUENCE
+    is_chosen: bool = False  # in the present batch
 
-    def choose(self, whole: Tensor, ranks: int) -> None:
-        """Divide the samples of `whole`, [N, T, D], if the ranks divide their number, and else its sequences."""
-        self.dim = 0 if whole.ndim > 2 and whole.shape[0] % ranks == 0 else SEQUENCE
+    def begin_batch(self) -> None:
+        """Let the next pass choose."""
+        self.is_chosen = False
+
+    def choose(self, whole: Tensor, ranks: int) -> bool:
+        """Divide the samples of `whole`, [N, T, D], if the ranks divide their number, and else its sequences.
+
+        False: an earlier pass of this batch has chosen otherwise, and its layers may be computed again.
+        """
+        dim = 0 if whole.ndim > 2 and whole.shape[0] % ranks == 0 else SEQUENCE
+        if self.is_chosen and dim != self.dim:
+            return False
+        self.dim, self.is_chosen = dim, True
+        return True
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,12 @@ def _look_up_by_sample(layer: nn.Module, peers: Peers, between: Between) -> None
     """Each rank has whole sequences of some samples, where these divide: nothing is copied to put them together."""
 
     def total(part: Tensor) -> Tensor:
-        if _cuts_sequence():
-            between.choose(part, peers.size)
+        if _cuts_sequence() and not between.choose(part, peers.size):
+            raise ConfigError(
+                f"strategy.tensor_parallel_size={peers.size} divides the samples of one pass of a training step and "
+                f"not those of another, which has {part.shape[0]}: give all passes of a step such numbers, or call the "
+                f"embedding 'embedding' in tensor_parallel_layers, which divides sequences"
+            )
         return _summed(part, peers, between)
 
     _divide_embedding(layer, peers, total)

@@ -74,6 +74,10 @@ class TensorParallel:
         self._done: set[int] = set()  # ids of layers
         self._copies: CheckedCopies | None = None
 
+    def begin_batch(self) -> None:
+        """Before each training step: all of its passes divide the same dim."""
+        self._between.begin_batch()
+
     def wrap(self, part: nn.Module, name: str = "") -> None:
         """Let the layers in `part`, which stands in the module as `name`, exchange what they need. Once for each."""
         for inner, layer in part.named_modules(prefix=name):

@@ -17,12 +17,15 @@ class StageNorm:
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
 
-    def measure_over(self, group: dist.ProcessGroup, counted_elsewhere: Collection[int], device: torch.device) -> None:
-        """Measure over `group`, one rank of each stage.
+    def measure_over(
+        self, group: dist.ProcessGroup, counted_elsewhere: Collection[int], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Measure over `group`, one rank of each stage, in `dtype`.
 
         `counted_elsewhere`: the ids of parameters of which another stage has a copy, and counts it.
         """
-        self._group, self._counted_elsewhere, self._device = group, counted_elsewhere, device
+        self._group, self._counted_elsewhere = group, counted_elsewhere
+        self._device, self._dtype = device, dtype
 
     def whole(
         self,
@@ -38,4 +41,4 @@ class StageNorm:
             square = of_stage([p for p, _ in own], [norm for _, norm in own]) ** 2
         else:  # all weights of this stage are frozen
             square = torch.zeros((), device=self._device)
-        return sum_over(self._group, square).sqrt()
+        return sum_over(self._group, square.to(self._dtype)).sqrt()

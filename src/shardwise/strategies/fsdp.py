@@ -286,6 +286,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._backwards.begin_batch()
+        if self.sharded.tensor_parallel is not None:
+            self.sharded.tensor_parallel.begin_batch()
         super().on_train_batch_start(batch, batch_idx)
 
     def _note_step(self, *_: Any) -> None:

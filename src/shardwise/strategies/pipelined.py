@@ -118,7 +118,8 @@ class PipelinedStrategy(PipelinedLogs):
         self._shared = shared
         counted_elsewhere = {id(p) for p in shared} if self.position == 0 else set()
         norm = self.planned_precision.stage_norm
-        norm.measure_over(self.mesh.group("pipeline"), counted_elsewhere, self.root_device)
+        dtype = torch.promote_types(dtype_of(self.plan.precision.parameter_dtype), torch.float32)
+        norm.measure_over(self.mesh.group("pipeline"), counted_elsewhere, self.root_device, dtype)
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -190,6 +191,8 @@ class PipelinedStrategy(PipelinedLogs):
                 elif output.requires_grad:
                     torch.autograd.backward(output, gradient)
                     self.precision_plugin.post_backward(output, self.module)
+                elif self._gradients.are_due(is_last, is_end):  # nothing of this stage needs gradients in this pass
+                    self._backwards.end()
             except RuntimeError as error:
                 if (explained := explain(error, self.module_name)) is not None:
                     raise explained from None

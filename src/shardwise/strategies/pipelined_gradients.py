@@ -39,6 +39,10 @@ class StageGradients:
             and not any(map(is_hooked_behind_sums, self._module.parameters()))
         )
 
+    def are_due(self, is_last: bool, is_end: bool) -> bool:
+        """Whether gradients of earlier backward passes are reduced in this one, so that it must not be left out."""
+        return is_end if self._add_up_whole else is_last and self._plan.topology.replicate > 1
+
     @contextmanager
     def in_backward(self, stage: int, is_last: bool, is_end: bool) -> Iterator[None]:
         """Inside, FSDP2 reduces what this backward pass of `stage` has to hand over.

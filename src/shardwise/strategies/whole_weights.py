@@ -212,6 +212,13 @@ class InnerBackwards:
             if self.gathers:
                 self.reshard()
 
+    def end(self) -> None:
+        """End a backward pass in which there was nothing to differentiate: reduce what had added up before it."""
+        with torch.no_grad():  # as in a backward pass
+            for layer in self.layers:
+                if (state := layer._get_fsdp_state())._is_root:
+                    state._root_post_backward_final_callback()
+
     def reshard(self) -> None:
         """Free the gathered weights, so that the next forward pass gathers them again."""
         for layer in self.layers:

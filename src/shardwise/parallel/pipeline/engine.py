@@ -122,7 +122,8 @@ class Inbox:
     """What arrives on one link in one step, in the order of `items`.
 
     Nothing is received before it is needed: NCCL's kernel would hold multiprocessors while it waits, and the products
-    beside it, which are cut for all of them, would be slower. What was sent waits in NCCL's own buffers.
+    beside it, which are cut for all of them, would be slower. The sender's kernel does not wait as long: over NVLink,
+    32 MiB were in NCCL's buffers after 0.3 ms.
 
     Where a step has shapes that are new, the host waits for what arrives. Kernels are compiled and loaded then, and
     loading may wait until all that is on the device has run, a receive included: two ranks could wait for each other.
