@@ -126,7 +126,7 @@ USED = {
     "strategies/step_on_shards.py": "_local_tensor",
     "strategies/fsdp_gathering.py": "_fully_shard _get_fsdp_state _get_post_forward_mesh_info",
     "strategies/whole_weights.py": (
-        "_fsdp_common _fsdp_param_group _fsdp_param_groups _fully_shard _get_fsdp_state _is_view _pre_backward "
+        "_fsdp_common _fsdp_param_group _fsdp_param_groups _fully_shard _get_fsdp_state _is_root _is_view _pre_backward "
         "_root_post_backward_final_callback _state_ctx _training_state"
     ),
     "strategies/zero/internals.py": "_broadcast_model",
@@ -383,6 +383,7 @@ NAMES = {
     "_non_persistent_buffers_set": name(MODULE, "which buffers a checkpoint leaves out"),
     "_backward_hooks": name("torch.Tensor", "a tensor with hooks is pickled without them"),
     "_version": name("torch.Tensor", "whether somebody has written into it"),
+    "_is_root": name(STATE, "a pass with nothing to differentiate ends as others do, which the root does"),
     "_is_view": name("torch.Tensor", "a hook on a view is lost when somebody writes into it"),
     "_get_iterator": name("torch.utils.data.DataLoader", "whether a subclass iterates in its own way", "(self)"),
     "_iterator": name("torch.utils.data.DataLoader", "a copy of a loader has an iterator of its own"),
