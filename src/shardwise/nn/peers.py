@@ -98,11 +98,11 @@ def share_of(number: int, ranks: int, rank: int) -> tuple[int, int]:
 
 def _gathered(part: Tensor, dim: int, peers: Peers) -> Tensor:
     along = dim % part.ndim  # torch's compiler knows no negative ones
-    if _is_first(part, along, peers):
-        rows = part.flatten(0, along).contiguous()
-        whole: Tensor = _OPS.wait_tensor(_OPS.all_gather_into_tensor(rows, peers.size, peers.name))
+    is_first = _is_first(part, along, peers)
+    rows = (part.flatten(0, along) if is_first else part).contiguous()
+    whole: Tensor = _OPS.wait_tensor(_OPS.all_gather_into_tensor(rows, peers.size, peers.name))
+    if is_first:
         return whole.view(*part.shape[:along], -1, *part.shape[along + 1 :])
-    whole = _OPS.wait_tensor(_OPS.all_gather_into_tensor(part.contiguous(), peers.size, peers.name))
     return torch.cat(whole.chunk(peers.size), along)
 
 

@@ -49,12 +49,10 @@ class StageGradients:
 
         `is_last`: no other one of this stage follows in the step. `is_end`: none of this rank does.
         """
-        waits, others = list[str](), list[FSDPModule]()
         if self._add_up_whole:  # until the end, in whichever stage that is
-            waits += [] if is_end else [_WHOLE]
+            waits, others = [] if is_end else [_WHOLE], []
         else:  # the other stages of this rank have nothing new
-            waits += [] if is_last else ["set_requires_all_reduce"]
-            others = self._elsewhere[stage]
+            waits, others = [] if is_last else ["set_requires_all_reduce"], self._elsewhere[stage]
         if self._plan.strategy.reshard_after_forward is False and not is_end:  # weights stay for the next micro-batch
             waits.append("set_reshard_after_backward")
         with switched_off(self._layers, *waits), switched_off(others, _WHOLE):
