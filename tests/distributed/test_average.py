@@ -22,15 +22,13 @@ DECAY = 0.5
 CELLS = {
     "ddp": ["strategy=ddp"],
     "fsdp": ["strategy=fsdp"],
-    "zero2": ["strategy=zero2"],
     "zero3": ["strategy=zero3"],
     "ddp bf16": ["strategy=ddp", "precision=bf16"],
     "zero1 bf16": ["strategy=zero1", "precision=bf16"],
-    "zero3 bf16": ["strategy=zero3", "precision=bf16"],
     "tensor": ["strategy=fsdp", "strategy.tensor_parallel_size=2"],
     "context": ["strategy=fsdp", "strategy.context_parallel_size=2"],
 }
-WITHOUT = ["ddp", "fsdp", "zero2", "zero3", "ddp bf16"]
+WITHOUT = ["ddp", "fsdp", "zero3", "ddp bf16"]
 
 
 class Look(Callback):

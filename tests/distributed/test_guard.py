@@ -39,7 +39,6 @@ CONFIGS = {
     "fsdp, adamw fused": ["strategy=fsdp", "module.fused=true"],
     "fsdp_hybrid, sgd": ["strategy=fsdp_hybrid", "strategy.shard_size=1"],
     "zero1, bf16": ["strategy=zero1", "precision=bf16"],
-    "zero2": ["strategy=zero2"],
     "zero2, bf16": ["strategy=zero2", "precision=bf16"],
     "zero3": ["strategy=zero3"],
 }

@@ -36,7 +36,6 @@ MORE = {
         Run(KEYS, model=("counts=true",)),
         Run(KEYS, accumulate=1, more=("module._target_=tests.harness.hugging_face.UnweighedLM",)),
         Run(KEYS, precision="fp32", optimizer="sgd", model=("own_loss=false",)),
-        Run(HEADS, precision="fp32", optimizer="sgd", more=("compile=layer",)),
         Run(KEYS, "Qwen3", precision="fp32", optimizer="sgd", more=("compile=layer",)),
     ],
     4: [

@@ -28,7 +28,7 @@ from tests.harness.processes import spawn
 from tests.harness.selected import needed
 
 BATCH = 2  # of all ranks: a micro-batch on each of two ranks has one sample
-STRATEGIES = {1: ["ddp"], 2: ["ddp", "fsdp", "zero1", "zero2", "zero3"]}
+STRATEGIES = {1: ["ddp"], 2: ["ddp", "fsdp", "zero2", "zero3"]}  # zero1 is as zero2
 LOADING = {("callback", "load_state_dict"), ("data", "load_state_dict"), ("callback", "on_load_checkpoint"),
            ("module", "on_load_checkpoint")}  # fmt: skip
 # What is run: the stage, stock Lightning's arguments, our words for the same

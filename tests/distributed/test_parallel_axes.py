@@ -46,7 +46,6 @@ MORE_OF_TWO_AXES = [
 ]
 COMPILED = [
     Divided(axis_words(2, 2, 1, HEADS), tied=False, more=("compile=model", *CHECKPOINTED)),
-    Divided(axis_words(2, 2, 1, KEYS), more=("compile=model", "activation_checkpointing=selective")),
 ]
 # Eight ranks
 THREE_AXES = [
@@ -54,7 +53,6 @@ THREE_AXES = [
     Divided(axis_words(2, 1, 2, *INTERLEAVED), data_ranks=2, layers=4, **HARD),
     Divided(axis_words(2, 2, 2, HEADS)),
     Divided(axis_words(2, 2, 2, KEYS), precision="fp32", **HARD),
-    Divided(axis_words(1, 2, 2, KEYS), data_ranks=2, accumulate=4),
     Divided(axis_words(1, 2, 2, HEADS), data_ranks=2, precision="fp32", **HARD),
     Divided((*axis_words(2), *HYBRID), data_ranks=4),
     Divided((*axis_words(1, 1, 2), *HYBRID), data_ranks=4, **HARD),

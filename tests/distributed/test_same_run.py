@@ -236,8 +236,11 @@ SWITCHES = {
     "compile=model": ["fp32"],
 }
 SWITCHED = [
-    (switch, name) for switch in SWITCHES for name in STRATEGIES if switch != "compile=model" or name in ("ddp", "fsdp")
-]  # the step is the same elsewhere
+    (switch, name)
+    for switch in SWITCHES
+    for name in STRATEGIES
+    if not switch.startswith("compile") or name in ("ddp", "fsdp")  # the compiled step is the same elsewhere
+] + [("compile=layer", "zero3")]  # where layers gather their weights
 
 
 def switch_all(folder: Path, wanted: set[tuple[str, str]] | None) -> dict[tuple[str, str, str], Any]:

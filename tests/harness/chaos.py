@@ -110,7 +110,7 @@ class Data(LightningDataModule):
 """
 WORDS = [
     "recipe=custom", "module._target_=subject.Subject", "data._target_=subject.Data",
-    "+data.batch_size=${micro_batch_size}", "micro_batch_size=2", f"max_steps={STEPS}",
+    "+data.batch_size=${micro_batch_size}", "micro_batch_size=2",
     "validate_every_n_steps=10", f"checkpoint.save_every_n_steps={SAVE_EVERY}", "checkpoint.keep_last=3",
     "checkpoint.max_failures=1000", "checkpoint.monitor=validation/loss", "log_every_n_steps=1",
     "runs_dir=runs", "resume=auto",
@@ -124,9 +124,9 @@ LAYOUTS = {
 }
 
 
-def words_for(strategy: str, accelerator: str, ranks: int) -> list[str]:
+def words_for(strategy: str, accelerator: str, ranks: int, steps: int = STEPS) -> list[str]:
     """Of a strategy or of a layout."""
-    sizes = [f"devices={ranks}", f"global_batch_size={4 * ranks}"]
+    sizes = [f"devices={ranks}", f"global_batch_size={4 * ranks}", f"max_steps={steps}"]
     layout = LAYOUTS.get(strategy, [f"strategy={strategy}"])
     return [*WORDS, *sizes, f"accelerator={accelerator}", "deterministic=true", *layout]
 
@@ -168,7 +168,7 @@ class Life:
 
     def step(self) -> int:
         """The last that it has told of."""
-        found = re.findall(rf"^step (\d+)/{STEPS}", self.text(), re.MULTILINE)
+        found = re.findall(r"^step (\d+)/\d", self.text(), re.MULTILINE)
         return int(found[-1]) if found else -1
 
     def wait(self, until: Callable[[], Any], what: str) -> None:
@@ -365,10 +365,10 @@ def make_subject(home: Path) -> None:
     (home / "subject.py").write_text(SUBJECT)
 
 
-def undisturbed(home: Path, strategy: str, accelerator: str, ranks: int) -> Path:
+def undisturbed(home: Path, strategy: str, accelerator: str, ranks: int, steps: int) -> Path:
     name = f"{strategy}-undisturbed"
     if not (home / "runs" / name / "summary.json").exists():
-        check(run(home, *words_for(strategy, accelerator, ranks), f"name={name}", timeout=600))
+        check(run(home, *words_for(strategy, accelerator, ranks, steps), f"name={name}", timeout=600))
     return home / "runs" / name
 
 
@@ -382,16 +382,18 @@ def torment(
     asynchronous: bool,
     accelerator: str = "cpu",
     ranks: int = RANKS,
+    steps: int = STEPS,
 ) -> Iterator[Result]:
     """One run, which each of the faults meets in turn; the last lets it come to its end, and it is compared.
 
     `in_place`: its launcher may bring it back.
     """
-    chance, straight = random.Random(f"{seed}/{strategy}"), undisturbed(home, strategy, accelerator, ranks)
+    chance = random.Random(f"{seed}/{strategy}")
+    straight = undisturbed(home, strategy, accelerator, ranks, steps)
     name = f"{strategy}-{seed}"
     run_dir = home / "runs" / name
     folder = run_dir / "checkpoints"
-    words = [*words_for(strategy, accelerator, ranks), f"checkpoint.asynchronous={str(asynchronous).lower()}"]
+    words = [*words_for(strategy, accelerator, ranks, steps), f"checkpoint.asynchronous={str(asynchronous).lower()}"]
     words += [f"max_restarts={len(faults)}"] if in_place else []
     if "SIGSTOP of one rank" in faults:
         words += [f"strategy.timeout_minutes={HANG_SECONDS[accelerator] * slowness() / 60}"]
@@ -403,7 +405,7 @@ def torment(
     try:
         for number, fault in enumerate(faults):
             # Spread over the run, with steps in between that are made twice otherwise
-            at = STEPS * (number + 1) // (len(faults) + 2) + chance.randrange(3)
+            at = steps * (number + 1) // (len(faults) + 2) + chance.randrange(3)
             reached = -1
             result = Result(strategy, fault, False, None, False)
             try:
@@ -469,7 +471,7 @@ def torment(
 
 
 def steps_told(life: Life) -> int:
-    return len(re.findall(rf"^step \d+/{STEPS}", life.text(), re.MULTILINE))
+    return len(re.findall(r"^step \d+/\d", life.text(), re.MULTILINE))
 
 
 def restarts_told(life: Life) -> int:

@@ -167,9 +167,12 @@ def numel(shapes: Any) -> int:
 
 
 class Held(Callback):
-    """What share of the parameters and of the optimizer's state this rank holds between steps."""
+    """What share of the parameters and of the optimizer's state this rank holds before the second update.
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+    In this hook weights are not gathered. In `on_train_batch_end` they would be, after every micro-batch.
+    """
+
+    def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
         if trainer.global_step == 1:
             self.shares = shares_held(trainer)
 
