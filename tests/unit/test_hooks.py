@@ -82,8 +82,9 @@ def test_hooks_that_look_at_weights_are_found() -> None:
         "on_train_end": True, "on_validation_start": True, "on_validation_end": True, "on_train_batch_end": True,
         "on_before_optimizer_step": False, "on_test_start": False,
     }.items():  # fmt: skip
-        assert looks_at_weights(module, hook, module) is looks, hook
-    assert looks_at_weights(Looks(), "on_train_start", module) and not looks_at_weights(Looks(), "on_train_end", module)
+        assert (looks_at_weights(module, hook, module) is not None) is looks, hook
+    assert looks_at_weights(Looks(), "on_train_start", module) == "net"
+    assert looks_at_weights(Looks(), "on_train_end", module) is None
     for theirs in (EarlyStopping("x"), LearningRateMonitor()):
         assert not looks_at_weights(theirs, "on_train_start", module)
 

@@ -35,44 +35,48 @@ def may_look(hook: str) -> bool:
     return hook.startswith("on_") and hook not in _OTHERS
 
 
-def looks_at_weights(host: LightningModule | Callback, hook: str, module: LightningModule) -> bool:
-    """Whether `hook` of `host` may look at weights of `module`. If that is not certain, it may."""
+def looks_at_weights(host: LightningModule | Callback, hook: str, module: LightningModule) -> str | None:
+    """The name in the code of `hook` of `host` by which it may look at weights of `module`; none if it cannot."""
     if not may_look(hook):
-        return False
+        return None
     names = {name for name, _ in module.named_parameters(recurse=False)}
     names |= {name for name, child in module.named_children() if any(True for _ in child.parameters())}
     return _reaches(getattr(host, hook), host, names, set())
 
 
-def _reaches(function: Any, host: Any, weights: set[str], seen: set[Any]) -> bool:
+def _reaches(function: Any, host: Any, weights: set[str], seen: set[Any]) -> str | None:
     function = inspect.unwrap(getattr(function, "__func__", function))
     if _is_of_a_library(function) or function in seen:
-        return False
+        return None
     if isinstance(function, type) and issubclass(function, (LightningDataModule, Metric)):
-        return False
+        return None
     if not isinstance(function, FunctionType):
-        return True
+        return str(getattr(function, "__name__", type(function).__name__))
     seen.add(function)
-    captured = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    if any(
-        _reaches(value, host, weights, seen) if isinstance(value, FunctionType) else not _has_no_weights(value)
-        for value in captured
-    ):
-        return True
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if not _is_filled(cell):
+            continue
+        value = cell.cell_contents
+        if isinstance(value, FunctionType):
+            if reached := _reaches(value, host, weights, seen):
+                return reached
+        elif not _has_no_weights(value):
+            return name
     for name in _names(function.__code__):
         if name in weights or name in _WALKS:
-            return True
+            return name
         methods = [vars(kind)[name] for kind in type(host).__mro__ if name in vars(kind)]
-        if any(_is_code(method) and _reaches(method, host, weights, seen) for method in methods):
-            return True
+        for method in methods:
+            if _is_code(method) and (reached := _reaches(method, host, weights, seen)):
+                return reached
         if not methods and name in vars(host) and not _has_no_weights(vars(host)[name]):
-            return True
+            return name
         used = function.__globals__.get(name)
         if isinstance(used, ModuleType) and used.__name__.partition(".")[0] not in _LIBRARIES:
-            return True
-        if callable(used) and _reaches(used, host, weights, seen):
-            return True
-    return False
+            return name
+        if callable(used) and (reached := _reaches(used, host, weights, seen)):
+            return reached
+    return None
 
 
 def _is_code(method: Any) -> bool:

@@ -151,10 +151,21 @@ def _looks(trainer: Any, host: Any, hook_name: str) -> bool:
     """Whether the hook looks at weights, on one rank or another. The first call of each is collective."""
     known, key = trainer._looking_hooks, (id(host), hook_name)
     if key not in known:
-        known[key] = may_look(hook_name) and trainer.strategy.reduce_boolean_decision(
-            looks_at_weights(host, hook_name, trainer.lightning_module), all=False
-        )
+        name, strategy = looks_at_weights(host, hook_name, trainer.lightning_module), trainer.strategy
+        known[key] = may_look(hook_name) and strategy.reduce_boolean_decision(name is not None, all=False)
+        if known[key] and "_batch_" in hook_name and strategy.is_global_zero:
+            print(_cost(strategy.plan.strategy, f"{hook_name} of {type(host).__name__}", name), flush=True)
     return bool(known[key])
+
+
+def _cost(strategy: Any, hook: str, name: str | None) -> str:
+    """What a hook of every batch that may look at weights costs. `name`: what it looks at, if this rank knows it."""
+    does = "checks all weights before and after it" if strategy.zero_stage in (1, 2) else "gathers all weights for it"
+    return (
+        f"{hook} may look at weights{f' (it uses {name})' if name else ''}: {strategy.name} {does}, with every batch; "
+        f"this takes time{'' if strategy.zero_stage in (1, 2) else ' and memory'}, so use a hook of the epoch if that "
+        f"is often enough"
+    )
 
 
 def _is_fast(trainer: Any) -> bool:
