@@ -153,7 +153,7 @@ def _looks(trainer: Any, host: Any, hook_name: str) -> bool:
     if key not in known:
         name, strategy = looks_at_weights(host, hook_name, trainer.lightning_module), trainer.strategy
         known[key] = may_look(hook_name) and strategy.reduce_boolean_decision(name is not None, all=False)
-        if known[key] and "_batch_" in hook_name and strategy.is_global_zero:
+        if known[key] and "batch" in hook_name and strategy.is_global_zero:
             print(_cost(strategy.plan.strategy, f"{hook_name} of {type(host).__name__}", name), flush=True)
     return bool(known[key])
 
