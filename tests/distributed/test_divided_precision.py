@@ -25,7 +25,7 @@ CELLS: dict[Cell, list[Cell]] = {  # what each cell is compared with → cells
         ("tensor 2", "compile=layer activation_checkpointing=selective"),
         ("tensor 2", "compile=model loss=chunked"),
         ("tensor 2", f"activation_checkpointing=full {RECOMPUTED} loss=chunked"),
-        ("context 2", "compile=layer activation_checkpointing=full"),
+        ("context 2, by heads", "compile=layer activation_checkpointing=full"),
         ("context 2", "compile=model"),
     ],
     BF16: [
