@@ -124,7 +124,7 @@ LAYOUTS = {
 }
 
 
-def words_for(strategy: str, accelerator: str, ranks: int, steps: int = STEPS) -> list[str]:
+def words_for(strategy: str, accelerator: str, ranks: int, steps: int) -> list[str]:
     """Of a strategy or of a layout."""
     sizes = [f"devices={ranks}", f"global_batch_size={4 * ranks}", f"max_steps={steps}"]
     layout = LAYOUTS.get(strategy, [f"strategy={strategy}"])

@@ -160,11 +160,12 @@ def _looks(trainer: Any, host: Any, hook_name: str) -> bool:
 
 def _cost(strategy: Any, hook: str, name: str | None) -> str:
     """What a hook of every batch that may look at weights costs. `name`: what it looks at, if this rank knows it."""
-    does = "checks all weights before and after it" if strategy.zero_stage in (1, 2) else "gathers all weights for it"
+    does, takes = "gathers all weights for it", "time and memory"
+    if strategy.zero_stage in (1, 2):  # every rank has them, and must not write into them
+        does, takes = "checks all weights before and after it", "time"
     return (
         f"{hook} may look at weights{f' (it uses {name})' if name else ''}: {strategy.name} {does}, with every batch; "
-        f"this takes time{'' if strategy.zero_stage in (1, 2) else ' and memory'}, so use a hook of the epoch if that "
-        f"is often enough"
+        f"this takes {takes}, so use a hook of the epoch if that is often enough"
     )
 
 
