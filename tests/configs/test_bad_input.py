@@ -146,6 +146,7 @@ WORDS: list[tuple[str, list[str]]] = [
     ("compile=true", ["compile=true: no such option; compile is one of layer, model, none"]),
     ("compile=layers", ["compile=layers: no such option", "layer, model, none (did you mean layer?)"]),
     ("compile.memory_budget=0.5", ["compile.memory_budget=0.5: compile=none compiles nothing; give compile=model"]),
+    ("compile.recompute_elementwise=true", ["compile.recompute_elementwise=true: compile=none compiles nothing; give"]),
     ("compile.mode=max-autotune", ["compile.mode=max-autotune: compile=none compiles nothing"]),
     ("compile=model compile.mode=fastest", ["compile.mode=fastest: must be one of default, max-autotune"]),
     ("compile=model compile.memory_budget=0", ["compile.memory_budget=0.0: must be above 0 and at most 1", "or null"]),

@@ -271,6 +271,8 @@ def test_yaml_and_plans_of_before_the_groups_mean_what_they_meant(tmp_path: Path
 def test_options_of_the_groups_reach_the_plan() -> None:
     plan = make_plan(read("compile=model", "compile.memory_budget=0.5", "compile.mode=max-autotune"), DGX)
     assert plan.compile == Compile("model", memory_budget=0.5, mode="max-autotune")
+    plan = make_plan(read("compile=layer", "compile.recompute_elementwise=true"), DGX)
+    assert plan.compile == Compile("layer", recompute_elementwise=True)
     words = ["activation_checkpointing=selective", "activation_checkpointing.every_n_layers=2"]
     plan = make_plan(read(*words, "activation_checkpointing.save=[every_second_matmul,aten.mm]"), DGX)
     expected = ActivationCheckpointing("selective", every_n_layers=2, save=("every_second_matmul", "aten.mm"))

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from shardwise.checkpoint.metadata import read_metadata
+from shardwise.optim.clipping import after_step
 from shardwise.run_dir.files import checkpoint_path
+from tests.harness.cells import cell_plan, fit
 from tests.harness.optimizers import PLAIN, SAVED, Cell, deviation, run_all
 from tests.harness.processes import spawn
+from tests.harness.reference import update_deviation
 
 Found = dict[Cell, dict[str, Any]]
 BOUNDS = {"fp64": 1e-9, "fp32": 1e-3}  # in fp32 the last bit of a gradient decides about the last one of a moment
@@ -70,6 +74,34 @@ def test_a_resumed_run_never_stopped(on_two: list[tuple[Found, Found]]) -> None:
 @pytest.mark.parametrize(("ranks", "pairs"), [(1, ON_ONE), (4, ON_FOUR)], ids=["one", "four"])
 def test_a_run_goes_on_under_another_strategy(on_two: Any, folder: Path, ranks: int, pairs: dict[Cell, Cell]) -> None:
     assert too_far(spawn(ranks, run_all, folder, ranks, list(pairs), pairs)[0]) == {}
+
+
+def run_fused(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """In each rank: AdamW fused and not; and whether each step clipped within itself."""
+    words = ["max_steps=4", "micro_batch_size=2", "global_batch_size=8", "checkpoint=none", "gradient_clip_val=0.05"]
+    found, within = {}, list[bool]()
+
+    def look(optimizer: torch.optim.Optimizer) -> None:
+        within.append("grad_scale" in vars(optimizer))
+        after_step(optimizer)
+
+    with patch("shardwise.step.precision_plugin.after_step", look):
+        for strategy in ("ddp", "fsdp"):
+            for fused in ("false", "true"):
+                name = f"{strategy}-{fused}"
+                plan = cell_plan(folder / name, 2, *words, f"strategy={strategy}", f"+optimizer.fused={fused}")
+                found[strategy, fused] = fit(plan) | {"within": [*within]}
+                within.clear()
+    return found
+
+
+def test_the_fused_optimizer_clips_within_its_step(tmp_path: Path) -> None:
+    found = spawn(2, run_fused, tmp_path)[0]
+    for strategy in ("ddp", "fsdp"):
+        plain, fused = (found[strategy, word] for word in ("false", "true"))
+        assert plain["within"] == [False] * 4 and fused["within"] == [True] * 4
+        assert fused["norms"] == pytest.approx(plain["norms"], rel=1e-5) and min(plain["norms"]) > 0.05
+        assert max(update_deviation(plain["start"], fused["final"], plain["final"]).values()) <= 1e-3
 
 
 def test_a_checkpoint_holds_codes_and_scales_as_plain_tensors(on_two: Any, folder: Path) -> None:

@@ -77,6 +77,7 @@ USED = {
     "nn/flash_attention_4.py": "_flash_attn_bwd _flash_attn_fwd",
     "nn/peers.py": "_c10d_functional",
     "optim/adamw.py": "_foreach_add_",
+    "optim/clipping.py": "_foreach_mul_ _global_optimizer_pre_hooks _optimizer_step_pre_hooks",
     "optim/deepspeed_operators.py": "_get_build_directory",
     "parallel/activation_checkpointing.py": "_cdata _higher_order_ops _pytree _schema",
     "parallel/compile.py": "_dynamo _functorch _micro_pipeline_tp",
@@ -106,7 +107,7 @@ USED = {
     "step/buffers.py": "_foreach_copy_",
     "step/precision_plugin.py": (
         "_after_closure _amp_foreach_non_finite_check_and_unscale_ _clip_gradients _foreach_clamp_max_ "
-        "_foreach_clamp_min_ _foreach_mul_ _foreach_norm _growth_tracker _opt_called _optimizer _per_optimizer_states "
+        "_foreach_clamp_min_ _foreach_norm _growth_tracker _opt_called _optimizer _per_optimizer_states "
         "_unscale_grads_"
     ),
     "step/verdict.py": "_amp_foreach_non_finite_check_and_unscale_ _step_supports_amp_scaling",
@@ -429,6 +430,12 @@ NAMES = {
     ),
     "_fused_sdp_choice": name(
         "torch", "which kernel scaled_dot_product_attention takes for such tensors; nothing else knows"
+    ),
+    "_global_optimizer_pre_hooks": name(
+        "torch.optim.optimizer", "a hook may look at gradients before a step; torch tells nobody that there is one"
+    ),
+    "_optimizer_step_pre_hooks": name(
+        "torch.optim.Optimizer", "a hook may look at gradients before a step; torch tells nobody that there is one"
     ),
     "_foreach_norm": name("torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"),
     "_foreach_sub": name("torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"),

@@ -166,6 +166,23 @@ def test_a_memory_budget_reaches_the_compiler() -> None:
     assert sizes[0] == sizes[3] > sizes[1] > sizes[2]
 
 
+def test_elementwise_results_are_computed_again_and_products_are_not() -> None:
+    found = []
+    for words in ([], ["compile.recompute_elementwise=true"]):
+        model = prepared(Layer, "compile=layer", *words)
+        kept = saved_bytes(model)
+        model(batch()).square().sum().backward()  # compiles both passes
+        loss = model(batch()).square().sum()
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            loss.backward()
+        counts = Counter(event.name for event in seen.events())
+        products = sum(counts[f"aten::{name}"] for name in ("mm", "addmm", "bmm"))
+        found.append((kept, products, [p.grad for p in model.parameters()]))
+    (kept, products, gradients), (less, as_many, same) = found
+    assert less < kept and as_many == products == 10 * LAYERS
+    torch.testing.assert_close(same, gradients)
+
+
 class Branching(Layer):
     """A layer that is not one graph: Python decides in the middle. It counts what a recomputation must not repeat."""
 

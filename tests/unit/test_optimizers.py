@@ -13,6 +13,7 @@ from shardwise.checkpoint.state import describe_optimizers, optimizer_difference
 from shardwise.distributed.matrices import rows_of_ranks
 from shardwise.errors import ConfigError
 from shardwise.optim.adamw import AdamW8bit, AdamWBf16
+from shardwise.optim.clipping import after_step, clip_by_norm
 from shardwise.optim.matrices import choose_matrices, describe_choice, muon_groups
 from shardwise.optim.muon import Muon, orthogonalize
 from shardwise.optim.quantization import dequantize, quantize, shares, table
@@ -265,3 +266,51 @@ def test_state_of_another_choice_of_matrices_is_not_taken() -> None:
     saved = describe_optimizers([made("muon", "adamw")], names)
     assert optimizer_difference(saved, [made("muon", "adamw")], names) is None
     assert optimizer_difference(saved, [made("adamw", "adamw")], names) == "a: trained by muon before, and by adamw now"
+
+
+def with_gradients(dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], Tensor]:
+    """Parameters with gradients, and the norm of these."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in ((5, 3), (7,))]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=dtype)
+    return parameters, torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+@pytest.mark.parametrize("share", [0.3, 2.0])
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_fused_step_clips_as_a_pass_of_its_own_does(make: Any, share: float) -> None:
+    found = []
+    for within in (True, False):
+        parameters, norm = with_gradients()
+        optimizer = make(parameters, lr=0.1, fused=True)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        before = [gradient.clone() for gradient in gradients]
+        clip_by_norm(gradients, norm, share * float(norm), optimizer if within else None)
+        assert not within or all(map(torch.equal, before, gradients))
+        optimizer.step()
+        after_step(optimizer)
+        assert "grad_scale" not in vars(optimizer)
+        found.append([*(p.detach() for p in parameters), *(p.grad for p in parameters)])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-7)
+
+
+def test_what_a_fused_step_cannot_do_or_others_would_see_is_clipped_at_once() -> None:
+    def clipped(dtype: torch.dtype, make: Any, hook: bool = False, **options: Any) -> bool:
+        parameters, norm = with_gradients(dtype)
+        optimizer = make(parameters, lr=0.1, **options)
+        if hook:
+            optimizer.register_step_pre_hook(lambda *_: None)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        clip_by_norm(gradients, norm, 1.0, optimizer)
+        return float(torch.nn.utils.get_total_norm(gradients)) < 1.01
+
+    class Own(torch.optim.AdamW):
+        """It may look at the gradients in its step."""
+
+    assert not clipped(torch.float32, torch.optim.AdamW, fused=True)
+    assert clipped(torch.float32, torch.optim.AdamW)
+    assert clipped(torch.float64, torch.optim.AdamW, fused=True)
+    assert clipped(torch.float32, torch.optim.SGD, fused=True)
+    assert clipped(torch.float32, Own, fused=True)
+    assert clipped(torch.float32, torch.optim.AdamW, hook=True, fused=True)

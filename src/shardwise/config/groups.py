@@ -209,9 +209,9 @@ class CompileConfig:
 
     name: CompileName = CompileName.none
     memory_budget: float | None = option(
-        None, "keep this share of what the compiler would keep for the backward pass, and compute the rest again",
-        form="0…1",
+        None, "the share of what the compiler would keep for the backward pass that it does keep", form="0…1"
     )  # fmt: skip
+    recompute_elementwise: bool = option(False, "compute norms and elementwise operations again in the backward pass")
     mode: CompileMode = option(
         CompileMode.default, "max-autotune tries several kernels for each matrix product and takes the fastest"
     )

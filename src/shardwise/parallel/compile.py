@@ -23,6 +23,7 @@ def prepare_compiler(options: Compile, layers: int) -> None:
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     budget = 1.0 if options.memory_budget is None else options.memory_budget
     torch._functorch.config.activation_memory_budget = budget
+    torch._functorch.config.ban_recompute_materialized_backward = not options.recompute_elementwise
 
 
 def compiled(function: Function, options: Compile, *, as_one_graph: bool = False) -> Function:

@@ -36,7 +36,8 @@ def make_compile(config: RunConfig, topology: Topology, accelerator: str) -> Com
     name: CompileName = options.name.value
     mode: CompileModeName = options.mode.value
     budget = options.memory_budget
-    given = {"memory_budget": budget is not None, "mode": mode != "default", "cudagraphs": options.cudagraphs}
+    given = {"memory_budget": budget is not None, "recompute_elementwise": options.recompute_elementwise,
+             "mode": mode != "default", "cudagraphs": options.cudagraphs}  # fmt: skip
     for word, is_given in given.items():
         if name == "none" and is_given:
             raise ConfigError(
@@ -57,7 +58,10 @@ def make_compile(config: RunConfig, topology: Topology, accelerator: str) -> Com
     if options.cudagraphs:
         _check_cudagraphs(config, accelerator)
     overlaps = overlaps_tensor_axis(config.strategy, config.precision, options, topology, accelerator)
-    return Compile(name=name, memory_budget=budget, mode=mode, cudagraphs=options.cudagraphs, overlaps_peers=overlaps)
+    return Compile(
+        name=name, memory_budget=budget, recompute_elementwise=options.recompute_elementwise, mode=mode,
+        cudagraphs=options.cudagraphs, overlaps_peers=overlaps,
+    )  # fmt: skip
 
 
 def _check_cudagraphs(config: RunConfig, accelerator: str) -> None:

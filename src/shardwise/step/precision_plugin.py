@@ -20,6 +20,7 @@ from shardwise.distributed.collectives import largest_over, sum_over
 from shardwise.distributed.dtensor import local_part, shard_groups
 from shardwise.distributed.mesh import Mesh
 from shardwise.errors import ConfigError
+from shardwise.optim.clipping import after_step, clip_by_norm
 from shardwise.parallel.precision import cast_floating, dtype_of
 from shardwise.plan import Plan
 from shardwise.step.stage_norm import StageNorm
@@ -122,6 +123,7 @@ class PlannedPrecision(LightningPrecision):
             optimizer._opt_called = True  # type: ignore[attr-defined] # else the schedule would warn at the first step
         else:
             optimizer.step(**kwargs)
+        after_step(optimizer)
         if self.scaler is not None:
             self.scaler.update()
         return result
@@ -275,8 +277,7 @@ class PlannedPrecision(LightningPrecision):
             measured, self.gradient_norm, self.gradients = self.gradient_norm, norm, gradients
             norm = measured
         assert norm is not None
-        if local := self._local_gradients(optimizer):
-            torch._foreach_mul_(local, (clip_val / (norm + 1e-6)).clamp(max=1.0))
+        clip_by_norm(self._local_gradients(optimizer), norm, clip_val, optimizer if self._norm_is_known else None)
 
     @torch.no_grad()
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
