@@ -145,7 +145,7 @@ class Race:
         return found | self.speed(plan["global_batch_size"] * plan["data"]["sequence_length"] / self.ranks, {
             "steps_ms": [round(float(row["train/step_seconds"]) * 1e3, 3) for row in timed],
             "peak_reserved_gib": summary["peak_memory_gib"],
-            "losses": [float(row["train/loss"]) for row in (rows[0], rows[-1])],
+            "losses": [float(row["train/loss"]) for row in rows],
         }) | {
             "gpu": felt, "first_step_seconds": summary["first_step_seconds"], "kernels": summary["attention"],
             "plan": {name: plan[name] for name in
@@ -248,7 +248,7 @@ def in_words(card: dict[str, Any]) -> str:
     peak, felt = card["peak_reserved_gib"], card["gpu"]
     memory = f", {peak:.1f} GiB" if peak else ""
     power = f", {felt['power_watts']:.0f} W, {felt['sm_clock_mhz']:.0f} MHz" if "power_watts" in felt else ""
-    first, last = card["losses"]
+    first, *_, last = card["losses"]
     return f"{card['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU{memory}{power}, losses {first:.3f} … {last:.3f}"
 
 

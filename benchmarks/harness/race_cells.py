@@ -16,6 +16,7 @@ MODELS = {
 }
 FAST = "loss=fused compile=layer strategy.symmetric_memory=true"  # of 8 B on GPUs of one node
 LESS = "compile.recompute_elementwise=true"  # memory
+STAY = "strategy.reshard_after_forward=false"  # gathered
 AXES = ("tensor", "context", "pipeline")
 
 
@@ -52,7 +53,7 @@ def _one_gpu() -> tuple[Cell, ...]:
         Cell("micro-batch 2", "1.5B", (f"micro_batch_size=2 {fused}",), ((2, "none", ""),), goal=1.08),
         Cell("micro-batch 4", "1.5B", (f"micro_batch_size=4 {full}", f"micro_batch_size=4 {fused}"),
              ((4, "none", ""),)),
-        Cell("best micro-batch", "1.5B", (f"micro_batch_size=8 {fused}", f"micro_batch_size=10 {fused}"),
+        Cell("best micro-batch", "1.5B", (f"micro_batch_size=10 {fused}", f"micro_batch_size=14 {fused} {LESS}"),
              ((6, "none", ""),), best_of=("micro-batch 2", "micro-batch 4"), goal=1.12),
         Cell("fp8, micro-batch 4", "1.5B", (f"micro_batch_size=4 precision=fp8 {fused}",), ((4, "none", titan.FP8),),
              goal=1.10),
@@ -62,19 +63,20 @@ def _one_gpu() -> tuple[Cell, ...]:
 
 
 def _two_gpus() -> tuple[Cell, ...]:
-    best = tuple(f"micro_batch_size=2 {FAST} {LESS}{more}" for more in ("", " strategy.reshard_after_forward=false"))
+    def both(words: str, more: str = FAST) -> tuple[str, str]:
+        return f"{words} {more}", f"{words} {more} {STAY}"
+
+    one = "no checkpointing, micro-batch 1"
+    full = "full checkpointing, micro-batch 2"
     return (
-        Cell("no checkpointing, micro-batch 1", "8B",
-             (f"micro_batch_size=1 {FAST}", f"micro_batch_size=1 {FAST} {LESS}"), ((1, "none", ""),), goal=1.10),
-        Cell("full checkpointing, micro-batch 2", "8B", (f"micro_batch_size=2 activation_checkpointing=full {FAST}",),
-             ((2, "full", ""),), goal=1.08),
-        Cell("best", "8B", best, ((3, "selective", ""),),
-             best_of=("no checkpointing, micro-batch 1", "full checkpointing, micro-batch 2"), goal=1.10),
-        Cell("fp8, micro-batch 1", "8B", (f"micro_batch_size=1 precision=fp8 {FAST}",), ((1, "none", titan.FP8),),
+        Cell(one, "8B", both("micro_batch_size=1", f"{FAST} {LESS}"), ((1, "none", ""),), goal=1.10),
+        Cell(full, "8B", both("micro_batch_size=2 activation_checkpointing=full"), ((2, "full", ""),), goal=1.08),
+        Cell("best", "8B", both("micro_batch_size=2", f"{FAST} {LESS}"), ((3, "selective", ""),), best_of=(one, full),
              goal=1.10),
-        Cell("fp8, best", "8B",
-             (f"micro_batch_size=2 precision=fp8 {FAST}", f"micro_batch_size=2 precision=fp8 {FAST} {LESS}"),
-             ((2, "selective", titan.FP8),), best_of=("fp8, micro-batch 1",), goal=1.10),
+        Cell("fp8, micro-batch 1", "8B", both("micro_batch_size=1 precision=fp8"), ((1, "none", titan.FP8),),
+             goal=1.10),
+        Cell("fp8, best", "8B", both("micro_batch_size=2 precision=fp8"),
+             ((2, "selective", titan.FP8), (2, "none", titan.FP8)), best_of=("fp8, micro-batch 1",), goal=1.10),
     )  # fmt: skip
 
 
@@ -83,7 +85,7 @@ def _node(ranks: int) -> tuple[Cell, ...]:
     copies = f"--parallelism.data_parallel_replicate_degree 2 --parallelism.data_parallel_shard_degree {ranks // 2}"
     return (
         Cell("micro-batch 2", "8B", (f"micro_batch_size=2 {FAST}",), ((2, "none", ""),)),
-        Cell("best micro-batch", "8B", tuple(f"micro_batch_size={n} {FAST}" for n in (3, 4)), ((3, "none", ""),),
+        Cell("best micro-batch", "8B", tuple(f"micro_batch_size={n} {FAST} {LESS}" for n in (3, 4)), ((3, "none", ""),),
              best_of=("micro-batch 2",)),
         Cell("fp8, micro-batch 2", "8B", (f"micro_batch_size=2 precision=fp8 {FAST}",), ((2, "none", titan.FP8),)),
         Cell(f"hybrid 2 × {ranks // 2}, micro-batch 2", "8B",
@@ -109,12 +111,11 @@ def _axes(ranks: int) -> tuple[Cell, ...]:
     for size, micro in (("1.5B", 2), ("8B", 1)):  # torchtitan's do not fit into 80 GB with more
         words, layer = f"strategy=fsdp micro_batch_size={2 * micro}", "compile=layer"
         tensor, context = (f"{words} strategy.{axis}_parallel_size=2" for axis in ("tensor", "context"))
-        stay = "strategy.reshard_after_forward=false"
         if ranks == 2:  # a rank has all of its part, and would only cast it again
-            tensor += f" {stay}"
+            tensor += f" {STAY}"
         pipeline = (
             f"strategy=fsdp micro_batch_size=1 global_batch_size={2 * ranks} strategy.pipeline_parallel_size=2 {layer} "
-            f"{stay}"
+            f"{STAY}"
         )
         flag = "--parallelism.{}_parallel_degree 2"
         if ranks == 2 and size == "1.5B":

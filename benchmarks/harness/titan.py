@@ -56,5 +56,5 @@ def read_log(text: str, warm_up: int, tokens: float) -> dict[str, Any]:
     return {
         "steps_ms": [round(tokens / speed * 1e3, 3) for _, _, _, speed in timed],
         "peak_reserved_gib": max(gib for _, _, gib, _ in rows),
-        "losses": [rows[0][1], rows[-1][1]],
+        "losses": [loss for _, loss, *_ in rows],
     }

@@ -103,7 +103,7 @@ def _card(card: dict[str, Any]) -> list[Any]:
     power = f"{felt['power_watts']:.0f}" if "power_watts" in felt else None
     if power and limits and limits[0]:
         power += f" ({limits[0]:.0f})"
-    steps, (first, last) = card["steps_ms"], card["losses"]
+    steps, (first, *_, last) = card["steps_ms"], card["losses"]
     return [words, _thousands(card["tokens_per_second_per_gpu"]), f"{min(steps):.1f} to {max(steps):.1f}", _gib(card),
             power, _thousands(felt.get("sm_clock_mhz")), f"{first:.2f} → {last:.2f}"]  # fmt: skip
 
