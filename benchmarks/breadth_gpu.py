@@ -2,15 +2,16 @@
 
     python benchmarks/breadth_gpu.py                all GPUs of this machine, and 2 of them
     python benchmarks/breadth_gpu.py --ranks 2      two
+    python benchmarks/breadth_gpu.py --ranks 2 --models llama3_1b,llama3_8b      large models, in bf16
 
 A 124 M language model and ResNet-50, random data in memory, AdamW, accumulation 2, the same settings for both. The
-result also has what fp16 does when the gradients of one rank overflow in one step. Writes
+result also has what fp16 does when the gradients of one rank overflow in one step. Llama runs once more as a user would
+run it, compiled and with the fast kernels. Writes
 benchmarks/results/breadth-<gpu>-x<ranks>.json. `--accelerator cpu --tiny` is for trying it out.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import tempfile
@@ -28,8 +29,17 @@ import torch.distributed as dist  # noqa: E402
 from lightning.pytorch import Callback  # noqa: E402
 
 from benchmarks.harness import results, trainers  # noqa: E402
+from benchmarks.harness.breadth_cells import (  # noqa: E402
+    COMPILED,
+    FAST,
+    LARGE,
+    MODELS,
+    OURS,
+    STOCK,
+    STRATEGIES,
+    TINY,
+)
 from benchmarks.harness.clock import StepTimer  # noqa: E402
-from benchmarks.harness.data import NO_CORPUS  # noqa: E402
 from benchmarks.harness.device import device_of, free_memory, peaks_gib, two_and_all  # noqa: E402
 from benchmarks.harness.limits import note, noted, on_ranks  # noqa: E402
 from shardwise.config.targets import build  # noqa: E402
@@ -44,36 +54,15 @@ STEPS, WARM_UP = 9, 3
 ACCUMULATE = 2
 NOTHING_ELSE = ["checkpoint=none", "schedule=none", "log_every_n_steps=1000", "validate_every_n_steps=1000000"]
 
-MODELS = {
-    "gpt2_124m": [
-        "model=gpt2_124m", "data._target_=benchmarks.harness.data.RandomTokens", *NO_CORPUS,
-        "data.sequence_length=1024",
-        "+data.vocab_size=${model.vocab_size}",
-        "micro_batch_size=8",
-        "module.sample_tokens=0", "optimizer.lr=1e-4",
-    ],
-    "resnet50": [
-        "recipe=image_classification", "model=resnet50", "data=synthetic_images", "data.num_workers=0",
-        "micro_batch_size=64", "module.channels_last=true", "module.augment=null", "optimizer.lr=1e-4",
-    ],
-}  # fmt: skip
-TINY = {
-    "gpt2_124m": trainers.TINY_LANGUAGE_MODEL,
-    "resnet50": ["model.layers=[3,4,6,3]", "model.width=8", "data.image_size=32", "micro_batch_size=4"],
-}  # fmt: skip
-
-STRATEGIES: dict[str, list[str]] = {
-    **{name: [f"strategy={name}"] for name in ("ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3")},
-    "zero1, optimizer offloaded": ["strategy=zero1", "strategy.offload_optimizer=true"],
-    "zero2, optimizer offloaded": ["strategy=zero2", "strategy.offload_optimizer=true"],
-    "zero3, all offloaded": ["strategy=zero3", "strategy.offload_optimizer=true", "strategy.offload_parameters=true"],
-}
 KEYS = ("who", "model", "strategy", "precision")  # of a cell
 STOCK_PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
-def plan_of(folder: Path, ranks: int, model: str, strategy: str, precision: str, options: dict[str, Any]) -> Plan:
+def plan_of(
+    folder: Path, ranks: int, model: str, strategy: str, precision: str, options: dict[str, Any], who: str = OURS
+) -> Plan:
     words = [*MODELS[model], *(TINY[model] if options["tiny"] else [])]
+    words += FAST[options["accelerator"]] if who == COMPILED else []
     if strategy == "fsdp_hybrid":
         words.append(f"strategy.shard_size={max(1, ranks // 2)}")
     words += [*STRATEGIES[strategy], f"precision={precision}", f"max_steps={STEPS}", "gradient_clip_val=1.0",
@@ -96,7 +85,8 @@ def ours(plan: Plan) -> dict[str, Any]:
 
 def stock(plan: Plan, strategy: str) -> dict[str, Any]:
     """The same module and data under the Trainer that Lightning gives."""
-    module = build(plan.module, "module")
+    with device_of(plan.accelerator):  # 8 B take minutes to draw on a CPU
+        module = build(plan.module, "module")
     for layer in module.modules():
         if any(True for _ in layer.parameters(recurse=False)):
             with torch.no_grad():
@@ -140,15 +130,18 @@ def run_cells(folder: Path, ranks: int, cells: list[tuple[str, str, str, str]], 
     quiet_lightning()
     device = device_of(options["accelerator"])
     for who, model, strategy, precision in cells:
-        plan = plan_of(folder, ranks, model, strategy, precision, options)
+        plan = plan_of(folder, ranks, model, strategy, precision, options, who)
         begin(plan)
         dist.barrier()
         row: dict[str, Any] = {"who": who, "model": model, "strategy": strategy, "precision": precision}
         free_memory(device)
         before = peaks_gib(device)
         try:
-            row |= ours(plan) if who == "shardwise" else stock(plan, strategy)
+            row |= stock(plan, strategy) if who == STOCK else ours(plan)
             row |= {name: row[name] - held for name, held in before.items()}  # DeepSpeed leaves memory behind
+            if "sequence_length" in plan.data:
+                tokens = plan.data["sequence_length"] * plan.micro_batch_size * ACCUMULATE
+                row["tokens_per_second_per_gpu"] = round(tokens / row["seconds_per_step"], 1)
         except Exception as error:
             traceback.print_exc()
             row["error"] = f"{type(error).__name__}: {error}"[:500]
@@ -201,7 +194,7 @@ def overflow_under(strategy: str, folder: Path, ranks: int, options: dict[str, A
 def measure(ranks: int, options: dict[str, Any], folder: Path, commit: str | None) -> Iterator[list[dict[str, Any]]]:
     """The rows of one model and one contender at a time."""
     for model in options["models"]:
-        for who in ("shardwise", "stock Lightning"):
+        for who in (OURS, COMPILED, STOCK):
             if cells := cells_for(who, model, options):
                 place = folder / re.sub(r"[^a-z0-9]+", "-", f"{model}-{who}".lower())
                 place.mkdir(parents=True)
@@ -214,12 +207,18 @@ def measure(ranks: int, options: dict[str, Any], folder: Path, commit: str | Non
 
 def cells_for(who: str, model: str, options: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     cuda = options["accelerator"] == "cuda"
+    if model in LARGE:
+        here = LARGE[model] if cuda else ("ddp",) if who == STOCK else ("fsdp", "ddp")
+        cells = [(who, model, strategy, "bf16") for strategy in here]
+        return [cell for cell in cells if re.search(options["only"], " ".join(cell))]
+    if who == COMPILED:
+        return []
     return [
         (who, model, strategy, precision)
         for precision in ("fp32", "bf16", "fp16")
         for strategy in STRATEGIES
         if precision == "bf16" or "offloaded" not in strategy
-        if cuda or (precision == "bf16" and (who == "shardwise" or strategy == "ddp"))
+        if cuda or (precision == "bf16" and (who == OURS or strategy == "ddp"))
         if re.search(options["only"], f"{who} {model} {strategy} {precision}")
     ]
 
@@ -269,17 +268,19 @@ def main() -> None:
     words = {m: [*MODELS[m], *(TINY[m] if arguments.tiny else [])] for m in options["models"]}
     for number in arguments.ranks or two_and_all():
         path = arguments.out / f"breadth-{device}-x{number}.json"
-        before = json.loads(path.read_text())["cells"] if path.exists() else []
+        before = results.earlier(path)
         with tempfile.TemporaryDirectory() as name:
             result: dict[str, Any] = {
                 "command": f"python benchmarks/breadth_gpu.py --ranks {number}",
                 "ranks": number,
                 "environment": environment,
                 "settings": {"steps": STEPS, "warm_up": WARM_UP, "accumulate_grad_batches": ACCUMULATE,
-                             "models": words},
-                **overflow_rows(number, Path(name), options),
-                "cells": before,
+                             "models": before.get("settings", {}).get("models", {}) | words},
+                "overflow": before.get("overflow", []),
+                "cells": before.get("cells", []),
             }  # fmt: skip
+            if "gpt2_124m" in words:
+                result |= overflow_rows(number, Path(name), options)
             for cells in measure(number, options, Path(name), environment["commit"]):
                 again = set(map(cell_of, cells))
                 result["cells"] = [c for c in result["cells"] if cell_of(c) not in again] + cells

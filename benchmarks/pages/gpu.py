@@ -145,7 +145,12 @@ def breadth(result: dict[str, Any]) -> list[str]:
         "bits. Several cells ran in the same processes: what was allocated when a cell began is subtracted from its "
         "peak.",
         "",
-        *(line for model in settings["models"] for line in strategies_of(model, result["cells"])),
+        *(
+            line
+            for model in settings["models"]
+            if "llama" not in model  # docs/performance.md has these
+            for line in strategies_of(model, result["cells"])
+        ),
         *overflow(result.get("overflow")),
     ]
 

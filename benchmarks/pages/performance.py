@@ -10,6 +10,7 @@ from benchmarks.harness.results import read
 from benchmarks.pages.markdown import table
 
 OURS = "ours"
+CONTENDERS = ("stock Lightning", "shardwise", "shardwise, compiled")  # of breadth_gpu.py
 IMAGES = {"resnet50": "ResNet-50", "vit_b16": "ViT-B/16", "vit_l16": "ViT-L/16"}
 IMAGE_GOALS = {"resnet50": "1.00", "vit_b16": "1.08", "vit_l16": "1.08"}  # ours over the plain loop
 NOT_YET = ["Not run yet."]
@@ -144,6 +145,29 @@ def images() -> list[str]:
     return table(heads, rows) if rows else NOT_YET
 
 
+def strategies() -> list[str]:
+    """Llama under every strategy: stock Lightning, ours as it is, and ours compiled; tokens/s/GPU and peak memory."""
+    rows = []
+    for result in read("breadth"):
+        cells = [cell for cell in result["cells"] if cell["model"] in ("llama3_1b", "llama3_8b")]
+        speeds = {(c["model"], c["strategy"], c["who"]): c for c in cells}
+        for model, strategy in dict.fromkeys((cell["model"], cell["strategy"]) for cell in cells):
+            stock, plain, fast = (speeds.get((model, strategy, who), {}) for who in CONTENDERS)
+            gpus = f"{result['ranks']} × {result['environment']['gpus'][0].removeprefix('NVIDIA ')}"
+            best = fast if "tokens_per_second_per_gpu" in fast else plain
+            ratio = _share(best.get("tokens_per_second_per_gpu"), stock.get("tokens_per_second_per_gpu"), 2)
+            commits = ", ".join(dict.fromkeys(str(one["commit"])[:7] for one in (stock, plain, fast) if one))
+            rows.append([gpus, model, strategy, *map(_speed_and_gib, (stock, plain, fast)), ratio, commits])
+    heads = ["GPUs", "model", "strategy", "stock Lightning", "ours", "ours, compiled", "compiled over stock", "commit"]
+    return table(heads, rows) if rows else NOT_YET
+
+
+def _speed_and_gib(cell: dict[str, Any]) -> str:
+    if "tokens_per_second_per_gpu" not in cell:
+        return cell.get("error", "not run").partition(":")[0]
+    return f"{cell['tokens_per_second_per_gpu']:,.0f}, {cell['peak_allocated_gib']:.1f} GiB"
+
+
 def _thousands(value: float | None) -> str | None:
     return None if value is None else f"{value:,.0f}"
 
@@ -158,5 +182,5 @@ def _gib(card: dict[str, Any] | None) -> str:
 
 TABLES = {
     "race_1": lambda: llama(1), "race_2": lambda: llama(2), "race_node": lambda: llama(4, 8), "race_cards": cards,
-    "race_breakdown": breakdown, "race_images": images,
+    "race_breakdown": breakdown, "race_images": images, "race_strategies": strategies,
 }  # fmt: skip
