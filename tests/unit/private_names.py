@@ -77,7 +77,7 @@ USED = {
     "nn/flash_attention_4.py": "_flash_attn_bwd _flash_attn_fwd",
     "nn/peers.py": "_c10d_functional",
     "optim/adamw.py": "_foreach_add_",
-    "optim/clipping.py": "_foreach_mul_ _global_optimizer_pre_hooks _optimizer_step_pre_hooks",
+    "optim/clipping.py": "_foreach_div_ _global_optimizer_pre_hooks _optimizer_step_pre_hooks",
     "optim/deepspeed_operators.py": "_get_build_directory",
     "parallel/activation_checkpointing.py": "_cdata _higher_order_ops _pytree _schema",
     "parallel/compile.py": "_dynamo _functorch _micro_pipeline_tp",
@@ -418,6 +418,7 @@ NAMES = {
     "_foreach_copy_": name(
         "torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"
     ),
+    "_foreach_div_": name("torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"),
     "_foreach_lerp_": name(
         "torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"
     ),

@@ -47,9 +47,10 @@ class Layer(nn.Module):
         return x + self.narrow(F.silu(self.wide(x)))
 
 
-def prepared(make: Callable[[], nn.Module], *words: str) -> nn.Sequential:
+def prepared(make: Callable[[], nn.Module], *words: str, fresh: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
-    torch._dynamo.reset()
+    if fresh:
+        torch._dynamo.reset()
     model = nn.Sequential(*(make() for _ in range(LAYERS)))
     argv = ["recipe=custom", "module._target_=a.B", "data._target_=a.C", "micro_batch_size=1", "global_batch_size=1",
             "max_steps=1", "accelerator=cpu", *words]  # fmt: skip
@@ -181,6 +182,14 @@ def test_elementwise_results_are_computed_again_and_products_are_not() -> None:
     (kept, products, gradients), (less, as_many, same) = found
     assert less < kept and as_many == products == 10 * LAYERS
     torch.testing.assert_close(same, gradients)
+
+
+def test_a_second_run_of_a_process_does_not_use_the_graphs_of_the_first() -> None:
+    """Its layers have the same code, and dynamo keeps what it has compiled of that."""
+    words = ["compile.recompute_elementwise=true"], ["compile.memory_budget=0.3"], []
+    first = saved_bytes(prepared(Layer, "compile=layer"))
+    less, least, same = (saved_bytes(prepared(Layer, "compile=layer", *more, fresh=False)) for more in words)
+    assert first == same > less and first > least != less
 
 
 class Branching(Layer):

@@ -7,12 +7,15 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+_DEVICES = ("cuda", "cpu")  # on which the kernels divide; Apple's take the divisor and do nothing with it
+
 
 def clip_by_norm(gradients: list[Tensor], norm: Tensor, most: float, within: Optimizer | None = None) -> None:
     """Scale `gradients` in place as `torch.nn.utils.clip_grad_norm_` does, so that their norm is at most `most`.
 
     A pass of its own reads and writes all gradients. torch's fused Adam and AdamW divide them by a number while they
-    update the weights, and write them too, so that they are the same after the step.
+    update the weights, and write them too, so that they are the same after the step. Both ways give the same bits,
+    since one rank alone may have to take the other one.
 
     Args:
         gradients: of one rank.
@@ -21,10 +24,11 @@ def clip_by_norm(gradients: list[Tensor], norm: Tensor, most: float, within: Opt
     """
     if not gradients:
         return
+    divisor = ((norm + 1e-6) / most).clamp(min=1.0)
     if within is not None and _divides(within, gradients):
-        within.grad_scale = ((norm.float() + 1e-6) / most).clamp(min=1.0)  # type: ignore[attr-defined]
+        within.grad_scale = divisor  # type: ignore[attr-defined]
     else:
-        torch._foreach_mul_(gradients, (most / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_div_(gradients, divisor)
 
 
 def after_step(optimizer: Optimizer) -> None:
@@ -33,15 +37,18 @@ def after_step(optimizer: Optimizer) -> None:
 
 
 def _divides(optimizer: Optimizer, gradients: list[Tensor]) -> bool:
-    """Whether its kernel can, and nobody sees the gradients before that.
+    """Whether its kernel can, and no hook sees the gradients before that.
 
     The divisor is in fp32, so gradients in fp64 would lose digits; in 16 bits they would be rounded differently.
     """
-    of_shards = hasattr(optimizer, "sharded_parameters")  # strategies/step_on_shards.py has one hook
-    hooks = len(optimizer._optimizer_step_pre_hooks) - of_shards + len(_global_optimizer_pre_hooks)
     return (
-        not hooks
-        and type(optimizer) in (Adam, AdamW)
+        type(optimizer) in (Adam, AdamW)
         and all(group["fused"] for group in optimizer.param_groups)
-        and all(gradient.dtype == torch.float32 for gradient in gradients)
+        and all(gradient.dtype == torch.float32 and gradient.device.type in _DEVICES for gradient in gradients)
+        and not _hooks_of_others(optimizer)
     )
+
+
+def _hooks_of_others(optimizer: Optimizer) -> int:
+    own = hasattr(optimizer, "sharded_parameters")  # strategies/step_on_shards.py has one
+    return len(optimizer._optimizer_step_pre_hooks) - own + len(_global_optimizer_pre_hooks)

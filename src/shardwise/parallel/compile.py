@@ -21,9 +21,15 @@ def prepare_compiler(options: Compile, layers: int) -> None:
     # A checkpointed layer puts low-precision copies of its weights into its modules, and takes them out at its end.
     # Dynamo traces such writes only with this setting, and a graph has no need to repeat them in the backward pass.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    budget = 1.0 if options.memory_budget is None else options.memory_budget
-    torch._functorch.config.activation_memory_budget = budget
-    torch._functorch.config.ban_recompute_materialized_backward = not options.recompute_elementwise
+    settings = {
+        "activation_memory_budget": 1.0 if options.memory_budget is None else options.memory_budget,
+        "ban_recompute_materialized_backward": not options.recompute_elementwise,
+    }
+    before = {name: getattr(torch._functorch.config, name) for name in settings}
+    if before != settings:  # graphs that an earlier run of this process has made would be used again
+        torch._dynamo.reset()
+    for name, value in settings.items():
+        setattr(torch._functorch.config, name, value)
 
 
 def compiled(function: Function, options: Compile, *, as_one_graph: bool = False) -> Function:

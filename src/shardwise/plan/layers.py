@@ -55,6 +55,8 @@ def make_compile(config: RunConfig, topology: Topology, accelerator: str) -> Com
             f"compile.memory_budget={budget} activation_checkpointing={checkpointing}: both decide what is kept for "
             f"the backward pass; leave out one of them"
         )
+    if options.recompute_elementwise:
+        _check_recomputing(budget, checkpointing, config.activation_checkpointing.every_n_layers)
     if options.cudagraphs:
         _check_cudagraphs(config, accelerator)
     overlaps = overlaps_tensor_axis(config.strategy, config.precision, options, topology, accelerator)
@@ -62,6 +64,20 @@ def make_compile(config: RunConfig, topology: Topology, accelerator: str) -> Com
         name=name, memory_budget=budget, recompute_elementwise=options.recompute_elementwise, mode=mode,
         cudagraphs=options.cudagraphs, overlaps_peers=overlaps,
     )  # fmt: skip
+
+
+def _check_recomputing(budget: float | None, checkpointing: str, every: int) -> None:
+    word = "compile.recompute_elementwise=true"
+    if budget is not None:
+        raise ConfigError(
+            f"{word} compile.memory_budget={budget}: both decide what is kept for the backward pass; leave out one of "
+            f"them"
+        )
+    if checkpointing != "none" and every == 1:
+        raise ConfigError(
+            f"{word} activation_checkpointing={checkpointing}: checkpointed layers compute elementwise operations "
+            f"again without it; leave out one of them"
+        )
 
 
 def _check_cudagraphs(config: RunConfig, accelerator: str) -> None:

@@ -30,6 +30,8 @@ from shardwise.step.verdict import StepVerdict
 LOSS_SCALE: dict[str, Any] = {"init_scale": 2.0**16, "growth_factor": 2.0,
                               "backoff_factor": 0.5, "growth_interval": 2000}  # fmt: skip
 
+CLIPS = ("configure_gradient_clipping", "clip_gradients")  # hooks that may look at gradients around the clipping
+
 
 class _Scaler(torch.amp.GradScaler):
     """A GradScaler that unscales this rank's parts of the gradients and shares the overflow flag with all ranks."""
@@ -228,7 +230,7 @@ class PlannedPrecision(LightningPrecision):
         if not model.automatic_optimization:
             return
         self._measure_gradients(optimizer)
-        self._norm_is_known = not is_overridden("configure_gradient_clipping", model)
+        self._norm_is_known = not any(is_overridden(hook, model) for hook in CLIPS)
         super()._clip_gradients(model, optimizer, *args, **kwargs)
         self._norm_is_known = False
 

@@ -87,7 +87,9 @@ class StepVerdict:
                 stopped |= found if self.skip_requested is None else found & ~self.skip_requested
             self._stopped = torch.maximum(self._stopped, stopped.float())
         # A fused SGD that has no state yet would read its momentum from uninitialised memory.
-        reads = getattr(optimizer, "_step_supports_amp_scaling", False) or reads_found_inf(optimizer)
+        # Apple's kernels take the flag and do nothing with it.
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False) and gradient_norm.device.type != "mps"
+        reads = fused or reads_found_inf(optimizer)
         if reads and optimizer.state:
             optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
             self.step_skipped = self._found_inf
