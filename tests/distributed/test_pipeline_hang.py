@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -51,11 +52,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("does", "rank", "absent", "waiting"),
     [
-        # Rank 1 has the first stage, rank 0 the last
+        # Rank 1 has the first stage, rank 0 the last. What rank 1 has sent may stay with it when it is stopped.
         ("stops", 1, "rank 1 did not answer: it is stopped, or gone",
-         "stage 2 of 2, forward of micro-batch 3, waiting for stage 1, in take (engine.py:"),
+         "stage 2 of 2, forward of micro-batch [23], waiting for stage 1, in take \\(engine.py:"),
         ("waits", 0, "rank 0 did not arrive: it is at step 3, stage 2 of 2, forward of micro-batch 3, in training_step",
-         "stage 1 of 2, backward of micro-batch 3, waiting for stage 2, in take (engine.py:"),
+         "stage 1 of 2, backward of micro-batch 3, waiting for stage 2, in take \\(engine.py:"),
     ],
 )  # fmt: skip
 def test_stage_and_action_are_named(home: Path, does: str, rank: int, absent: str, waiting: str) -> None:
@@ -63,4 +64,4 @@ def test_stage_and_action_are_named(home: Path, does: str, rank: int, absent: st
     words = [f"+module.rank={rank}", f"+module.does={does}", f"name={does}", f"strategy.timeout_minutes={seconds / 60}"]
     done = check(run(home, *WORDS, *words), 6)
     assert done.stderr.startswith(f"error: no progress for {seconds} s (strategy.timeout_minutes): {absent}")
-    assert f"; the others are at step 3, {waiting}" in done.stderr and done.stderr.count("\n") == 1
+    assert re.search(f"; the others are at step 3, {waiting}", done.stderr) and done.stderr.count("\n") == 1
