@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
+from benchmarks.harness.breadth_cells import LARGE, OURS, STOCK
 from benchmarks.harness.results import read
 from benchmarks.pages.markdown import commit_of, commits_of, table, versions
 
-BOTH = ("shardwise", "stock Lightning")
+BOTH = (OURS, STOCK)
 
 
 def page() -> list[str]:
@@ -148,7 +149,7 @@ def breadth(result: dict[str, Any]) -> list[str]:
         *(
             line
             for model in settings["models"]
-            if "llama" not in model  # docs/performance.md has these
+            if model not in LARGE  # docs/performance.md has these
             for line in strategies_of(model, result["cells"])
         ),
         *overflow(result.get("overflow")),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+from benchmarks.harness.breadth_cells import COMPILED, LARGE, STOCK
+from benchmarks.harness.breadth_cells import OURS as EAGER
 from benchmarks.harness.race_cells import cells_on
 from benchmarks.harness.results import read
-from benchmarks.pages.markdown import table
+from benchmarks.pages.markdown import device_of, table
 
 OURS = "ours"
-CONTENDERS = ("stock Lightning", "shardwise", "shardwise, compiled")  # of breadth_gpu.py
 IMAGES = {"resnet50": "ResNet-50", "vit_b16": "ViT-B/16", "vit_l16": "ViT-L/16"}
 IMAGE_GOALS = {"resnet50": "1.00", "vit_b16": "1.08", "vit_l16": "1.08"}  # ours over the plain loop
 NOT_YET = ["Not run yet."]
@@ -149,13 +150,12 @@ def strategies() -> list[str]:
     """Llama under every strategy: stock Lightning, ours as it is, and ours compiled; tokens/s/GPU and peak memory."""
     rows = []
     for result in read("breadth"):
-        cells = [cell for cell in result["cells"] if cell["model"] in ("llama3_1b", "llama3_8b")]
+        cells = [cell for cell in result["cells"] if cell["model"] in LARGE]
         speeds = {(c["model"], c["strategy"], c["who"]): c for c in cells}
         for model, strategy in dict.fromkeys((cell["model"], cell["strategy"]) for cell in cells):
-            stock, plain, fast = (speeds.get((model, strategy, who), {}) for who in CONTENDERS)
-            gpus = f"{result['ranks']} × {result['environment']['gpus'][0].removeprefix('NVIDIA ')}"
-            best = fast if "tokens_per_second_per_gpu" in fast else plain
-            ratio = _share(best.get("tokens_per_second_per_gpu"), stock.get("tokens_per_second_per_gpu"), 2)
+            stock, plain, fast = (speeds.get((model, strategy, who), {}) for who in (STOCK, EAGER, COMPILED))
+            gpus = f"{result['ranks']} × {device_of(result, 'CPU', default='cuda').removeprefix('NVIDIA ')}"
+            ratio = _share(*(cell.get("tokens_per_second_per_gpu") for cell in (fast, stock)), 2)
             commits = ", ".join(dict.fromkeys(str(one["commit"])[:7] for one in (stock, plain, fast) if one))
             rows.append([gpus, model, strategy, *map(_speed_and_gib, (stock, plain, fast)), ratio, commits])
     heads = ["GPUs", "model", "strategy", "stock Lightning", "ours", "ours, compiled", "compiled over stock", "commit"]

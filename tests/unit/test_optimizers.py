@@ -297,13 +297,15 @@ def test_a_fused_step_clips_as_a_pass_of_its_own_does(make: Any, share: float) -
 
 
 def test_what_a_fused_step_cannot_do_or_others_would_see_is_clipped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def clipped(dtype: torch.dtype, make: Any, hook: bool = False, **options: Any) -> bool:
+    def clipped(
+        dtype: torch.dtype, make: Any, hook: bool = False, norms: torch.dtype | None = None, **options: Any
+    ) -> bool:
         parameters, norm = with_gradients(dtype)
         optimizer = make(parameters, lr=0.1, **options)
         if hook:
             optimizer.register_step_pre_hook(lambda *_: None)
         gradients = [p.grad for p in parameters if p.grad is not None]
-        clip_by_norm(gradients, norm, 1.0, optimizer)
+        clip_by_norm(gradients, norm.to(norms or dtype), 1.0, optimizer)
         return float(torch.nn.utils.get_total_norm(gradients)) < 1.01
 
     class Own(torch.optim.AdamW):
@@ -319,6 +321,7 @@ def test_what_a_fused_step_cannot_do_or_others_would_see_is_clipped_at_once(monk
     assert clipped(torch.float32, Wrapper)
     assert clipped(torch.float32, torch.optim.AdamW)
     assert clipped(torch.float64, torch.optim.AdamW, fused=True)
+    assert clipped(torch.float32, torch.optim.AdamW, norms=torch.float64, fused=True)  # a stage with other dtypes
     assert clipped(torch.float32, torch.optim.SGD, fused=True)
     assert clipped(torch.float32, Own, fused=True)
     assert clipped(torch.float32, torch.optim.AdamW, hook=True, fused=True)

@@ -209,7 +209,7 @@ class CompileConfig:
 
     name: CompileName = CompileName.none
     memory_budget: float | None = option(
-        None, "the share of what the compiler would keep for the backward pass that it does keep", form="0…1"
+        None, "keep this share of what the compiler would keep, and compute the rest in the backward pass", form="0…1"
     )  # fmt: skip
     recompute_elementwise: bool = option(False, "compute norms and elementwise operations again in the backward pass")
     mode: CompileMode = option(

@@ -25,7 +25,7 @@ def clip_by_norm(gradients: list[Tensor], norm: Tensor, most: float, within: Opt
     if not gradients:
         return
     divisor = ((norm + 1e-6) / most).clamp(min=1.0)
-    if within is not None and _divides(within, gradients):
+    if within is not None and _divides(within, gradients, divisor):
         within.grad_scale = divisor  # type: ignore[attr-defined]
     else:
         torch._foreach_div_(gradients, divisor)
@@ -36,15 +36,15 @@ def after_step(optimizer: Optimizer) -> None:
     optimizer.__dict__.pop("grad_scale", None)
 
 
-def _divides(optimizer: Optimizer, gradients: list[Tensor]) -> bool:
+def _divides(optimizer: Optimizer, gradients: list[Tensor], divisor: Tensor) -> bool:
     """Whether its kernel can, and no hook sees the gradients before that.
 
-    The divisor is in fp32, so gradients in fp64 would lose digits; in 16 bits they would be rounded differently.
+    It reads the divisor as fp32. Gradients in fp64 would lose digits; in 16 bits they would be rounded differently.
     """
     return (
         type(optimizer) in (Adam, AdamW)
         and all(group["fused"] for group in optimizer.param_groups)
-        and all(gradient.dtype == torch.float32 and gradient.device.type in _DEVICES for gradient in gradients)
+        and all(tensor.dtype == torch.float32 and tensor.device.type in _DEVICES for tensor in (divisor, *gradients))
         and not _hooks_of_others(optimizer)
     )
 

@@ -81,7 +81,7 @@ class Precision:
 class Compile:
     name: CompileName = "none"
     memory_budget: float | None = None  # the share of activations that the compiler keeps; None: as many as it likes
-    recompute_elementwise: bool = False  # what a matrix product reads in the backward pass is not kept for it
+    recompute_elementwise: bool = False  # norms, too; in the backward pass
     mode: CompileModeName = "default"
     cudagraphs: bool = False
     overlaps_peers: bool = False  # products beside what the ranks of a tensor axis exchange
