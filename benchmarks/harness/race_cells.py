@@ -125,10 +125,10 @@ def _axes(ranks: int) -> tuple[Cell, ...]:
         found += [
             Cell(f"tensor axis of 2, {size}", size,
                  (tensor, f"{tensor} {layer}", fastest) if size == "1.5B" else (fastest,),
-                 ((2 * micro, "none", flag.format("tensor") + half),)),
+                 ((2 * micro, "none", flag.format("tensor") + half),), goal=1.10),
             Cell(f"pipeline of 2, {size}", size,
                  (pipeline, f"{pipeline} strategy.pipeline_schedule=interleaved strategy.pipeline_chunks=2"),
-                 tuple((4, "none", f"{flag.format('pipeline')}{half}{schedule}") for schedule in schedules)),
+                 tuple((4, "none", f"{flag.format('pipeline')}{half}{schedule}") for schedule in schedules), goal=1.10),
             Cell(f"context axis of 2, {size}", size, (f"{context} {layer}",),
                  ((2 * micro, "none", flag.format("context")),)),
         ]  # fmt: skip
