@@ -10,7 +10,7 @@ benchmarks/results/resume-<device>.json as it goes.
 
 The layouts of tensor, context and pipeline axes have a language model, AdamW and two steps before the checkpoint and
 behind it. On the same layout, too, each goes on: that run is to have the bits of one that never stopped. Writes
-benchmarks/results/layouts-<device>.json.
+benchmarks/results/layouts-<device>.json. Pairs of layouts that held at this commit are not run again.
 """
 
 from __future__ import annotations
@@ -74,7 +74,13 @@ def measure_strategies(arguments: argparse.Namespace, result: dict[str, Any], pa
 
 def measure_layouts(arguments: argparse.Namespace, result: dict[str, Any], path: Path) -> None:
     accelerator, timeout = arguments.accelerator, arguments.timeout
-    pairs = layouts.matrix_pairs(arguments.layouts.split(";"), arguments.ranks)
+    before, environment = results.earlier(path), result["environment"]
+    same = before and before["environment"]["commit"] == environment["commit"]
+    if same and (arguments.commit or not environment["uncommitted_changes"]):
+        result["pairs"] = [row for row in before["pairs"] if row.get("holds")]
+    done = {(row["saved"], row["resumed"]) for row in result["pairs"]}
+    wanted = layouts.matrix_pairs(arguments.layouts.split(";"), arguments.ranks)
+    pairs = [pair for pair in wanted if (pair.saved, pair.resumed) not in done]
     result["settings"] = {"saved_after": layouts.SAVED, "steps": layouts.STEPS, "bound": layouts.BOUND}
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
