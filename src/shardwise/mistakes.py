@@ -26,6 +26,7 @@ _WORKER = "Original Traceback (most recent call last):"  # torch hands on a data
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 # Texts of errors of a network, a device or a process, which no line of the author's has caused
 _MACHINE = re.compile(r"gloo|nccl|Connection (closed|reset|refused)|CUDA (error|driver)|[Tt]imed out|DataLoader worker")
+NOTE = "strategy."  # begins what this code adds to an author's error
 _CALL = re.compile(r"([\w.<>]+)\(\) (?:takes|missing|got) ")
 _OF_A_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 
@@ -55,6 +56,7 @@ def describe_mistake(error: Exception, package: str | None) -> str | None:
     lines = [f"error: {type(error).__name__}: {_message(error)}", f"  in {found[-1]}"]
     if found[0].function != found[-1].function:
         lines.append(f"  called by {found[0]}")
+    lines += [f"  {note}" for note in getattr(error, "__notes__", ()) if note.startswith(NOTE)]
     return "\n".join(lines) + "\n"
 
 

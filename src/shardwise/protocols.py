@@ -73,8 +73,8 @@ class Module(Protocol):
 
     tensor_parallel_layers: dict[str, str]
     """How `strategy.tensor_parallel_size=N` divides the layers, for the module itself or any of its parts: names of
-    layers, with * for one part of a name → "column", "row", "embedding", "embedding_by_sample", "head", "gather" or
-    "norm". recipes/README.md says what each means."""
+    layers, with * for one part of a name → "column", "column_in_groups", "row", "embedding", "embedding_by_sample",
+    "head", "gather" or "norm". recipes/README.md says what each means."""
 
     # A module with these four can continue texts: `shardwise generate`, nn/generation.py.
 

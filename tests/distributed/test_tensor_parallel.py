@@ -99,21 +99,48 @@ class TwoPasses(LanguageModel):
         return loss + super().training_step({key: value[:1] for key, value in batch.items()}, batch_idx)
 
 
-def run_two_passes(folder: Path, micro: int) -> list[float]:
-    words = [*TWO, "max_steps=1", f"micro_batch_size={micro}", f"global_batch_size={2 * micro}", "checkpoint=none",
+def run_own(folder: Path, module: str, micro: int, layout: tuple[str, ...] = TWO) -> list[float]:
+    """In each rank: one step."""
+    words = [*layout, "max_steps=1", f"micro_batch_size={micro}", f"global_batch_size={2 * micro}", "checkpoint=none",
              "model.dim=32", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=48",
-             f"module._target_={__name__}.TwoPasses"]  # fmt: skip
-    losses: list[float] = fit(cell_plan(folder / "run", 2, *words))["losses"]
+             f"module._target_={__name__}.{module}"]  # fmt: skip
+    losses: list[float] = fit(cell_plan(folder / "run", 2 * len(layout) - 2, *words))["losses"]
     return losses
+
+
+class PenalizesHead(LanguageModel):
+    """Adds a penalty on a weight of which a rank has some rows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + 0.1 * self.model.head.weight.pow(2).sum()
+
+
+class PenalizesHidden(LanguageModel):
+    """Adds what it computes of hidden states, of which a rank has some positions."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self.model(batch["tokens"])[:, :, 0].mean()
+
+
+STAGES = (*TWO, "strategy.pipeline_parallel_size=2")
+
+
+@pytest.mark.parametrize(
+    ("module", "layout"), [("PenalizesHead", TWO), ("PenalizesHidden", TWO), ("PenalizesHead", STAGES)]
+)
+def test_a_loss_of_a_part_is_refused(tmp_path: Path, module: str, layout: tuple[str, ...]) -> None:
+    message = "tensor_parallel_size=2: ranks with the same samples have found losses that differ by"
+    with pytest.raises(AssertionError, match=message):
+        spawn(2 * len(layout) - 2, run_own, tmp_path, module, 2, layout)
 
 
 def test_all_passes_of_a_step_divide_the_same(tmp_path: Path) -> None:
     """Layers that are computed again would otherwise be given the other pass's division."""
-    assert spawn(2, run_two_passes, tmp_path / "sequences", 3)[0]
+    assert spawn(2, run_own, tmp_path / "sequences", "TwoPasses", 3)[0]
     with pytest.raises(
         AssertionError, match="divides the samples of one pass .* another, which has 1: give all passes"
     ):
-        spawn(2, run_two_passes, tmp_path / "both", 2)
+        spawn(2, run_own, tmp_path / "both", "TwoPasses", 2)
 
 
 def far_from_zero() -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -37,6 +38,65 @@ class TwoEmbeddings(Transformer):
         self.positions = nn.Embedding(16, self.dim)
 
 
+class Weighed(Transformer):
+    """A block owns a parameter itself, and nothing is said of it."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.blocks[0].register_parameter("gamma", nn.Parameter(torch.ones(self.dim)))
+
+
+class Warm(Transformer):
+    """An attention owns a parameter itself."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        temperature = nn.Parameter(torch.ones(1))
+        self.blocks[1].attention.register_parameter("temperature", temperature)  # type: ignore[union-attr, operator]
+
+
+class Loose(Transformer):
+    """The model owns a parameter itself, and nothing is said of it."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.scale = nn.Parameter(torch.ones(self.dim))
+
+
+class Packed(Transformer):
+    """Has queries, keys and values in one matrix."""
+
+    word = "column"
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        for block in self.blocks:
+            block.attention.wq = nn.Linear(self.dim, 3 * self.dim, bias=False)  # type: ignore[union-attr]
+        self.tensor_parallel_layers = self.tensor_parallel_layers | {"blocks.*.attention.wq": self.word}
+
+
+class PackedByHead(Packed):
+    """Has them side by side for each head."""
+
+    word = "column_in_groups"
+
+
+class Stretched(nn.Linear):
+    """Has a scale as well."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        self.scale = nn.Parameter(torch.ones(outputs))
+
+
+class Stretches(Transformer):
+    """One of its matrices has a scale as well."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.blocks[0].feed_forward.w2 = Stretched(44, self.dim)  # type: ignore[union-attr]
+
+
 class Odd(Transformer):
     """One layer has a width of its own."""
 
@@ -64,6 +124,15 @@ class Large(LightningModule):
     [
         ("TwoEmbeddings", TENSOR, "model.embedding and model.positions are embeddings, .* call them all 'embedding'$"),
         ("Silent", TENSOR, "^LanguageModel.tensor_parallel_layers says nothing of model.norm, which owns"),
+        ("Weighed", TENSOR, "tensor_parallel_layers says nothing of model.blocks.0, which owns model.blocks.0.gamma: "),
+        (
+            "Warm",
+            TENSOR,
+            "model.blocks.1.attention is 'gather' and owns model.blocks.1.attention.temperature, which sees",
+        ),
+        ("Loose", TENSOR, "tensor_parallel_layers says nothing of model, which owns model.scale: name it, 'norm' for"),
+        ("Packed", TENSOR, "blocks.0.attention.wq is 'column' and has 72 outputs, and the 'row' behind it takes 24: "),
+        ("Stretches", TENSOR, "model.blocks.0.feed_forward.w2 is 'row' and owns scale, besides a weight and a bias; "),
         ("Odd", TENSOR, r"^strategy.tensor_parallel_size=2 does not divide the 45 rows of model.blocks.1.feed_forward"),
         ("Shallow", PIPELINE, "^strategy.pipeline_parallel_size=2 makes 2 stages .* and LanguageModel has 1"),
     ],
@@ -80,6 +149,10 @@ def test_a_part_that_fp8_cannot_take_is_one_message(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         check_targets([cell_plan(tmp_path / "run", 2, *words, TENSOR)])
     assert check_targets([cell_plan(tmp_path / "other", 2, *words, PIPELINE)])
+
+
+def test_what_belongs_together_may_lie_side_by_side_in_one_matrix(tmp_path: Path) -> None:
+    assert check_targets([cell_plan(tmp_path / "run", 2, *EVEN, TENSOR, f"model._target_={__name__}.PackedByHead")])
 
 
 @pytest.mark.parametrize("words", [TENSOR, PIPELINE])

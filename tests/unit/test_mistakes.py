@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise.config.compose import compose
 from shardwise.config.targets import build
@@ -38,7 +39,17 @@ def test_a_hook_that_takes_other_arguments_is_told_by_the_line_where_it_begins()
     assert said.startswith(
         "error: TypeError: Mistyped.on_train_batch_end() takes 2 positional arguments but 4 were given\n"
     )
-    assert "test_mistakes.py line 30: def on_train_batch_end(self, outputs: Any) -> None: ...\n" in said
+    assert "test_mistakes.py line 31: def on_train_batch_end(self, outputs: Any) -> None: ...\n" in said
+
+
+def test_what_we_add_to_an_authors_error_is_told_and_what_others_add_is_not() -> None:
+    try:
+        torch.zeros(2) + torch.zeros(3)
+    except RuntimeError as error:
+        error.add_note("strategy.tensor_parallel_size=2: a rank has a half")
+        error.add_note("of torch's compiler")
+        said = describe_mistake(error, None)
+    assert said is not None and said.splitlines()[-1] == "  strategy.tensor_parallel_size=2: a rank has a half"
 
 
 def test_a_constructor_that_does_not_call_lightnings_is_named(tmp_path: Path) -> None:

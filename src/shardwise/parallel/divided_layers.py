@@ -18,18 +18,19 @@ from shardwise.nn.peers import SEQUENCE, Between, Peers, share_of
 from shardwise.nn.vocabulary_part import VocabularyPart
 
 BY_SAMPLE = "embedding_by_sample"
-WORDS = ("column", "row", "embedding", BY_SAMPLE, "head", "gather", "norm")
+COLUMNS = ("column", "column_in_groups")
+WORDS = (*COLUMNS, "row", "embedding", BY_SAMPLE, "head", "gather", "norm")
 COLUMN, ROW, HEAD, EMBEDDING = "colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"
 SPLIT = "rowwise_split_input"
 SEES_SOME_HEADS = "replicated_with_grad_allreduce"
 STYLES = (COLUMN, ROW, SPLIT, HEAD, EMBEDDING, SEES_SOME_HEADS)
 # Word or style → the dim of the weight that is divided
-_CUT = {"column": 0, "row": 1, "embedding": 0, BY_SAMPLE: 0, "head": 0, COLUMN: 0, ROW: 1, SPLIT: 1, HEAD: 0,
-        EMBEDDING: 0}  # fmt: skip
-CLASSES = {"column": nn.Linear, "row": nn.Linear, "embedding": nn.Embedding, BY_SAMPLE: nn.Embedding,
+_CUT = {**dict.fromkeys(COLUMNS, 0), "row": 1, "embedding": 0, BY_SAMPLE: 0, "head": 0, COLUMN: 0, ROW: 1, SPLIT: 1,
+        HEAD: 0, EMBEDDING: 0}  # fmt: skip
+CLASSES = {**dict.fromkeys(COLUMNS, nn.Linear), "row": nn.Linear, "embedding": nn.Embedding, BY_SAMPLE: nn.Embedding,
            "head": nn.Linear, COLUMN: nn.Linear, ROW: nn.Linear, SPLIT: nn.Linear, HEAD: nn.Linear,
            EMBEDDING: nn.Embedding}  # fmt: skip
-DIVIDES_ACTIVATIONS = ("embedding", BY_SAMPLE, "gather", "column", "row")  # behind or in which a rank has some of them
+DIVIDES_ACTIVATIONS = ("embedding", BY_SAMPLE, "gather", *COLUMNS, "row")  # behind or in which a rank has some of them
 DIVIDES_VOCABULARY = ("embedding", BY_SAMPLE, "head", EMBEDDING, HEAD)
 
 
@@ -173,7 +174,7 @@ def _leave(layer: nn.Module, peers: Peers, between: Between) -> None:
 
 
 WRAPPERS: dict[str, Callable[[nn.Module, Peers, Between], None]] = {
-    "column": _leave,
+    **dict.fromkeys(COLUMNS, _leave),
     "row": _sum_output,
     "embedding": _look_up,
     BY_SAMPLE: _look_up_by_sample,

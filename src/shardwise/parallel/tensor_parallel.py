@@ -8,7 +8,6 @@ length: the same numbers, for more communication.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,23 +19,24 @@ from torch import Tensor, nn
 from shardwise.distributed.collectives import gather_in_order, sum_over
 from shardwise.distributed.dtensor import local_part
 from shardwise.distributed.parameters import keep_notes
-from shardwise.errors import ConfigError, a_or_an
+from shardwise.errors import ConfigError
 from shardwise.nn.peers import Between, Peers, share_of
 from shardwise.parallel.divided_layers import (
     BY_SAMPLE,
-    CLASSES,
     DIVIDES_ACTIVATIONS,
     DIVIDES_VOCABULARY,
-    WORDS,
     WRAPPERS,
     divided_dim,
     say_sizes,
     sees_a_part,
 )
 from shardwise.parallel.own_draws import OwnDraws
+from shardwise.parallel.tensor_declaration import Owners, check_packed, check_said, declared_layers
 from shardwise.parallel.tensor_plan import CheckedCopies, planned_layers
 from shardwise.parallel.units import Units
-from shardwise.protocols import tensor_parallel_layers_of
+
+# In torch's errors about shapes
+_SHAPES = ("size of tensor", "unflatten", "cannot be multiplied", "invalid for input of size", "Expected size")
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,40 @@ class TensorParallel:
         }
         self._done: set[int] = set()  # ids of layers
         self._copies: CheckedCopies | None = None
+        self._loss_is_checked = False
 
     def begin_batch(self) -> None:
         """Before each training step: all of its passes divide the same dim."""
         self._between.begin_batch()
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Compare the loss of the run's first pass among the ranks, which have the same samples. Collective.
+
+        Raises:
+            ConfigError: it is not the same on all of them, so that it was computed from a part of something.
+        """
+        if self._loss_is_checked:
+            return
+        self._loss_is_checked = True
+        found = gather_in_order(self.group, loss.detach().float().reshape(1)).nan_to_num().tolist()
+        largest, difference = max(map(abs, found)), max(found) - min(found)
+        if difference > 1e-5 * largest:
+            raise ConfigError(
+                f"strategy.tensor_parallel_size={self.peers.size}: ranks with the same samples have found losses that "
+                f"differ by {difference / largest:.2g} of their size. The step computes with a part of something: "
+                f"hidden states, of which a rank has some positions, or the weight of an embedding or a head, of which "
+                f"it has some rows. Compute with logits, which are whole, and let weight_decay hold weights down; or "
+                f"leave strategy.tensor_parallel_size out"
+            )
+
+    def explain(self, error: RuntimeError) -> None:
+        """Add to an error about shapes what shapes a rank has."""
+        if any(sign in str(error) for sign in _SHAPES):
+            error.add_note(
+                f"strategy.tensor_parallel_size={self.peers.size}: a rank has 1/{self.peers.size} of the outputs of "
+                f"column layers and of the positions between layers. Do heads and key heads divide by it, has each "
+                f"layer the word that it is in tensor_parallel_layers, and does nothing else count whole sizes?"
+            )
 
     def wrap(self, part: nn.Module, name: str = "") -> None:
         """Let the layers in `part`, which stands in the module as `name`, exchange what they need. Once for each."""
@@ -168,20 +198,23 @@ def find_division(module: nn.Module, ranks: int) -> Division:
     """Raises: ConfigError: the module does not say what its layers are, or says what they cannot be."""
     layers, follows_plan = layers_of(module, ranks)
     names = {id(p): name for name, p in module.named_parameters()}
-    owners: dict[int, list[tuple[str, str]]] = {}  # a parameter's id → its layers and their words
+    owners: Owners = {}
     dims, seen_in_part = dict[str, int](), set[str]()
     for name, layer in module.named_modules():
         word = layers.get(name, "")
         for key, p in layer._parameters.items():
             if p is None:
                 continue
-            owners.setdefault(id(p), []).append((name, word if key == "weight" else f"{word} {key}"))
+            owners.setdefault(id(p), []).append((name, word, key))
             if sees_a_part(word, key):
                 seen_in_part.add(names[id(p)])
             elif (dim := divided_dim(word, key)) is not None:
                 _check_size(module, names[id(p)], word, p.shape[dim], dim, ranks)
                 dims[names[id(p)]] = dim
-    _check_owners(module, owners, names, follows_plan)
+    if not follows_plan:
+        check_said(module, owners, names)
+        check_packed(module, layers)
+    _check_tied(owners)
     return Division(layers, follows_plan, dims, seen_in_part)
 
 
@@ -210,52 +243,9 @@ def layers_of(module: nn.Module, ranks: int) -> tuple[dict[str, str], bool]:
     )
 
 
-def declared_layers(module: nn.Module) -> dict[str, str]:
-    """The names of layers → what they are, as `module` and its parts declare it.
-
-    Raises:
-        ConfigError: a declaration means no layer, or one of another class.
-    """
-    found: dict[str, str] = {}
-    names = [name for name, _ in module.named_modules()]
-    for prefix, owner in module.named_modules():
-        for pattern, word in (tensor_parallel_layers_of(owner) or {}).items():
-            where = f"{type(owner).__name__}.tensor_parallel_layers"
-            if word not in WORDS:
-                raise ConfigError(f"{where}: {pattern!r} is {word!r}, which must be one of {', '.join(WORDS)}")
-            of = re.compile(re.escape(f"{prefix}.{pattern}".strip(".")).replace(r"\*", r"[^.]+"))
-            matches = [name for name in names if of.fullmatch(name)]
-            if not matches:
-                raise ConfigError(f"{where}: no layer is named {pattern!r}; a * stands for one part of a name")
-            for name in matches:
-                layer = module.get_submodule(name)
-                if not isinstance(layer, CLASSES.get(word, nn.Module)):
-                    raise ConfigError(
-                        f"{where}: {name} is {word!r}, which an nn.{CLASSES[word].__name__} can be, and it is "
-                        f"{a_or_an(type(layer).__name__)}"
-                    )
-                found[name] = word
-    embeddings = [name for name, word in found.items() if word in ("embedding", BY_SAMPLE)]
-    if len(embeddings) > 1 and BY_SAMPLE in found.values():
-        raise ConfigError(
-            f"tensor_parallel_layers: {' and '.join(embeddings)} are embeddings, and a module with {BY_SAMPLE!r} has "
-            f"one; call them all 'embedding'"
-        )
-    return found
-
-
-def _check_owners(
-    module: nn.Module, owners: dict[int, list[tuple[str, str]]], names: dict[int, str], follows_plan: bool
-) -> None:
-    """Refuse weights of which nothing is said: their gradients would differ between the peers in silence."""
-    for of, sites in owners.items():
-        layer, word = sites[0]
-        if not follows_plan and (not word.strip() or word.startswith("gather")):
-            raise ConfigError(
-                f"{type(module).__name__}.tensor_parallel_layers says nothing of {layer or 'the module'}, which owns "
-                f"{names[of]}: name it, 'norm' for a layer with whole weights that sees a part of the sequence"
-            )
-        dims = {divided_dim(word, key or "weight") for word, _, key in (word.partition(" ") for _, word in sites)}
-        if len(dims) > 1:
-            tied = " and ".join(f"{layer} ({word})" for layer, word in sites)
+def _check_tied(owners: Owners) -> None:
+    """Refuse a weight that its layers divide in different ways."""
+    for sites in owners.values():
+        if len({divided_dim(word, key) for _, word, key in sites}) > 1:
+            tied = " and ".join(f"{layer} ({word})" for layer, word, _ in sites)
             raise ConfigError(f"tensor_parallel_layers: {tied} share a weight, and are divided in different ways")

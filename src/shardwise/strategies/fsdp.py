@@ -259,6 +259,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         backward = super().backward
+        if self.sharded.tensor_parallel is not None:
+            self.sharded.tensor_parallel.check_loss(closure_loss)
         with self._explaining():
             loss: Tensor = self._backwards.run(lambda: backward(closure_loss, optimizer, *args, **kwargs))
         if not self._sync_is_blocked:
@@ -282,6 +284,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         except RuntimeError as error:
             if (explained := explain(error, self.module_name, self.plan.strategy.name)) is not None:
                 raise explained from error
+            if self.sharded.tensor_parallel is not None:
+                self.sharded.tensor_parallel.explain(error)
             raise
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -173,6 +173,8 @@ class PipelinedStrategy(PipelinedLogs):
             return one_tensor(output, f"{self.module_name}.{self._step_name}")
         self.own_buffers.check()
         loss = checked_loss(output, self.module_name, self.plan.strategy.name)
+        if self.sharded.tensor_parallel is not None:
+            self.sharded.tensor_parallel.check_loss(loss)
         return self.window.scale_loss_of(micro_batch, loss)
 
     def differentiate(
