@@ -115,7 +115,7 @@ def _muon_matrices(plan: Plan, module: LightningModule) -> set[str]:
 
 
 def _check_by_hand(plan: Plan, name: str) -> None:
-    """Refuse options that a module which optimizes by hand has to take care of itself, and ZeRO.
+    """Refuse options that a module which optimizes by hand has to take care of itself, ZeRO, and axes.
 
     Raises:
         ConfigError: such an option is set.
@@ -125,6 +125,9 @@ def _check_by_hand(plan: Plan, name: str) -> None:
             f"{name} optimizes by hand, which {plan.strategy.name} cannot do: DeepSpeed's engine owns one optimizer "
             f"and its step; use strategy=ddp or fsdp"
         )
+    for axis in ("pipeline", "tensor"):
+        if getattr(plan.topology, axis) > 1:
+            raise ConfigError(f"{name} optimizes by hand, which strategy.{axis}_parallel_size cannot do: leave it out")
     if plan.accumulate_grad_batches > 1:
         raise ConfigError(
             f"{name} optimizes by hand, so accumulation is its own: global_batch_size={plan.global_batch_size} would "

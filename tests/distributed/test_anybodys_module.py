@@ -58,6 +58,16 @@ REFUSED = [
         "Gan optimizes by hand, so accumulation is its own: global_batch_size=16 would",
     ),
     ("Gan", "zero2 gradient_clip_val=1", "Gan optimizes by hand, which zero2 cannot do"),
+    (
+        "Gan",
+        "fsdp strategy.pipeline_parallel_size=2",
+        "Gan optimizes by hand, which strategy.pipeline_parallel_size cannot",
+    ),
+    (
+        "Gan",
+        "fsdp strategy.tensor_parallel_size=2",
+        "Gan optimizes by hand, which strategy.tensor_parallel_size cannot",
+    ),
     ("Idle", "ddp", "Idle has parameters that took no part in the loss: give strategy.find_unused_parameters=true"),
 ]
 

@@ -228,10 +228,6 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         """Find out what tensor parallelism divides. Weights are cut when they are there."""
         if self.plan.topology.tensor == 1:
             return None
-        if not module.automatic_optimization:
-            raise ConfigError(
-                f"{self.module_name} optimizes by hand, which strategy.tensor_parallel_size cannot do: leave it out"
-            )
         group = self.mesh.group("tensor")
         if self.plan.compile.overlaps_peers:
             let_compiler_copy(group)

@@ -26,11 +26,6 @@ def check_module(module: LightningModule, units: Units, plan: Plan, stages: int)
         ConfigError
     """
     name, size = type(module).__name__, f"strategy.pipeline_parallel_size={plan.topology.pipeline}"
-    if not module.automatic_optimization:
-        raise ConfigError(
-            f"{size}: {name} optimizes by hand, within its steps, and a pipeline runs several of them at a time; "
-            f"use strategy.pipeline_parallel_size=1"
-        )
     if is_overridden("backward", module):
         raise ConfigError(
             f"{size}: {name} has a backward of its own, which a pipeline cannot run; leave one of both out"
