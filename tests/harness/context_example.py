@@ -26,7 +26,7 @@ class Attention(SAID["Attention"]):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.head_dim, self.kernel = 4, "sdpa"
-        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
 
 
 class Block(nn.Module):
