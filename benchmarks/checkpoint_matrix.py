@@ -74,9 +74,8 @@ def measure_strategies(arguments: argparse.Namespace, result: dict[str, Any], pa
 
 def measure_layouts(arguments: argparse.Namespace, result: dict[str, Any], path: Path) -> None:
     accelerator, timeout = arguments.accelerator, arguments.timeout
-    before, environment = results.earlier(path), result["environment"]
-    same = before and before["environment"]["commit"] == environment["commit"]
-    if same and (arguments.commit or not environment["uncommitted_changes"]):
+    before = results.earlier(path)
+    if before and results.is_of_commit(before["environment"], result["environment"], arguments.commit):
         result["pairs"] = [row for row in before["pairs"] if row.get("holds")]
     done = {(row["saved"], row["resumed"]) for row in result["pairs"]}
     wanted = layouts.matrix_pairs(arguments.layouts.split(";"), arguments.ranks)

@@ -101,12 +101,10 @@ class Race:
         return found
 
     def has_card(self, run: Run) -> bool:
-        """Of this commit and these GPUs. With changes that are in no commit nobody knows."""
-        commit, changed = self.environment["commit"], self.environment["uncommitted_changes"]
-        if not commit or (changed and not self.options.commit):
-            return False
+        """Of this commit and these GPUs."""
         return any(
-            card["commit"] == commit and card["machine"] == self.machine and is_final(card)
+            results.is_of_commit(card, self.environment, self.options.commit)
+            and card["machine"] == self.machine and is_final(card)
             for card in self.result["cards"] if is_of(card, run)
         )  # fmt: skip
 

@@ -105,6 +105,13 @@ def measured_on(accelerator: str, commit: str | None) -> tuple[dict[str, Any], s
     return environment, re.sub(r"[^a-z0-9]+", "-", gpu.lower())
 
 
+def is_of_commit(earlier: dict[str, Any], environment: dict[str, Any], given: str | None) -> bool:
+    """Whether what an earlier environment has measured was measured with this code. With changes that are in no commit
+    nobody knows. `given`: the commit of the command line."""
+    known = environment["commit"] and (given or not environment["uncommitted_changes"])
+    return bool(known) and earlier["commit"] == environment["commit"]
+
+
 class Parts:
     """A result that is made of sections and their parts. A part that fails or takes too long is recorded with its
     error, and the next one begins; what an earlier run on the same machine has measured stays in the file."""

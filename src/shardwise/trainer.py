@@ -115,10 +115,10 @@ def _muon_matrices(plan: Plan, module: LightningModule) -> set[str]:
 
 
 def _check_by_hand(plan: Plan, name: str) -> None:
-    """Refuse options that a module which optimizes by hand has to take care of itself, ZeRO, and axes.
+    """Refuse what a module that optimizes by hand cannot have, and options that it takes care of itself.
 
     Raises:
-        ConfigError: such an option is set.
+        ConfigError: ZeRO, a pipeline, a tensor axis, or such an option is set.
     """
     if plan.strategy.zero_stage:  # this comes before Lightning's own message, that it cannot clip
         raise ConfigError(

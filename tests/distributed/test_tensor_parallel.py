@@ -99,12 +99,12 @@ class TwoPasses(LanguageModel):
         return loss + super().training_step({key: value[:1] for key, value in batch.items()}, batch_idx)
 
 
-def run_own(folder: Path, module: str, micro: int, layout: tuple[str, ...] = TWO) -> list[float]:
+def run_own(folder: Path, module: str, micro: int, ranks: int = 2, layout: tuple[str, ...] = TWO) -> list[float]:
     """In each rank: one step."""
     words = [*layout, "max_steps=1", f"micro_batch_size={micro}", f"global_batch_size={2 * micro}", "checkpoint=none",
              "model.dim=32", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=48",
              f"module._target_={__name__}.{module}"]  # fmt: skip
-    losses: list[float] = fit(cell_plan(folder / "run", 2 * len(layout) - 2, *words))["losses"]
+    losses: list[float] = fit(cell_plan(folder / "run", ranks, *words))["losses"]
     return losses
 
 
@@ -122,16 +122,40 @@ class PenalizesHidden(LanguageModel):
         return super().training_step(batch, batch_idx) + self.model(batch["tokens"])[:, :, 0].mean()
 
 
+class PenalizesLayer(LanguageModel):
+    """Adds a penalty on a weight of a layer, of which a rank has a shard."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight = self.model.blocks[0].feed_forward.w1.weight  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx) + 0.1 * weight.pow(2).sum()  # type: ignore[operator]
+
+
+class ReturnsSeveral(LanguageModel):
+    """Returns a loss that is not one number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * torch.ones(2)
+
+
 STAGES = (*TWO, "strategy.pipeline_parallel_size=2")
+OF_A_PART = "tensor_parallel_size=2: ranks with the same samples have found losses that differ by"
 
 
 @pytest.mark.parametrize(
-    ("module", "layout"), [("PenalizesHead", TWO), ("PenalizesHidden", TWO), ("PenalizesHead", STAGES)]
+    ("module", "message", "ranks", "layout"),
+    [
+        ("PenalizesHead", OF_A_PART, 2, TWO),
+        ("PenalizesHidden", OF_A_PART, 2, TWO),
+        ("PenalizesHead", OF_A_PART, 4, STAGES),
+        ("PenalizesLayer", "training_step computes with weights outside the layers that own them", 2, TWO),
+        ("ReturnsSeveral", r"training_step returned a loss of shape \(2,\): it must be a scalar", 2, TWO),
+    ],
 )
-def test_a_loss_of_a_part_is_refused(tmp_path: Path, module: str, layout: tuple[str, ...]) -> None:
-    message = "tensor_parallel_size=2: ranks with the same samples have found losses that differ by"
+def test_a_loss_that_is_not_that_of_the_whole_is_refused(
+    tmp_path: Path, module: str, message: str, ranks: int, layout: tuple[str, ...]
+) -> None:
     with pytest.raises(AssertionError, match=message):
-        spawn(2 * len(layout) - 2, run_own, tmp_path, module, 2, layout)
+        spawn(ranks, run_own, tmp_path, module, 2, ranks, layout)
 
 
 def test_all_passes_of_a_step_divide_the_same(tmp_path: Path) -> None:

@@ -259,8 +259,12 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
         self.window.begin_micro_batch(self.train_loader.next_scale())
         super().on_train_batch_start(batch, batch_idx)
 
+    def check_loss(self, loss: Tensor) -> None:
+        """Refuse a loss that a step cannot learn from. Collective in a strategy that divides layers."""
+        check_loss(loss, self.module_name, self.plan.strategy.name)
+
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        check_loss(closure_loss, self.module_name, self.plan.strategy.name)
+        self.check_loss(closure_loss)
         assert self.train_loader is not None
         scaled = self.window.scale_loss(closure_loss)
         if self.module.automatic_optimization and self.window.is_complete:

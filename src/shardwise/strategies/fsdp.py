@@ -253,10 +253,13 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     def _wholes(self, layer: nn.Module) -> set[nn.Parameter]:
         return {p for p in layer.parameters() if self._keeps_whole(p)}
 
+    def check_loss(self, loss: Tensor) -> None:
+        super().check_loss(loss)
+        if self.sharded.tensor_parallel is not None:
+            self.sharded.tensor_parallel.check_loss(loss)
+
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         backward = super().backward
-        if self.sharded.tensor_parallel is not None:
-            self.sharded.tensor_parallel.check_loss(closure_loss)
         with self._explaining():
             loss: Tensor = self._backwards.run(lambda: backward(closure_loss, optimizer, *args, **kwargs))
         if not self._sync_is_blocked:

@@ -33,7 +33,7 @@ from shardwise.plan.pipeline_schedule import make_schedule
 from shardwise.process.watchdog import progress
 from shardwise.step.pipeline_window import PipelineWindow, shapes_in
 from shardwise.strategies.pipelined_buffers import OwnBuffers
-from shardwise.strategies.pipelined_checks import check_module, checked_loss, one_tensor
+from shardwise.strategies.pipelined_checks import check_module, loss_in, one_tensor
 from shardwise.strategies.pipelined_gradients import StageGradients
 from shardwise.strategies.pipelined_logs import PipelinedLogs
 from shardwise.strategies.pipelined_state import PipelinedState
@@ -172,9 +172,8 @@ class PipelinedStrategy(PipelinedLogs):
         if stage < self.count - 1:
             return one_tensor(output, f"{self.module_name}.{self._step_name}")
         self.own_buffers.check()
-        loss = checked_loss(output, self.module_name, self.plan.strategy.name)
-        if self.sharded.tensor_parallel is not None:
-            self.sharded.tensor_parallel.check_loss(loss)
+        loss = loss_in(output, self.module_name)
+        self.check_loss(loss)
         return self.window.scale_loss_of(micro_batch, loss)
 
     def differentiate(

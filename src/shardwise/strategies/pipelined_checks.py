@@ -16,7 +16,6 @@ from shardwise.plan import Plan
 from shardwise.plan.decoder import decoder_of, recomputed
 from shardwise.plan.pipeline_split import check_split, split_units
 from shardwise.step.window import check_output, loss_of
-from shardwise.strategies.whole_weights import check_loss
 
 
 def check_module(module: LightningModule, units: Units, plan: Plan, stages: int) -> tuple[int, ...]:
@@ -61,8 +60,8 @@ def one_tensor(output: Any, step: str) -> Tensor:
     return output
 
 
-def checked_loss(output: Any, name: str, strategy: str) -> Tensor:
-    """The loss in what the last stage's `training_step` has returned, if a pipeline can learn from it.
+def loss_in(output: Any, name: str) -> Tensor:
+    """The loss in what the last stage's `training_step` has returned.
 
     Raises:
         ConfigError
@@ -70,7 +69,6 @@ def checked_loss(output: Any, name: str, strategy: str) -> Tensor:
     check_output(output, name, has_own_backward=False)
     loss: Tensor = loss_of(output)
     check_present(name, loss, "the loss")
-    check_loss(loss, name, strategy)
     return loss
 
 
