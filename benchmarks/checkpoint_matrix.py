@@ -9,17 +9,20 @@ interrupted. SGD with momentum and AdamW, two parameter groups, one of them with
 benchmarks/results/resume-<device>.json as it goes.
 
 The layouts of tensor, context and pipeline axes have a language model, AdamW and two steps before the checkpoint and
-behind it. On the same layout, too, each goes on: that run is to have the bits of one that never stopped. Writes
-benchmarks/results/layouts-<device>.json. Pairs of layouts that held at this commit are not run again.
+behind it. On the same layout, too, each goes on: that run is to have the bits of one that never stopped. Groups of
+pairs run side by side where the machine has the cores. Writes benchmarks/results/layouts-<device>.json. Pairs of
+layouts that held at this commit are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +94,20 @@ def measure_layouts(arguments: argparse.Namespace, result: dict[str, Any], path:
             straight |= {name: [rank[name, True] for rank in found] for name in names}
         for n in sorted({ranks_of(pair.resumed) for pair in pairs}):
             of_n = [pair for pair in pairs if ranks_of(pair.resumed) == n]
-            for first in range(0, len(of_n), PART // n):
-                rows = went_on(n, of_n[first : first + PART // n], Path(folder), straight, accelerator, timeout)
-                result["pairs"] += rows
-                results.write(path, result)
-                bad = [row for row in rows if not row.get("holds")]
-                print(f"{len(result['pairs'])} pairs, {time.monotonic() - began:.0f} s; not: {bad}", flush=True)
+            parts = [of_n[first : first + PART // n] for first in range(0, len(of_n), PART // n)]
+            with ThreadPoolExecutor(groups_at_once(n)) as groups:
+                going = [groups.submit(went_on, n, part, Path(folder), straight, accelerator, timeout)
+                         for part in parts]  # fmt: skip
+                for group in as_completed(going):
+                    result["pairs"] += (rows := group.result())
+                    results.write(path, result)
+                    bad = [row for row in rows if not row.get("holds")]
+                    print(f"{len(result['pairs'])} pairs, {time.monotonic() - began:.0f} s; not: {bad}", flush=True)
+
+
+def groups_at_once(n: int) -> int:
+    """How many groups of `n` ranks go on side by side, with four cores for each rank."""
+    return min(4, max(1, (os.cpu_count() or 1) // (4 * n)))
 
 
 def ranks_of(layout: str) -> int:
