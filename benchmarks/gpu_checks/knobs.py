@@ -4,10 +4,10 @@
     python benchmarks/gpu_checks/knobs.py --ranks 2 --only symmetric     some of them
     python benchmarks/gpu_checks/knobs.py --accelerator cpu --ranks 4 --tiny     tries it out
 
-Each strategy runs as it is, and with its knobs turned, with `deterministic=true`. The losses must be the same: the same
-bits under fsdp, where only the time of a gather changes, if the same run gives the same bits again; to rounding under
-zero1 to 3, where gradients are summed in other pieces. Writes benchmarks/results/knobs-gpu-checks.json, prints a line
-for each run, and exits with 1 if a check fails. Without
+Each strategy runs as it is, and with its knobs turned, with `deterministic=true`. Losses and gradient norms must be the
+same: the same bits under fsdp, where only the time of a gather changes, if the same run gives the same bits again; to
+rounding under zero1 to 3, where gradients are summed in other pieces. The first norm must be that of fsdp, too. Writes
+benchmarks/results/knobs-gpu-checks.json, prints a line for each run, and exits with 1 if a check fails. Without
 DeepSpeed the zero strategies are left out.
 """
 
@@ -68,14 +68,20 @@ CELLS = {  # strategy → the knobs of each run; the first is the strategy as it
     ],
 }  # fmt: skip
 BOUND = 2e-3  # of a loss in bf16 whose gradients are summed in other pieces
+NORM_BOUND = 5e-3  # of the first gradient norm: the weights are the same still
 
 
 class Losses(Callback):
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []
+        self.norms: list[torch.Tensor] = []
 
     def on_before_backward(self, trainer: Any, module: Any, loss: torch.Tensor) -> None:
         self.losses.append(loss.detach().clone())
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step > len(self.norms):
+            self.norms.append(trainer.precision_plugin.gradient_norm.detach().clone())
 
 
 def cells_for(ranks: int, accelerator: str, only: str) -> list[tuple[str, str]]:
@@ -114,7 +120,8 @@ def run_all(folder: Path, ranks: int, accelerator: str, tiny: bool, only: str) -
             module = build_module(plan)
             our_trainer(plan, module, timer, losses).fit(module, datamodule=Held(batch_of_tokens(plan), 2))
         note(folder, {"strategy": strategy, "knobs": knobs, **timer.result(),
-                      "losses": [float(loss) for loss in losses.losses]})  # fmt: skip
+                      "losses": [float(loss) for loss in losses.losses],
+                      "norms": [float(norm) for norm in losses.norms]})  # fmt: skip
         del module, timer
 
 
@@ -145,10 +152,13 @@ def main() -> None:
     again = [off(row, usual["fsdp"]) for row in rows if row["knobs"] == "again"]
     for row in rows:
         row["off"] = off(row, usual[row["strategy"]])
+        row["norm_off"] = abs(row["norms"][0] / usual["fsdp"]["norms"][0] - 1)
         row["ok"] = row["off"] <= (0.0 if row["strategy"] == "fsdp" and again == [0.0] else BOUND)
+        row["ok"] &= row["norm_off"] <= NORM_BOUND
         peaks = ", ".join(f"{key} {value:.2f}" for key, value in row.items() if key.startswith("peak"))
         print(f"{'ok  ' if row['ok'] else 'FAIL'} {row['strategy']} {row['knobs'] or 'as it is'}: "
-              f"{1e3 * row['seconds_per_step']:.1f} ms a step, {peaks}, losses off by {row['off']:.1e}")  # fmt: skip
+              f"{1e3 * row['seconds_per_step']:.1f} ms a step, {peaks}, losses off by {row['off']:.1e}, "
+              f"first gradient norm {row['norms'][0]:.4g}, off by {row['norm_off']:.1e}")  # fmt: skip
     done = {(row["strategy"], row["knobs"]) for row in rows}
     missing = [cell for cell in wanted if cell not in done]
     for strategy, knobs in missing:

@@ -12,6 +12,7 @@ import argparse
 import os
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -99,6 +100,34 @@ def gpm() -> Found:
     nvml.close()
     return True, {"root": os.geteuid() == 0, "may": "gpu/sm_active" in found, "why": nvml.calls.failed.get("GPM", ""),
                   "tensor_active": found.get("gpu/tensor_active", -1.0)}  # fmt: skip
+
+
+def at_once() -> Found:
+    """Four threads, each with a reader of its own, in a process that must not crash."""
+    done = subprocess.run([sys.executable, "-X", "faulthandler", __file__, "--readers", "4"], capture_output=True,
+                          text=True, timeout=60, check=False)  # fmt: skip
+    return done.returncode == 0, {"exit_code": done.returncode, "said": done.stderr[-300:]}
+
+
+def read_in_threads(count: int) -> int:
+    """Looks as many as ten seconds have room for, of readers that share no pause between them."""
+    end = time.monotonic() + 10
+
+    def look(number: int) -> None:
+        gpu = gpu_of(torch.device("cuda", number % torch.cuda.device_count()))
+        assert gpu is not None
+        nvml = Nvml(gpu.uuid, gpu.pci_address)
+        nvml.open()
+        while time.monotonic() < end:
+            nvml.read()
+        nvml.close()
+
+    threads = [threading.Thread(target=look, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return 0
 
 
 def energy() -> Found:
@@ -208,12 +237,16 @@ def synchronizations() -> Found:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a pattern of names")
-    only = parser.parse_args().only
+    parser.add_argument("--readers", type=int, default=0, help="threads that read and do nothing else")
+    arguments = parser.parse_args()
+    only = arguments.only
+    if arguments.readers:
+        return read_in_threads(arguments.readers)
     if not torch.cuda.is_available():
         print("no GPU: nothing was checked")
         return 1
     checks: dict[str, Callable[[], Found]] = {
-        "values": values, "calls": calls, "gpm": gpm, "energy": energy, "model step": model_step,
+        "values": values, "calls": calls, "gpm": gpm, "at once": at_once, "energy": energy, "model step": model_step,
         "host-bound step": host_step, "synchronizations": synchronizations,
     }  # fmt: skip
     content: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "checks": {}}

@@ -8,6 +8,7 @@ other instances may belong to others, so they are left out.
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,6 +60,7 @@ _GPM = {
 _HARDWARE_REASONS = ("HwSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
 _VALUE_FIELDS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # in the order of nvmlValueType_t
 _MOST_EVENTS = 16  # that one look takes
+_ONE_IN_GPM = threading.Lock()  # the driver's library crashed the process when four threads asked for GPM at once
 
 
 class Nvml:
@@ -203,6 +205,10 @@ class Nvml:
 
     def _read_gpm(self, reading: Reading) -> None:
         """What the hardware has counted since the look before, at least 100 ms ago."""
+        with _ONE_IN_GPM:
+            self._read_counters(reading)
+
+    def _read_counters(self, reading: Reading) -> None:
         nvml = self._nvml
         older, newer = self._samples
         if self._mig_instance is None:

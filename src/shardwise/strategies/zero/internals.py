@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -64,6 +64,23 @@ def leaf_gradients_reduced_singly() -> Iterator[None]:
         yield
     finally:
         stage3.z3_leaf_parameter = original
+
+
+def keep_gradients_until_reduced(optimizer: Any) -> None:
+    """Do not let memory of a gradient be used again while ZeRO-2 still reduces it on a stream of its own.
+
+    DeepSpeed reduces a gradient of more elements than `reduce_bucket_size` where it lies and frees it at once, and does
+    not tell the allocator which stream reads it (as of 0.19.8; gradients of buckets are copied, and ZeRO-3 tells it).
+    The backward pass then writes over the gradient of an embedding, for example, before it is summed.
+    """
+    average, stream = optimizer.average_tensor, optimizer.reduction_stream
+
+    def average_and_keep(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        done = average(tensor, *args, **kwargs)
+        tensor.record_stream(stream)
+        return done
+
+    optimizer.average_tensor = average_and_keep
 
 
 _SAMPLING = -1  # the number of no layer
