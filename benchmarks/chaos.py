@@ -92,7 +92,7 @@ def main() -> int:
         for strategy, seed in todo:
             found = tried(home, strategy, seed, faults, arguments.accelerator, arguments.ranks, bar)
             survived &= all(row["survived"] for row in found["faults"])
-            result["rounds"].append(found)
+            result["rounds"].append(found | {"commit": environment["commit"]})
             results.write(path, result)
     if survived:
         shutil.rmtree(home)

@@ -121,7 +121,7 @@ class Race:
             return False
         card = run.key | {"size": run.size} | found | {"seconds": seconds, "commit": self.environment["commit"],
                                   "environment": self.environment, "machine": self.machine}  # fmt: skip
-        self.failed |= "error" in card
+        self.failed |= not is_final(card)
         had = [old for old in self.result["cards"] if is_of(old, run)]
         if is_final(card) or not any(map(is_final, had)):  # a run that failed takes no card away
             self.result["cards"] = [*(old for old in self.result["cards"] if not is_of(old, run)), card]

@@ -38,8 +38,8 @@ from shardwise.rank import quiet_lightning  # noqa: E402
 from shardwise.trainer import build_module  # noqa: E402
 
 WARM_UP, TIMED = 3, 6
-MODEL = ["model=llama3_1b", "model.n_layers=8", "model.vocab_size=16384", "data.sequence_length=2048",
-         "micro_batch_size=2"]  # fmt: skip
+MODEL = ["model=llama3_1b", "model.n_layers=8", "model.vocab_size=65536", "model.tie_embeddings=false",
+         "data.sequence_length=2048", "micro_batch_size=2"]  # fmt: skip
 TINY = ["model.dim=64", "model.n_layers=4", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=96",
         "model.vocab_size=64", "data.sequence_length=16"]  # fmt: skip
 ALWAYS = ["precision=bf16", "deterministic=true", "optimizer.lr=1e-4", "schedule=none", "checkpoint=none",

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness.results import read
-from benchmarks.pages.markdown import device_of, table, torch_and_commit
+from benchmarks.pages.markdown import commits_of, device_of, table
 from shardwise.errors import ExitCode
 
 REASONS = {
@@ -43,7 +43,8 @@ def faults() -> list[str]:
 
 
 def faults_of(result: dict[str, Any]) -> list[str]:
-    rounds, settings = result["rounds"], result["settings"]
+    rounds, settings, environment = result["rounds"], result["settings"], result["environment"]
+    commits = commits_of({"commit": environment["commit"]} | one for one in rounds)
     strategies = list(dict.fromkeys(one["strategy"] for one in rounds))
     found: dict[tuple[str, str], list[Any]] = {}
     for row in (row for one in rounds for row in one["faults"]):
@@ -52,7 +53,7 @@ def faults_of(result: dict[str, Any]) -> list[str]:
     tried = sum(len(rows) for (fault, _), rows in found.items() if fault != "the end")
     return [
         f"{settings['ranks']} ranks, {device_of(result, 'CPU', default='cpu')}, "
-        f"{torch_and_commit(result['environment'])}, `{result['command']}`: {len(rounds)} runs of "
+        f"torch {environment['packages']['torch']}, commit {commits}, `{result['command']}`: {len(rounds)} runs of "
         f"{settings['steps']} steps, a save every {settings['save_every_n_steps']}, {tried} faults.",
         "",
         *table(

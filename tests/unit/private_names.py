@@ -562,6 +562,10 @@ CALLED = {
         "masters were written to: 16-bit copies follow",
         "(self)",
     ),
+    f"{ZERO}.stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor": (
+        "a large gradient is kept until it is reduced",
+        "(self, tensor, communication_data_type)",
+    ),
     f"{ZERO}.stage_1_and_2.DeepSpeedZeroOptimizer.update_lp_params": (
         "masters were written to: 16-bit copies follow",
         "(self)",

@@ -2,12 +2,14 @@
 
 import json
 import os
+import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pynvml
@@ -102,6 +104,42 @@ def test_of_a_mig_instance_only_its_own_activity_is_read() -> None:
         values, notices = telemetry.take(), telemetry.take_notices()
     assert "gpu/sm_active" in values and "gpu/power_watts" not in values and "gpu/energy_joules" not in values
     assert "MIG instance" in notices[0] and "nvmlGpmSampleGet" not in library.called
+
+
+def test_one_thread_at_a_time_asks_for_counters_and_fields() -> None:
+    """The driver's library crashes otherwise."""
+    library, inside, most = FakeNvml(), 0, 0
+    answer = library._call
+
+    def counted(name: str, arguments: list[Any]) -> int:
+        nonlocal inside, most
+        if "Gpm" not in name and "FieldValues" not in name:
+            return answer(name, arguments)
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.005)
+        try:
+            return answer(name, arguments)
+        finally:
+            inside -= 1
+
+    with patch.object(library, "_call", counted), answering(library):
+        readers = [Nvml(UUID, PCI) for _ in range(4)]
+        for reader in readers:
+            reader.open()
+        ready = threading.Barrier(len(readers))
+
+        def look(reader: Nvml) -> None:
+            for _ in range(5):
+                ready.wait()
+                reader.read()
+
+        threads = [threading.Thread(target=look, args=(reader,)) for reader in readers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert library.called.count("nvmlGpmMetricsGet") == 16 and most == 1
 
 
 def test_a_gpu_is_found_by_its_pci_address_where_its_uuid_is_not_known() -> None:

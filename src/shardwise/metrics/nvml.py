@@ -60,7 +60,7 @@ _GPM = {
 _HARDWARE_REASONS = ("HwSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
 _VALUE_FIELDS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # in the order of nvmlValueType_t
 _MOST_EVENTS = 16  # that one look takes
-_ONE_IN_GPM = threading.Lock()  # the driver's library crashed the process when four threads asked for GPM at once
+_ONE_THREAD = threading.Lock()  # GPM and field values crashed a process in which four threads asked for them at once
 
 
 class Nvml:
@@ -138,7 +138,8 @@ class Nvml:
             if field.constant not in self.calls.failed and hasattr(self._nvml, field.constant)
         }  # fmt: skip
         ids = [(getattr(self._nvml, field.constant), field.scope) for field in asked.values()]
-        values = self._nvml.nvmlDeviceGetFieldValues(self._device, ids)
+        with _ONE_THREAD:
+            values = self._nvml.nvmlDeviceGetFieldValues(self._device, ids)
         for (name, field), value in zip(asked.items(), values, strict=True):
             if value.nvmlReturn:
                 self.calls.drop(field.constant, self._nvml.NVMLError(value.nvmlReturn))
@@ -205,7 +206,7 @@ class Nvml:
 
     def _read_gpm(self, reading: Reading) -> None:
         """What the hardware has counted since the look before, at least 100 ms ago."""
-        with _ONE_IN_GPM:
+        with _ONE_THREAD:
             self._read_counters(reading)
 
     def _read_counters(self, reading: Reading) -> None:

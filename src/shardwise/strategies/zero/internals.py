@@ -67,12 +67,14 @@ def leaf_gradients_reduced_singly() -> Iterator[None]:
 
 
 def keep_gradients_until_reduced(optimizer: Any) -> None:
-    """Do not let memory of a gradient be used again while ZeRO-2 still reduces it on a stream of its own.
+    """Do not let memory of a gradient be used again while ZeRO-2 still reduces it on another stream (`overlap_comm`).
 
     DeepSpeed reduces a gradient of more elements than `reduce_bucket_size` where it lies and frees it at once, and does
     not tell the allocator which stream reads it (as of 0.19.8; gradients of buckets are copied, and ZeRO-3 tells it).
     The backward pass then writes over the gradient of an embedding, for example, before it is summed.
     """
+    if not hasattr(optimizer, "average_tensor") or not optimizer.overlap_comm:
+        return
     average, stream = optimizer.average_tensor, optimizer.reduction_stream
 
     def average_and_keep(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

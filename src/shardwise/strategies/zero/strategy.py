@@ -105,8 +105,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
             touch_all(self.module, units, self.plan.strategy.zero_stage)
         if self.plan.strategy.zero_stage == 3:
             self._refuse_inner_backward(engine_optimizer)
-        elif hasattr(engine_optimizer, "average_tensor") and getattr(engine_optimizer, "overlap_comm", False):
-            keep_gradients_until_reduced(engine_optimizer)
+        keep_gradients_until_reduced(engine_optimizer)
         self.optimizers = [engine_optimizer]
         self.zero_state.use(engine_optimizer, group_names)
         self.zero_precision.watch_gradients(engine_optimizer)
