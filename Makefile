@@ -62,6 +62,7 @@ chaos: $(VENV)/.dev
 
 # On a machine with GPUs; writes benchmarks/results/.
 gpu-test: $(VENV)/.run
+	$(VENV)/bin/python benchmarks/gpu_checks/first_steps.py
 	$(VENV)/bin/python benchmarks/parity_gpu.py $(ARGS)
 
 # Llama 3 beside torchtitan, on GPUs; ARGS="--ranks 2" for two. Writes benchmarks/results/ and docs/performance.md.

@@ -34,7 +34,31 @@ def page() -> list[str]:
         every = dict.fromkeys(cell["strategy"] for r in alike for cell in r["cells"])
         if missing := [name for name in every if name not in {cell["strategy"] for cell in result["cells"]}]:
             lines += [f"Not measured here: {'; '.join(missing)}.", ""]
-    return lines + axes()
+    return lines + axes() + first_steps()
+
+
+def first_steps() -> list[str]:
+    """Losses and gradient norms of wide models, beside ddp."""
+    lines = []
+    for result in read("first-steps"):
+        rows = []
+        for row in result["rows"]:
+            missing = (row.get("left_out") or row.get("error", "did not end")).partition(":")[0]
+            off = [f"{row[key]:.1e}" if key in row else missing for key in ("first", "later")]
+            rows.append([f"`{row['words']}`", *off])
+        lines += [
+            f"**On {result['ranks']} × {device_of(result, 'CPU', default='cuda')}**, "
+            f"{commit_of(result['environment'])}, `{result['command']}`:",
+            "",
+            *table(["", "first step", "the next three"], rows),
+            "",
+        ]
+    said = (
+        "The first steps of a model as wide as those that people train: four layers of Llama 3 1 B, an embedding and a "
+        "head of 134 million parameters each, in bf16. Each number is the largest relative deviation of a loss or a "
+        "gradient norm from that under `strategy=ddp`."
+    )
+    return ["## At real width", "", said, "", *lines] if lines else []
 
 
 def axes() -> list[str]:

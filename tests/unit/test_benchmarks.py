@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu_checks.first_steps import compare
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(FOLDER.rglob("*.py"))}
@@ -93,3 +95,16 @@ def test_commands_in_the_docs_are_there() -> None:
     named = {name for page in PAGES for name in re.findall(r"benchmarks/(\w+\.py)", page.read_text())}
     assert "report.py" in named
     assert not {name for name in named if not (FOLDER / name).exists()}
+
+
+@pytest.mark.parametrize(
+    ("norms", "holds"),
+    [([6.4, 4.8, 4.7, 4.6], True), ([31.0, 4.8, 4.7, 4.6], False), ([6.4, 4.8, 4.7, 9.2], False)],
+)
+def test_first_steps_with_other_gradients_do_not_hold(norms: list[float], holds: bool) -> None:
+    reference = {"loss": [12.2, 12.1, 12.0, 11.9], "gradient_norm": [6.4, 4.8, 4.7, 4.6]}
+    assert compare(reference | {"gradient_norm": norms}, reference)["holds"] is holds
+
+
+def test_a_run_that_did_not_end_does_not_hold_and_one_without_its_package_is_left_out() -> None:
+    assert not compare({"error": "did not end"}, {})["holds"] and compare({"left_out": "no GPU"}, {})["holds"]
