@@ -84,9 +84,11 @@ MAY_BE_MISSING = ("symmetric_memory", "loss=fused", "attention=", "strategy=zero
 FIRST, LATER = 5e-3, 3e-2  # relative: of the first step, whose weights are the same, and of those behind it
 
 
-def chosen_runs(only: str) -> list[str]:
-    wanted = results.chosen(only, RUNS)
-    return [words for words in RUNS if words == REFERENCE or words in wanted]
+def chosen_runs(only: str, ranks: int) -> list[str]:
+    """One rank has nothing to divide."""
+    there = [run for run in RUNS if ranks > 1 or not ("parallel_size" in run or "hybrid" in run)]
+    wanted = results.chosen(only, there)
+    return [run for run in there if run == REFERENCE or run in wanted]
 
 
 def words_of(run: str, ranks: int, tiny: bool) -> list[str]:
@@ -99,7 +101,7 @@ def take_steps(folder: Path, ranks: int, accelerator: str, tiny: bool, only: str
     """In each rank, run after run. Rank 0 writes a row for each."""
     device = device_of(accelerator)
     quiet_lightning()
-    for number, run in enumerate(chosen_runs(only)):
+    for number, run in enumerate(chosen_runs(only, ranks)):
         start_afresh(device)
         row: dict[str, Any] = {"words": run}
         try:
@@ -139,7 +141,7 @@ def said(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = results.command_line(__doc__)
-    parser.add_argument("--ranks", type=int, default=max(2, min(4, torch.cuda.device_count())))
+    parser.add_argument("--ranks", type=int, default=max(1, min(4, torch.cuda.device_count())))
     parser.add_argument("--tiny", action="store_true", help="a small model, for trying it out")
     parser.add_argument("--only", default="", help="a regular expression: runs besides the reference")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for all runs together")
@@ -156,7 +158,7 @@ def main() -> None:
     reference = next((row for row in rows if row["words"] == REFERENCE and "loss" in row), None)
     if reference is None:
         sys.exit(f"error: {REFERENCE} itself did not end\n{error}{rows}")
-    missing = [run for run in chosen_runs(options.only) if run not in {row["words"] for row in rows}]
+    missing = [run for run in chosen_runs(options.only, options.ranks) if run not in {row["words"] for row in rows}]
     rows = [compare(row, reference) for row in [*rows, *({"words": run, "error": "did not end"} for run in missing)]]
     for row in rows:
         print(f"{'left' if 'left_out' in row else 'ok  ' if row['holds'] else 'FAIL'} {row['words']}: {said(row)}")
