@@ -23,12 +23,13 @@ CELLS = {
     "ddp": ["strategy=ddp"],
     "fsdp": ["strategy=fsdp"],
     "zero3": ["strategy=zero3"],
+    "zero3-large": ["strategy=zero3", "strategy.persistence_threshold_elements=0"],  # as large weights are
     "ddp bf16": ["strategy=ddp", "precision=bf16"],
     "zero1 bf16": ["strategy=zero1", "precision=bf16"],
     "tensor": ["strategy=fsdp", "strategy.tensor_parallel_size=2"],
     "context": ["strategy=fsdp", "strategy.context_parallel_size=2"],
 }
-WITHOUT = ["ddp", "fsdp", "zero3", "ddp bf16"]
+WITHOUT = ["ddp", "fsdp", "zero3", "zero3-large", "ddp bf16"]
 
 
 class Look(Callback):

@@ -121,7 +121,8 @@ USED = {
         "_sharded_local_tensor _sharded_param_data _unsafe_preserve_version_counter"
     ),
     "strategies/whole_in_hooks.py": (
-        "_fsdp_param _fsdp_param_group _fully_shard _module_info _parameters _setattr_on_modules _to_sharded"
+        "_fsdp_param _fsdp_param_group _fully_shard _module_info _parameters _setattr_on_modules _to_sharded "
+        "_wait_all_gather_streams_on_event"
     ),
     "strategies/pipelined_buffers.py": "_buffers _version",
     "strategies/step_on_shards.py": "_local_tensor",
@@ -130,10 +131,11 @@ USED = {
         "_fsdp_common _fsdp_param_group _fsdp_param_groups _fully_shard _get_fsdp_state _is_root _is_view "
         "_pre_backward _root_post_backward_final_callback _state_ctx _training_state"
     ),
-    "strategies/zero/internals.py": "_broadcast_model",
+    "strategies/zero/internals.py": "_broadcast_model _clean_inflight_param_registry",
     "strategies/zero/precision.py": "_after_closure _clip_gradients",
     "strategies/zero/state.py": (
-        "_get_fp32_opt_state_partition _hp_mapping _reassign_or_swap_out_partitioned_parameters"
+        "_get_fp32_opt_state_partition _hp_mapping _partition_all_parameters "
+        "_reassign_or_swap_out_partitioned_parameters"
     ),
     "strategies/zero/strategy.py": "_foreach_norm _init_optimizers_and_lr_schedulers",
     "strategies/zero/unused_parameters.py": "_pytree",
@@ -317,6 +319,9 @@ NAMES = {
     "_setattr_on_modules": name(
         f"{FSDP}._fsdp_param.FSDPParam", "whole weights that a hook sees stay there after layers ran"
     ),
+    "_wait_all_gather_streams_on_event": name(
+        f"{FSDP}._fsdp_param_group.FSDPParamGroup", "what a hook has written is gathered after it", "(self, event)"
+    ),
     "_to_sharded": name(
         f"{FSDP}._fsdp_param_group.FSDPParamGroup", "a root that runs in a hook gathers what the hook writes later"
     ),
@@ -450,6 +455,12 @@ NAMES = {
         STAGE_3,
         "this rank's part of a master, which the public function gathers",
         "(self, param, release_swap_buffers, optim_state_key=None)",
+    ),
+    "_partition_all_parameters": name(STAGE_3, "masters were written to: nothing of before stays gathered", "(self)"),
+    "_clean_inflight_param_registry": name(
+        f"{ZERO}.partitioned_param_coordinator.PartitionedParameterCoordinator",
+        "weights that are gathered ahead are neither whole nor free",
+        "(self)",
     ),
     "_reassign_or_swap_out_partitioned_parameters": name(
         STAGE_3, "masters were written to: 16-bit copies follow", "(self, sub_group_id)"

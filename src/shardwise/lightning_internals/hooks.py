@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.loops import fit_loop, utilities
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -25,6 +26,7 @@ from shardwise.lightning_internals.results import step_logging
 
 _original_fetcher = utilities._select_data_fetcher
 _original_callback_hooks = call._call_callback_hooks
+_MONITORING = (EarlyStopping, Checkpoint)  # which Lightning calls last at the end of an epoch
 _original_module_hook, _original_strategy_hook = call._call_lightning_module_hook, call._call_strategy_hook
 
 # LightningModule's own versions of these hooks do nothing.
@@ -87,8 +89,12 @@ def _callback_hooks(trainer: Any, hook_name: str, *args: Any, monitoring_callbac
     known = getattr(trainer, "_callbacks_with", None)
     if known is not None and monitoring_callbacks:  # these look at metrics at the end of an epoch
         step_logging(trainer).share_metrics()
-    if known is None or monitoring_callbacks is not None:
+    if known is None:
         _original_callback_hooks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
+        return
+    if monitoring_callbacks is not None:
+        having, wanted = _having(trainer, hook_name)[0], bool(monitoring_callbacks)
+        _call(trainer, [c for c in having if isinstance(c, _MONITORING) is wanted], hook_name, *args, **kwargs)
         return
     if hook_name == "on_fit_start":
         trainer._checkpoint_connector._restore_modules_and_callbacks(trainer.strategy.plan.resume)

@@ -192,7 +192,7 @@ class PlannedPrecision(LightningPrecision):
         return sum(int(overflow.item()) for overflow in overflows)
 
     def watch_step_by_hand(self, *_: Any) -> None:
-        """Refuse a step of an optimizer whose gradients still have the loss scale in them. Called before each step.
+        """Refuse a step whose gradients still have the loss scale in them; wait for a checkpoint. Before each step.
 
         Raises:
             ConfigError: the gradients are scaled.
@@ -202,6 +202,7 @@ class PlannedPrecision(LightningPrecision):
                 "precision=fp16 scales the gradients, and only the optimizers that self.optimizers() gives take the "
                 "scale out before they step: leave use_pl_optimizer=False out, or use precision=bf16"
             )
+        self.wait_for_checkpoint_copy()
 
     def begin_checkpoint_copy(self, copied: accelerator.Event | None) -> None:
         """Note that a checkpoint is being written. `copied` is recorded when weights and state have been copied."""

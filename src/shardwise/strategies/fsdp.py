@@ -114,6 +114,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     @contextmanager
     def whole_parameters(self, hook: str) -> Iterator[None]:
         """Gather the master weights. What the hook writes into them is copied into the shards afterwards."""
+        self.planned_precision.wait_for_checkpoint_copy()
         try:
             with whole_in_place_of_shards(self.module, self.sharded):
                 yield

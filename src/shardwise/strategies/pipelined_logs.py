@@ -18,6 +18,7 @@ from shardwise.lightning_internals.results import step_logging
 from shardwise.parallel.pipeline.absent import is_absent, refusal_of
 from shardwise.parallel.pipeline.stages import Stages
 from shardwise.strategies.fsdp import LOOK_AT_GRADIENTS, FsdpStrategy
+from shardwise.strategies.fsdp_gathering import free_gathered
 
 _ONE = "use strategy.pipeline_parallel_size=1"
 _LOOK_AT_RESULTS = [f"on_{stage}_{when}" for stage in ("validation", "test") for when in ("batch_end", "epoch_end")]
@@ -83,6 +84,7 @@ class PipelinedLogs(FsdpStrategy):
 
     @contextmanager
     def whole_parameters(self, hook: str) -> Iterator[None]:
+        free_gathered(self.module)  # while each weight is where FSDP2 put it: a weight that stages share moves below
         try:
             with self.stages.whole(), super().whole_parameters(hook):  # other stages' weights have no memory
                 yield

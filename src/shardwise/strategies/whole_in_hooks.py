@@ -122,6 +122,8 @@ class _WholeWeights:
                 info = parameter._module_info
                 self._take(shard, info.module._parameters[info.param_name])
                 self._write(shard)
+        # The root has let the streams of the gather go on before this was written.
+        group._wait_all_gather_streams_on_event(group.device_handle.current_stream().record_event())
         return original(group, *args, **kwargs)
 
     def _post_forward(self, original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
@@ -85,14 +86,42 @@ def keep_gradients_until_reduced(optimizer: Any) -> None:
     optimizer.average_tensor = average_and_keep
 
 
+@contextmanager
+def gathered(engine: Any, module: LightningModule, trained: list[nn.Parameter]) -> Iterator[None]:
+    """Give these and all frozen parameters of ZeRO-3 whole weights inside, which may be written to. Collective."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    wait_for_gathers(engine)
+    parameters: list[Any] = list(trained)
+    available = [p for p in parameters if p.ds_status.name == "AVAILABLE"]
+    absent = [p for p in parameters if p.ds_status.name != "AVAILABLE"]
+    frozen = [p for p in module.parameters() if not p.requires_grad and hasattr(p, "ds_id")]
+    with GatheredParameters([*frozen, *absent], modifier_rank=0):
+        yield
+    for p in available:  # DeepSpeed keeps a small one whole, and would gather its shard the next time
+        shard = p.ds_tensor
+        mine = p.detach().flatten()[dist.get_rank() * shard.numel() :][: shard.numel()]
+        shard.data[: mine.numel()].copy_(mine)
+
+
+def wait_for_gathers(engine: Any) -> None:
+    """Let go of weights that ZeRO-3 gathers ahead, for a backward pass that does not come behind an evaluation.
+
+    Until they are there they are neither whole nor free, and `GatheredParameters` passes over them.
+    """
+    optimizer = engine.optimizer  # without one it is the offload itself
+    getattr(optimizer, "parameter_offload", optimizer).get_param_coordinator()._clean_inflight_param_registry()
+
+
 _SAMPLING = -1  # the number of no layer
 
 
 @contextmanager
-def kept_gathered(module: nn.Module) -> Iterator[None]:
+def kept_gathered(engine: Any, module: nn.Module) -> Iterator[None]:
     """Gather the weights of ZeRO-3 once for many forward passes. Collective."""
     from deepspeed.runtime.zero import GatheredParameters
 
+    wait_for_gathers(engine)
     parameters: list[Any] = [p for p in module.parameters() if hasattr(p, "ds_id")]
     with GatheredParameters([p for p in parameters if p.ds_status.name == "NOT_AVAILABLE"]):
         for p in parameters:  # DeepSpeed frees a weight behind the last layer that uses it: this says that one does

@@ -73,10 +73,11 @@ class ZeroState(DTensorState):
         if self.zero_stage < 3:
             optimizer.update_lp_params()
             return
+        # As in its step: what an evaluation left gathered, for a backward pass that does not come, is gathered anew.
+        optimizer._partition_all_parameters()
         for group in range(len(optimizer.fp16_partitioned_groups_flat)):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
-        if optimizer.persistent_parameters:  # kept gathered: they are partitioned, then gathered again
-            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+        if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
     def full_parameters(self) -> dict[str, Tensor]:

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import DDPStrategy
@@ -38,6 +37,7 @@ from shardwise.strategies.zero.initial import InitialValues
 from shardwise.strategies.zero.internals import (
     count_elements,
     full_shapes,
+    gathered,
     keep_gradients_until_reduced,
     kept_gathered,
     leaf_gradients_reduced_singly,
@@ -271,24 +271,15 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         return sum(p.ds_numel * p.element_size() for p in parameters if hasattr(p, "ds_numel"))
 
     def _gathering(self) -> AbstractContextManager[None]:
-        return kept_gathered(self.module)
+        return kept_gathered(self.model, self.module)
 
     @contextmanager
     def _gathered(self, trained: list[nn.Parameter]) -> Iterator[None]:
         if self.plan.strategy.zero_stage < 3:
             yield
             return
-        from deepspeed.runtime.zero import GatheredParameters
-
-        absent = [p for p in trained if p.ds_status.name != "AVAILABLE"]  # type: ignore[attr-defined]
-        frozen = [p for p in self.module.parameters() if not p.requires_grad and hasattr(p, "ds_id")]
-        available = [p for p in trained if p.ds_status.name == "AVAILABLE"]  # type: ignore[attr-defined]
-        with GatheredParameters([*frozen, *absent], modifier_rank=0):
+        with gathered(self.model, self.module, trained):
             yield
-        for p in available:  # DeepSpeed keeps a small one whole, and would gather its shard the next time
-            shard = p.ds_tensor  # type: ignore[attr-defined]
-            mine = p.detach().flatten()[dist.get_rank() * shard.numel() :][: shard.numel()]
-            shard.data[: mine.numel()].copy_(mine)
 
 
 def _norms(parameters: dict[str, nn.Parameter]) -> dict[str, float]:
