@@ -143,21 +143,27 @@ def _check_by_hand(plan: Plan, name: str) -> None:
 
 
 def one_optimizer(module: LightningModule) -> Callable[[], Any]:
-    """The module's `configure_optimizers`, which then refuses several optimizers: Lightning steps only one."""
-    own = module.configure_optimizers
+    """The module's `configure_optimizers`, which then refuses several optimizers, of which Lightning steps one, and
+    none, with which it trains nothing."""
+    own, name = module.configure_optimizers, type(module).__name__
 
     def configure() -> Any:
         made: Any = own()
+        if made is None:
+            raise ConfigError(
+                f"{name}.configure_optimizers returned None: a run without an optimizer trains nothing; return one, or "
+                f"give optimizer=adamw optimizer_override=true"
+            )
         optimizers = made[0] if isinstance(made, (list, tuple)) and made and isinstance(made[0], list) else made
         if isinstance(optimizers, (list, tuple)) and len(optimizers) > 1:
             raise ConfigError(
-                f"{type(module).__name__} has {len(optimizers)} optimizers, and automatic optimization steps one: set "
+                f"{name} has {len(optimizers)} optimizers, and automatic optimization steps one: set "
                 f"self.automatic_optimization = False and step them in training_step, or give one with several groups"
             )
         for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ConfigError(
-                    f"{type(module).__name__} uses LBFGS, which asks for the loss several times a step: set "
+                    f"{name} uses LBFGS, which asks for the loss several times a step: set "
                     f"self.automatic_optimization = False and step it in training_step, or use another optimizer"
                 )
         return made

@@ -68,6 +68,12 @@ REFUSED = [
         "fsdp strategy.tensor_parallel_size=2",
         "Gan optimizes by hand, which strategy.tensor_parallel_size cannot",
     ),
+    *(("Untrained", strategy, "Untrained.configure_optimizers returned None") for strategy in ("ddp", "fsdp", "zero2")),
+    *(
+        ("Lazy", strategy, "Lazy has layers that get their shapes with the first")
+        for strategy in ("ddp", "fsdp", "zero3")
+    ),
+    ("Bare", "ddp data.kind=together", "a CombinedLoader gives batches of several loaders at once"),
     ("Idle", "ddp", "Idle has parameters that took no part in the loss: give strategy.find_unused_parameters=true"),
 ]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -395,6 +396,17 @@ class Detached(Bare):
         return super().training_step(batch, batch_idx).detach()
 
 
+class Untrained(Bare):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+class Lazy(Bare):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(6)
+
+
 class Idle(Bare):
     def __init__(self) -> None:
         super().__init__()
@@ -574,5 +586,6 @@ class Samples(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(samples(self.kind, 40, 0), batch_size=self.batch_size, shuffle=False)
 
-    def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(samples(self.kind, 13, 1), batch_size=4, shuffle=False)
+    def val_dataloader(self) -> Any:
+        loader = DataLoader(samples(self.kind, 13, 1), batch_size=4, shuffle=False)
+        return CombinedLoader([loader, loader], "max_size") if self.kind == "together" else loader

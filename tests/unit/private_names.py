@@ -69,7 +69,7 @@ USED = {
     "lightning_internals/results.py": (
         "_LoggerConnector _Metadata _ResultMetric _Sync _callback_metrics _combined_loader "
         "_computed _copy_state_dict _current_fx_name _defaults _first_loop_iter _forked_name _forward_cache _get_cache "
-        "_logger_connector _results _update_count"
+        "_is_sequential _logger_connector _results _update_count"
     ),
     "lightning_internals/resume_validation.py": "_call_lightning_module_hook _first_loop_iter _logger_connector",
     "metrics/wandb_logger.py": "_wandb_init",
@@ -172,6 +172,9 @@ NAMES = {
     "_can_stop_early": name(FIT_LOOP, "an early stop waits for min_steps, as in Lightning's own `done`"),
     "_combined_loader": name(
         f"{LOOPS}.prediction_loop._PredictionLoop", "which samples were predicted is known to the loaders"
+    ),
+    "_is_sequential": name(
+        f"{LOOPS}.evaluation_loop._EvaluationLoop", "batches of several loaders at once cannot be dealt out to ranks"
     ),
     "_combined_loader_states_to_load": name(
         FIT_LOOP, "where the data goes on is not forgotten when set-up has read it early"

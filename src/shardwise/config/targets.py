@@ -55,7 +55,7 @@ def locate(path: str, where: str) -> Callable[..., Any]:
         is_module = isinstance(found, ModuleType)
         if not hasattr(found, name) and not (is_module and _import(f"{parent}.{name}", path, where)):
             near = did_you_mean(name, vars(found) if hasattr(found, "__dict__") else ())
-            raise ConfigError(f"{where}._target_={path}: {parent} has no {name}{near}")
+            raise ConfigError(f"{where}._target_={path}: {parent} has no {name}{near}{_elsewhere(names[0])}")
         found = getattr(found, name)
     if not callable(found):
         raise ConfigError(f"{where}._target_={path}: {a_or_an(type(found).__name__)}, neither a class nor a function")
@@ -68,6 +68,15 @@ def locate(path: str, where: str) -> Callable[..., Any]:
             f"{', '.join(_PLAIN)} and the plain types (SECURITY.md)"
         )
     return cast(Callable[..., Any], found)
+
+
+def _elsewhere(name: str) -> str:
+    """What to say where the current directory has a module of that name, and another one was imported."""
+    here = [path for path in (Path.cwd() / f"{name}.py", Path.cwd() / name) if path.exists()]
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if not here or file is None or Path(file).is_relative_to(here[0]):
+        return ""
+    return f"; {name} is {file}, and {here[0]} has the same name: give it another one"
 
 
 def _home(target: Any) -> str:

@@ -53,6 +53,7 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         )
         self._use(plan)
         self._order: list[int] = []  # the order in which gradients arrived in the first step
+        self._with_own_gradient: set[nn.Parameter] = set()  # in this window, apart from the memory of a recorded graph
 
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
@@ -82,9 +83,12 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         loss: Tensor = super().backward(*args, **kwargs)
         if self.plan.compile.cudagraphs and not self.window.is_complete:
             # They lie in memory of a recorded graph, which the next micro-batch's replay writes over.
+            if len(self.window.losses) == 1:
+                self._with_own_gradient.clear()
             for p in self.module.parameters():
-                if p.grad is not None and len(self.window.losses) == 1:
+                if p.grad is not None and p not in self._with_own_gradient:
                     p.grad = p.grad.clone()
+                    self._with_own_gradient.add(p)
         return loss
 
     def _keeps_whole(self, parameter: nn.Parameter) -> bool:
@@ -105,6 +109,7 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         self.runs_inside_forward = self.world_size > 1
         if self.world_size > 1:
             super().configure_ddp()
+            self._freeze_for_good()
         # With one rank there is nothing to average, and DDP would only copy the gradients.
 
     def _setup_model(self, model: Module) -> DDP:

@@ -106,6 +106,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         if self.plan.strategy.zero_stage == 3:
             self._refuse_inner_backward(engine_optimizer)
         keep_gradients_until_reduced(engine_optimizer)
+        self._freeze_for_good()
         self.optimizers = [engine_optimizer]
         self.zero_state.use(engine_optimizer, group_names)
         self.zero_precision.watch_gradients(engine_optimizer)

@@ -1,0 +1,101 @@
+"""Weights that hooks freeze, or let be trained, in the course of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from shardwise.errors import ConfigError
+from tests.harness.cells import cell_plan, fit
+from tests.harness.processes import spawn
+
+LAYER = "model.blocks.0."
+UNUSED = "strategy.find_unused_parameters=true"
+FROZEN_LATER = {  # hook → strategies that must have the same weights in the end
+    hook: {"ddp": ["strategy=ddp", UNUSED], "fsdp": ["strategy=fsdp"], "zero2": ["strategy=zero2", UNUSED]}
+    for hook in ("on_fit_start", "on_train_batch_start")
+}
+REFUSED = {"ddp": ["strategy=ddp", UNUSED], "zero2": ["strategy=zero2", UNUSED], "zero3": ["strategy=zero3", UNUSED]}
+
+
+class Freezes(Callback):
+    """Freezes the first layer in a hook; behind the second step it is to be trained again, if `thaws`."""
+
+    def __init__(self, hook: str, thaws: bool) -> None:
+        self.hook, self.thaws = hook, thaws
+
+    def act(self, hook: str, module: Any, step: int = 0) -> None:
+        if hook == self.hook and step < 2:
+            module.model.blocks[0].requires_grad_(False)
+        elif self.thaws and hook == "on_train_batch_start" and step >= 2:
+            module.model.blocks[0].requires_grad_(True)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.act("setup", pl_module)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.act("on_fit_start", pl_module)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.act("on_train_batch_start", pl_module, trainer.global_step)
+
+
+def run(folder: Path, ranks: int, words: list[str], hook: str, thaws: bool) -> Any:
+    plan = cell_plan(folder, ranks, "micro_batch_size=2", "global_batch_size=4", "max_steps=4", "schedule=none",
+                     "optimizer=sgd", "optimizer.lr=0.1", *words)  # fmt: skip
+    try:
+        return fit(plan, Freezes(hook, thaws))["final"]
+    except ConfigError as error:
+        return str(error)
+
+
+def run_all(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for hook, cells in FROZEN_LATER.items():
+        for name, words in cells.items():
+            found[f"{hook} {name}"] = run(
+                folder / f"{hook}-{name}", 2, words, hook, thaws=hook == "on_train_batch_start"
+            )
+    found["thawed fsdp"] = run(folder / "fsdp", 2, ["strategy=fsdp"], "setup", thaws=True)
+    for name, words in REFUSED.items():
+        found[f"thawed {name}"] = run(folder / name, 2, words, "setup", thaws=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return spawn(2, run_all, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def thawed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """On one rank under ddp, which reduces nothing."""
+    found: dict[str, torch.Tensor] = spawn(
+        1, run, tmp_path_factory.mktemp("one") / "a", 1, ["strategy=ddp"], "setup", True
+    )[0]
+    return found
+
+
+@pytest.mark.parametrize("hook", FROZEN_LATER)
+@pytest.mark.parametrize("name", ["fsdp", "zero2"])
+def test_what_a_hook_freezes_is_frozen(runs: Any, hook: str, name: str) -> None:
+    ddp, found = runs[0][f"{hook} ddp"], runs[0][f"{hook} {name}"]
+    for parameter, tensor in ddp.items():
+        assert torch.allclose(found[parameter], tensor, atol=1e-6), parameter
+
+
+def test_fsdp_trains_what_was_frozen_at_the_set_up(runs: Any, thawed: dict[str, torch.Tensor]) -> None:
+    for rank in runs:
+        for parameter, tensor in thawed.items():
+            assert torch.allclose(rank["thawed fsdp"][parameter], tensor, atol=1e-6), parameter
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_not_be_reduced_is_refused(runs: Any, name: str) -> None:
+    for rank in runs:
+        told = rank[f"thawed {name}"]
+        assert isinstance(told, str) and f"requires_grad=False when {name} was set up" in told and LAYER in told
