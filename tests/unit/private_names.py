@@ -56,7 +56,7 @@ USED = {
     ),
     "lightning_internals/loops.py": (
         "_FitLoop _ManualOptimization _ProcessedTracker _TrainingEpochLoop _batches_that_stepped _can_stop_early "
-        "_combined_loader_states_to_load _data_fetcher _is_training_done _is_validation_done "
+        "_combined_loader_states_to_load _data_fetcher _is_sequential _is_training_done _is_validation_done "
         "_load_combined_loader_states _num_ready_batches_reached _on_after_step _on_before_step _restarting "
         "_resuming_from_checkpoint _should_accumulate _should_check_val_fx"
     ),
@@ -69,7 +69,7 @@ USED = {
     "lightning_internals/results.py": (
         "_LoggerConnector _Metadata _ResultMetric _Sync _callback_metrics _combined_loader "
         "_computed _copy_state_dict _current_fx_name _defaults _first_loop_iter _forked_name _forward_cache _get_cache "
-        "_is_sequential _logger_connector _results _update_count"
+        "_logger_connector _results _update_count"
     ),
     "lightning_internals/resume_validation.py": "_call_lightning_module_hook _first_loop_iter _logger_connector",
     "metrics/wandb_logger.py": "_wandb_init",

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer.states import TrainerFn
 
 from shardwise.lightning_internals.results import step_logging
 
@@ -128,3 +130,10 @@ class ResumingLoop(_FitLoop):
         if isinstance(loop, WindowLoop) and loop.ended_before:
             # The next epoch uses the present iterator.
             loop.ended_before, self._resuming_from_checkpoint = False, True
+
+
+def evaluates_loaders_together(trainer: Trainer) -> bool:
+    """Whether a batch of the evaluation that begins has batches of several loaders."""
+    training = trainer.state.fn == TrainerFn.FITTING
+    loop = trainer.test_loop if trainer.testing else trainer.fit_loop.epoch_loop.val_loop if training else None
+    return not (loop or trainer.validate_loop)._is_sequential

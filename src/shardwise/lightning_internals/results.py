@@ -15,7 +15,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -206,13 +205,6 @@ def validation_results(trainer: Trainer) -> dict[str, Any]:
     results = trainer.fit_loop.epoch_loop.val_loop._results
     found: dict[str, Any] = results.metrics(on_step=False)["callback"]
     return found
-
-
-def evaluates_loaders_together(trainer: Trainer) -> bool:
-    """Whether a batch of the evaluation that begins has batches of several loaders."""
-    training = trainer.state.fn == TrainerFn.FITTING
-    loop = trainer.test_loop if trainer.testing else trainer.fit_loop.epoch_loop.val_loop if training else None
-    return not (loop or trainer.validate_loop)._is_sequential
 
 
 def prediction_loaders(trainer: Trainer) -> list[Any]:

@@ -8,7 +8,7 @@ hooks that it implements differently.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.accelerator import exact_dtype
@@ -32,7 +31,7 @@ from shardwise.distributed.process_group import group_timeout
 from shardwise.distributed.rng import derived_seed, random_state, seed_streams, set_random_state
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals import counters
-from shardwise.lightning_internals.results import evaluates_loaders_together, unrecorded
+from shardwise.lightning_internals.results import unrecorded
 from shardwise.optim.optimizers import check_one_owner, step_schedules_unless
 from shardwise.parallel.activation_checkpointing import explain, without_caches
 from shardwise.parallel.parallelize import copy_outside_units, parallelize
@@ -50,6 +49,7 @@ from shardwise.strategies.checkpoint_hooks import CheckpointHooks
 from shardwise.strategies.copied_parameters import CopiedParameters
 from shardwise.strategies.divided_sequences import DividedSequences
 from shardwise.strategies.gathered import GatheringHooks
+from shardwise.strategies.refusals import FrozenForGood, refuse_lazy_layers
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.whole_weights import check_loss
 from shardwise.weights.init_from import read_initial
@@ -72,6 +72,7 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
         self.stepped = False  # whether a module that optimizes by hand has stepped in this batch
         self.learning_rate = float("nan")  # that of the first parameter group in the last step
         self._outside_units: list[ParameterSites] = []  # copied in low precision in each step
+        self._frozen = FrozenForGood()
         self._paddings: deque[bool] = deque()  # whether each evaluation batch that the loader gave is padding
         self._prepare_evaluations()
         self._transfer: BatchTransfer | None = None
@@ -84,11 +85,7 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
     def _begin_setup(self, module: LightningModule) -> None:
         """Do the part of the set-up that does not depend on how the module is sharded."""
         self.module_name = type(module).__name__  # kept, since FSDP2 changes the class
-        if lazy := [name for name, p in module.named_parameters() if is_lazy(p)]:
-            raise ConfigError(
-                f"{self.module_name} has layers that get their shapes with the first batch ({', '.join(lazy[:4])}): "
-                f"strategies need them before; give the sizes, or run the layers once in configure_model or setup"
-            )
+        refuse_lazy_layers(module)
         self.units, message = units_for(module, self.plan)
         _tell(message)
         if self.plan.activation_checkpointing.name != "none":
@@ -261,24 +258,10 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
             self.stepped = False
             self.window.begin()
             self.buffers.keep()
-            self._check_unfrozen()
+            self._frozen.check()
         assert self.train_loader is not None
         self.window.begin_micro_batch(self.train_loader.next_scale())
         super().on_train_batch_start(batch, batch_idx)
-
-    _frozen_for_good: Sequence[tuple[str, nn.Parameter]] = ()  # what was frozen at the set-up, if it must stay so
-
-    def _check_unfrozen(self) -> None:
-        """Refuse a weight that was frozen when the strategy was set up and is to be trained now."""
-        if names := [name for name, p in self._frozen_for_good if p.requires_grad]:
-            name = self.plan.strategy.name
-            raise ConfigError(
-                f"{', '.join(names[:4])} had requires_grad=False when {name} was set up, and has it no longer: {name} "
-                f"would not reduce or update it; use strategy=fsdp, or let it be trained from the start"
-            )
-
-    def _freeze_for_good(self) -> None:
-        self._frozen_for_good = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
 
     def check_loss(self, loss: Tensor) -> None:
         """Refuse a loss that a step cannot learn from. Collective in a strategy that divides layers."""
@@ -349,20 +332,7 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
             tensor = tensor.to(exact_dtype(tensor.device))
         return super().reduce(tensor, group, reduce_op)
 
-    def _check_loaders(self) -> None:
-        """Refuse batches of several loaders at once: a rank without samples of one left may have some of another."""
-        if self.plan.topology.data_parallel_size > 1 and evaluates_loaders_together(self.module.trainer):
-            raise ConfigError(
-                "a CombinedLoader gives batches of several loaders at once, and on several ranks an evaluation would "
-                "count samples twice: use mode='sequential', or return a list of loaders"
-            )
-
-    def on_test_start(self) -> None:
-        self._check_loaders()
-        super().on_test_start()
-
     def on_validation_start(self) -> None:
-        self._check_loaders()
         self.synchronize_buffers()
         self._before_validation = random_state(self.root_device) if self.state.is_training else None
         super().on_validation_start()

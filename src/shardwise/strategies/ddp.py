@@ -27,6 +27,7 @@ from shardwise.optim.optimizers import use_matrices
 from shardwise.plan import Plan
 from shardwise.protocols import wants_channels_last
 from shardwise.strategies.base import PlannedStrategy
+from shardwise.strategies.refusals import FrozenForGood
 from shardwise.weights.initialize import Materializer
 
 # torch 2.13 renamed this argument.
@@ -109,7 +110,7 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         self.runs_inside_forward = self.world_size > 1
         if self.world_size > 1:
             super().configure_ddp()
-            self._freeze_for_good()
+            self._frozen = FrozenForGood(self.module, self.plan.strategy.name)
         # With one rank there is nothing to average, and DDP would only copy the gradients.
 
     def _setup_model(self, model: Module) -> DDP:

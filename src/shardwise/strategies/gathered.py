@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from shardwise import accelerator
@@ -19,11 +18,12 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.nn.sequence_parts import whole_sequences
 from shardwise.plan import Plan
 from shardwise.step.layers_in_hooks import LayersInHooks
+from shardwise.strategies.refusals import ChecksLoaders
 
 _SPARE = 0.1  # of all memory is left for what the forward passes need
 
 
-class GatheringHooks(Strategy):
+class GatheringHooks(ChecksLoaders):
     """Implements `gathered_weights` of protocols.py. A strategy that shards weights overrides the two steps."""
 
     plan: Plan

@@ -31,6 +31,7 @@ from shardwise.optim.optimizers import treats_weights_one_by_one
 from shardwise.parallel.precision import dtype_of
 from shardwise.plan import Plan
 from shardwise.strategies.base import PlannedStrategy
+from shardwise.strategies.refusals import FrozenForGood
 from shardwise.strategies.whole_weights import gives_tensors, tensors_in_objects, weights_are_sharded
 from shardwise.strategies.zero.engine import engine_config
 from shardwise.strategies.zero.initial import InitialValues
@@ -106,7 +107,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         if self.plan.strategy.zero_stage == 3:
             self._refuse_inner_backward(engine_optimizer)
         keep_gradients_until_reduced(engine_optimizer)
-        self._freeze_for_good()
+        self._frozen = FrozenForGood(self.module, self.plan.strategy.name)
         self.optimizers = [engine_optimizer]
         self.zero_state.use(engine_optimizer, group_names)
         self.zero_precision.watch_gradients(engine_optimizer)
