@@ -17,7 +17,6 @@ import contextlib
 import importlib.util
 import io
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.clock import StepTimer  # noqa: E402
 from benchmarks.harness.data import Held, batch_of_tokens  # noqa: E402
 from benchmarks.harness.device import device_of, free_memory  # noqa: E402
-from benchmarks.harness.limits import note, noted, on_ranks  # noqa: E402
+from benchmarks.harness.limits import note, rows_of_ranks  # noqa: E402
 from benchmarks.harness.trainers import on_all, our_trainer, resolve  # noqa: E402
 from shardwise.distributed.process_group import init_process_group  # noqa: E402
 from shardwise.rank import quiet_lightning  # noqa: E402
@@ -139,15 +138,8 @@ def main() -> None:
     arguments = parser.parse_args()
     environment, _ = results.measured_on(arguments.accelerator, arguments.commit)
     wanted = cells_for(arguments.ranks, arguments.accelerator, arguments.only)
-    error = ""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        options = (folder, arguments.ranks, arguments.accelerator, arguments.tiny, arguments.only)
-        try:
-            on_ranks(arguments.ranks, run_all, *options, timeout_seconds=arguments.timeout)
-        except AssertionError as failed:
-            error = str(failed)[-3000:]
-        rows = noted(folder)
+    options = (arguments.ranks, arguments.accelerator, arguments.tiny, arguments.only)
+    rows, error = rows_of_ranks(arguments.ranks, run_all, *options, timeout_seconds=arguments.timeout)
     usual = {row["strategy"]: row for row in rows if not row["knobs"]}
     again = [off(row, usual["fsdp"]) for row in rows if row["knobs"] == "again"]
     for row in rows:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import torch  # noqa: E402
 
 from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.device import device_of, free_memory  # noqa: E402
-from benchmarks.harness.limits import note, noted, on_ranks  # noqa: E402
+from benchmarks.harness.limits import note, rows_of_ranks  # noqa: E402
 from benchmarks.harness.trainers import on_all, our_trainer, resolve  # noqa: E402
 from shardwise.distributed.process_group import init_process_group  # noqa: E402
 from shardwise.rank import quiet_lightning  # noqa: E402
@@ -94,15 +93,9 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=240, help="seconds for all runs together")
     arguments = parser.parse_args()
     environment, _ = results.measured_on(arguments.accelerator, arguments.commit)
-    cells, error = cells_for(arguments.ranks, arguments.accelerator), ""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        try:
-            options = (folder, arguments.ranks, arguments.accelerator)
-            on_ranks(arguments.ranks, run_all, *options, timeout_seconds=arguments.timeout)
-        except AssertionError as failed:
-            error = str(failed)[-3000:]
-        rows = {row["name"]: row for row in noted(folder)}
+    cells, options = cells_for(arguments.ranks, arguments.accelerator), (arguments.ranks, arguments.accelerator)
+    found, error = rows_of_ranks(arguments.ranks, run_all, *options, timeout_seconds=arguments.timeout)
+    rows = {row["name"]: row for row in found}
     for name, (_, _, _, wanted) in cells.items():
         row = rows.get(name)
         if row is None:

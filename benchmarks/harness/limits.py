@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,20 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout_
     if not earlier.startswith(here):  # The server that forks the ranks finds modules by this variable.
         os.environ["PYTHONPATH"] = os.pathsep.join([here, earlier])
     return spawn(ranks, function, *arguments, timeout_seconds=timeout_seconds)
+
+
+def rows_of_ranks(
+    ranks: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float
+) -> tuple[list[dict[str, Any]], str]:
+    """What `function(folder, *arguments)` has written down on `ranks` processes with `note`, and the ranks' tracebacks
+    where they failed or took longer than `timeout_seconds`; else an empty text."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, error = Path(name), ""
+        try:
+            on_ranks(ranks, function, folder, *arguments, timeout_seconds=timeout_seconds)
+        except AssertionError as failed:
+            error = str(failed)[-3000:]
+        return noted(folder), error
 
 
 def note(folder: Path, row: dict[str, Any]) -> None:

@@ -139,7 +139,7 @@ def breadth(result: dict[str, Any]) -> list[str]:
         f"{environment['packages']['lightning']}; "
         f"eager, AdamW, accumulation {settings['accumulate_grad_batches']}, clipping, the mean of "
         f"{settings['steps'] - settings['warm_up']} steps after {settings['warm_up']}; one run. Commits "
-        f"{commits_of(result['cells'])}. `{result['command']}`",
+        f"{commits_of(c for c in result['cells'] if c['model'] not in LARGE)}. `{result['command']}`",
         "",
         "Stock Lightning runs with other settings where it refuses these: its FSDPStrategy does not clip, its DDP in "
         "16 bits does not clip with a fused optimizer and was given an unfused one, and its DeepSpeed reduces in 16 "

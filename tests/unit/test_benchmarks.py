@@ -99,7 +99,12 @@ def test_commands_in_the_docs_are_there() -> None:
 
 @pytest.mark.parametrize(
     ("norms", "holds"),
-    [([6.4, 4.8, 4.7, 4.6], True), ([31.0, 4.8, 4.7, 4.6], False), ([6.4, 4.8, 4.7, 9.2], False)],
+    [
+        ([6.4, 4.8, 4.7, 4.6], True),
+        ([31.0, 4.8, 4.7, 4.6], False),
+        ([6.4, 4.8, 4.7, 9.2], False),
+        ([6.4, float("nan"), 4.7, 4.6], False),
+    ],
 )
 def test_first_steps_with_other_gradients_do_not_hold(norms: list[float], holds: bool) -> None:
     reference = {"loss": [12.2, 12.1, 12.0, 11.9], "gradient_norm": [6.4, 4.8, 4.7, 4.6]}

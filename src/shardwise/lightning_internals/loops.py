@@ -134,6 +134,8 @@ class ResumingLoop(_FitLoop):
 
 def evaluates_loaders_together(trainer: Trainer) -> bool:
     """Whether a batch of the evaluation that begins has batches of several loaders."""
-    training = trainer.state.fn == TrainerFn.FITTING
-    loop = trainer.test_loop if trainer.testing else trainer.fit_loop.epoch_loop.val_loop if training else None
-    return not (loop or trainer.validate_loop)._is_sequential
+    if trainer.state.fn == TrainerFn.FITTING:
+        loop = trainer.fit_loop.epoch_loop.val_loop
+    else:
+        loop = trainer.test_loop if trainer.testing else trainer.validate_loop
+    return not loop._is_sequential

@@ -60,7 +60,9 @@ _GPM = {
 _HARDWARE_REASONS = ("HwSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
 _VALUE_FIELDS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # in the order of nvmlValueType_t
 _MOST_EVENTS = 16  # that one look takes
-_ONE_THREAD = threading.Lock()  # GPM and field values crashed a process in which four threads asked for them at once
+# A process in which four threads asked for GPM at once crashed there. Datadog's agent asks for GPM and for field values
+# in one thread at a time as well (DataDog/datadog-agent#54821).
+_ONE_THREAD = threading.Lock()
 
 
 class Nvml:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
@@ -68,8 +69,13 @@ def units_for(module: nn.Module, plan: Plan) -> tuple[Units, str | None]:
     """The layers that this Plan acts on, and a line about them for the user; None if the Plan acts on none.
 
     Raises:
-        ConfigError: see `find_units`; or there is nothing to train.
+        ConfigError: see `find_units`; or there is nothing to train, or a parameter has no shape yet.
     """
+    if lazy := [name for name, p in module.named_parameters() if is_lazy(p)]:
+        raise ConfigError(
+            f"{type(module).__name__} has layers that get their shapes with the first batch ({', '.join(lazy[:4])}): "
+            f"strategies need them before; give the sizes, or run the layers once in configure_model or setup"
+        )
     checkpointing = plan.activation_checkpointing.name
     options = {"compile=layer": plan.compile.name == "layer",
                f"activation_checkpointing={checkpointing}": checkpointing != "none"}  # fmt: skip

@@ -152,10 +152,8 @@ class PlannedPrecision(LightningPrecision):
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         if self.scaler is None:
-            self.wait_for_checkpoint_copy()
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
-        self.wait_for_checkpoint_copy()
         self._unscale(optimizer)
         self._after_closure(model, optimizer)
         overflowed = self._unscaled.pop(id(optimizer))
@@ -192,7 +190,8 @@ class PlannedPrecision(LightningPrecision):
         return sum(int(overflow.item()) for overflow in overflows)
 
     def watch_step_by_hand(self, *_: Any) -> None:
-        """Refuse a step whose gradients still have the loss scale in them; wait for a checkpoint. Before each step.
+        """Called before each step: refuse gradients that still have the loss scale in them, and wait until a checkpoint
+        that is being written has its copies.
 
         Raises:
             ConfigError: the gradients are scaled.

@@ -49,13 +49,15 @@ from shardwise.strategies.checkpoint_hooks import CheckpointHooks
 from shardwise.strategies.copied_parameters import CopiedParameters
 from shardwise.strategies.divided_sequences import DividedSequences
 from shardwise.strategies.gathered import GatheringHooks
-from shardwise.strategies.refusals import FrozenForGood, refuse_lazy_layers
+from shardwise.strategies.refusals import ChecksLoaders, FrozenForGood
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.whole_weights import check_loss
 from shardwise.weights.init_from import read_initial
 
 
-class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, GatheringHooks, ParallelStrategy):
+class PlannedStrategy(
+    CheckpointHooks, CopiedParameters, DividedSequences, GatheringHooks, ChecksLoaders, ParallelStrategy
+):
     """The hooks that are the same under every strategy. Each strategy mixes them into one of Lightning's."""
 
     runs_inside_forward = True  # whether a step must run inside the forward of the wrapped module
@@ -85,7 +87,6 @@ class PlannedStrategy(CheckpointHooks, CopiedParameters, DividedSequences, Gathe
     def _begin_setup(self, module: LightningModule) -> None:
         """Do the part of the set-up that does not depend on how the module is sharded."""
         self.module_name = type(module).__name__  # kept, since FSDP2 changes the class
-        refuse_lazy_layers(module)
         self.units, message = units_for(module, self.plan)
         _tell(message)
         if self.plan.activation_checkpointing.name != "none":

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from shardwise import accelerator
@@ -18,12 +19,11 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.nn.sequence_parts import whole_sequences
 from shardwise.plan import Plan
 from shardwise.step.layers_in_hooks import LayersInHooks
-from shardwise.strategies.refusals import ChecksLoaders
 
 _SPARE = 0.1  # of all memory is left for what the forward passes need
 
 
-class GatheringHooks(ChecksLoaders):
+class GatheringHooks(Strategy):
     """Implements `gathered_weights` of protocols.py. A strategy that shards weights overrides the two steps."""
 
     plan: Plan

@@ -1,23 +1,13 @@
-"""What no strategy can do, found out when a run is set up or goes on."""
+"""What strategies refuse while a run goes on."""
 
 from __future__ import annotations
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
-from torch.nn.parameter import is_lazy
 
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.loops import evaluates_loaders_together
 from shardwise.plan import Plan
-
-
-def refuse_lazy_layers(module: LightningModule) -> None:
-    """Raises ConfigError where parameters have no shape yet."""
-    if lazy := [name for name, p in module.named_parameters() if is_lazy(p)]:
-        raise ConfigError(
-            f"{type(module).__name__} has layers that get their shapes with the first batch ({', '.join(lazy[:4])}): "
-            f"strategies need them before; give the sizes, or run the layers once in configure_model or setup"
-        )
 
 
 class ChecksLoaders(Strategy):

@@ -66,8 +66,7 @@ class _WholeWeights:
             layer._parameters[key] = p
         for of, p in self.shards.items():  # all of them, since a write through p.data cannot be seen
             self._write(p)
-            if p.requires_grad != self.wholes[of].requires_grad:  # the hook has frozen it, or lets it be trained
-                p.requires_grad_(self.wholes[of].requires_grad)
+            p.requires_grad_(self.wholes[of].requires_grad)  # the hook may have frozen it, or let it be trained
             keep_notes(p, self.wholes[of])
 
     def _take(self, shard: DTensor, present: Any) -> None:

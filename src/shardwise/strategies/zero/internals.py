@@ -91,7 +91,7 @@ def gathered(engine: Any, module: LightningModule, trained: list[nn.Parameter]) 
     """Give these and all frozen parameters of ZeRO-3 whole weights inside, which may be written to. Collective."""
     from deepspeed.runtime.zero import GatheredParameters
 
-    wait_for_gathers(engine)
+    release_prefetched(engine)
     parameters: list[Any] = list(trained)
     available = [p for p in parameters if p.ds_status.name == "AVAILABLE"]
     absent = [p for p in parameters if p.ds_status.name != "AVAILABLE"]
@@ -104,10 +104,11 @@ def gathered(engine: Any, module: LightningModule, trained: list[nn.Parameter]) 
         shard.data[: mine.numel()].copy_(mine)
 
 
-def wait_for_gathers(engine: Any) -> None:
-    """Let go of weights that ZeRO-3 gathers ahead, for a backward pass that does not come behind an evaluation.
+def release_prefetched(engine: Any) -> None:
+    """Wait for the weights that ZeRO-3 gathers ahead, and free them.
 
-    Until they are there they are neither whole nor free, and `GatheredParameters` passes over them.
+    Behind an evaluation it gathers weights for a backward pass that does not come. Until they have arrived, they are
+    neither whole nor free, and `GatheredParameters` passes over them.
     """
     optimizer = engine.optimizer  # without one it is the offload itself
     getattr(optimizer, "parameter_offload", optimizer).get_param_coordinator()._clean_inflight_param_registry()
@@ -121,7 +122,7 @@ def kept_gathered(engine: Any, module: nn.Module) -> Iterator[None]:
     """Gather the weights of ZeRO-3 once for many forward passes. Collective."""
     from deepspeed.runtime.zero import GatheredParameters
 
-    wait_for_gathers(engine)
+    release_prefetched(engine)
     parameters: list[Any] = [p for p in module.parameters() if hasattr(p, "ds_id")]
     with GatheredParameters([p for p in parameters if p.ds_status.name == "NOT_AVAILABLE"]):
         for p in parameters:  # DeepSpeed frees a weight behind the last layer that uses it: this says that one does
