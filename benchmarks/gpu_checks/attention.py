@@ -29,13 +29,12 @@ from benchmarks.harness.device import wait_for  # noqa: E402
 from recipes.language_modeling.model import Transformer  # noqa: E402
 from shardwise.errors import ConfigError  # noqa: E402
 from shardwise.nn.attention import (  # noqa: E402
-    _RAN,
     causal_attention,
     document_layout,
     document_starts,
-    kernels_that_ran,
     whole_layout,
 )
+from shardwise.nn.attention_kernels import _RAN, kernels_that_ran  # noqa: E402
 from shardwise.plan.attention_kernel import FLASH_ATTENTION_4  # noqa: E402
 from shardwise.plan.choices import installed  # noqa: E402
 
