@@ -28,13 +28,7 @@ from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.device import wait_for  # noqa: E402
 from recipes.language_modeling.model import Transformer  # noqa: E402
 from shardwise.errors import ConfigError  # noqa: E402
-from shardwise.nn.attention import (  # noqa: E402
-    causal_attention,
-    document_layout,
-    document_starts,
-    full_attention,
-    whole_layout,
-)
+from shardwise.nn import attention  # noqa: E402
 from shardwise.nn.attention_kernels import _RAN, kernels_that_ran  # noqa: E402
 from shardwise.plan.attention_kernel import FLASH_ATTENTION_4  # noqa: E402
 from shardwise.plan.choices import installed  # noqa: E402
@@ -97,17 +91,19 @@ def documents_of(shape: Shape, device: torch.device, mean: int) -> Tensor:
 
 def layout_of(q: Tensor, kernel: str, documents: Tensor | None) -> dict[str, Any] | None:
     if documents is None:
-        return whole_layout(torch.empty(q.shape[0], q.shape[2], device=q.device), q.dtype, q.shape[3], kernel)
-    return document_layout(documents, None, q.dtype, q.shape[3], kernel)
+        return attention.whole_layout(torch.empty(q.shape[0], q.shape[2], device=q.device), q.dtype, q.shape[3], kernel)
+    return attention.document_layout(documents, None, q.dtype, q.shape[3], kernel)
 
 
 def gradients(parts: list[Tensor], kernel: str, documents: Tensor | None, causal: bool = True) -> list[Tensor]:
     """The output and the gradients of queries, keys and values."""
+    layout = layout_of(parts[0], kernel, documents) if causal else None
+    return forward_and_backward(parts, kernel, layout, causal)
+
+
+def forward_and_backward(parts: list[Tensor], kernel: str, layout: dict[str, Any] | None, causal: bool) -> list[Tensor]:
     q, k, v = (x.detach().requires_grad_() for x in parts[:3])
-    if causal:
-        out = causal_attention(q, k, v, layout_of(q, kernel, documents), kernel)
-    else:
-        out = full_attention(q, k, v, kernel)
+    out = attention.causal_attention(q, k, v, layout, kernel) if causal else attention.full_attention(q, k, v, kernel)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), parts[3])]
 
 
@@ -169,7 +165,7 @@ def in_a_graph(checks: Checks, kernel: str, mean: int | None, recomputed: bool) 
     more = {}
     if mean is not None:
         documents = documents_of(shape, checks.device, mean)
-        more = {"documents": documents, "starts": document_starts(documents)}
+        more = {"documents": documents, "starts": attention.document_starts(documents)}
 
     def run(compiled: bool) -> list[Tensor]:
         model = model_on(checks.device, kernel)
@@ -198,20 +194,14 @@ def speed(checks: Checks, shape: Shape, kernel: str, mean: int | None) -> tuple[
     """TFLOP/s of forward and backward; the backward counts 2.5 forwards, and causal attention half of all pairs."""
     documents = None if mean is None else documents_of(shape, checks.device, mean)
     parts = drawn(shape, checks.device, torch.bfloat16)
-    q, k, v = (x.detach().requires_grad_() for x in parts[:3])
-    layout = layout_of(q, kernel, documents) if shape.causal else None
-
-    def step() -> None:
-        out = causal_attention(q, k, v, layout, kernel) if shape.causal else full_attention(q, k, v, kernel)
-        torch.autograd.grad(out, (q, k, v), parts[3])
-
+    layout = layout_of(parts[0], kernel, documents) if shape.causal else None
     rounds = 10 if checks.on_gpu else 1
     for _ in range(3):
-        step()
+        forward_and_backward(parts, kernel, layout, shape.causal)
     wait_for(checks.device)
     begin = time.perf_counter()
     for _ in range(rounds):
-        step()
+        forward_and_backward(parts, kernel, layout, shape.causal)
     wait_for(checks.device)
     seconds = (time.perf_counter() - begin) / rounds
     pairs = shape.batch * shape.heads * shape.length**2 / (2 if shape.causal else 1)

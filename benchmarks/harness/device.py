@@ -29,6 +29,7 @@ def free_memory(device: torch.device) -> None:
     """Gives back what nothing refers to, and measures the peaks from here on."""
     gc.collect()
     if device.type == "cuda":
+        torch.cuda.init()  # in a process that has not used the GPU yet, resetting the peaks is an error
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
