@@ -25,28 +25,34 @@ class LayersInHooks:
         self, module: nn.Module, as_in_steps: Callable[[], AbstractContextManager[Any]], dtype: torch.dtype
     ) -> None:
         self.module, self.as_in_steps, self.dtype = module, as_in_steps, dtype
+        self._running = ExitStack()
+        # The same hook each time: what is compiled in a hook would else be compiled again in the next.
+        self._looking = register_module_forward_pre_hook(self._begin)
+        self._looking.remove()
 
     @contextmanager
     def found(self) -> Iterator[None]:
         """Put this around a hook."""
-        with ExitStack() as running, ExitStack() as looking:
-
-            def look() -> None:
-                looking.callback(register_module_forward_pre_hook(begin).remove)
-
-            def begin(layer: nn.Module, args: Any) -> None:
-                if layer in self._layers:
-                    looking.close()  # what the layer calls is within; and a graph that is compiled now knows no hook
-                    running.callback(layer.register_forward_hook(end, always_call=True).remove)
-                    running.enter_context(self.as_in_steps())
-
-            def end(layer: nn.Module, args: Any, output: Any) -> Any:
-                running.close()
-                look()
-                return cast_floating(output, self.dtype)
-
-            look()
+        _ = self._layers  # what is traced is not to compute it
+        self._look()
+        try:
             yield
+        finally:
+            self._looking.remove()
+
+    def _look(self) -> None:
+        self._looking.hooks_dict_ref()[self._looking.id] = self._begin
+
+    def _begin(self, layer: nn.Module, args: Any) -> None:
+        if layer in self._layers:
+            self._looking.remove()  # what the layer calls is within; and a graph that is compiled now knows no hook
+            self._running.callback(layer.register_forward_hook(self._end, always_call=True).remove)
+            self._running.enter_context(self.as_in_steps())
+
+    def _end(self, layer: nn.Module, args: Any, output: Any) -> Any:
+        self._running.close()
+        self._look()
+        return cast_floating(output, self.dtype)
 
     @cached_property
     def _layers(self) -> set[nn.Module]:
