@@ -28,8 +28,14 @@ from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.device import wait_for  # noqa: E402
 from recipes.language_modeling.model import Transformer  # noqa: E402
 from shardwise.errors import ConfigError  # noqa: E402
-from shardwise.nn import attention  # noqa: E402
-from shardwise.nn.attention_kernels import _RAN, kernels_that_ran  # noqa: E402
+from shardwise.nn.attention import (  # noqa: E402
+    _RAN,
+    causal_attention,
+    document_layout,
+    document_starts,
+    kernels_that_ran,
+    whole_layout,
+)
 from shardwise.plan.attention_kernel import FLASH_ATTENTION_4  # noqa: E402
 from shardwise.plan.choices import installed  # noqa: E402
 
@@ -45,7 +51,6 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
-    causal: bool = True
 
 
 class Checks:
@@ -91,19 +96,14 @@ def documents_of(shape: Shape, device: torch.device, mean: int) -> Tensor:
 
 def layout_of(q: Tensor, kernel: str, documents: Tensor | None) -> dict[str, Any] | None:
     if documents is None:
-        return attention.whole_layout(torch.empty(q.shape[0], q.shape[2], device=q.device), q.dtype, q.shape[3], kernel)
-    return attention.document_layout(documents, None, q.dtype, q.shape[3], kernel)
+        return whole_layout(torch.empty(q.shape[0], q.shape[2], device=q.device), q.dtype, q.shape[3], kernel)
+    return document_layout(documents, None, q.dtype, q.shape[3], kernel)
 
 
-def gradients(parts: list[Tensor], kernel: str, documents: Tensor | None, causal: bool = True) -> list[Tensor]:
+def gradients(parts: list[Tensor], kernel: str, documents: Tensor | None) -> list[Tensor]:
     """The output and the gradients of queries, keys and values."""
-    layout = layout_of(parts[0], kernel, documents) if causal else None
-    return forward_and_backward(parts, kernel, layout, causal)
-
-
-def forward_and_backward(parts: list[Tensor], kernel: str, layout: dict[str, Any] | None, causal: bool) -> list[Tensor]:
     q, k, v = (x.detach().requires_grad_() for x in parts[:3])
-    out = attention.causal_attention(q, k, v, layout, kernel) if causal else attention.full_attention(q, k, v, kernel)
+    out = causal_attention(q, k, v, layout_of(q, kernel, documents), kernel)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), parts[3])]
 
 
@@ -111,8 +111,8 @@ def exact(checks: Checks, shape: Shape, kernel: str, mean: int | None) -> tuple[
     """The distance from fp32 by the norm, over the norm there."""
     documents = None if mean is None else documents_of(shape, checks.device, mean)
     parts = drawn(shape, checks.device, torch.bfloat16)
-    ours = gradients(parts, kernel, documents, shape.causal)
-    reference = gradients([x.float() for x in parts], "math", documents, shape.causal)
+    ours = gradients(parts, kernel, documents)
+    reference = gradients([x.float() for x in parts], "math", documents)
     found = {
         name: float((a.float() - b).norm() / b.norm())
         for name, a, b in zip(("out", "dq", "dk", "dv"), ours, reference, strict=True)
@@ -165,7 +165,7 @@ def in_a_graph(checks: Checks, kernel: str, mean: int | None, recomputed: bool) 
     more = {}
     if mean is not None:
         documents = documents_of(shape, checks.device, mean)
-        more = {"documents": documents, "starts": attention.document_starts(documents)}
+        more = {"documents": documents, "starts": document_starts(documents)}
 
     def run(compiled: bool) -> list[Tensor]:
         model = model_on(checks.device, kernel)
@@ -191,20 +191,25 @@ def in_a_graph(checks: Checks, kernel: str, mean: int | None, recomputed: bool) 
 
 
 def speed(checks: Checks, shape: Shape, kernel: str, mean: int | None) -> tuple[bool, dict[str, Any]]:
-    """TFLOP/s of forward and backward; the backward counts 2.5 forwards, and causal attention half of all pairs."""
+    """TFLOP/s of forward and backward; the backward counts 2.5 forwards, and half of all pairs of positions."""
     documents = None if mean is None else documents_of(shape, checks.device, mean)
     parts = drawn(shape, checks.device, torch.bfloat16)
-    layout = layout_of(parts[0], kernel, documents) if shape.causal else None
+    q, k, v = (x.detach().requires_grad_() for x in parts[:3])
+    layout = layout_of(q, kernel, documents)
+
+    def step() -> None:
+        torch.autograd.grad(causal_attention(q, k, v, layout, kernel), (q, k, v), parts[3])
+
     rounds = 10 if checks.on_gpu else 1
     for _ in range(3):
-        forward_and_backward(parts, kernel, layout, shape.causal)
+        step()
     wait_for(checks.device)
     begin = time.perf_counter()
     for _ in range(rounds):
-        forward_and_backward(parts, kernel, layout, shape.causal)
+        step()
     wait_for(checks.device)
     seconds = (time.perf_counter() - begin) / rounds
-    pairs = shape.batch * shape.heads * shape.length**2 / (2 if shape.causal else 1)
+    pairs = shape.batch * shape.heads * shape.length**2 / 2
     tflops = 3.5 * 4 * pairs * shape.head_dim / seconds / 1e12
     return True, {"ms": seconds * 1e3} | ({"TFLOP/s": tflops} if documents is None else {})
 
@@ -243,12 +248,10 @@ def all_checks(checks: Checks) -> Iterator[tuple[str, Callable[[], tuple[bool, d
     small, gpu = Shape(2, 96, 4, 2, 16), checks.on_gpu
     odd = Shape(1, 960, 8, 2, 128) if gpu else small  # 64 beyond a multiple of 128
     middle = Shape(2, 1024, 8, 2, 128) if gpu else small
-    images = Shape(256, 197, 12, 12, 64, causal=False) if gpu else replace(small, causal=False)  # ViT-B/16's
     for kernel in checks.words:
         yield f"exact, heads of 64, {kernel}", partial(exact, checks, replace(middle, head_dim=64), kernel, None)
         yield f"exact, heads of 128, {kernel}", partial(exact, checks, middle, kernel, None)
         yield f"exact, 960 tokens, {kernel}", partial(exact, checks, odd, kernel, None)
-        yield f"exact, images, {kernel}", partial(exact, checks, replace(images, batch=4), kernel, None)
         yield f"recorded, {kernel}", partial(recorded, checks, kernel)
         yield f"graph, {kernel}", partial(in_a_graph, checks, kernel, None, False)
         if kernel != "cudnn":  # few documents, and more than 256, for which FlashAttention 4 has other code
@@ -275,7 +278,6 @@ def all_checks(checks: Checks) -> Iterator[tuple[str, Callable[[], tuple[bool, d
         if kernel not in ("sdpa", "math"):
             yield f"speed, heads of 128, {kernel}", partial(speed, checks, large, kernel, None)
             yield f"speed, heads of 64, {kernel}", partial(speed, checks, replace(large, head_dim=64), kernel, None)
-            yield f"speed, images, {kernel}", partial(speed, checks, images, kernel, None)
         if kernel in ("flash", "flex", "fa4"):
             yield f"speed, documents of 1024, {kernel}", partial(speed, checks, large, kernel, 1024)
 

@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
-from shardwise.nn.attention import full_attention
-from shardwise.nn.attention_kernels import SDPA
 from shardwise.nn.autocast import no_autocast_in_16_bits
 
 
@@ -142,14 +140,14 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, n_heads: int) -> None:
         super().__init__()
-        self.head_dim, self.kernel = dim // n_heads, SDPA
+        self.head_dim = dim // n_heads
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_dim)).permute(2, 0, 3, 1, 4)
-        out: Tensor = self.proj(full_attention(q, k, v, self.kernel).transpose(1, 2).flatten(2))
+        out: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return out
 
 
@@ -223,12 +221,6 @@ class VisionTransformer(nn.Module):
             x = block(x)
         logits: Tensor = self.head(self.norm(x[:, 0]))
         return logits
-
-    def choose_attention(self, kernel: str) -> None:
-        """Let every layer compute attention with this kernel of `full_attention`."""
-        for module in self.modules():
-            if isinstance(module, Attention):
-                module.kernel = kernel
 
     @torch.no_grad()
     def init_module_weights(self, module: nn.Module) -> None:

@@ -1,10 +1,9 @@
 """The LightningModule: augmentation on the device, loss, exact evaluation. It knows no rank, strategy or launcher."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -92,17 +91,6 @@ class ImageClassifier(LightningModule):
         if isinstance(data, ImageData):
             model = self.model
             data.check_fits(model.num_classes, model.in_channels, model.image_size)
-
-    @staticmethod
-    def has_attention(node: Mapping[str, Any]) -> bool:
-        """Whether the model of the module in `node` has attention: a ResNet has none."""
-        model = node.get("model")
-        return isinstance(model, Mapping) and "n_heads" in model
-
-    def choose_attention(self, name: str) -> None:
-        """Compute attention with this kernel of `full_attention`, where the model has attention."""
-        if isinstance(self.model, VisionTransformer):
-            self.model.choose_attention(name)
 
     def init_module_weights(self, module: nn.Module) -> None:
         """Fills what `module` itself owns; other modules than the model's are left alone."""

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
-from shardwise.nn.attention import Layout, cached_attention, causal_attention, document_layout, whole_layout
-from shardwise.nn.attention_kernels import SDPA
+from shardwise.nn.attention import SDPA, Layout, cached_attention, causal_attention, document_layout, whole_layout
 from shardwise.nn.autocast import no_autocast_in_16_bits
 from shardwise.nn.key_value_cache import KeyValueCache, LayerCache
 

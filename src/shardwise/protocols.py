@@ -68,13 +68,8 @@ class Module(Protocol):
 
     def choose_attention(self, name: str) -> None:
         """Compute attention with this kernel, a word of `attention=`, or "sdpa", which leaves the choice to torch:
-        `causal_attention` and `full_attention` of nn/attention.py take it. Called once, before the module is set up.
-        The size of its heads is `dim` / `n_heads` of the arguments of the module, or of its argument `model`."""
-
-    @staticmethod
-    def has_attention(node: dict[str, Any]) -> bool:
-        """Whether there is attention for `choose_attention` to choose a kernel for; without this method there is.
-        `node`: the module's in the config."""
+        `causal_attention` of nn/attention.py takes it. Called once, before the module is set up. The size of its heads
+        is `dim` / `n_heads` of the arguments of the module, or of its argument `model`."""
 
     tensor_parallel_layers: dict[str, str]
     """How `strategy.tensor_parallel_size=N` divides the layers, for the module itself or any of its parts: names of
@@ -241,12 +236,6 @@ def choose_attention_of(module: Any) -> Callable[[str], None] | None:
     """Of a module or its class."""
     found = getattr(module, "choose_attention", None)
     return found if callable(found) else None
-
-
-def has_attention_of(module: Any, node: Mapping[str, Any]) -> bool:
-    """Of a module or its class."""
-    found = getattr(module, "has_attention", None)
-    return bool(found(node)) if callable(found) else True
 
 
 def tensor_parallel_layers_of(layer: Any) -> dict[str, str] | None:

@@ -21,11 +21,11 @@ RUNS = {
 
 
 def train_all(folder: Path) -> dict[str, Any]:
-    from shardwise.nn import attention_kernels
+    from shardwise.nn import attention
 
     words, found = ["micro_batch_size=2", "global_batch_size=8", "max_steps=2"], {}
     for name, more in RUNS.items():
-        attention_kernels._RAN.clear()  # of this process, which trains several runs
+        attention._RAN.clear()  # of this process, which trains several runs
         plan = cell_plan(folder / name.replace(" ", "-"), 2, *words, *more)
         found[name] = fit(plan) | {"plan": plan.attention.name}
         summary = Path(plan.run_dir) / "summary.json"

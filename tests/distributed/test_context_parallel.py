@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from shardwise.nn.attention_kernels import kernels_that_ran
+from shardwise.nn.attention import kernels_that_ran
 from shardwise.parallel.context_parallel import ContextParallel
 from shardwise.plan.topology import Topology
 from shardwise.run_dir.files import checkpoint_path

@@ -19,11 +19,8 @@ def _spread(q: Tensor, x: Tensor) -> Tensor:
     return x.double().transpose(-3, -2).repeat_interleave(q.shape[-2] // x.shape[-2], dim=-3)
 
 
-def _hidden(tokens: int, keys: int, starts: Tensor | None, causal: bool) -> Tensor:
+def _hidden(tokens: int, keys: int, starts: Tensor | None) -> Tensor:
     """Which keys each query must not see: bool [T, keys]. The queries are the last ones."""
-    if not causal:
-        assert starts is None
-        return torch.zeros(tokens, keys, dtype=torch.bool)
     index = torch.arange(keys)
     later = index[keys - tokens :, None] < index
     if starts is None:
@@ -32,17 +29,17 @@ def _hidden(tokens: int, keys: int, starts: Tensor | None, causal: bool) -> Tens
     return later | (document[:, None] != document)
 
 
-def _scores(q: Tensor, k: Tensor, starts: Tensor | None, causal: bool) -> Tensor:
+def _scores(q: Tensor, k: Tensor, starts: Tensor | None) -> Tensor:
     scores = _spread(q, q) @ _spread(q, k).mT / q.shape[-1] ** 0.5
-    return scores.masked_fill(_hidden(q.shape[-3], k.shape[-3], starts, causal), -torch.inf)
+    return scores.masked_fill(_hidden(q.shape[-3], k.shape[-3], starts), -torch.inf)
 
 
 @flash_attention_4.register_kernel("cpu")
-def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int, causal: bool) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int) -> tuple[Tensor, Tensor]:
     calls["forward"] += 1
     assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
     assert starts is None or (starts.dtype == torch.int32 and int(starts.diff().max()) <= longest)
-    scores = _scores(q, k, starts, causal)
+    scores = _scores(q, k, starts)
     out = (scores.softmax(-1) @ _spread(q, v)).transpose(-3, -2)
     return out.to(q.dtype).contiguous(), scores.logsumexp(-1).float()
 
@@ -50,10 +47,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int, caus
 @flash_attention_4_backward.register_kernel("cpu")
 def _(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, gradient: Tensor, lse: Tensor, starts: Tensor | None, longest: int,
-    causal: bool, deterministic: bool,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     calls["backward"] += 1
-    p = (_scores(q, k, starts, causal) - lse.double()[..., None]).exp()
+    p = (_scores(q, k, starts) - lse.double()[..., None]).exp()
     d = _spread(q, gradient)
     ds = p * (d @ _spread(q, v).mT - (d * _spread(q, out)).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
 

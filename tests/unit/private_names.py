@@ -73,7 +73,7 @@ USED = {
     ),
     "lightning_internals/resume_validation.py": "_call_lightning_module_hook _first_loop_iter _logger_connector",
     "metrics/wandb_logger.py": "_wandb_init",
-    "nn/attention_kernels.py": "_fused_sdp_choice",
+    "nn/attention.py": "_fused_sdp_choice",
     "nn/flash_attention_4.py": "_flash_attn_bwd _flash_attn_fwd",
     "nn/peers.py": "_c10d_functional",
     "optim/adamw.py": "_foreach_add_",

@@ -16,21 +16,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from recipes.image_classification.model import ResNet, VisionTransformer
-from recipes.image_classification.module import ImageClassifier
 from recipes.language_modeling.model import Transformer
 from recipes.language_modeling.module import LanguageModel
 from shardwise.config.groups import DdpConfig, Dtype, PrecisionConfig, PrecisionName
 from shardwise.config.schema import Accelerator, AttentionKernel, RunConfig
 from shardwise.errors import ConfigError
-from shardwise.nn import attention, attention_kernels
-from shardwise.nn.attention import (
-    causal_attention,
-    document_layout,
-    full_attention,
-    whole_layout,
-)
-from shardwise.nn.attention_kernels import kernels_that_ran
+from shardwise.nn import attention
+from shardwise.nn.attention import causal_attention, document_layout, kernels_that_ran, whole_layout
 from shardwise.nn.key_value_cache import KeyValueCache
 from shardwise.parallel.context_parallel import ContextParallel
 from shardwise.plan import Host, Plan, make_plan
@@ -55,9 +47,9 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2], [4, 4, 5, 5, 5, 5, 6, 6]])
 
 @pytest.fixture(autouse=True)
 def nothing_ran() -> Iterator[None]:
-    attention_kernels._RAN.clear()
+    attention._RAN.clear()
     yield
-    attention_kernels._RAN.clear()
+    attention._RAN.clear()
 
 
 BF16 = PrecisionConfig(PrecisionName.bf16, compute_dtype=Dtype.bfloat16)
@@ -206,20 +198,6 @@ def test_a_module_without_choose_attention_computes_its_own() -> None:
         check_takes_attention(named, object())
 
 
-@pytest.mark.parametrize(("model", "name"), [({"dim": 64, "n_heads": 4}, "sdpa"), ({"layers": [1, 1]}, "own")])
-def test_a_kernel_is_chosen_for_images_where_their_model_has_attention(model: dict[str, Any], name: str) -> None:
-    node = {"_target_": "recipes.image_classification.module.ImageClassifier", "model": model}
-    ampere = Host(cuda_devices=1, run_id="r", gpu_capability=(8, 0))
-    auto = make_plan(config(module=node), ampere)
-    named = make_plan(config(module=node, attention=AttentionKernel.math), ampere)
-    assert check_takes_attention(auto, ImageClassifier).attention.name == name
-    if name == "sdpa":
-        assert check_takes_attention(named, ImageClassifier) == named
-    else:
-        with pytest.raises(ConfigError, match=r"attention=math: the model of .*ImageClassifier has no attention; lea"):
-            check_takes_attention(named, ImageClassifier)
-
-
 # --- what runs
 
 
@@ -227,10 +205,6 @@ def parts(heads: int = 4, shared: int = 2, dtype: torch.dtype = torch.float64) -
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(2, 8, h, 16, generator=generator, dtype=dtype) for h in (heads, shared, shared, heads)]
     return [x.transpose(1, 2) for x in made]
-
-
-def run_full(kernel: str) -> list[Tensor]:
-    return run(kernel, call=lambda q, k, v, layout, kernel: full_attention(q, k, v, kernel))
 
 
 def run(kernel: str, documents: Tensor | None = None, call: Any = causal_attention) -> list[Tensor]:
@@ -262,7 +236,7 @@ def test_the_kernel_that_is_asked_for_runs_and_the_record_says_so(documents: Ten
     where = "whole sequences" if documents is None else "documents"
     found = {}
     for kernel, is_fused, name in (("sdpa", True, "flash"), ("flash", True, "flash"), ("math", False, "math")):
-        attention_kernels._RAN.clear()
+        attention._RAN.clear()
         with Operators() as seen:
             found[kernel] = run(kernel, documents)
         assert (FUSED in seen.names) == is_fused
@@ -322,10 +296,10 @@ def test_torchs_own_operator_takes_them(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_is_compiled_is_recorded_and_stays_one_graph() -> None:
     for kernel, name in (("sdpa", "flash"), ("math", "math"), ("fa4", "fa4")):
-        attention_kernels._RAN.clear()
+        attention._RAN.clear()
         torch._dynamo.reset()
         plain = run(kernel)
-        attention_kernels._RAN.clear()
+        attention._RAN.clear()
         graphs: list[set[str]] = []
 
         def look(graph: torch.fx.GraphModule, _: Any, into: list[set[str]] = graphs) -> Any:
@@ -378,45 +352,10 @@ def test_the_operator_of_flash_attention_4_equals_math(documents: Tensor | None)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)  # the log of the sums is in fp32
 
 
-@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")
-def test_full_attention_equals_plain_arithmetic_with_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.nn.flex_attention._compiled", lambda function: function)
-    q, k, v, gradient = (x.detach().requires_grad_() for x in parts())
-    shared = [x.repeat_interleave(2, dim=1) for x in (k, v)]
-    out = (q @ shared[0].mT / 4).softmax(-1) @ shared[1]
-    wanted = [out, *torch.autograd.grad(out, (q, k, v), gradient)]
-    # flex_attention has no backward pass on the CPU
-    flex = full_attention(*(x.detach() for x in (q, k, v)), "flex")
-    torch.testing.assert_close(flex, out, rtol=0, atol=1e-6)
-    for kernel in ("sdpa", "flash", "math", "fa4"):
-        attention_kernels._RAN.clear()
-        found = run_full(kernel)
-        for ours, theirs in zip(found, wanted, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
-        assert kernels_that_ran() == {"whole sequences": ["flash" if kernel == "sdpa" else kernel]}
-        assert not torch.allclose(found[0], run(kernel)[0], atol=1e-3)
-
-
-def test_a_vision_transformer_has_the_kernel_that_is_chosen_in_every_layer() -> None:
-    model = VisionTransformer(10, image_size=8, patch_size=2, dim=32, n_layers=3, n_heads=2)
-    for module in model.modules():
-        model.init_module_weights(module)
-    classifier = ImageClassifier(model, [0.0] * 3, [1.0] * 3)
-    images, found = torch.randn(2, 3, 8, 8), {}
-    for kernel in ("math", "fa4"):
-        classifier.choose_attention(kernel)
-        before = stand_in.calls["forward"]
-        found[kernel] = model(images)
-        assert stand_in.calls["forward"] - before == (3 if kernel == "fa4" else 0)
-    torch.testing.assert_close(found["fa4"], found["math"])
-    ImageClassifier(ResNet(10, small_images=True), [0.0] * 3, [1.0] * 3).choose_attention("own")
-
-
 def test_the_operator_of_flash_attention_4_is_a_whole_one() -> None:
     q, k, v, _ = (x.transpose(1, 2).contiguous() for x in parts())
     starts = torch.tensor([0, 3, 8, 16], dtype=torch.int32)
-    documents = [x.flatten(0, 1) for x in (q, k, v)]
-    for given in ((q, k, v, None, 8, True), (q, k, v, None, 8, False), (*documents, starts, 8, True)):
+    for given in ((q, k, v, None, 8), (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts, 8)):
         for needs_gradient in (False, True):
             made = [x.detach().requires_grad_(needs_gradient) for x in given[:3]]  # type: ignore[union-attr]
             torch.library.opcheck(torch.ops.shardwise.flash_attention_4.default, (*made, *given[3:]))

@@ -16,7 +16,7 @@ from shardwise.callbacks.verdicts import Verdicts, as_json
 from shardwise.errors import count
 from shardwise.lightning_internals.patches import early_stop
 from shardwise.metrics.energy import Energy
-from shardwise.nn.attention_kernels import kernels_that_ran
+from shardwise.nn.attention import kernels_that_ran
 from shardwise.plan import Plan
 from shardwise.protocols import baselines_of, loss_weight_unit_of
 from shardwise.run_dir.checkpoints import stopped_before

@@ -1,5 +1,4 @@
-"""Attention by the kernel that is asked for: causal, over whole sequences or inside each document of a packed sequence,
-or full, of every position to every other.
+"""Causal attention, over whole sequences or inside each document of a packed sequence, by the kernel that is asked for.
 
 plan/attention_kernel.py decides which; docs/large-models.md says how to choose.
 """
@@ -8,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.errors import ConfigError
-from shardwise.nn.attention_kernels import BACKENDS, SDPA, note_kernel
 from shardwise.nn.flash_attention_4 import flash_attention_4
 from shardwise.nn.flex_attention import causal_block_mask, document_block_mask, flex_attention, kept_block_mask
 from shardwise.nn.sequence_parts import sequence_parts
@@ -33,6 +32,14 @@ _PARAMETERS = inspect.signature(varlen_attn).parameters if varlen_attn is not No
 _CAUSAL: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _PARAMETERS else {"is_causal": True}
 _NAMES_SHARED_HEADS = "enable_gqa" in _PARAMETERS
 
+SDPA = "sdpa"  # scaled_dot_product_attention, which chooses a kernel by the tensors
+# The kernels of scaled_dot_product_attention by their words in a config
+_BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 # With a mask cuDNN gives gradients that are not numbers for some lengths (pytorch issue 196678), and on Blackwell GPUs
 # it continues texts wrongly (193893).
 _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -123,7 +130,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = No
 
     `q`: [B, heads, T, head_dim]; `k` and `v`: the same, or with fewer heads, each of which several queries share.
     `kernel`: cudnn, flash, efficient, math, flex or fa4 runs that one and no other; sdpa leaves the choice to torch.
-    `kernels_that_ran` of attention_kernels.py knows which one ran.
+    `kernels_that_ran` knows which one ran.
 
     Returns:
         The shape and dtype of `q`.
@@ -137,20 +144,6 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = No
     return _attend(q, k, v, layout, kernel)
 
 
-def full_attention(q: Tensor, k: Tensor, v: Tensor, kernel: str = SDPA) -> Tensor:
-    """Attention of every position to every other, as in a vision transformer. No sequence may be divided among ranks.
-
-    `q`: [B, heads, T, head_dim]; `k` and `v`: the same, or with fewer heads. `kernel`: as for `causal_attention`.
-
-    Returns:
-        The shape and dtype of `q`.
-
-    Raises:
-        ConfigError: the kernel does not take such tensors.
-    """
-    return _attend(q, k, v, {}, kernel, causal=False)
-
-
 def takes_later_queries(like: Tensor, dtype: torch.dtype, head_dim: int, kernel: str) -> bool:
     """Whether the kernel takes queries of the last positions alone, with all keys, and needs no mask for that.
 
@@ -159,8 +152,8 @@ def takes_later_queries(like: Tensor, dtype: torch.dtype, head_dim: int, kernel:
     return kernel == "fa4" or (kernel in (SDPA, "flash") and runs_varlen(like, dtype, head_dim))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, kernel: str, causal: bool = True) -> Tensor:
-    """Attention over all positions, or with a mask. With more keys than queries and no mask, the queries are
+def _attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, kernel: str) -> Tensor:
+    """`causal_attention` over all positions, or with a mask. With more keys than queries and no mask, the queries are
     those of the last positions: see `takes_later_queries`."""
     shares = q.shape[1] != k.shape[1]
     mask, starts = layout.get("mask"), layout.get("starts")
@@ -174,22 +167,20 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, kernel: str, causal
         shares = False
     needs_gradient = torch.is_grad_enabled() and q.requires_grad
     ran = "flash" if is_varlen else kernel
-    asks = ran in (SDPA, *BACKENDS) and not is_varlen
-    kind = (q.device.type, q.dtype, q.shape[3], shares, mask is not None, needs_gradient, causal)
-    against = note_kernel(where, ran, asks, *kind)
+    asks = ran in (SDPA, *_BACKENDS) and not is_varlen
+    against = _note(where, ran, asks, q.device.type, q.dtype, q.shape[3], shares, mask is not None, needs_gradient)
     if against is not None:
         raise ConfigError(against)
     if kernel == "fa4":
-        return _flash_attention_4(q, k, v, starts, causal)
+        return _flash_attention_4(q, k, v, starts)
     if kernel == "flex":
-        return flex_attention(q, k, v, layout["block_mask"] if causal else None, shares)
+        return flex_attention(q, k, v, layout["block_mask"], shares)
     if is_varlen:
         return _varlen(q, k, v, starts, shares)
-    more: dict[str, Any] = {"attn_mask": mask, "is_causal": causal and mask is None, "enable_gqa": shares}
     if kernel == SDPA:
-        return F.scaled_dot_product_attention(q, k, v, **more)
-    with sdpa_kernel(BACKENDS[kernel]):
-        return F.scaled_dot_product_attention(q, k, v, **more)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=shares)
+    with sdpa_kernel(_BACKENDS[kernel]):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=shares)
 
 
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -203,6 +194,55 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
         return F.scaled_dot_product_attention(q, k, v, **more)
     with sdpa_kernel(_WITHOUT_CUDNN):
         return F.scaled_dot_product_attention(q, k, v, **more)
+
+
+# Which kernel ran, by what it was asked for: the arguments of `_note`
+_RAN: dict[tuple[Any, ...], str] = {}
+
+
+def kernels_that_ran() -> dict[str, list[str]]:
+    """The kernels that `causal_attention` has used in this process, for whole sequences and for documents."""
+    found: dict[str, list[str]] = {}
+    for (where, *_), kernel in _RAN.items():
+        if kernel not in found.setdefault(where, []):
+            found[where].append(kernel)
+    return found
+
+
+# What is compiled calls this once, while it is traced.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note(where: str, kernel: str, asks: bool, *kind: Any) -> str | None:
+    """Record the kernel. Where `asks`, torch is asked which one it takes for such tensors.
+
+    Returns:
+        Why the kernel cannot run, for an error that code which is being traced cannot raise from here; None: it can.
+    """
+    key = (where, kernel, *kind)
+    if key not in _RAN:
+        taken = _torchs_choice(kernel, *kind) if asks else kernel
+        if kernel not in (SDPA, taken):
+            device, dtype, head_dim, _, is_masked, _ = kind
+            return (
+                f"attention={kernel}: torch {torch.__version__} has no such kernel for {dtype} heads of {head_dim}"
+                f"{' and a mask' * is_masked} on {device}; use attention=auto"
+            )
+        _RAN[key] = taken
+    return None
+
+
+def _torchs_choice(
+    kernel: str, device: str, dtype: torch.dtype, head_dim: int, shares: bool, is_masked: bool, needs_gradient: bool
+) -> str:
+    """The kernel that scaled_dot_product_attention takes for such tensors: `kernel`, or where it cannot, math."""
+    if device == "meta" or not hasattr(torch, "_fused_sdp_choice"):
+        return kernel
+    k = torch.empty(1, 1, 2, head_dim, device=device, dtype=dtype)
+    q = torch.empty(1, 2 if shares else 1, 2, head_dim, device=device, dtype=dtype).requires_grad_(needs_gradient)
+    mask = torch.ones(1, 1, 2, 2, device=device, dtype=torch.bool) if is_masked else None
+    only = nullcontext() if kernel == SDPA else sdpa_kernel([_BACKENDS[kernel], SDPBackend.MATH], set_priority=True)
+    with only:
+        taken = torch._fused_sdp_choice(q, k, k, mask, is_causal=not is_masked, enable_gqa=shares)
+    return next((word for word, backend in _BACKENDS.items() if backend.value == taken), SDPA)
 
 
 def runs_varlen(like: Tensor, dtype: torch.dtype, head_dim: int) -> bool:
@@ -231,7 +271,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, shares: bool
     return joined
 
 
-def _flash_attention_4(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, causal: bool) -> Tensor:
+def _flash_attention_4(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> Tensor:
     if q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16):
         raise ConfigError(
             f"attention=fa4: FlashAttention 4 computes in 16 bits, and the queries are {q.dtype}; use attention=auto"
@@ -240,8 +280,8 @@ def _flash_attention_4(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, c
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     out: Tensor
     if starts is None:
-        out, _ = flash_attention_4(q, k, v, None, length, causal)
+        out, _ = flash_attention_4(q, k, v, None, length)
     else:
-        out, _ = flash_attention_4(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts, length, causal)
+        out, _ = flash_attention_4(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts, length)
         out = out.view(batch, length, *out.shape[1:])
     return out.transpose(1, 2)

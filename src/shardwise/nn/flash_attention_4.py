@@ -18,10 +18,8 @@ OPERATOR = "shardwise::flash_attention_4"
 
 
 @torch.library.custom_op(OPERATOR, mutates_args=(), device_types="cuda")
-def flash_attention_4(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Attention, in 16 bits, with a backward pass. `causal`: a position sees itself and those before it alone.
+def flash_attention_4(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int) -> tuple[Tensor, Tensor]:
+    """Causal attention, in 16 bits, with a backward pass.
 
     `q`: contiguous [B, T, heads, head_dim]; `k` and `v`: the same, or with fewer heads, each of which several queries
     share. With `starts`, int32 [documents + 1], they are [tokens, heads, head_dim], and a position sees its own
@@ -31,12 +29,12 @@ def flash_attention_4(
         The output, in the shape and dtype of `q`, and the log of each row's sum of exponentials: fp32 [B, heads, T], or
         [heads, tokens].
     """
-    out, lse, *_ = _interface()._flash_attn_fwd(q, k, v, causal=causal, return_lse=True, **_documents(starts, longest))
+    out, lse, *_ = _interface()._flash_attn_fwd(q, k, v, causal=True, return_lse=True, **_documents(starts, longest))
     return out, lse
 
 
 @flash_attention_4.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int, causal: bool) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int) -> tuple[Tensor, Tensor]:
     *batch, tokens, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((*batch, heads, tokens), dtype=torch.float32)
 
@@ -44,10 +42,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int, caus
 @torch.library.custom_op(f"{OPERATOR}_backward", mutates_args=(), device_types="cuda")
 def flash_attention_4_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, gradient: Tensor, lse: Tensor, starts: Tensor | None, longest: int,
-    causal: bool, deterministic: bool,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of `q`, `k` and `v`. `deterministic`: the same bits each time, at some cost."""
-    more = {"causal": causal, "deterministic": deterministic, **_documents(starts, longest)}
+    more = {"causal": True, "deterministic": deterministic, **_documents(starts, longest)}
     dq, dk, dv = _interface()._flash_attn_bwd(q, k, v, out, gradient, lse, **more)
     return dq, dk, dv
 
@@ -55,7 +53,7 @@ def flash_attention_4_backward(
 @flash_attention_4_backward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, gradient: Tensor, lse: Tensor, starts: Tensor | None, longest: int,
-    causal: bool, deterministic: bool,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -76,16 +74,16 @@ def _documents(starts: Tensor | None, longest: int) -> dict[str, Any]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, starts, longest, causal = inputs
+    q, k, v, starts, longest = inputs
     ctx.save_for_backward(q, k, v, *output, starts)
-    ctx.longest, ctx.causal = longest, causal
+    ctx.longest = longest
 
 
-def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
     q, k, v, out, lse, starts = ctx.saved_tensors
     deterministic = torch.are_deterministic_algorithms_enabled()
-    last = (starts, ctx.longest, ctx.causal, deterministic)
-    return (*flash_attention_4_backward(q, k, v, out, gradient, lse, *last), None, None, None)
+    gradients = flash_attention_4_backward(q, k, v, out, gradient, lse, starts, ctx.longest, deterministic)
+    return (*gradients, None, None)
 
 
 flash_attention_4.register_autograd(_differentiate, setup_context=_save)

@@ -7,7 +7,7 @@ and Ada GPUs FlashAttention 2, for 32 bits the memory-efficient kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,7 +17,7 @@ from shardwise.plan.accelerator import WHERE, vendor
 from shardwise.plan.choices import arguments_of, for_module, installed
 from shardwise.plan.context_parallel import context_parallel_method
 from shardwise.plan.plan import Choice, Host, Plan
-from shardwise.protocols import choose_attention_of, has_attention_of
+from shardwise.protocols import choose_attention_of
 
 FLASH_ATTENTION_4 = "4.0.0b36"  # nn/flash_attention_4.py calls its private functions: exactly this version
 _CUDNN = (9, 15, 1)  # earlier ones read beyond the end of sequences whose length is no multiple of 128
@@ -63,19 +63,12 @@ def choose_kernel(word: AttentionKernel, facts: Facts) -> Choice:
 
 
 def check_takes_attention(plan: Plan, module: Any) -> Plan:
-    """The Plan for a LightningModule or its class, which may not let the run choose what computes attention, or have no
-    attention.
+    """The Plan for a LightningModule or its class, which may not let the run choose what computes attention.
 
     Raises:
-        ConfigError: the user named a kernel, and the module has no `choose_attention` or no attention.
+        ConfigError: the user named a kernel, and the module has no `choose_attention`.
     """
-    takes_part = choose_attention_of(module) is not None
-    if takes_part and not has_attention_of(module, plan.module):
-        why = f"the model of {plan.module['_target_']} has no attention"
-        if not plan.attention.reason:
-            raise ConfigError(f"attention={plan.attention.name}: {why}; leave it out")
-        return replace(plan, attention=Choice("own", why))
-    return for_module(plan, "attention", takes_part, otherwise="own")
+    return for_module(plan, "attention", choose_attention_of(module) is not None, otherwise="own")
 
 
 def explain_attention(plan: Plan) -> list[str]:
