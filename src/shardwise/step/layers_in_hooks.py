@@ -41,7 +41,9 @@ class LayersInHooks:
             self._looking.remove()
 
     def _look(self) -> None:
-        self._looking.hooks_dict_ref()[self._looking.id] = self._begin
+        hooks = self._looking.hooks_dict_ref()
+        assert hooks is not None  # it is torch's own, of all modules
+        hooks[self._looking.id] = self._begin
 
     def _begin(self, layer: nn.Module, args: Any) -> None:
         if layer in self._layers:

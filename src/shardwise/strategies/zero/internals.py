@@ -12,6 +12,8 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from shardwise.accelerator import current_device, synchronize
+
 
 @contextmanager
 def full_shapes(module: LightningModule) -> Iterator[None]:
@@ -112,6 +114,17 @@ def release_prefetched(engine: Any) -> None:
     """
     optimizer = engine.optimizer  # without one it is the offload itself
     getattr(optimizer, "parameter_offload", optimizer).get_param_coordinator()._clean_inflight_param_registry()
+
+
+def finish_writes(optimizer: Any) -> None:
+    """Wait for what has been written to the shards of ZeRO-3, before they are gathered.
+
+    It gathers on a stream of its own (`overlap_comm`), which waits for no other (as of 0.19.8). DeepSpeed waits for the
+    whole device when it gathers the small parameters that stay gathered; a model may have none.
+    """
+    device = current_device()
+    if device is not None and getattr(optimizer, "persistent_parameters", None) == []:
+        synchronize(device)
 
 
 _SAMPLING = -1  # the number of no layer

@@ -16,6 +16,7 @@ from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 from shardwise.step.precision_plugin import PlannedPrecision
 from shardwise.step.verdict import StepVerdict
+from shardwise.strategies.zero.internals import finish_writes
 
 
 class ZeroPrecision(PlannedPrecision):
@@ -93,6 +94,7 @@ class ZeroPrecision(PlannedPrecision):
         if not self.plan.precision.loss_scaling:
             self._engine.optimizer.check_grad_overflow = False  # see `watch_gradients`
         self._engine.step()
+        finish_writes(self._engine.optimizer)
         self.verdict.decide(skipped=self._engine.skipped_steps > before)
         norm = self._engine.get_global_grad_norm()
         self.gradient_norm = torch.as_tensor(float("inf") if norm is None else norm)

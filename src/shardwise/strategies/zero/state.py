@@ -19,6 +19,7 @@ from shardwise.checkpoint.chunks import range_of, slice_of
 from shardwise.checkpoint.state import ParameterShard, make_like, restore
 from shardwise.protocols import state_maker_of
 from shardwise.strategies.sharded_state import DTensorState
+from shardwise.strategies.zero.internals import finish_writes
 
 
 class ZeroState(DTensorState):
@@ -79,6 +80,7 @@ class ZeroState(DTensorState):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        finish_writes(optimizer)
 
     def full_parameters(self) -> dict[str, Tensor]:
         from deepspeed.runtime.zero import GatheredParameters
