@@ -31,13 +31,13 @@ from lightning.pytorch import Callback  # noqa: E402
 from benchmarks.harness import results, trainers  # noqa: E402
 from benchmarks.harness.breadth_cells import (  # noqa: E402
     COMPILED,
-    FAST,
     LARGE,
     MODELS,
     OURS,
     STOCK,
     STRATEGIES,
     TINY,
+    fast_words,
 )
 from benchmarks.harness.clock import StepTimer  # noqa: E402
 from benchmarks.harness.device import device_of, free_memory, peaks_gib, two_and_all  # noqa: E402
@@ -62,13 +62,16 @@ def plan_of(
     folder: Path, ranks: int, model: str, strategy: str, precision: str, options: dict[str, Any], who: str = OURS
 ) -> Plan:
     words = [*MODELS[model], *(TINY[model] if options["tiny"] else [])]
-    words += FAST[options["accelerator"]] if who == COMPILED else []
     if strategy == "fsdp_hybrid":
         words.append(f"strategy.shard_size={max(1, ranks // 2)}")
-    words += [*STRATEGIES[strategy], f"precision={precision}", f"max_steps={STEPS}", "gradient_clip_val=1.0",
-              *NOTHING_ELSE]  # fmt: skip
+    words += [*STRATEGIES[strategy], *_added(who, strategy, options), f"precision={precision}", f"max_steps={STEPS}",
+              "gradient_clip_val=1.0", *NOTHING_ELSE]  # fmt: skip
     name = re.sub(r"[^a-z0-9]+", "-", f"{model} {strategy} {precision} {time.monotonic_ns()}")
     return trainers.resolve(trainers.on_all(words, ranks, ACCUMULATE), options["accelerator"], folder, name)
+
+
+def _added(who: str, strategy: str, options: dict[str, Any]) -> list[str]:
+    return fast_words(options["accelerator"], strategy) if who == COMPILED else []
 
 
 def timer_of(plan: Plan) -> StepTimer:
@@ -133,7 +136,8 @@ def run_cells(folder: Path, ranks: int, cells: list[tuple[str, str, str, str]], 
         plan = plan_of(folder, ranks, model, strategy, precision, options, who)
         begin(plan)
         dist.barrier()
-        row: dict[str, Any] = {"who": who, "model": model, "strategy": strategy, "precision": precision}
+        row: dict[str, Any] = {"who": who, "model": model, "strategy": strategy, "precision": precision,
+                               "added": _added(who, strategy, options)}  # fmt: skip
         free_memory(device)
         before = peaks_gib(device)
         try:

@@ -35,6 +35,13 @@ LARGE = {
 }
 FAST = {"cuda": ["compile=layer", "attention=fa4", "loss=fused"], "cpu": ["compile=layer"]}
 
+
+def fast_words(accelerator: str, strategy: str) -> list[str]:
+    """What a user would add to make a large model fast."""
+    copies = ["strategy.symmetric_memory=null"] if strategy in ("fsdp", "fsdp_hybrid") else []
+    return [*FAST[accelerator], *copies]
+
+
 STRATEGIES: dict[str, list[str]] = {
     **{name: [f"strategy={name}"] for name in ("ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3")},
     "zero1, optimizer offloaded": ["strategy=zero1", "strategy.offload_optimizer=true"],
