@@ -60,9 +60,9 @@ class Left(RunStopped):
 
     exit_code: int = ExitCode.saved
 
-    def __init__(self, message: str, unsaved_by: int | None = None) -> None:
-        """`unsaved_by`: the signal's number, where the run saves no checkpoints."""
-        super().__init__(message if unsaved_by else f"{message}; resume=auto goes on")
+    def __init__(self, message: str, goes_on_by: str, unsaved_by: int | None = None) -> None:
+        """`goes_on_by`: the words that go on with the run. `unsaved_by`: the signal, where the run saves nothing."""
+        super().__init__(message if unsaved_by else f"{message}; {goes_on_by} goes on")
         self.exit_code = 128 + unsaved_by if unsaved_by else ExitCode.saved
 
 

@@ -24,12 +24,21 @@ CELLS: dict[str, tuple[int, list[str]]] = {
     "everything, fp32": (2, []),
     "bf16, two micro-batches": (2, [*LANGUAGE, "strategy=fsdp", "precision=bf16"]),
     "stays gathered": (2, [*LANGUAGE, "strategy=fsdp", "precision=bf16", "strategy.reshard_after_forward=false"]),
-    "recomputed, ahead": (2, [*LANGUAGE, "strategy=fsdp", "precision=bf16", "activation_checkpointing=full",
-                              "strategy.forward_prefetch_units=2", "strategy.backward_prefetch_units=2"]),
+    "recomputed, ahead": (
+        2,
+        [
+            *LANGUAGE,
+            "strategy=fsdp",
+            "precision=bf16",
+            "activation_checkpointing=full",
+            "strategy.forward_prefetch_units=2",
+            "strategy.backward_prefetch_units=2",
+        ],
+    ),
     "hybrid": (4, [*LANGUAGE, *HALF, "precision=bf16", "micro_batch_size=1"]),
     "four ranks, fp32": (4, [*LANGUAGE, "strategy=fsdp", "precision=fp32", "micro_batch_size=1"]),
 }
-OTHER_ORDER = "four ranks, fp32"  # copies add up in the order of the ranks, collectives in one of their own  # fmt: skip
+OTHER_ORDER = "four ranks, fp32"  # copies add up in the order of the ranks, collectives in their own
 
 
 def plan_for_cell(name: str, folder: Path) -> Plan:

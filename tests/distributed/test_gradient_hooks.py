@@ -65,6 +65,18 @@ def test_layers_that_run_in_a_hook_have_the_weights_that_it_has_written(tmp_path
         assert found["fsdp bf16"][key] == pytest.approx(values, rel=1e-5), key
 
 
+def test_layers_that_run_between_two_passes_have_the_weights_of_then(tmp_path: Path) -> None:
+    """And leave none behind: the validation after the step has those of then, too."""
+    found = {}
+    for name in ("ddp fp64", "fsdp fp64", "ddp fp32", "fsdp bf16", "ddp bf16", "zero2 bf16", "zero3 bf16"):
+        strategy, precision = name.split()
+        words = [f"strategy={strategy}", f"precision={precision}"]
+        found[name] = spawn(2, run, tmp_path / name, "RunsBetween", words)[0]
+        assert len(found[name]) == 5, found[name]
+        for key, values in found["ddp fp64" if "fp64" in name else "ddp fp32"].items():
+            assert found[name][key] == pytest.approx(values, rel=3e-2 if "bf16" in name else 1e-9), (name, key)
+
+
 def test_a_hook_that_copies_layers_is_told_where_to(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="on_fit_start of Copies or of a callback copies layers that fsdp shards"):
         spawn(2, run, tmp_path, "Copies", [])

@@ -106,7 +106,7 @@ def test_a_single_signal_saves_and_leaves(home: Path, devices: int) -> None:
     saved = sorted(path.name for path in (home / "runs" / name / "checkpoints").iterdir())
     assert len(saved) == 2, saved
     assert f"shardwise: stopped by Ctrl-C: step {int(saved[-1][5:13])} is saved as " in life.text()
-    assert life.text().endswith("; resume=auto goes on\n")
+    assert life.text().endswith(f"; name={name} resume=auto goes on\n")
 
 
 def test_a_tracker_that_is_gone_does_not_take_its_run_along(home: Path) -> None:

@@ -236,7 +236,7 @@ def damaged(folder: Path) -> dict[str, Any]:
             named = verify_resume(replace(plan, run_dir=str(copy), resume=path, may_fall_back=False)).resume
         except ConfigError as error:
             named = str(error)
-        found[name] = {"auto": auto, "named": named, "out": out.getvalue(), "seen": seen}
+        found[name] = {"auto": auto, "named": named, "out": out.getvalue(), "seen": seen, "after": newest_whole(copy)}
     return found
 
 
@@ -275,6 +275,7 @@ def test_what_is_damaged_is_named_and_passed_over(tmp_path: Path) -> None:
         for name, seen in found.items():
             before = "step-00000002.ckpt" if name == "two" else "step-00000004.ckpt"
             assert Path(seen["auto"]).name == before, name
+            assert seen["after"].name == before, name  # what checksums have found is noted
             assert re.search(rf"step-00000006\.ckpt is damaged: {SAID[name]}", seen["named"]), seen["named"]
             looked = name in ("flipped", "metadata", "two")  # what names and sizes do not tell
             assert (Path(seen["seen"]).name == "step-00000006.ckpt") == looked
@@ -289,7 +290,7 @@ def test_damage_is_said_before_anything_starts(tmp_path: Path) -> None:
     assert damage(path) == "a is missing"
     with pytest.raises(ConfigError, match=r"no checkpoint of .* is whole \(step-00000002\.ckpt: a is missing\)"):
         resolve_resume("auto", tmp_path / "run", "fit")
-    with pytest.raises(ConfigError, match=r"is damaged: a is missing; resume=auto takes the newest that is whole"):
+    with pytest.raises(ConfigError, match=r"is damaged: a is missing; give another$"):
         resolve_resume(str(path), tmp_path / "other", "fit")
     (path / "manifest.json").write_text(json.dumps({"format": 3, "files": {}}))
     assert damage(path) == "manifest.json is of format 3, and this version reads 1 and 2"

@@ -89,6 +89,41 @@ class Evaluates(Stack):
         return loss
 
 
+class RunsBetween(Stack):
+    """Runs layers in the hooks between a forward pass and the next, and validates. None of them looks at weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, float] = {}
+
+    def look(self, hook: str) -> None:
+        with torch.no_grad():
+            result = self(self.probe)
+        assert result.dtype == self.probe.dtype, (hook, result.dtype)
+        self.seen[f"own/{hook}"] = float(result.square().mean())
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.probe = batch[:1]
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.look("zero_grad")
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.look("before_backward")
+
+    def on_after_backward(self) -> None:
+        self.look("after_backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.look("before_step")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log_dict(self.seen, sync_dist=True)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("own/validation", super().training_step(batch, batch_idx), sync_dist=True)
+
+
 class Ignores(Stack):
     """No target of its second batch counts, so that the loss is not a number and its gradients are zero."""
 

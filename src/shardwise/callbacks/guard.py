@@ -201,7 +201,7 @@ class Guard(Callback):
         self.step_log.flush(trainer)
         remedy = "let loss_weight(batch) say how many targets count"
         remedy = "a smaller learning rate or precision=bf16 may avoid it" if by_hand else remedy
-        message = f"{message}: weights may have changed by it. resume=auto goes on from the last checkpoint"
+        message = f"{message}: weights may have changed by it. {self.plan.goes_on_by} goes on from the last checkpoint"
         raise NonFiniteError(f"{message}; {remedy}")
 
     def _stop(self, trainer: Trainer, good: int) -> str:
@@ -210,7 +210,7 @@ class Guard(Callback):
         self.saving.forget_state_before_validation()
         if not strategy_of(trainer).rewind(trainer.global_step - good):
             return (
-                "The last that changed a weight was in the epoch before; resume=auto goes on from the last checkpoint."
+                f"The last that changed a weight was in the epoch before; the last checkpoint: {self.plan.goes_on_by}."
             )
         for number, schedules in self.schedules:
             if number == good:

@@ -86,4 +86,5 @@ class GracefulStop(Callback):
         for logger in trainer.loggers:
             if (leaves := leaves_of(logger)) is not None:
                 leaves()
-        raise Left(f"stopped by {by}: {saved}", None if self.plan.checkpoint.saves else number or signal.SIGTERM)
+        unsaved_by = None if self.plan.checkpoint.saves else number or signal.SIGTERM
+        raise Left(f"stopped by {by}: {saved}", self.plan.goes_on_by, unsaved_by)

@@ -123,9 +123,10 @@ class Saving(Callback):
             return
         measured = validation_metrics(trainer)
         if monitor not in measured:
+            saved = self.save_now(trainer, leaves=True)
             raise ConfigError(
                 f"checkpoint.monitor={monitor}: validation logs {', '.join(measured) or 'nothing'}; monitor one of "
-                f"these, or checkpoint.monitor=null"
+                f"these, or checkpoint.monitor=null, and {self.plan.goes_on_by}: {saved}"
             )
         # Rank 0 decides for all: a metric that its module has not synchronised differs between ranks.
         busy = self.writer is not None and self.writer.busy
@@ -274,7 +275,7 @@ class Saving(Callback):
             limit = f"; checkpoint.max_failures={may} may fail" if self.failures > may else ""
             raise CheckpointError(
                 f"{outcome.path} could not be written: {outcome.error}{row}; make room or give another runs_dir=, then "
-                f"resume=auto goes on from the last that is whole{limit}"
+                f"{self.plan.goes_on_by} goes on from the last that is whole{limit}"
             )
 
     def _announce(self, trainer: Trainer, outcome: Outcome, failures: int, *, raised: bool = False) -> None:

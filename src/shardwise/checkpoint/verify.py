@@ -16,7 +16,7 @@ from shardwise.checkpoint.plain import unpack
 from shardwise.distributed.collectives import gather_objects
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
-from shardwise.run_dir.checkpoints import damage, list_checkpoints
+from shardwise.run_dir.checkpoints import another_than, damage, list_checkpoints, mark_damaged
 from shardwise.run_dir.files import MANIFEST, TRAINER_STATE, rank_state, unsafe_file
 
 _T = TypeVar("_T")
@@ -37,10 +37,12 @@ def verify_resume(plan: Plan) -> Plan:
     while plan.resume is not None and (found := _damage(Path(plan.resume))):
         reason = f"{plan.resume} is damaged: {found}"
         if not plan.may_fall_back:
-            raise ConfigError(f"resume={reason}; resume=auto takes the newest that is whole")
+            raise ConfigError(f"resume={reason}; {another_than(Path(plan.resume))}")
         before = _of_rank_zero([p for p in list_checkpoints(plan.run_dir) if p.name < Path(plan.resume).name])
         if not before:
             raise ConfigError(f"resume=auto: {reason}, and there is none before it; another name= starts anew")
+        if dist.get_rank() == 0 and plan.stage == "fit":
+            mark_damaged(Path(plan.resume), found)
         notices.append(f"{reason}; going on from {before[-1].name}")
         plan = plan.going_on_from(str(before[-1]))
     if dist.get_rank() == 0:

@@ -15,11 +15,10 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-# These hooks look at a batch, or at gradients, which belong to the shards, or run when there are no weights yet.
-_OTHERS = (
-    "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad",
-    "on_before_batch_transfer", "on_after_batch_transfer", "on_exception",
-)  # fmt: skip
+# These hooks look at gradients, which belong to the shards.
+_OF_GRADIENTS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+# The others look at a batch, or run when there are no weights yet.
+_OTHERS = (*_OF_GRADIENTS, "on_before_batch_transfer", "on_after_batch_transfer", "on_exception")
 _WALKS = {
     "parameters", "named_parameters", "state_dict", "load_state_dict", "modules", "named_modules", "children",
     "named_children", "get_parameter", "get_submodule", "apply", "param_groups", "_parameters", "_modules", "model",
@@ -33,6 +32,11 @@ _NO_WEIGHTS = (bool, int, float, complex, str, bytes, Metric, Trainer)
 def may_look(hook: str) -> bool:
     """Whether a hook of this name can look at weights. Every rank calls such a hook (unlike `prepare_data`)."""
     return hook.startswith("on_") and hook not in _OTHERS
+
+
+def may_run_layers(hook: str) -> bool:
+    """Whether a hook of this name can run layers, and runs no step of the module itself (as `optimizer_step` does)."""
+    return may_look(hook) or hook in (*_OF_GRADIENTS, "lr_scheduler_step")
 
 
 def looks_at_weights(host: LightningModule | Callback, hook: str, module: LightningModule) -> str | None:

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from shardwise.errors import ConfigError
-from shardwise.lightning_internals.hook_analysis import looks_at_weights, may_look
+from shardwise.lightning_internals.hook_analysis import looks_at_weights, may_look, may_run_layers
 from shardwise.lightning_internals.results import step_logging
 
 _original_fetcher = utilities._select_data_fetcher
@@ -141,7 +141,7 @@ def _around(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[A
     if strategy.hides_weights:
         around = strategy.around_hook(hook_name, looks=_looks(trainer, host, hook_name))
     is_ours = type(host).__module__.startswith("shardwise.")
-    more = strategy.outside_steps() if may_look(hook_name) and not is_ours else []
+    more = strategy.outside_steps() if may_run_layers(hook_name) and not is_ours else []
     return _all_of(around, *more) if more else around
 
 

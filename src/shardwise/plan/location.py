@@ -40,6 +40,11 @@ def initial_weights(config: RunConfig) -> str | None:
 
 
 def run_name(config: RunConfig, host: Host) -> str:
+    if config.name is None and config.resume == "auto" and host.launcher == "local":
+        raise ConfigError(
+            "resume=auto: without name= a run has a new name each time, and no checkpoint to go on from; give name= of "
+            "the run to go on with"
+        )
     run_id = config.name if config.name is not None else host.run_id
     if run_id is None:
         raise ConfigError(

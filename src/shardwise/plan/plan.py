@@ -202,6 +202,11 @@ class Plan:
         """Whether the numbers of `step` are logged."""
         return step % self.log_every_n_steps == 0 or step in (1, self.max_steps)
 
+    @property
+    def goes_on_by(self) -> str:
+        """The words that go on with this run. Its name may have been made up."""
+        return f"name={self.run_id} resume=auto"
+
     def going_on_from(
         self, resume: str | None, *, may_fall_back: bool | None = None, pass_over: int | None = None
     ) -> Plan:

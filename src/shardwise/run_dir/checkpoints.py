@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.run_dir.files import BEST, CHECKPOINTS, MANIFEST, METRICS, PLAN, SUMMARY, trained_mark
+from shardwise.run_dir.files import BEST, CHECKPOINTS, DAMAGED, MANIFEST, METRICS, PLAN, SUMMARY, trained_mark
 
 FORMAT = 2
 # Formats that this version reads. Format 1 holds only values that torch.load reads without checkpoint/encoding.py.
@@ -27,9 +28,11 @@ def list_checkpoints(run_dir: str | Path) -> list[Path]:
 def damage(checkpoint: Path) -> str | None:
     """Say what is wrong with the names and sizes of a checkpoint's files; None: nothing is.
 
-    Checksums take longer: see checkpoint/verify.py.
+    Checksums take longer: see checkpoint/verify.py, which notes what it has found.
     """
     try:
+        if (checkpoint / DAMAGED).is_file():
+            return (checkpoint / DAMAGED).read_text().strip()
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         for name, file in manifest["files"].items():
             path = checkpoint / name
@@ -43,6 +46,18 @@ def damage(checkpoint: Path) -> str | None:
         reads = " and ".join(map(str, _READS))
         return f"{MANIFEST} is of format {manifest.get('format')}, and this version reads {reads}"
     return None
+
+
+def mark_damaged(checkpoint: Path, found: str) -> None:
+    """Note what checksums have found, so that the checkpoint counts as none of those that are kept."""
+    with suppress(OSError):  # a folder that may only be read is not counted by anybody
+        (checkpoint / DAMAGED).write_text(f"{found}; {DAMAGED} beside it says so\n")
+
+
+def another_than(checkpoint: Path) -> str:
+    """What to give in place of a checkpoint that cannot be read."""
+    whole = newest_whole(checkpoint.parents[1]) if checkpoint.parent.name == CHECKPOINTS else None
+    return "give another" if whole in (None, checkpoint) else f"the newest whole one of that run is {whole}"
 
 
 def newest_whole(run_dir: str | Path) -> Path | None:

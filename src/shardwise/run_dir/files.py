@@ -44,6 +44,7 @@ CHECKPOINTS = "checkpoints"
 BEST = "best.json"  # which checkpoint has the best score
 # In a checkpoint
 MANIFEST = "manifest.json"  # it is written last: a folder without it is no checkpoint
+DAMAGED = "damaged.txt"  # a run that could not go on from it says why: names and sizes do not tell
 TRAINER_STATE = "trainer.pt"  # everything but tensors by name, the same for all ranks
 TENSORS = ".metadata"  # where the chunks of every tensor are; torch.distributed.checkpoint's name
 

@@ -13,6 +13,7 @@ from typing import Any
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan
 from shardwise.run_dir.checkpoints import (
+    another_than,
     best_whole,
     damage,
     list_checkpoints,
@@ -71,13 +72,15 @@ def resolve_resume(resume: str | None, run_dir: str | Path, stage: str, may_be_t
 def _checkpoint(resume: str) -> Path:
     path = Path(resume).expanduser().resolve()
     if not path.exists():
-        raise ConfigError(f"resume={resume}: no such checkpoint; resume=auto takes the newest of this name")
+        raise ConfigError(f"resume={resume}: no such checkpoint; name=RUN resume=auto takes the newest of that run")
+    if (path / PLAN).is_file():
+        newest = newest_whole(path)
+        there = "and holds no checkpoint that is whole; give another" if newest is None else f"give resume={newest}"
+        raise ConfigError(f"resume={resume} is a run's folder, {there}")
     if not (path / MANIFEST).is_file():
-        raise ConfigError(
-            f"resume={resume}: without a {MANIFEST} it is no complete checkpoint; give another, or resume=auto"
-        )
+        raise ConfigError(f"resume={resume}: without a {MANIFEST} it is no complete checkpoint; {another_than(path)}")
     if found := damage(path):
-        raise ConfigError(f"resume={resume} is damaged: {found}; resume=auto takes the newest that is whole")
+        raise ConfigError(f"resume={resume} is damaged: {found}; {another_than(path)}")
     return path
 
 

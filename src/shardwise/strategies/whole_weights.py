@@ -220,8 +220,10 @@ class InnerBackwards:
                     state._root_post_backward_final_callback()
 
     def reshard(self) -> None:
-        """Free the gathered weights, so that the next forward pass gathers them again."""
+        """Free the gathered weights, so that the next forward pass gathers them again; also those gathered ahead."""
         for layer in self.layers:
+            for group in groups_of(layer._get_fsdp_state()):
+                group.wait_for_unshard()
             layer.reshard()
 
 
