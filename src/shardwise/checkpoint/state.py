@@ -24,6 +24,8 @@ from shardwise.checkpoint.dcp import read_tensors
 from shardwise.errors import ConfigError
 from shardwise.protocols import kept_by_rows_of
 
+COMPILED = "_orig_mod."  # in the names of what torch.compile(layer) wraps
+
 
 @dataclass(frozen=True)
 class ParameterShard:
@@ -165,6 +167,11 @@ def unlike(own: Mapping[str, Any], other: Mapping[str, Any], this: str, that: st
 
     `this` and `that` name the two in the message.
     """
+    if own.keys() != other.keys() and {_plain(name) for name in own} == {_plain(name) for name in other}:
+        return (
+            f"the names differ by the {COMPILED!r} alone that torch.compile(layer) puts into them: compile in "
+            f"configure_model, or before, in both; or call layer.compile(), which changes no name"
+        )
     lines = [
         *(f"{name}: not in {that}" for name in own.keys() - other.keys()),
         *(f"{name}: not in {this}" for name in other.keys() - own.keys()),
@@ -173,6 +180,10 @@ def unlike(own: Mapping[str, Any], other: Mapping[str, Any], this: str, that: st
     ]  # fmt: skip
     lines.sort()
     return "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
+
+
+def _plain(name: str) -> str:
+    return name.replace(COMPILED, "")
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -49,7 +49,7 @@ from shardwise.strategies.checkpoint_hooks import CheckpointHooks
 from shardwise.strategies.copied_parameters import CopiedParameters
 from shardwise.strategies.divided_sequences import DividedSequences
 from shardwise.strategies.gathered import GatheringHooks
-from shardwise.strategies.refusals import ChecksLoaders, FrozenForGood
+from shardwise.strategies.refusals import ChecksLoaders, FrozenForGood, refuse_parameters
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.whole_weights import check_loss
 from shardwise.weights.init_from import read_initial
@@ -87,6 +87,7 @@ class PlannedStrategy(
     def _begin_setup(self, module: LightningModule) -> None:
         """Do the part of the set-up that does not depend on how the module is sharded."""
         self.module_name = type(module).__name__  # kept, since FSDP2 changes the class
+        refuse_parameters(module, self.plan)
         self.units, message = units_for(module, self.plan)
         _tell(message)
         if self.plan.activation_checkpointing.name != "none":
@@ -294,15 +295,13 @@ class PlannedStrategy(
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         self.learning_rate = float(optimizer.param_groups[0]["lr"])  # before the schedule moves on
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        module = self.lightning_module
-        if module is not None and module.automatic_optimization:
+        if self.module.automatic_optimization:
+            self._note_step()
             optimizer.zero_grad(set_to_none=True)  # Lightning would keep the gradients until after the next forward
             if self.verdict.find_scaler_skip(self.window.loss):
-                if self.is_global_zero:
-                    number, scale = module.trainer.global_step + 1, self.planned_precision.loss_scale
-                    print(f"step {number} skipped: its gradients are not finite; the loss scale is {scale:g} now",
-                          flush=True)  # fmt: skip
-                counters.uncount_step(module.trainer)
+                number, scale = self.module.trainer.global_step + 1, self.planned_precision.loss_scale
+                _tell(f"step {number} skipped: its gradients are not finite; the loss scale is {scale:g} now")
+                counters.uncount_step(self.module.trainer)
             self.buffers.put_back(self.verdict.step_skipped)
         return result
 

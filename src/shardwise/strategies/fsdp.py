@@ -294,14 +294,9 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             self.sharded.tensor_parallel.begin_batch()
         super().on_train_batch_start(batch, batch_idx)
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().optimizer_step(*args, **kwargs)
-        self._backwards.reshard()  # what a hook has run behind the backward pass would go on with its old weights
-        return result
-
     def _note_step(self, *_: Any) -> None:
         super()._note_step()
-        self._backwards.reshard()  # a layer that is still gathered would use its old weights
+        self._backwards.reshard()  # a layer that is still gathered, for a hook, say, would use its old weights
 
     def _average_whole_gradients(self) -> None:
         """Average the gradients of parameters that FSDP2 does not shard. Collective."""

@@ -1,13 +1,42 @@
-"""What strategies refuse while a run goes on."""
+"""What strategies refuse: parameters that none or some of them cannot train, and what comes while a run goes on."""
 
 from __future__ import annotations
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
+from torch import nn
 
+from shardwise.checkpoint.state import COMPILED
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.loops import evaluates_loaders_together
 from shardwise.plan import Plan
+
+
+def refuse_parameters(module: LightningModule, plan: Plan) -> None:
+    """Raises ConfigError where the plan's strategy cannot train a parameter, or not a layer as it is."""
+    strategy = plan.strategy.name
+    sparse = [name for name, layer in module.named_modules() if getattr(layer, "sparse", False) and _embeds(layer)]
+    if sparse and plan.stage == "fit":
+        raise ConfigError(
+            f"{', '.join(sparse[:4])} has sparse=True, and its gradients are sparse tensors, which are not reduced, "
+            f"measured or clipped here; leave sparse=True out"
+        )
+    complex_ones = [name for name, p in module.named_parameters() if p.is_complex()]
+    if complex_ones and strategy != "ddp":
+        raise ConfigError(
+            f"{', '.join(complex_ones[:4])} holds complex numbers, and {strategy} keeps real ones alone: let the "
+            f"parameter be torch.view_as_real of it, or use strategy=ddp"
+        )
+    wrapped = [name.partition(f".{COMPILED}")[0] for name, _ in module.named_parameters() if COMPILED in name]
+    if wrapped and plan.strategy.zero_stage == 3:
+        raise ConfigError(
+            f"{wrapped[0]} is what torch.compile(layer) gives, and {strategy} cannot put its hooks into that; call "
+            f"layer.compile(), use compile=layer, or another strategy"
+        )
+
+
+def _embeds(layer: nn.Module) -> bool:
+    return isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.weight.requires_grad
 
 
 class ChecksLoaders(Strategy):
