@@ -11,6 +11,8 @@ from benchmarks.harness.results import read
 from benchmarks.pages.markdown import commit_of, commits_of, table, versions
 
 BOTH = (OURS, STOCK)
+PARTS = {"parity": "parity", "modules": "modules", "beside_ddp": "other strategies beside ddp", "curves": "loss curves",
+         "speed": "speed"}  # fmt: skip
 
 
 def page() -> list[str]:
@@ -19,7 +21,7 @@ def page() -> list[str]:
         "# On GPUs",
         "",
         "Made by `python benchmarks/report.py` from `benchmarks/results/`; measured by `make gpu-test`"
-        + (" and `python benchmarks/images_gpu.py`." if images else "."),
+        + (", `python benchmarks/breadth_gpu.py` and `python benchmarks/images_gpu.py`." if images else "."),
         "",
     ]
     for kind, results in ((first_runs, read("parity")), (breadth, read("breadth")), (images_of, images)):
@@ -38,8 +40,9 @@ def block(words: str, columns: list[str], rows: Iterable[list[Any]]) -> list[str
 def first_runs(result: dict[str, Any]) -> list[str]:
     environment = result["environment"]
     nccl = f"NCCL {environment['nccl']}"
+    has = [name for part, name in PARTS.items() if result.get(part)]
     return [
-        f"## {result['ranks']} × {environment['gpus'][0]}",
+        f"## {', '.join(has)[:1].upper()}{', '.join(has)[1:]} on {result['ranks']} × {environment['gpus'][0]}",
         "",
         f"{versions(environment, nccl)}, {commit_of(environment)}. `{result['command']}`",
         "",

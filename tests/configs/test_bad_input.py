@@ -63,8 +63,8 @@ WORDS: list[tuple[str, list[str]]] = [
     ("gpus=2", ["accelerator=cuda: this process sees 0 CUDA devices"]),
     # a recipe's own model and data with another's module
     ("model=resnet50", ["model=resnet50 belongs to the recipe image_classification, and this run's is language_model",
-                        "add recipe=image_classification"]),
-    ("data=digits", ["data=digits belongs to the recipe image_classification", "add recipe=image_classification"]),
+                        "use recipe=image_classification"]),
+    ("data=digits", ["data=digits belongs to the recipe image_classification", "use recipe=image_classification"]),
     ("recipe=image_classification model=gpt2_124m", ["model=gpt2_124m belongs to the recipe language_modeling"]),
     # numbers of optimizers and schedules
     ("optimizer.lr=abc", ["optimizer.lr=abc: must be a number, as it is in conf/optimizer/"]),

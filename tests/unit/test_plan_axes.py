@@ -48,7 +48,7 @@ def test_axes_go_together(words: str, mesh: dict[str, int], method: str | None) 
         ("tp=2 cp=2 data.sequence_length=14", r"tensor_parallel_size=2 \* strategy.context_parallel_size=2 = 4 does "
          "not divide data.sequence_length=14; use a multiple of 4, such as data.sequence_length=12"),
         ("tp=8 cp=1", "tensor_parallel_size=8 does not divide model.n_kv_heads=4; use one of"),
-        ("tp=2 cp=2 pp=2 order=interleaved chunks=2 global_batch_size=3", "there are 3; use a global_batch_size"),
+        ("tp=2 cp=2 pp=2 order=interleaved chunks=2 global_batch_size=3", "there are 3; use 2 or 4 of them"),
         ("tp=2 cp=2 stage=predict", "stage=predict"),
         ("strategy=fsdp_hybrid tp=2 cp=2 strategy.shard_size=4", "strategy.shard_size=4 does not divide"),
     ],

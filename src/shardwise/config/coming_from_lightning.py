@@ -265,8 +265,8 @@ _STAGE_HOOKS = tuple(
 _GRADIENTS = "under `zero1`, `zero2` and `zero3` refused by name, because gradients are in DeepSpeed's hands there"
 _LOOKS = "under `zero1`, `zero2` and `zero3` a hook that looks at a gradient is refused by name: DeepSpeed has it"
 _SAVES = (
-    "the same order and arguments; when is the run's own: every `checkpoint.save_every_n_steps`, at the end, once "
-    "before the first step to find what cannot be saved, and before a validation, which a signal may interrupt; "
+    "the same order and arguments; they are called at other times: every `checkpoint.save_every_n_steps`, at the end, "
+    "once before the first step to find what cannot be saved, and before a validation, which a signal may interrupt; "
     '`checkpoint["state_dict"]` is empty in it, because tensors have files of their own'
 )
 _LOADS = (

@@ -247,7 +247,7 @@ def _check_belongs(composed: DictConfig, words: tuple[str, ...]) -> None:
         other = _recipe_of(composed, group)
         if other not in (None, recipe) and recipe is not None:
             option = next((word for word in reversed(words) if word.startswith(f"{group}=")), group)
-            raise ConfigError(f"{option} belongs to the recipe {other}, and this run's is {recipe}: add recipe={other}")
+            raise ConfigError(f"{option} belongs to the recipe {other}, and this run's is {recipe}: use recipe={other}")
 
 
 def _recipe_of(composed: DictConfig, key: str) -> str | None:

@@ -190,7 +190,7 @@ class RunConfig:
     progress_bar: bool | None = option(None, "a bar, or lines; left out: a bar in a terminal")
     profiler: Profiler = option(
         Profiler.none,
-        "Lightning's: a report of rank 0 over the whole run; where the time of a step goes says profile.start=N",
+        "Lightning's: a report of rank 0 over the whole run; profile.start=N says where the time of a step goes",
     )
 
     compile: CompileConfig = field(default_factory=CompileConfig)

@@ -61,5 +61,6 @@ def load_index(directory: Path) -> dict[str, Any]:
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    remedy = "grant this user read permission" if isinstance(error, PermissionError) else "check the path or prepare it"
+    denied = isinstance(error, PermissionError)
+    remedy = "grant this user read permission" if denied else "check the path, or make it with shardwise prepare"
     return DataError(f"{path} must be a readable file: {error.strerror or error}; {remedy}")

@@ -188,7 +188,8 @@ class TokenSequences:
         if len(shards) <= sequence_length:
             raise DataError(
                 f"split {shards.split!r} of {shards.directory} has {count(len(shards), 'token')}, one sequence needs "
-                f"sequence_length + 1 = {sequence_length + 1}; use a sequence_length below {len(shards)} or more data"
+                f"sequence_length + 1 = {sequence_length + 1}; use data.sequence_length below {len(shards)}, or "
+                f"more data"
             )
         self.shards = shards
         self.sequence_length = sequence_length

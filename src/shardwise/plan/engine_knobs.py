@@ -1,4 +1,4 @@
-"""Checks the options of FSDP2 and DeepSpeed that trade memory for speed. None of them changes a number."""
+"""Checks the options of FSDP2 and DeepSpeed that trade memory for speed. None of them changes what is computed."""
 
 from __future__ import annotations
 

@@ -84,8 +84,8 @@ def check_schedule(name: str, ranks: int, chunks: int, micro_batches: int) -> No
         below, above = micro_batches // ranks * ranks, (micro_batches // ranks + 1) * ranks
         raise ConfigError(
             f"pipeline_schedule=interleaved needs a number of micro-batches in a step that is a multiple of "
-            f"pipeline_parallel_size={ranks}, and there are {micro_batches}; use a global_batch_size that has "
-            f"{f'{below} or {above}' if below else above}, or pipeline_schedule=1f1b"
+            f"pipeline_parallel_size={ranks}, and there are {micro_batches}; use "
+            f"{f'{below} or {above}' if below else above} of them (global_batch_size), or pipeline_schedule=1f1b"
         )
 
 

@@ -271,7 +271,8 @@ def headline(plan: Plan) -> str:
             f"{count(topology.data_parallel_size, 'rank')} × {count(plan.accumulate_grad_batches, 'micro-batch')}"
         )
     else:
-        batches = "every sample once"
+        limit = plan.max_validation_batches if plan.stage == "validate" else None
+        batches = "every sample once" if limit is None else f"at most {count(limit, 'batch')} of each validation set"
     resumed = f", from {Path(begin).name}" if (begin := plan.resume or plan.init_from) else ""
     return (
         f"run {plan.run_id}: {plan.stage} with {plan.strategy.name}, {plan.precision.name}, on "

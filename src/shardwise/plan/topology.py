@@ -142,7 +142,8 @@ def _data_ranks(nodes: int, devices: int, axes: dict[str, int]) -> int:
     if devices % axes["tensor"]:
         raise ConfigError(
             f"strategy.tensor_parallel_size={axes['tensor']} does not divide devices={devices}: the ranks of a tensor "
-            f"axis are on one node, since they exchange activations in every layer; use one of {_divisors(devices)}"
+            f"axis are on one node, since they exchange activations in every layer; use one of {_divisors(devices)}, "
+            f"or devices= a multiple of it"
         )
     product_of_axes = prod(axes.values())
     if nodes * devices % product_of_axes:
