@@ -356,7 +356,7 @@ WORDS: list[tuple[str, list[str]]] = [
     ("runs_dir=", ["runs_dir=: names no folder; give one, e.g. runs_dir=runs"]),
     ("\"runs_dir='~no-such-user/x'\"", ["runs_dir=~no-such-user/x: names no folder"]),
     ("resume=TMP/nowhere.ckpt", ["resume=TMP/nowhere.ckpt: no such checkpoint; name=RUN resume=auto takes the newest"]),
-    ("resume=TMP/runs/taken", ["runs/taken is a run's folder, and holds no checkpoint that is whole; give another"]),
+    ("resume=TMP/runs/taken", ["resume=TMP/runs/taken: without a manifest.json it is no complete checkpoint"]),
     ("resume=auto", ["resume=auto: without name= a run has a new name each time", "give name= of the run"]),
     ("resume=TMP/file.ckpt", ["without a manifest.json it is no complete checkpoint"]),
     ("resume_allow=[weights]", ["resume_allow=[weights]: known are data, global_batch_size, optimizer, seed"]),

@@ -25,7 +25,9 @@ from torch.utils.data import DataLoader
 from shardwise.callbacks.saving import Saving
 from shardwise.checkpoint import writer as saving
 from shardwise.checkpoint.verify import verify_resume
+from shardwise.config.compose import compose
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.plan import Host, make_plan
 from shardwise.run_dir.checkpoints import damage, list_checkpoints, newest_whole
 from shardwise.run_dir.resume import resolve_resume
 from tests.harness.cells import fit
@@ -294,6 +296,85 @@ def test_damage_is_said_before_anything_starts(tmp_path: Path) -> None:
         resolve_resume(str(path), tmp_path / "other", "fit")
     (path / "manifest.json").write_text(json.dumps({"format": 3, "files": {}}))
     assert damage(path) == "manifest.json is of format 3, and this version reads 1 and 2"
+
+
+def test_a_checkpoint_is_no_run(tmp_path: Path) -> None:
+    """Although it has a run's plan in it."""
+    path = tmp_path / "run" / "checkpoints" / "step-00000002.ckpt"
+    path.mkdir(parents=True)
+    for folder in (path, tmp_path / "run"):
+        (folder / "plan.json").write_text("{}")
+    with pytest.raises(ConfigError, match="run is a run's folder: it holds no checkpoint that is whole; give another"):
+        resolve_resume(str(tmp_path / "run"), tmp_path / "other", "fit")
+    with pytest.raises(ConfigError, match=r"without a manifest\.json it is no complete checkpoint; give another"):
+        resolve_resume(str(path), tmp_path / "other", "fit")
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "files": {}}))
+    assert resolve_resume(str(path), tmp_path / "other", "fit") == str(path)
+    with pytest.raises(
+        ConfigError, match=rf"run is a run's folder: name=run resume=auto goes on .*resume={path} takes"
+    ):
+        resolve_resume(str(tmp_path / "run"), tmp_path / "other", "fit")
+
+
+class Draws(LightningModule):
+    """Draws in its steps and in its validation, and logs one metric on rank 0 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("own/loss", self.net(batch + torch.rand(8)).square().mean(), sync_dist=True)
+        if self.global_rank == 0:
+            self.log("own/alone", 1.0, rank_zero_only=True)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.randn(64, 8, generator=torch.Generator().manual_seed(1)), batch_size=4)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.ones(8, 8), batch_size=4)  # type: ignore[arg-type]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def monitored(folder: Path) -> dict[str, Any]:
+    """In each rank: runs that validate after each step, undisturbed, and ended by a monitor and gone on with."""
+    words = ["recipe=custom", f"module._target_={__name__}.Draws", "micro_batch_size=4", "global_batch_size=8",
+             "accelerator=cpu", "devices=2", "strategy=ddp", "max_steps=4", "validate_every_n_steps=1",
+             "log_every_n_steps=1", "checkpoint.save_every_n_steps=100", f"runs_dir={folder}"]  # fmt: skip
+    found: dict[str, Any] = {}
+
+    def train(name: str, *more: str) -> None:
+        plan = make_plan(compose([*words, f"name={name}", *more]).jobs[0].config, Host(cuda_devices=0))
+        Path(plan.run_dir).mkdir(exist_ok=True)
+        plan = plan.going_on_from(resolve_resume(plan.resume, plan.run_dir, "fit", may_be_taken=False))
+        try:
+            found[name] = fit(plan)["losses"]
+        except ConfigError as error:
+            found[f"{name} said"] = str(error)
+
+    train("straight")
+    for monitor in ("nope", "own/alone"):
+        name = monitor[-5:]
+        train(name, f"checkpoint.monitor={monitor}")
+        train(name, "checkpoint.monitor=own/loss", "resume=auto")
+    return found
+
+
+def test_a_monitor_that_nothing_logs_loses_no_step(tmp_path: Path) -> None:
+    for rank, found in enumerate(spawn(2, monitored, tmp_path)):
+        saved = r"; step 1 is saved as .*step-00000001\.ckpt, and .*name={} resume=auto goes on"
+        assert re.search("checkpoint.monitor=nope: validation logs .*own/loss.*; monitor one of these, or give "
+                         "checkpoint.monitor=null" + saved.format("nope"), found["nope said"])  # fmt: skip
+        why = ("does not log it on every rank", "logs own/loss; ")[rank]
+        assert f"checkpoint.monitor=own/alone: validation {why}" in found["alone said"]
+        if rank == 0:
+            assert len(found["straight"]) == 4
+            assert found["nope"] == found["alone"] == found["straight"]
 
 
 def test_killed_while_it_saves_a_run_goes_on(tmp_path: Path) -> None:

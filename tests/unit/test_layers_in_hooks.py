@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -33,8 +34,10 @@ class Steps:
         self.begun += 1
         self.depth += 1
         assert self.depth == 1
-        yield
-        self.depth -= 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +50,38 @@ def nothing_compiled() -> Iterator[None]:
 
 def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_hooks_within_hooks_look_for_themselves() -> None:
+    net = Net()
+    steps = Steps(net)
+    with steps.layers.found():
+        with steps.layers.found():
+            assert net(torch.ones(2, 4)).dtype == torch.bfloat16
+        assert net(torch.ones(2, 4)).dtype == torch.bfloat16
+        handle = net.inner.register_forward_hook(lambda *_: within(steps.layers))
+        assert net(torch.ones(2, 4)).dtype == torch.bfloat16  # a hook runs while a layer of another one does
+        handle.remove()
+    assert steps.depth == 0 and not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def within(layers: LayersInHooks) -> None:
+    with layers.found():
+        pass
+
+
+def test_what_ends_a_hook_leaves_nothing_behind() -> None:
+    net = Net()
+    steps = Steps(net)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    net.inner.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), steps.layers.found():
+        net(torch.ones(2, 4))
+    assert steps.depth == 0 and not torch.nn.modules.module._global_forward_pre_hooks
+    assert not net._forward_hooks
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")

@@ -11,12 +11,13 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.callbacks.steps import validation_metrics
+from shardwise.callbacks.wrong_monitor import wrong_monitor
 from shardwise.checkpoint.plain import Packed
 from shardwise.checkpoint.publish import publish_again
 from shardwise.checkpoint.retention import read_best, remove, remove_superseded, write_best
 from shardwise.checkpoint.writer import Outcome, Writer
 from shardwise.distributed.process_group import group_timeout
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError
 from shardwise.lightning_internals.resume_validation import validate_now
 from shardwise.plan import Plan
 from shardwise.process.watchdog import progress
@@ -115,19 +116,14 @@ class Saving(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit":
             return
+        monitor, measured = self.plan.checkpoint.monitor, validation_metrics(trainer)
+        if monitor and strategy_of(trainer).reduce_boolean_decision(monitor not in measured, all=False):
+            raise wrong_monitor(self.plan, monitor, measured, lambda: self.save_now(trainer, leaves=True))
         self.validated_step, self.before_validation = trainer.global_step, None
         if trainer.global_step == self.plan.max_steps:  # this save had to wait for validation
             self._save_at_end(trainer)
-        monitor = self.plan.checkpoint.monitor
         if monitor is None:
             return
-        measured = validation_metrics(trainer)
-        if monitor not in measured:
-            saved = self.save_now(trainer, leaves=True)
-            raise ConfigError(
-                f"checkpoint.monitor={monitor}: validation logs {', '.join(measured) or 'nothing'}; monitor one of "
-                f"these, or checkpoint.monitor=null, and {self.plan.goes_on_by}: {saved}"
-            )
         # Rank 0 decides for all: a metric that its module has not synchronised differs between ranks.
         busy = self.writer is not None and self.writer.busy
         score, busy = trainer.strategy.broadcast((measured[monitor], busy))

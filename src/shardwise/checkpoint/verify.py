@@ -20,6 +20,7 @@ from shardwise.run_dir.checkpoints import another_than, damage, list_checkpoints
 from shardwise.run_dir.files import MANIFEST, TRAINER_STATE, rank_state, unsafe_file
 
 _T = TypeVar("_T")
+_CHANGED = " is not what was written (another checksum)"  # other damage may be that of a disk which answers later
 
 
 def verify_resume(plan: Plan) -> Plan:
@@ -41,7 +42,7 @@ def verify_resume(plan: Plan) -> Plan:
         before = _of_rank_zero([p for p in list_checkpoints(plan.run_dir) if p.name < Path(plan.resume).name])
         if not before:
             raise ConfigError(f"resume=auto: {reason}, and there is none before it; another name= starts anew")
-        if dist.get_rank() == 0 and plan.stage == "fit":
+        if dist.get_rank() == 0 and plan.stage == "fit" and found.endswith(_CHANGED):
             mark_damaged(Path(plan.resume), found)
         notices.append(f"{reason}; going on from {before[-1].name}")
         plan = plan.going_on_from(str(before[-1]))
@@ -73,7 +74,7 @@ def changed(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
             digest = sha256_of(folder / name)
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
-        return None if digest == files[name]["sha256"] else f"{name} is not what was written (another checksum)"
+        return None if digest == files[name]["sha256"] else f"{name}{_CHANGED}"
 
     with ThreadPoolExecutor(io_threads()) as pool:
         return next(filter(None, pool.map(check, sorted(files)[rank::ranks])), None)

@@ -54,6 +54,7 @@ def inspect_host(environ: Mapping[str, str] = os.environ) -> Host:
         nodes=nodes,
         devices=devices,
         run_id=read_run_id(environ) or _run_id(environ, nodes),
+        run_id_is_new=read_run_id(environ) is None and nodes is None,
         is_terminal=_is_terminal(),
         cpus=(cpus := count_granted_cpus()),
         cpus_per_rank=None if launcher != "slurm" else min(cpus, read_cpus_per_task(environ) or cpus),

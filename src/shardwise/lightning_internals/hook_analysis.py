@@ -34,9 +34,12 @@ def may_look(hook: str) -> bool:
     return hook.startswith("on_") and hook not in _OTHERS
 
 
-def may_run_layers(hook: str) -> bool:
-    """Whether a hook of this name can run layers, and runs no step of the module itself (as `optimizer_step` does)."""
-    return may_look(hook) or hook in (*_OF_GRADIENTS, "lr_scheduler_step")
+def may_run_layers(hook: str, automatic: bool) -> bool:
+    """Whether a hook of this name can run layers outside of a step, and runs no step itself (as `optimizer_step` does).
+
+    `automatic`: whether Lightning optimizes. A module that does so by hand calls the hooks of gradients in its step.
+    """
+    return may_look(hook) or (automatic and hook in (*_OF_GRADIENTS, "lr_scheduler_step"))
 
 
 def looks_at_weights(host: LightningModule | Callback, hook: str, module: LightningModule) -> str | None:

@@ -141,7 +141,8 @@ def _around(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[A
     if strategy.hides_weights:
         around = strategy.around_hook(hook_name, looks=_looks(trainer, host, hook_name))
     is_ours = type(host).__module__.startswith("shardwise.")
-    more = strategy.outside_steps() if may_run_layers(hook_name) and not is_ours else []
+    runs = not is_ours and may_run_layers(hook_name, trainer.lightning_module.automatic_optimization)
+    more = strategy.outside_steps() if runs else []
     return _all_of(around, *more) if more else around
 
 

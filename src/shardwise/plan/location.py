@@ -40,7 +40,7 @@ def initial_weights(config: RunConfig) -> str | None:
 
 
 def run_name(config: RunConfig, host: Host) -> str:
-    if config.name is None and config.resume == "auto" and host.launcher == "local":
+    if config.name is None and config.resume == "auto" and host.run_id_is_new:
         raise ConfigError(
             "resume=auto: without name= a run has a new name each time, and no checkpoint to go on from; give name= of "
             "the run to go on with"

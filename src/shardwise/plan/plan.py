@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +37,7 @@ class Host:
     nodes: int | None = None  # the number that the launcher gives, if any
     devices: int | None = None  # the number of processes on each node that the launcher gives, if any
     run_id: str | None = None  # from Slurm or torchrun, or made by the parent
+    run_id_is_new: bool = False  # whether the next start of the same command has another
     is_terminal: bool = False
     gpu: str | None = None  # the name of the visible GPUs; None: there are none, or it is not known
     gpu_capability: tuple[int, int] | None = None  # compute capability; None: there are no GPUs, or it is not known
@@ -205,7 +207,9 @@ class Plan:
     @property
     def goes_on_by(self) -> str:
         """The words that go on with this run. Its name may have been made up."""
-        return f"name={self.run_id} resume=auto"
+        folder = Path(self.run_dir).parent
+        where = "" if folder.name == "runs" else f"runs_dir={shlex.quote(str(folder))} "
+        return f"{where}name={self.run_id} resume=auto"
 
     def going_on_from(
         self, resume: str | None, *, may_fall_back: bool | None = None, pass_over: int | None = None

@@ -41,8 +41,8 @@ def report(error: Exception, plan: Plan | None = None) -> int:
     elif not _is_lightnings_message(error):
         if isinstance(error, OSError) and error.errno in _FULL:
             path = f" {error.filename2 or error.filename}" if error.filename else ""
-            code = int(ExitCode.crash)
-            text = f"error: cannot write{path}: {error.strerror}; make room, then resume=auto\n"
+            code, goes_on = int(ExitCode.crash), "resume=auto" if plan is None else plan.goes_on_by
+            text = f"error: cannot write{path}: {error.strerror}; make room, then {goes_on}\n"
         elif (mistake := describe_mistake(error, _package(plan))) is not None:
             trained = plan is not None and plan.stage == "fit" and (plan.resume is not None or progress.trained)
             code = int(ExitCode.crash if trained or not would_fail_again(error) else ExitCode.user_error)

@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.run_dir.files import BEST, CHECKPOINTS, DAMAGED, MANIFEST, METRICS, PLAN, SUMMARY, trained_mark
+from shardwise.run_dir.files import (
+    BEST,
+    CHECKPOINTS,
+    DAMAGED,
+    MANIFEST,
+    METRICS,
+    PLAN,
+    SUMMARY,
+    trained_mark,
+    write_whole,
+)
 
 FORMAT = 2
 # Formats that this version reads. Format 1 holds only values that torch.load reads without checkpoint/encoding.py.
@@ -32,7 +42,7 @@ def damage(checkpoint: Path) -> str | None:
     """
     try:
         if (checkpoint / DAMAGED).is_file():
-            return (checkpoint / DAMAGED).read_text().strip()
+            return (checkpoint / DAMAGED).read_text().strip() or f"{DAMAGED} says so"
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         for name, file in manifest["files"].items():
             path = checkpoint / name
@@ -51,7 +61,7 @@ def damage(checkpoint: Path) -> str | None:
 def mark_damaged(checkpoint: Path, found: str) -> None:
     """Note what checksums have found, so that the checkpoint counts as none of those that are kept."""
     with suppress(OSError):  # a folder that may only be read is not counted by anybody
-        (checkpoint / DAMAGED).write_text(f"{found}; {DAMAGED} beside it says so\n")
+        write_whole(checkpoint / DAMAGED, f"{found}; {DAMAGED} beside it says so\n")
 
 
 def another_than(checkpoint: Path) -> str:

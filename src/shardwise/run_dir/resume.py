@@ -22,7 +22,7 @@ from shardwise.run_dir.checkpoints import (
     stopped_before,
     was_trained,
 )
-from shardwise.run_dir.files import CONFIG, MANIFEST, PLAN
+from shardwise.run_dir.files import CHECKPOINTS, CONFIG, MANIFEST, PLAN
 from shardwise.run_dir.job_folder import has_begun
 
 KEPT = "the checkpoint's optimizer state, its learning rate included, is kept"
@@ -73,10 +73,11 @@ def _checkpoint(resume: str) -> Path:
     path = Path(resume).expanduser().resolve()
     if not path.exists():
         raise ConfigError(f"resume={resume}: no such checkpoint; name=RUN resume=auto takes the newest of that run")
-    if (path / PLAN).is_file():
+    if not (path / MANIFEST).is_file() and (path / CHECKPOINTS).is_dir():
         newest = newest_whole(path)
-        there = "and holds no checkpoint that is whole; give another" if newest is None else f"give resume={newest}"
-        raise ConfigError(f"resume={resume} is a run's folder, {there}")
+        there = f"name={path.name} resume=auto goes on with it, and resume={newest} takes its newest checkpoint"
+        there = "it holds no checkpoint that is whole; give another" if newest is None else there
+        raise ConfigError(f"resume={resume} is a run's folder: {there}")
     if not (path / MANIFEST).is_file():
         raise ConfigError(f"resume={resume}: without a {MANIFEST} it is no complete checkpoint; {another_than(path)}")
     if found := damage(path):

@@ -25,25 +25,31 @@ class LayersInHooks:
         self, module: nn.Module, as_in_steps: Callable[[], AbstractContextManager[Any]], dtype: torch.dtype
     ) -> None:
         self.module, self.as_in_steps, self.dtype = module, as_in_steps, dtype
-        self._running = ExitStack()
+        self._running = ExitStack()  # of the innermost `found`
         # The same hook each time: what is compiled in a hook would else be compiled again in the next.
         self._looking = register_module_forward_pre_hook(self._begin)
         self._looking.remove()
 
     @contextmanager
     def found(self) -> Iterator[None]:
-        """Put this around a hook."""
+        """Put this around a hook. One may run within another."""
         _ = self._layers  # what is traced is not to compute it
-        self._look()
+        outer, looked = self._running, self._look()
         try:
-            yield
+            with ExitStack() as self._running:
+                yield
         finally:
-            self._looking.remove()
+            self._running = outer
+            if not looked:
+                self._looking.remove()
 
-    def _look(self) -> None:
+    def _look(self) -> bool:
+        """Look for layers from here on. Returns whether that was so before."""
         hooks = self._looking.hooks_dict_ref()
         assert hooks is not None  # it is torch's own, of all modules
+        looked = self._looking.id in hooks
         hooks[self._looking.id] = self._begin
+        return looked
 
     def _begin(self, layer: nn.Module, args: Any) -> None:
         if layer in self._layers:

@@ -21,8 +21,8 @@ def refuse_parameters(module: LightningModule, plan: Plan) -> None:
             f"{', '.join(sparse[:4])} has sparse=True, and its gradients are sparse tensors, which are not reduced, "
             f"measured or clipped here; leave sparse=True out"
         )
-    complex_ones = [name for name, p in module.named_parameters() if p.is_complex()]
-    if complex_ones and strategy != "ddp":
+    complex_ones = [name for name, p in module.named_parameters() if p.is_complex() and p.requires_grad]
+    if complex_ones and strategy != "ddp" and plan.stage == "fit":
         raise ConfigError(
             f"{', '.join(complex_ones[:4])} holds complex numbers, and {strategy} keeps real ones alone: let the "
             f"parameter be torch.view_as_real of it, or use strategy=ddp"
