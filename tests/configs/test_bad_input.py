@@ -356,7 +356,7 @@ WORDS: list[tuple[str, list[str]]] = [
     ("runs_dir=", ["runs_dir=: names no folder; give one, e.g. runs_dir=runs"]),
     ("\"runs_dir='~no-such-user/x'\"", ["runs_dir=~no-such-user/x: names no folder"]),
     ("resume=TMP/nowhere.ckpt", ["resume=TMP/nowhere.ckpt: no such checkpoint; name=RUN resume=auto takes the newest"]),
-    ("resume=TMP/runs/taken", ["resume=TMP/runs/taken: without a manifest.json it is no complete checkpoint"]),
+    ("resume=TMP/runs/taken", ["runs/taken is a run's folder: it holds no checkpoint that is whole; give another"]),
     ("resume=auto", ["resume=auto: without name= a run has a new name each time", "give name= of the run"]),
     ("resume=TMP/file.ckpt", ["without a manifest.json it is no complete checkpoint"]),
     ("resume_allow=[weights]", ["resume_allow=[weights]: known are data, global_batch_size, optimizer, seed"]),
@@ -562,7 +562,9 @@ def message_of(
 ) -> str:
     gpu = "NVIDIA H100 80GB HBM3" if gpus else None
     monkeypatch.setattr(shardwise.cli, "launch", refuse_to_start)
-    monkeypatch.setattr(shardwise.cli, "inspect_host", lambda: Host(gpus, run_id="made-up", gpu=gpu))
+    monkeypatch.setattr(
+        shardwise.cli, "inspect_host", lambda: Host(gpus, run_id="made-up", run_id_is_new=True, gpu=gpu)
+    )
     monkeypatch.delenv("RANK", raising=False)
     argv = [word.replace("TMP", str(files)) for word in shlex.split(line)]
     if "runs_dir=" not in line:

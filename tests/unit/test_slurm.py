@@ -74,7 +74,8 @@ def test_ports_of_jobs_steps_and_restarts_differ_and_are_not_the_systems() -> No
 def test_a_shell_and_a_batch_script_are_no_ranks(environ: dict[str, str], run_id: str | None) -> None:
     assert read_task(environ) is None
     assert read_run_id(environ) == run_id
-    assert inspect_host(environ).launcher == "local"
+    host = inspect_host(environ)
+    assert (host.launcher, host.run_id_is_new) == ("local", run_id is None)  # a batch script's outlives a requeue
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ class Plan:
     def goes_on_by(self) -> str:
         """The words that go on with this run. Its name may have been made up."""
         folder = Path(self.run_dir).parent
-        where = "" if folder.name == "runs" else f"runs_dir={shlex.quote(str(folder))} "
+        where = "" if folder == Path.cwd() / "runs" else f"runs_dir={shlex.quote(str(folder))} "
         return f"{where}name={self.run_id} resume=auto"
 
     def going_on_from(
