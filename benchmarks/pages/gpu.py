@@ -42,7 +42,7 @@ def first_runs(result: dict[str, Any]) -> list[str]:
     nccl = f"NCCL {environment['nccl']}"
     has = [name for part, name in PARTS.items() if result.get(part)]
     return [
-        f"## {', '.join(has)[:1].upper()}{', '.join(has)[1:]} on {result['ranks']} × {environment['gpus'][0]}",
+        f"## {', '.join(has).capitalize()} on {result['ranks']} × {environment['gpus'][0]}",
         "",
         f"{versions(environment, nccl)}, {commit_of(environment)}. `{result['command']}`",
         "",

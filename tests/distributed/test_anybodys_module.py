@@ -73,6 +73,8 @@ REFUSED = [
         ("Lazy", strategy, "Lazy has layers that get their shapes with the first")
         for strategy in ("ddp", "fsdp", "zero3")
     ),
+    *(("Sparse", strategy, "words has sparse=True, and its gradients are sparse") for strategy in ("ddp", "zero2")),
+    *(("Complex", strategy, f"phases holds complex numbers, and {strategy} ") for strategy in ("fsdp", "zero2")),
     ("Bare", "ddp data.kind=together", "a CombinedLoader gives batches of several loaders at once"),
     ("Idle", "ddp", "Idle has parameters that took no part in the loss: give strategy.find_unused_parameters=true"),
 ]

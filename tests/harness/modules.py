@@ -407,6 +407,18 @@ class Lazy(Bare):
         self.head = nn.LazyLinear(6)
 
 
+class Sparse(Bare):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4, 6, sparse=True)
+
+
+class Complex(Bare):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases = nn.Parameter(torch.ones(6, dtype=torch.complex64))
+
+
 class Idle(Bare):
     def __init__(self) -> None:
         super().__init__()

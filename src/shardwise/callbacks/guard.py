@@ -209,9 +209,8 @@ class Guard(Callback):
         self.step_log.flush(trainer)
         self.saving.forget_state_before_validation()
         if not strategy_of(trainer).rewind(trainer.global_step - good):
-            return (
-                f"The last that changed a weight was in the epoch before; the last checkpoint: {self.plan.goes_on_by}."
-            )
+            by = f"{self.plan.goes_on_by} goes on from the last checkpoint"
+            return f"The last that changed a weight was in the epoch before; {by}."
         for number, schedules in self.schedules:
             if number == good:
                 _restore(trainer, schedules)

@@ -169,8 +169,8 @@ def unlike(own: Mapping[str, Any], other: Mapping[str, Any], this: str, that: st
     """
     if own.keys() != other.keys() and {_plain(name) for name in own} == {_plain(name) for name in other}:
         return (
-            f"the names differ by the {COMPILED!r} alone that torch.compile(layer) puts into them: compile in "
-            f"configure_model, or before, in both; or call layer.compile(), which changes no name"
+            f"the names differ by the {COMPILED!r} alone that torch.compile(layer) puts into them: wrap the "
+            f"layer in __init__ or configure_model of both; or call layer.compile(), which changes no name"
         )
     lines = [
         *(f"{name}: not in {that}" for name in own.keys() - other.keys()),

@@ -74,9 +74,9 @@ def _checkpoint(resume: str) -> Path:
     if not path.exists():
         raise ConfigError(f"resume={resume}: no such checkpoint; name=RUN resume=auto takes the newest of that run")
     if not (path / MANIFEST).is_file() and (path / CHECKPOINTS).is_dir():
-        newest = newest_whole(path)
-        there = f"name={path.name} resume=auto goes on with it, and resume={newest} takes its newest checkpoint"
-        there = "it holds no checkpoint that is whole; give another" if newest is None else there
+        there = "it holds no checkpoint that is whole; give another"
+        if (newest := newest_whole(path)) is not None:
+            there = f"name={path.name} resume=auto goes on with it, and resume={newest} takes its newest checkpoint"
         raise ConfigError(f"resume={resume} is a run's folder: {there}")
     if not (path / MANIFEST).is_file():
         raise ConfigError(f"resume={resume}: without a {MANIFEST} it is no complete checkpoint; {another_than(path)}")

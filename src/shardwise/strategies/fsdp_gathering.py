@@ -15,7 +15,7 @@ from shardwise.distributed.mesh import limit_wait
 from shardwise.errors import ConfigError
 from shardwise.parallel.units import Units
 from shardwise.plan import Plan
-from shardwise.strategies.whole_weights import groups_of
+from shardwise.strategies.whole_weights import free_layers, groups_of
 
 
 def check_prefetch(module: LightningModule, units: Units, plan: Plan) -> None:
@@ -107,9 +107,5 @@ def switched_off(layers: Sequence[FSDPModule], *names: str) -> Iterator[None]:
 
 
 def free_gathered(module: nn.Module) -> None:
-    """Free what is gathered, so that the next pass gathers the weights of then; also what was gathered ahead."""
-    for layer in module.modules():
-        if isinstance(layer, FSDPModule):
-            for group in groups_of(layer._get_fsdp_state()):
-                group.wait_for_unshard()
-            layer.reshard()
+    """`free_layers` for all layers of `module`."""
+    free_layers(layer for layer in module.modules() if isinstance(layer, FSDPModule))

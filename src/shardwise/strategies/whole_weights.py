@@ -8,7 +8,7 @@ write into their inputs, and with backward passes that are differentiated again 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -221,10 +221,15 @@ class InnerBackwards:
 
     def reshard(self) -> None:
         """Free the gathered weights, so that the next forward pass gathers them again; also those gathered ahead."""
-        for layer in self.layers:
-            for group in groups_of(layer._get_fsdp_state()):
-                group.wait_for_unshard()
-            layer.reshard()
+        free_layers(self.layers)
+
+
+def free_layers(layers: Iterable[FSDPModule]) -> None:
+    """Free what is gathered, so that the next pass gathers the weights of then; also what was gathered ahead."""
+    for layer in layers:
+        for group in groups_of(layer._get_fsdp_state()):
+            group.wait_for_unshard()
+        layer.reshard()
 
 
 def groups_of(state: Any) -> list[Any]:
