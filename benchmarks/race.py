@@ -32,13 +32,13 @@ from benchmarks.harness import commands, results, roofline, titan  # noqa: E402
 from benchmarks.harness.data import RANDOM_TOKENS  # noqa: E402
 from benchmarks.harness.gpus import GpuWatch, describe_gpus  # noqa: E402
 from benchmarks.harness.kernels import costliest  # noqa: E402
-from benchmarks.harness.race_cells import MODELS, axes_in, cells_on  # noqa: E402
+from benchmarks.harness.race_cells import MODELS, STEPS, axes_in, cells_on  # noqa: E402
 from benchmarks.harness.trainers import TINY_LANGUAGE_MODEL  # noqa: E402
 from shardwise.config.compose import compose  # noqa: E402
 from shardwise.run_dir.files import METRICS, PLAN, SUMMARY, profile_folder, profile_trace  # noqa: E402
 from shardwise.run_dir.rows import read_rows  # noqa: E402
 
-WARM_UP, STEPS, EVERY = 8, 24, 4  # a line of both logs has the mean of four steps
+EVERY = 4  # a line of both logs has the mean of four steps
 PROFILED = 12
 ENOUGH = 60  # seconds: with less left of --within, no run begins
 LENGTH = 8192
@@ -62,6 +62,11 @@ class Run:
     flags: str | None = None
 
     @property
+    def steps(self) -> tuple[int, int]:
+        """Those of the warm-up, and all."""
+        return STEPS[self.size]
+
+    @property
     def key(self) -> dict[str, str]:
         return {"cell": self.cell, "who": self.who, "words": self.words}
 
@@ -82,7 +87,7 @@ class Race:
         self.result: dict[str, Any] = {
             "command": f"python benchmarks/race.py --ranks {self.ranks}", "ranks": self.ranks, "tiny": options.tiny,
             "words": ALWAYS, "models": MODELS, "environment_variables": titan.ENVIRONMENT,
-            "ceilings": roofline.CEILINGS, "steps": {"warm_up": WARM_UP, "all": STEPS, "every": EVERY},
+            "ceilings": roofline.CEILINGS, "steps": STEPS, "every": EVERY,
             "cells": {cell.name: cell.best_of for cell in cells},
             "cards": before.get("cards", []), "breakdowns": before.get("breakdowns", {}),
         }  # fmt: skip
@@ -132,14 +137,14 @@ class Race:
     def ours(self, run: Run, folder: Path, limit: float, more: tuple[str, ...] = ()) -> dict[str, Any]:
         given = self.words_of(run, *more)
         line = [*given, f"accelerator={self.options.accelerator}", f"runs_dir={folder}", "name=ours"]
-        code, felt = self.watched([sys.executable, str(ROOT / "train.py"), *line], folder / "log", limit)
+        code, felt = self.watched([sys.executable, str(ROOT / "train.py"), *line], folder / "log", limit, run.steps)
         found = {"command": shlex.join(["python", "train.py", *given]), "limit": roofline.limit(work_of(given))}
         ran = folder / "ours"
         rows = [row for row in read_rows(ran / METRICS) if row.get("train/step_seconds")]
         if code or not rows or not (ran / SUMMARY).exists():
             return found | commands.failure(code, limit, folder / "log")
         plan, summary = (json.loads((ran / name).read_text()) for name in (PLAN, SUMMARY))
-        timed = [row for row in rows if int(row["step"]) > WARM_UP]
+        timed = [row for row in rows if int(row["step"]) > run.steps[0]]
         return found | self.speed(plan["global_batch_size"] * plan["data"]["sequence_length"] / self.ranks, {
             "steps_ms": [round(float(row["train/step_seconds"]) * 1e3, 3) for row in timed],
             "peak_reserved_gib": summary["peak_memory_gib"],
@@ -154,11 +159,11 @@ class Race:
         flags = (run.flags or "").split()
         tokens = int(flags[1]) * LENGTH / axes_in(run.flags or "")
         given = ["--model.flavor", run.size, "--training.seq_len", str(LENGTH),
-                 "--training.steps", str(STEPS), "--metrics.log_freq", str(EVERY), *flags]  # fmt: skip
+                 "--training.steps", str(run.steps[1]), "--metrics.log_freq", str(EVERY), *flags]  # fmt: skip
         line = titan.command(self.ranks, given, folder)
-        code, felt = self.watched(line, folder / "log", limit)
+        code, felt = self.watched(line, folder / "log", limit, run.steps)
         found = {"command": shlex.join(["python", *line[1:]]).replace(str(folder), "FOLDER")}
-        said = titan.read_log((folder / "log").read_text(errors="replace"), WARM_UP, tokens)
+        said = titan.read_log((folder / "log").read_text(errors="replace"), run.steps[0], tokens)
         if code or not said:
             return found | commands.failure(code, limit, folder / "log")
         return found | self.speed(tokens, said) | {"gpu": felt}
@@ -171,19 +176,21 @@ class Race:
         tiny = [*TINY, *(TINY_FP8 if "fp8" in run.words else [])] if self.options.tiny else []
         micro = int(re.findall(r"micro_batch_size=(\d+)", run.words)[0])
         batch = f"global_batch_size={micro * self.ranks // axes_in(run.words)}"
-        return [*MODELS[run.size], *ALWAYS, f"max_steps={STEPS}", f"devices={self.ranks}", batch, *run.words.split(),
-                *tiny, *more]  # fmt: skip
+        return [*MODELS[run.size], *ALWAYS, f"max_steps={run.steps[1]}", f"devices={self.ranks}", batch,
+                *run.words.split(), *tiny, *more]  # fmt: skip
 
-    def watched(self, command: list[str], log: Path, limit: float) -> tuple[int, dict[str, float]]:
+    def watched(
+        self, command: list[str], log: Path, limit: float, steps: tuple[int, int]
+    ) -> tuple[int, dict[str, float]]:
         """The exit code, and what the GPUs felt in the timed steps, which the log tells as they pass."""
         seen: dict[str, dict[str, float]] = {}
 
         def look() -> None:
-            steps = re.findall(r"\bstep:? +(\d+)", log.read_text(errors="replace"))
-            if steps and int(steps[-1]) >= WARM_UP and "begin" not in seen:
+            told = re.findall(r"\bstep:? +(\d+)", log.read_text(errors="replace"))
+            if told and int(told[-1]) >= steps[0] and "begin" not in seen:
                 self.watch.begin()
                 seen["begin"] = {}
-            if steps and int(steps[-1]) >= STEPS and "end" not in seen:
+            if told and int(told[-1]) >= steps[1] and "end" not in seen:
                 seen["end"] = self.watch.end()
 
         return commands.run(command, log, limit, look, titan.ENVIRONMENT), seen.get("end", {})

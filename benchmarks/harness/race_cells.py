@@ -14,6 +14,7 @@ MODELS = {
     "8B": ["model=llama3_8b", "strategy=fsdp"],
     "70B": ["model=llama3_70b", "strategy=fsdp"],
 }
+STEPS = {"1.5B": (8, 24), "8B": (8, 24), "70B": (4, 12)}  # of the warm-up, and all
 FAST = "loss=fused compile=layer strategy.symmetric_memory=true"  # of 8 B on GPUs of one node
 LESS = "compile.recompute_elementwise=true"  # memory
 STAY = "strategy.reshard_after_forward=false"  # gathered
