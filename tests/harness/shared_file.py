@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.distributed.symmetric_memory import SymmetricBuffer
+from shardwise.distributed.symmetric_memory import SymmetricBuffer, _or_refused
 
 
 class SharedFile(SymmetricBuffer):
@@ -35,3 +35,18 @@ class SharedFile(SymmetricBuffer):
 
     def wait_for_all(self) -> None:
         dist.barrier(self.group)
+
+
+class RefusedOnRankOne(SharedFile):
+    """What a `SymmetricBuffer` does where torch cannot share the memory of one rank. The others notice nothing."""
+
+    def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
+        super().__init__(size, group, device, timeout)
+        if dist.get_rank() == 1:
+            with _or_refused():
+                raise RuntimeError("pidfd_getfd:\n  Operation not permitted")
+
+
+REFUSED = "torch cannot let these GPUs copy from each other (pidfd_getfd: Operation not permitted)"
+REFUSAL = f"strategy.symmetric_memory: {REFUSED}; use strategy.symmetric_memory=false"
+NOTICE = f"strategy.symmetric_memory=null: {REFUSED}: they exchange by NCCL, which is slower for large layers"

@@ -28,25 +28,27 @@ PARTS = make_topology("fsdp", 1, 2, tensor=2)  # every rank has all that it need
 
 
 @pytest.mark.parametrize(
-    ("config", "topology", "accelerator", "used"),
+    ("config", "topology", "accelerator", "used"),  # None: the set-up tries it
     [
         (FsdpConfig(), NODE, "cuda", False),
         (FsdpConfig(symmetric_memory=True), NODE, "cuda", True),
-        (FsdpConfig(**FSDP), NODE, "cuda", True),
+        (FsdpConfig(**FSDP), NODE, "cuda", None),
         (FsdpConfig(**FSDP), NODE, "cpu", False),
         (FsdpConfig(**FSDP), make_topology("fsdp", 2, 8), "cuda", False),
         (FsdpConfig(**FSDP), make_topology("fsdp", 1, 1), "cuda", False),
         (FsdpConfig(**FSDP), make_topology("fsdp", 1, 2, tensor=2), "cuda", False),
-        (FsdpConfig(**FSDP), make_topology("fsdp", 2, 8, pipeline=2), "cuda", True),
-        (FsdpConfig(**FSDP), make_topology("fsdp", 1, 2, context=2), "cuda", True),
+        (FsdpConfig(**FSDP), make_topology("fsdp", 2, 8, pipeline=2), "cuda", None),
+        (FsdpConfig(**FSDP), make_topology("fsdp", 1, 2, context=2), "cuda", None),
         (FsdpConfig(**FSDP, reshard_after_forward=2), NODE, "cuda", False),
         (FsdpConfig(**FSDP, defer_gradient_sync=True), NODE, "cuda", False),
-        (FsdpHybridConfig(**FSDP), make_topology("fsdp_hybrid", 4, 8), "cuda", True),
+        (FsdpHybridConfig(**FSDP), make_topology("fsdp_hybrid", 4, 8), "cuda", None),
         (FsdpHybridConfig(**FSDP), make_topology("fsdp_hybrid", 4, 8, 16), "cuda", False),
         (DdpConfig(), NODE, "cuda", False),
     ],
 )
-def test_it_is_used_where_it_can_be(config: StrategyConfig, topology: Topology, accelerator: str, used: bool) -> None:
+def test_it_is_used_where_it_can_be(
+    config: StrategyConfig, topology: Topology, accelerator: str, used: bool | None
+) -> None:
     assert uses_symmetric_memory(config, PrecisionConfig(), EAGER, topology, accelerator) is used
 
 
@@ -71,7 +73,7 @@ def test_what_cannot_be_is_one_message(more: dict[str, Any], topology: Topology,
 def test_gradients_are_reduced_in_two_dtypes(dtype: Dtype) -> None:
     """In others FSDP2 divides before and after it adds up."""
     precision, can = PrecisionConfig(reduce_dtype=dtype), dtype.value in ("float32", "bfloat16")
-    assert uses_symmetric_memory(FsdpConfig(**FSDP), precision, EAGER, NODE, "cuda") is can
+    assert uses_symmetric_memory(FsdpConfig(**FSDP), precision, EAGER, NODE, "cuda") is (None if can else False)
     if not can:
         with pytest.raises(ConfigError, match=f"precision.reduce_dtype={dtype.value}: gradients are reduced in"):
             uses_symmetric_memory(FsdpConfig(symmetric_memory=True), precision, EAGER, NODE, "cuda")
@@ -81,7 +83,9 @@ def test_gradients_are_reduced_in_two_dtypes(dtype: Dtype) -> None:
     ("asked", "compiling", "topology", "accelerator", "overlaps", "exchanges_weights"),
     [
         (True, LAYERS, PARTS, "cuda", True, False),
-        (None, LAYERS, PARTS, "cuda", True, False),
+        (None, LAYERS, PARTS, "cuda", None, False),
+        (None, LAYERS, make_topology("fsdp", 1, 8, tensor=2), "cuda", None, None),
+        (None, LAYERS, make_topology("fsdp", 2, 8, tensor=2), "cuda", None, False),
         (None, EAGER, PARTS, "cuda", False, False),
         (False, LAYERS, PARTS, "cuda", False, False),
         (None, LAYERS, PARTS, "cpu", False, False),
@@ -95,8 +99,8 @@ def test_the_compiler_overlaps_what_a_tensor_axis_exchanges(
     compiling: CompileConfig,
     topology: Topology,
     accelerator: str,
-    overlaps: bool,
-    exchanges_weights: bool,
+    overlaps: bool | None,
+    exchanges_weights: bool | None,
 ) -> None:
     config, usual = FsdpConfig(symmetric_memory=asked), PrecisionConfig()
     assert overlaps_tensor_axis(config, usual, compiling, topology, accelerator) is overlaps
@@ -105,6 +109,6 @@ def test_the_compiler_overlaps_what_a_tensor_axis_exchanges(
 
 def test_products_in_fp8_do_not_overlap() -> None:
     fp8 = PrecisionConfig(name=PrecisionName.fp8)
-    assert not overlaps_tensor_axis(FsdpConfig(**FSDP), fp8, LAYERS, PARTS, "cuda")
+    assert overlaps_tensor_axis(FsdpConfig(**FSDP), fp8, LAYERS, PARTS, "cuda") is False
     with pytest.raises(ConfigError, match="strategy.symmetric_memory=true precision=fp8: parts of a sequence"):
         uses_symmetric_memory(FsdpConfig(symmetric_memory=True), fp8, LAYERS, PARTS, "cuda")

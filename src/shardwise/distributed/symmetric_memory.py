@@ -14,6 +14,8 @@ from torch import Tensor
 
 from shardwise.errors import ConfigError
 
+_WORD, _REMEDY = "strategy.symmetric_memory", "use strategy.symmetric_memory=false"
+
 
 class SymmetricBuffer:
     """`size` bytes on each rank of `group`, all of which are on one node. Making it is collective.
@@ -74,7 +76,11 @@ def _or_refused() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise ConfigError(
-            f"strategy.symmetric_memory: torch cannot let these GPUs copy from each other "
-            f"({' '.join(str(error).split())[:200]}); use strategy.symmetric_memory=false"
-        ) from error
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{_WORD}: torch cannot let these GPUs copy from each other ({reason}); {_REMEDY}") from error
+
+
+def goes_on_without(refusal: str) -> str:
+    """What a run says that goes on in spite of this message of a `SymmetricBuffer`."""
+    reason = refusal.removeprefix(f"{_WORD}: ").removesuffix(f"; {_REMEDY}")
+    return f"{_WORD}=null: {reason}: they exchange by NCCL, which is slower for large layers"

@@ -51,11 +51,14 @@ def check_knobs(config: StrategyConfig, topology: Topology) -> None:
 
 def overlaps_tensor_axis(
     config: StrategyConfig, precision: PrecisionConfig, compiling: CompileConfig, topology: Topology, accelerator: str
-) -> bool:
-    """Whether compiled layers compute while the ranks of a tensor axis exchange parts of the sequence by copies."""
-    if not isinstance(config, FsdpConfig) or config.symmetric_memory is False:
+) -> bool | None:
+    """Whether compiled layers compute while the ranks of a tensor axis exchange parts of the sequence by copies.
+
+    None: null was given, and nothing that is known before the set-up hinders it.
+    """
+    if not isinstance(config, FsdpConfig) or topology.tensor == 1 or accelerator != "cuda":
         return False
-    return topology.tensor > 1 and accelerator == "cuda" and not _hindrance_of_overlap(precision, compiling)
+    return False if _hindrance_of_overlap(precision, compiling) else config.symmetric_memory
 
 
 def _hindrance_of_overlap(precision: PrecisionConfig, compiling: CompileConfig) -> str:
@@ -71,8 +74,10 @@ def _hindrance_of_overlap(precision: PrecisionConfig, compiling: CompileConfig) 
 
 def uses_symmetric_memory(
     config: StrategyConfig, precision: PrecisionConfig, compiling: CompileConfig, topology: Topology, accelerator: str
-) -> bool:
-    """Whether ranks exchange weights and gradients by copies: where that is asked for, or can be if null is given.
+) -> bool | None:
+    """Whether ranks exchange weights and gradients by copies.
+
+    None: null was given, and nothing that is known before the set-up hinders it.
 
     Raises:
         ConfigError: copies are asked for, and what the ranks exchange cannot be copied.
@@ -86,7 +91,7 @@ def uses_symmetric_memory(
         can = not hindrance
     if hindrance and config.symmetric_memory:
         raise ConfigError(f"strategy.symmetric_memory=true{hindrance}")
-    return can
+    return config.symmetric_memory if can else False
 
 
 def _hindrance_of_copies(config: FsdpConfig, reduced_in: Dtype, topology: Topology, accelerator: str) -> str:

@@ -1,6 +1,7 @@
 """The Plan: every decision about a run, frozen.
 
-No value is "auto", or a None that means "guess". All tools read the same Plan; this file imports no torch."""
+No value is "auto", or a None that means "guess", but for one: whether GPUs can share memory, the set-up has to try.
+All tools read the same Plan; this file imports no torch."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ class Compile:
     recompute_elementwise: bool = False  # norms, too; in the backward pass
     mode: CompileModeName = "default"
     cudagraphs: bool = False
-    overlaps_peers: bool = False  # products beside what the ranks of a tensor axis exchange
+    overlaps_peers: bool | None = False  # products beside what a tensor axis exchanges; None: as `symmetric_memory`
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ class Strategy:
     offload_parameters: bool = False
     forward_prefetch_units: int | None = None  # None: the order of FSDP2's own
     backward_prefetch_units: int | None = None
-    symmetric_memory: bool = False
+    symmetric_memory: bool | None = False  # None: the set-up tries whether GPUs can share memory
     context_parallel_method: Literal["heads", "keys"] | None = None  # None: every rank computes whole sequences
     pipeline_schedule: str = "1f1b"
     pipeline_chunks: int = 1  # stages of a rank

@@ -37,7 +37,7 @@ from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.plan import Plan
 from shardwise.strategies import fsdp_gathering
 from shardwise.strategies.base import PlannedStrategy
-from shardwise.strategies.fsdp_copies import copy_between_ranks
+from shardwise.strategies.fsdp_copies import copy_between_ranks, settle_copies
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.step_on_shards import step_on_shards
 from shardwise.strategies.whole_in_hooks import whole_in_place_of_shards
@@ -153,6 +153,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         module = self.lightning_module
         assert module is not None
         self._begin_setup(module)
+        self.plan = settle_copies(self.plan, self.mesh, self.device_mesh, self.root_device)
         units = self.units
         self._divide_sequences(module)
         divided = self._divide_layers(module)
@@ -229,13 +230,11 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         """Find out what tensor parallelism divides. Weights are cut when they are there."""
         if self.plan.topology.tensor == 1:
             return None
-        group = self.mesh.group("tensor")
-        if self.plan.compile.overlaps_peers:
+        group, overlaps = self.mesh.group("tensor"), bool(self.plan.compile.overlaps_peers)
+        if overlaps:
             let_compiler_copy(group)
         return self.sharded.divide(
-            TensorParallel(
-                module, group, by_sample=self.plan.topology.pipeline == 1, overlaps=self.plan.compile.overlaps_peers
-            )
+            TensorParallel(module, group, by_sample=self.plan.topology.pipeline == 1, overlaps=overlaps)
         )
 
     def _materialize_unit(self, materializer: Materializer, unit: nn.Module) -> bool:

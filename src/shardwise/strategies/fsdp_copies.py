@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     AllGatherResult,
@@ -24,13 +26,48 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 
+from shardwise.distributed.collectives import gather_objects
+from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.process_group import group_timeout, made_once
-from shardwise.distributed.symmetric_memory import SymmetricBuffer
+from shardwise.distributed.symmetric_memory import SymmetricBuffer, goes_on_without
+from shardwise.errors import ConfigError
 from shardwise.parallel.precision import dtype_of
 from shardwise.plan import Plan
 from shardwise.strategies.whole_weights import groups_of
 
 _ALIGNMENT = 16  # bytes
+_TRIED = 4096  # bytes
+
+
+def settle_copies(plan: Plan, mesh: Mesh, shard_mesh: DeviceMesh, device: torch.device) -> Plan:
+    """`plan`, with True or False for what it leaves to a trial: whether ranks copy. Collective among all ranks.
+
+    Each group of ranks that would copy shares a small piece of memory. All ranks of the run go the same way.
+
+    Raises:
+        ConfigError: copies are asked for, and a group cannot share memory.
+    """
+    weights, parts = plan.strategy.symmetric_memory, plan.compile.overlaps_peers
+    groups = [shard_mesh.get_group("shard")] if weights is not False else []
+    groups += [mesh.group("tensor")] if parts is not False else []
+    if not groups:
+        return plan
+    refusals = []
+    for group in groups:  # all of them, since ranks of another group may be well
+        try:
+            SymmetricBuffer(_TRIED, group, device, group_timeout(plan))
+        except ConfigError as error:
+            refusals.append(str(error))
+    refusals = [refusal for of_rank in gather_objects(None, refusals) for refusal in of_rank]
+    if refusals and (weights or parts):
+        raise ConfigError(refusals[0])
+    if refusals and dist.get_rank() == 0:
+        print(goes_on_without(refusals[0]), flush=True)
+    return replace(
+        plan,
+        strategy=replace(plan.strategy, symmetric_memory=weights is not False and not refusals),
+        compile=replace(plan.compile, overlaps_peers=parts is not False and not refusals),
+    )
 
 
 def copy_between_ranks(units: Sequence[Any], plan: Plan) -> None:
