@@ -19,6 +19,7 @@ from shardwise.config.groups import (
     CheckpointConfig,
     ClusterConfig,
     CompileConfig,
+    FsdpConfig,
     LoggerConfig,
     PeakTflopsConfig,
     PrecisionConfig,
@@ -92,6 +93,20 @@ def test_the_command_line_has_the_last_word_over_an_experiment(experiment: str, 
     needs = NEEDS.get(f"experiment={experiment}", "").split()
     plan = make_plan(read(f"experiment={experiment}", f"strategy={strategy}", "devices=4", "max_steps=7", *needs), DGX)
     assert (plan.strategy.name, plan.topology.devices, plan.max_steps) == (strategy, 4, 7)
+    assert plan.strategy.symmetric_memory is False
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("words", ["", "accelerator=cpu", "strategy=ddp", "strategy=fsdp", "strategy=zero3",
+                                   "strategy=fsdp_hybrid strategy.shard_size=8"])  # fmt: skip
+def test_gpus_of_the_llama_experiment_copy_on_one_node_under_its_own_strategy(words: str, nodes: int) -> None:
+    host = Host(cuda_devices=8, run_id="made-up", launcher="slurm", nodes=nodes, devices=8)
+    plan = make_plan(read("experiment=llama3_8b_fsdp", "data.directory=/d", *words.split()), host)
+    assert plan.strategy.symmetric_memory is (None if nodes == 1 and not words else False)
+    assert f"strategy={plan.strategy.name}" in (*words.split(), "strategy=fsdp")
+    assert (plan.compile.name, plan.topology.world_size) == ("layer", 8 * nodes)
+    bind_targets(plan)
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_the_llama_experiment_is_what_it_says() -> None:
@@ -173,7 +188,10 @@ def test_this_machines_peak_is_that_of_the_cluster_with_its_gpu(
 
 
 def test_a_strategys_file_has_the_keys_and_defaults_of_its_schema() -> None:
-    assert set(GROUPS["strategy"]) == set(StrategyName.__members__)
+    variants = {"fsdp_copies": FsdpConfig(symmetric_memory=None)}  # of a strategy; not one of their own
+    assert set(GROUPS["strategy"]) == set(StrategyName.__members__) | variants.keys()
+    for option, config in variants.items():
+        assert read(f"strategy={option}").strategy == config
     for name, kind in STRATEGY_CONFIGS.items():
         values = load(CONF / "strategy" / f"{name.value}.yaml")
         assert values.keys() == {f.name for f in dataclasses.fields(kind)}
