@@ -199,14 +199,19 @@ def measure(ranks: int, options: dict[str, Any], folder: Path, commit: str | Non
     """The rows of one model and one contender at a time."""
     for model in options["models"]:
         for who in (OURS, COMPILED, STOCK):
-            if cells := cells_for(who, model, options):
-                place = folder / re.sub(r"[^a-z0-9]+", "-", f"{model}-{who}".lower())
+            for number, cells in enumerate(in_one_process(model, cells_for(who, model, options))):
+                place = folder / re.sub(r"[^a-z0-9]+", "-", f"{model}-{who}-{number}".lower())
                 place.mkdir(parents=True)
                 try:
                     on_ranks(ranks, run_cells, place, ranks, cells, options, timeout_seconds=options["timeout"])
                 except AssertionError as error:
                     print(f"{who} {model}: {str(error)[-2000:]}", flush=True)
                 yield [row | {"commit": commit} for row in rows_of(cells, noted(place))]
+
+
+def in_one_process(model: str, cells: list[tuple[str, str, str, str]]) -> list[list[tuple[str, str, str, str]]]:
+    """Cells for the same processes. A large model gets new ones: it may not fit beside what an earlier one left."""
+    return [[cell] for cell in cells] if model in LARGE else [cells] if cells else []
 
 
 def cells_for(who: str, model: str, options: dict[str, Any]) -> list[tuple[str, str, str, str]]:
@@ -262,7 +267,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=results.numbers, help="comma-separated; default: 2 and all")
     parser.add_argument("--models", default="gpt2_124m,resnet50")
     parser.add_argument("--tiny", action="store_true", help="small models, for trying it out")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for the cells of one model")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for the cells of one process")
     parser.add_argument(
         "--only", default="", help="a regular expression: cells to measure, the others stay as recorded"
     )

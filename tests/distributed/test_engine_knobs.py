@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,7 @@ class Look(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy: Any = trainer.strategy
         if strategy.plan.strategy.zero_stage:
+            self.engine = weakref.ref(strategy.engine)
             self.found = of_deepspeed(strategy.engine, strategy.plan.strategy.zero_stage)
         else:
             self.found = of_fsdp(pl_module)
@@ -105,6 +108,10 @@ def train(folder: Path, ranks: int) -> dict[str, Any]:
         look, cell = Look(), Cell(strategy, "fp32", "adamw", 2, CLIP, True)
         plan = plan_of(cell, ranks, folder / str(number), more=[*knobs, "max_steps=5"])
         found[name] = fit(plan, look) | {"engine": look.found}
+        engine = look.engine if plan.strategy.zero_stage else None
+        del look  # it has been given the trainer
+        gc.collect()
+        found[name]["stays"] = engine is not None and engine() is not None
     return found
 
 
@@ -158,6 +165,11 @@ def test_deepspeed_has_what_it_is_told(runs: dict[int, Any]) -> None:
     assert turned["param_persistence_threshold"] == turned["max_live_parameters"] == turned["max_reuse_distance"] == 0
     assert turned["sub_group_size"] == 60 and turned["sub_groups"] > 4
     assert engine["zero3, turned up"]["kept"] > turned["kept"]
+
+
+def test_an_engine_of_deepspeed_goes_with_its_run(runs: dict[int, Any]) -> None:
+    """Its weights and optimizer state would stay beside what the process runs next."""
+    assert not [name for name, found in runs[2].items() if found["stays"]]
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,10 @@ USED = {
         "_fsdp_common _fsdp_param_group _fsdp_param_groups _fully_shard _get_fsdp_state _is_root _is_view "
         "_pre_backward _root_post_backward_final_callback _state_ctx _training_state"
     ),
-    "strategies/zero/internals.py": "_broadcast_model _clean_inflight_param_registry",
+    "strategies/zero/internals.py": (
+        "_PartitionedParameterCoordinator__params_to_release _broadcast_model _clean_inflight_param_registry "
+        "_grad_acc_hooks"
+    ),
     "strategies/zero/precision.py": "_after_closure _clip_gradients",
     "strategies/zero/state.py": (
         "_get_fp32_opt_state_partition _hp_mapping _partition_all_parameters "
@@ -459,6 +462,14 @@ NAMES = {
         STAGE_3,
         "this rank's part of a master, which the public function gathers",
         "(self, param, release_swap_buffers, optim_state_key=None)",
+    ),
+    "_grad_acc_hooks": name(
+        f"{ZERO}.stage_1_and_2.DeepSpeedZeroOptimizer",
+        "hooks refer to an engine, so that it outlives its run; DeepSpeed's own `destroy` waits for the device",
+    ),
+    "_PartitionedParameterCoordinator__params_to_release": name(
+        f"{ZERO}.partitioned_param_coordinator.PartitionedParameterCoordinator",
+        "its cache, which is that of the class, keeps an engine for the whole process",
     ),
     "_partition_all_parameters": name(STAGE_3, "masters were written to: nothing of before stays gathered", "(self)"),
     "_clean_inflight_param_registry": name(

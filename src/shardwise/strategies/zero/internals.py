@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -86,6 +87,24 @@ def keep_gradients_until_reduced(optimizer: Any) -> None:
         return done
 
     optimizer.average_tensor = average_and_keep
+
+
+def release_engine(engine: Any) -> None:
+    """Let an engine go that is not used any more, with its weights, gradients and optimizer state.
+
+    DeepSpeed's hooks on gradients refer to it, in a circle that Python cannot see, and ZeRO-3 keeps a list of modules
+    and a cache for the whole process (as of 0.19.8). DeepSpeed's own `destroy` leaves both, and waits for the device,
+    which never ends where a rank was lost.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+    for hook in engine.optimizer._grad_acc_hooks:
+        hook.remove()
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [module for module in stack if module is not engine.module]
+    counted: Any = Coordinator._PartitionedParameterCoordinator__params_to_release
+    inspect.getclosurevars(counted).nonlocals["func"].cache_clear()
 
 
 @contextmanager

@@ -42,6 +42,7 @@ from shardwise.strategies.zero.internals import (
     keep_gradients_until_reduced,
     kept_gathered,
     leaf_gradients_reduced_singly,
+    release_engine,
     scalars_as_vectors,
     without_broadcast,
 )
@@ -96,6 +97,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
             )
         self.zero_precision.use(self.model, partial(weights_are_sharded, self.module_name, self.plan.strategy.name))
         if training:
+            self.at_teardown(partial(release_engine, self.model))
             self._begin_training(engine_optimizer, group_names, initial)
         self._read_initial_weights()
         self.barrier()
