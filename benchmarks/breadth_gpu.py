@@ -38,6 +38,7 @@ from benchmarks.harness.breadth_cells import (  # noqa: E402
     STRATEGIES,
     TINY,
     fast_words,
+    in_one_process,
 )
 from benchmarks.harness.clock import StepTimer  # noqa: E402
 from benchmarks.harness.device import device_of, free_memory, peaks_gib, two_and_all  # noqa: E402
@@ -207,11 +208,6 @@ def measure(ranks: int, options: dict[str, Any], folder: Path, commit: str | Non
                 except AssertionError as error:
                     print(f"{who} {model}: {str(error)[-2000:]}", flush=True)
                 yield [row | {"commit": commit} for row in rows_of(cells, noted(place))]
-
-
-def in_one_process(model: str, cells: list[tuple[str, str, str, str]]) -> list[list[tuple[str, str, str, str]]]:
-    """Cells for the same processes. A large model gets new ones: it may not fit beside what an earlier one left."""
-    return [[cell] for cell in cells] if model in LARGE else [cells] if cells else []
 
 
 def cells_for(who: str, model: str, options: dict[str, Any]) -> list[tuple[str, str, str, str]]:

@@ -48,3 +48,8 @@ STRATEGIES: dict[str, list[str]] = {
     "zero2, optimizer offloaded": ["strategy=zero2", "strategy.offload_optimizer=true"],
     "zero3, all offloaded": ["strategy=zero3", "strategy.offload_optimizer=true", "strategy.offload_parameters=true"],
 }
+
+
+def in_one_process(model: str, cells: list[tuple[str, str, str, str]]) -> list[list[tuple[str, str, str, str]]]:
+    """Cells for the same processes. A large model gets new ones: it may not fit beside what an earlier one left."""
+    return [[cell] for cell in cells] if model in LARGE else [cells] if cells else []
