@@ -95,7 +95,8 @@ def _node(ranks: int) -> tuple[Cell, ...]:
         Cell("fp8, micro-batch 2", "8B", (f"micro_batch_size=2 precision=fp8 {fast}",),
              ((2, "none", titan.FP8), *(((2, "selective", titan.FP8),) if ranks == 4 else ())), goal=1.10),
         Cell(f"hybrid 2 × {half}, micro-batch {micro}", "8B",
-             (f"micro_batch_size={micro} strategy=fsdp_hybrid strategy.shard_size={half} {FAST}",),
+             tuple(f"micro_batch_size={micro} strategy=fsdp_hybrid strategy.shard_size={half} {words}"
+                   for words in (FAST, fast)),
              ((micro, "none", copies),), goal=1.10),
         Cell("70 B", "70B", (large if ranks == 8 else f"{large} precision=bf16_true",)),
     )  # fmt: skip
