@@ -109,6 +109,15 @@ def test_gpus_of_the_llama_experiment_copy_on_one_node_under_its_own_strategy(wo
     assert Plan.from_json(plan.to_json()) == plan
 
 
+def test_no_schedule_is_none_over_an_experiment() -> None:
+    words = ["experiment=llama3_8b_fsdp", "data.directory=/d", "schedule=none"]
+    job = compose(words).jobs[0]
+    assert job.config.schedule is None
+    assert "schedule.warmup_steps=200 of the experiment does not count" in job.messages[0]
+    with pytest.raises(ConfigError, match="schedule names no class"):  # an option of a schedule is asked for
+        make_plan(read(*words, "schedule.warmup_steps=3"), DGX)
+
+
 def test_the_llama_experiment_is_what_it_says() -> None:
     plan = make_plan(read("experiment=llama3_8b_fsdp", "data.directory=/d"), DGX)
     assert (plan.strategy.name, plan.precision.name, plan.topology.shard) == ("fsdp", "bf16", 8)

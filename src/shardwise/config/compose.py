@@ -33,6 +33,7 @@ from shardwise.config.explain import check_numbers, check_open, explain
 from shardwise.config.groups import STRATEGY_CONFIGS, ClusterConfig, StrategyName
 from shardwise.config.help import config_groups, help_text
 from shardwise.config.paths import CONF
+from shardwise.config.replaced import LENGTHS, drop_schedule, replaced_lengths
 from shardwise.config.schema import RunConfig
 from shardwise.config.secrets import refer_to_secrets
 from shardwise.config.translate import translate
@@ -211,14 +212,15 @@ def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str]
     try:
         composed = hydra_compose(config_name, overrides=[*words, *searchpath])
         _check_belongs(composed, words)
-        if replaced := _replaced_lengths(composed, words):
+        if replaced := replaced_lengths(composed, words):
             composed = hydra_compose(
                 config_name, overrides=[*words, *(f"{w.partition('=')[0]}=null" for w in replaced), *searchpath]
             )
-            given = next(w for w in words if w.partition("=")[0] in _LENGTHS and not w.endswith("=null"))
+            given = next(w for w in words if w.partition("=")[0] in LENGTHS and not w.endswith("=null"))
             messages += tuple(f"{given} is given, so the recipe's {old} does not count" for old in replaced)
         plain = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=False))
         read_earlier_words(plain, words)
+        messages += drop_schedule(plain, words)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from None
     except (HydraException, OmegaConfBaseException) as error:
@@ -227,17 +229,6 @@ def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str]
     plain = refer_to_secrets(plain)
     text = OmegaConf.to_yaml(OmegaConf.create(plain))
     return Job(config=_typed(plain), yaml=text, overrides=words, clusters=read_clusters(), messages=messages)
-
-
-_LENGTHS = ("max_steps", "max_epochs", "max_samples")
-
-
-def _replaced_lengths(composed: DictConfig, words: tuple[str, ...]) -> list[str]:
-    """The recipe's lengths (such as max_steps) that another length on the command line replaces."""
-    given = dict(word.split("=", 1) for word in words if word.partition("=")[0] in _LENGTHS)
-    if all(value == "null" for value in given.values()):
-        return []
-    return [f"{word}={composed[word]}" for word in _LENGTHS if word not in given and composed.get(word) is not None]
 
 
 def _check_belongs(composed: DictConfig, words: tuple[str, ...]) -> None:
