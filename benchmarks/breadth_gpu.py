@@ -84,7 +84,8 @@ def ours(plan: Plan) -> dict[str, Any]:
     trainer = trainers.our_trainer(plan, module, timer)
     trainer.fit(module, datamodule=build_data(plan))
     inside = [type(getattr(o, "optimizer", o)).__name__ for o in trainer.optimizers]
-    return {**timer.result(), "optimizer": inside[0], "overrides": STRATEGIES.get(plan.strategy.name)}
+    return {**timer.result(), "optimizer": inside[0], "overrides": STRATEGIES.get(plan.strategy.name),
+            "symmetric_memory": trainer.strategy.plan.strategy.symmetric_memory}  # fmt: skip
 
 
 def stock(plan: Plan, strategy: str) -> dict[str, Any]:

@@ -100,6 +100,7 @@ RUNS: dict[str, list[str]] = {
     "schedules": ["test_schedules.py::test_the_best_and_the_last_are_the_same_files"],
     "learning-rate finder": ["test_learning_rate.py::test_its_rates_and_losses_are_lightnings_under_every_strategy"],
     "quick check": ["test_quick_check.py::test_a_quick_check_runs_every_stage_and_keeps_nothing"],
+    "random numbers for weights": ["test_drawn_alike.py"],
     "streams": ["test_streams.py::test_a_resumed_run_reads_on_where_it_was[state]"],
     "streams of text": ["test_document_stream.py"],
     "metrics": ["test_rows.py", "test_meter.py"],

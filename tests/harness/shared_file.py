@@ -38,7 +38,10 @@ class SharedFile(SymmetricBuffer):
 
 
 class RefusedOnRankOne(SharedFile):
-    """What a `SymmetricBuffer` does where torch cannot share the memory of one rank. The others notice nothing."""
+    """What a `SymmetricBuffer` does where torch cannot share the memory of one rank.
+
+    In a container, for which this is, torch refuses all ranks of a node. Where it refuses one alone, the others wait.
+    """
 
     def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
         super().__init__(size, group, device, timeout)
@@ -49,4 +52,4 @@ class RefusedOnRankOne(SharedFile):
 
 REFUSED = "torch cannot let these GPUs copy from each other (pidfd_getfd: Operation not permitted)"
 REFUSAL = f"strategy.symmetric_memory: {REFUSED}; use strategy.symmetric_memory=false"
-NOTICE = f"strategy.symmetric_memory=null: {REFUSED}: they exchange by NCCL, which is slower for large layers"
+NOTICE = f"strategy.symmetric_memory=null: {REFUSED}. All ranks use NCCL, which is slower for large layers"

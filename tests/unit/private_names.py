@@ -88,6 +88,7 @@ USED = {
         "_aot_autograd _axiswise_dim _data _dynamo _foreach_norm _functorch _local_tensor _orig_dtype _parameters "
         "_scale"
     ),
+    "parallel/functional_calls.py": "_functional_call",
     "parallel/layer_state.py": "_buffers _version",
     "parallel/parallelize.py": "_pytree",
     "parallel/pipeline/ownership.py": "_parameters",
@@ -440,6 +441,9 @@ NAMES = {
     ),
     "_flash_attn_fwd": name(
         "flash_attn.cute.interface", "the public function is no operator of torch, and a graph cannot hold it"
+    ),
+    "_functional_call": name(
+        "torch.nn.utils.stateless", "a layer that is gathered or computed again has its own weights in spite of it"
     ),
     "_fused_sdp_choice": name(
         "torch", "which kernel scaled_dot_product_attention takes for such tensors; nothing else knows"

@@ -64,6 +64,8 @@ class Summary(Callback):
             # under DeepSpeed the inner optimizer, which may be another class than the config names
             "optimizers": [type(getattr(o, "optimizer", o)).__name__ for o in trainer.optimizers],
             "attention": kernels_that_ran() or None,
+            # what `null` came to, where it was left to the set-up
+            "symmetric_memory": trainer.strategy.plan.strategy.symmetric_memory,  # type: ignore[attr-defined]
             "graphs_compiled": self.steps.recompilations.graphs or None,
             "graphs_compiled_after_the_first_step": self.steps.recompilations.count or None,
             "skipped_steps_this_process": trainer.strategy.skipped_steps,  # type: ignore[attr-defined]

@@ -98,7 +98,7 @@ class FsdpConfig:
         None, "the same in the backward pass; left out: FSDP2's own order, one ahead"
     )
     symmetric_memory: bool | None = option(
-        False, "GPUs of a node exchange by copies, not by NCCL; null: what can be copied", form="true|false|null"
+        False, "GPUs of a node exchange by copies, not by NCCL; null: if they can", form="true|false|null"
     )
     tensor_parallel_size: int = option(1, "ranks of one node that share each layer's matrices: docs/parallelism.md")
     context_parallel_size: int = option(1, "ranks that share each sequence")

@@ -83,4 +83,4 @@ def _or_refused() -> Iterator[None]:
 def goes_on_without(refusal: str) -> str:
     """What a run says that goes on in spite of this message of a `SymmetricBuffer`."""
     reason = refusal.removeprefix(f"{_WORD}: ").removesuffix(f"; {_REMEDY}")
-    return f"{_WORD}=null: {reason}: they exchange by NCCL, which is slower for large layers"
+    return f"{_WORD}=null: {reason}. All ranks use NCCL, which is slower for large layers"

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from shardwise.errors import ConfigError
+from shardwise.lightning_internals.drawn_alike import OF_GRADIENTS, draw_alike_in_steps, drawn_alike
 from shardwise.lightning_internals.hook_analysis import looks_at_weights, may_look, may_run_layers
 from shardwise.lightning_internals.results import step_logging
 
@@ -107,6 +108,7 @@ def _callback_hooks(trainer: Any, hook_name: str, *args: Any, monitoring_callbac
         ):
             idle.add("optimizer_zero_grad")  # the strategy does it after each step
         trainer._idle_hooks = idle
+        draw_alike_in_steps(trainer)
     _call(trainer, _having(trainer, hook_name)[0], hook_name, *args, **kwargs)
 
 
@@ -140,9 +142,12 @@ def _around(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[A
     around: AbstractContextManager[Any] = nullcontext()
     if strategy.hides_weights:
         around = strategy.around_hook(hook_name, looks=_looks(trainer, host, hook_name))
-    is_ours = type(host).__module__.startswith("shardwise.")
-    runs = not is_ours and may_run_layers(hook_name, trainer.lightning_module.automatic_optimization)
+    if type(host).__module__.startswith("shardwise."):
+        return around
+    runs = may_run_layers(hook_name, trainer.lightning_module.automatic_optimization)
     more = strategy.outside_steps() if runs else []
+    if hook_name in OF_GRADIENTS or _looks_here(trainer, host, hook_name):
+        more = [*more, drawn_alike(trainer, f"{hook_name} of {type(host).__name__}", whole=may_look(hook_name))]
     return _all_of(around, *more) if more else around
 
 
@@ -162,6 +167,14 @@ def _looks(trainer: Any, host: Any, hook_name: str) -> bool:
         known[key] = may_look(hook_name) and strategy.reduce_boolean_decision(name is not None, all=False)
         if known[key] and "batch" in hook_name and strategy.is_global_zero:
             print(_cost(strategy.plan.strategy, f"{hook_name} of {type(host).__name__}", name), flush=True)
+    return bool(known[key])
+
+
+def _looks_here(trainer: Any, host: Any, hook_name: str) -> bool:
+    """Whether the hook looks at weights, by what this rank knows of it."""
+    known, key = trainer._looking_hooks, (id(host), hook_name, "here")
+    if key not in known:
+        known[key] = looks_at_weights(host, hook_name, trainer.lightning_module) is not None
     return bool(known[key])
 
 

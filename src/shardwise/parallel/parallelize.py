@@ -23,6 +23,7 @@ from torch import nn
 
 from shardwise.parallel.activation_checkpointing import Contexts, keep_results_of, recomputed
 from shardwise.parallel.compile import compiled, one_graph_or, prepare_compiler
+from shardwise.parallel.functional_calls import refuse_functional_calls
 from shardwise.parallel.layer_state import LayerState, own_attributes
 from shardwise.parallel.precision import (
     ParameterSites,
@@ -60,6 +61,12 @@ def parallelize(
             cast_forward(unit, dtype_of(precision.compute_dtype), where, cast_inputs=casts_inputs)
         is_checkpointed = checkpointing.name != "none" and number % checkpointing.every_n_layers == 0
         _compile_and_checkpoint(unit, plan, contexts, is_checkpointed)
+        if is_checkpointed:
+            refuse_functional_calls(
+                [unit],
+                f"activation_checkpointing={checkpointing.name} computes it again in the backward pass, with its own "
+                f"weights; use activation_checkpointing=none",
+            )
 
 
 def _compile_and_checkpoint(

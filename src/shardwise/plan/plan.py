@@ -1,7 +1,7 @@
 """The Plan: every decision about a run, frozen.
 
-No value is "auto", or a None that means "guess", but for one: whether GPUs can share memory, the set-up has to try.
-All tools read the same Plan; this file imports no torch."""
+No value is "auto", or a None that means "guess". There is one exception: whether GPUs can share memory, the set-up has
+to try (`symmetric_memory` and `overlaps_peers`). All tools read the same Plan; this file imports no torch."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Compile:
     recompute_elementwise: bool = False  # norms, too; in the backward pass
     mode: CompileModeName = "default"
     cudagraphs: bool = False
-    overlaps_peers: bool | None = False  # products beside what a tensor axis exchanges; None: as `symmetric_memory`
+    overlaps_peers: bool | None = False  # products beside what a tensor axis exchanges; None: the set-up tries
 
 
 @dataclass(frozen=True)

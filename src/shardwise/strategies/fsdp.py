@@ -31,6 +31,7 @@ from shardwise.distributed.symmetric_memory import let_compiler_copy
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.logged import LoggedValue, take_logged_by
 from shardwise.optim.optimizers import check_by_hand, check_of_parts, steps_on_shards
+from shardwise.parallel.functional_calls import refuse_functional_calls
 from shardwise.parallel.parallelize import roots_of
 from shardwise.parallel.precision import dtype_of, mixed_precision_policy
 from shardwise.parallel.tensor_parallel import TensorParallel
@@ -214,6 +215,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             layer, mesh=self.device_mesh, mp_policy=policy, ignored_params=self._wholes(layer),
             reshard_after_forward=reshard,
         )  # fmt: skip
+        refuse_functional_calls([layer], f"{self.plan.strategy.name} gathers its own weights; use strategy=ddp")
         for name, shard in layer.named_parameters():
             if shard is not before[name]:
                 keep_notes(shard, before[name])

@@ -99,10 +99,10 @@ def release_engine(engine: Any) -> None:
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 
-    for hook in engine.optimizer._grad_acc_hooks:
+    for hook in getattr(engine.optimizer, "_grad_acc_hooks", ()):  # it has none if it only evaluates
         hook.remove()
-    stack = parameter_offload.FWD_MODULE_STACK
-    stack[:] = [module for module in stack if module is not engine.module]
+    own, stack = set(engine.module.modules()), parameter_offload.FWD_MODULE_STACK
+    stack[:] = [module for module in stack if module not in own]  # an error leaves the layer in which it was raised
     counted: Any = Coordinator._PartitionedParameterCoordinator__params_to_release
     inspect.getclosurevars(counted).nonlocals["func"].cache_clear()
 

@@ -28,6 +28,7 @@ from shardwise.distributed.collectives import broadcast_from_rank_zero
 from shardwise.errors import ConfigError
 from shardwise.optim.deepspeed import import_deepspeed
 from shardwise.optim.optimizers import treats_weights_one_by_one
+from shardwise.parallel.functional_calls import refuse_functional_calls
 from shardwise.parallel.precision import dtype_of
 from shardwise.plan import Plan
 from shardwise.strategies.base import PlannedStrategy
@@ -96,8 +97,11 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                 dist_init_required=False,
             )
         self.zero_precision.use(self.model, partial(weights_are_sharded, self.module_name, self.plan.strategy.name))
+        self.at_teardown(partial(release_engine, self.model))
+        if self.plan.strategy.zero_stage == 3:
+            refuse_functional_calls(module.modules(), "zero3 gathers its own weights; use strategy=ddp or zero2")
+            torch.backends.mha.set_fastpath_enabled(False)  # nested tensors, which DeepSpeed's linear layers refuse
         if training:
-            self.at_teardown(partial(release_engine, self.model))
             self._begin_training(engine_optimizer, group_names, initial)
         self._read_initial_weights()
         self.barrier()

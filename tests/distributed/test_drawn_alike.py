@@ -1,0 +1,155 @@
+"""What hooks and optimizers draw for weights keeps the copies of weights the same, also in a run that goes on; what a
+`functional_call` would not replace is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from shardwise.config.compose import compose
+from shardwise.errors import ConfigError
+from shardwise.plan import Host, Plan, make_plan
+from tests.harness.cells import fit
+from tests.harness.modules import Layer
+from tests.harness.processes import spawn
+
+STEPS, STOP = 6, 3
+KINDS = ("epoch", "batch", "gradients", "step", "by_hand")
+STRATEGIES = {"ddp": ["strategy=ddp"], "fsdp": ["strategy=fsdp"],
+              "copies": ["strategy=fsdp_hybrid", "strategy.shard_size=1"]}  # fmt: skip
+
+
+class Noisy(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad).add_(torch.randn_like(p), alpha=0.01)
+
+
+class Draws(LightningModule):
+    """Draws noise for its weights where `kind` says, and for its steps, as dropout does."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layers, self.dropped = kind, nn.ModuleList([Layer(4) for _ in range(2)]), []
+        self.automatic_optimization = kind != "by_hand"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[1]
+        self.dropped.append(torch.rand(()).item())
+        for layer in self.layers:
+            x = layer(x)
+        loss = x.square().mean()
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        return Noisy(self.parameters()) if self.kind in ("step", "by_hand") else torch.optim.SGD(self.parameters(), 0.1)
+
+    @torch.no_grad()
+    def shake(self) -> None:
+        for p in self.parameters():
+            p.add_(torch.randn_like(p), alpha=0.01)
+
+    def on_train_epoch_end(self) -> None:
+        if self.kind == "epoch":
+            self.shake()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.kind == "batch":
+            self.shake()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.kind == "gradients":
+            for p in self.parameters():
+                assert p.grad is not None
+                p.grad.add_(torch.randn_like(p.grad), alpha=0.01)
+
+
+class Replaces(LightningModule):
+    """Computes its layers, or its head, with other weights."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.layers, self.head = what, nn.Sequential(Layer(4), Layer(4)), nn.Linear(4, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[1]
+        part = getattr(self, self.what)
+        zeros = {name: torch.zeros_like(p) for name, p in part.named_parameters()}
+        y = torch.func.functional_call(part, zeros, (x,))
+        if self.what == "head":
+            assert not y.any()
+        return (self.head(self.layers(x)) + y).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def plan_of(folder: Path, module: str, *words: str, ranks: int = 2) -> Plan:
+    folder.mkdir(parents=True, exist_ok=True)
+    argv = [
+        "recipe=custom", f"module._target_={__name__}.{module}", "data._target_=tests.harness.modules.Samples",
+        "+data.kind=pairs", "+data.batch_size=${micro_batch_size}", f"runs_dir={folder.parent}", f"name={folder.name}",
+        "accelerator=cpu", f"devices={ranks}", "micro_batch_size=2", "global_batch_size=8", f"max_steps={STEPS}",
+        "checkpoint.monitor=null", "validate_every_n_steps=1000", "log_every_n_steps=1", *words,
+    ]  # fmt: skip
+    return make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0))
+
+
+def own_weights(found: dict[str, Any]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in found["final"].values()])
+
+
+def train(folder: Path, strategy: str) -> dict[str, Any]:
+    """In each rank: every kind; the steps by hand in a run that goes on, too."""
+    result: dict[str, Any] = {}
+    for kind in KINDS:
+        words = [f"module.kind={kind}", *STRATEGIES[strategy], *(["global_batch_size=4"] if kind == "by_hand" else [])]
+        straight = fit(plan_of(folder / kind, "Draws", *words))
+        name = f"{kind}-stopped"
+        saves = "checkpoint.save_every_n_steps=1"
+        fit(plan_of(folder / name, "Draws", *words, saves, f"max_steps={STOP}"))
+        saved = folder / name / "checkpoints" / f"step-{STOP:08d}.ckpt"
+        resumed = fit(plan_of(folder / name, "Draws", *words, saves, f"resume={saved}"))
+        result[kind] = own_weights(straight), own_weights(resumed)
+    return result
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_copies_of_weights_stay_the_same(tmp_path: Path, strategy: str) -> None:
+    own, other = spawn(2, train, tmp_path, strategy)
+    for kind in KINDS:
+        assert torch.equal(own[kind][0], other[kind][0]), kind
+        assert torch.equal(own[kind][0], own[kind][1]), f"{kind}: a run that goes on draws others"
+
+
+def try_to_replace(folder: Path) -> None:
+    """In each rank."""
+    for words in (["strategy=fsdp"], ["strategy=zero3"], ["strategy=ddp", "activation_checkpointing=full"]):
+        name = words[-1].replace("=", "-")
+        with pytest.raises(ConfigError, match=r"functional_call replaces 0\.\S+ of Sequential: "):
+            fit(plan_of(folder / name, "Replaces", "module.what=layers", *words))
+    fit(plan_of(folder / "ddp", "Replaces", "module.what=layers", "strategy=ddp"))
+    fit(plan_of(folder / "head", "Replaces", "module.what=head", "strategy=fsdp"))
+    dist.barrier()
+
+
+def test_weights_that_a_call_would_not_replace_are_refused(tmp_path: Path) -> None:
+    spawn(2, try_to_replace, tmp_path)
