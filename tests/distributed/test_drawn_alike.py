@@ -25,6 +25,9 @@ STRATEGIES = {"ddp": ["strategy=ddp"], "fsdp": ["strategy=fsdp"],
               "copies": ["strategy=fsdp_hybrid", "strategy.shard_size=1"]}  # fmt: skip
 
 
+DROPPED: list[float] = []  # what this rank has drawn in its steps
+
+
 class Noisy(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -42,12 +45,12 @@ class Draws(LightningModule):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.layers, self.dropped = kind, nn.ModuleList([Layer(4) for _ in range(2)]), []
+        self.kind, self.layers = kind, nn.ModuleList([Layer(4) for _ in range(2)])
         self.automatic_optimization = kind != "by_hand"
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x = batch[1]
-        self.dropped.append(torch.rand(()).item())
+        DROPPED.append(torch.rand(()).item())
         for layer in self.layers:
             x = layer(x)
         loss = x.square().mean()
@@ -129,6 +132,8 @@ def train(folder: Path, strategy: str) -> dict[str, Any]:
         saved = folder / name / "checkpoints" / f"step-{STOP:08d}.ckpt"
         resumed = fit(plan_of(folder / name, "Draws", *words, saves, f"resume={saved}"))
         result[kind] = own_weights(straight), own_weights(resumed)
+        result[f"{kind}, dropped"] = list(DROPPED)
+        DROPPED.clear()
     return result
 
 
@@ -138,6 +143,8 @@ def test_copies_of_weights_stay_the_same(tmp_path: Path, strategy: str) -> None:
     for kind in KINDS:
         assert torch.equal(own[kind][0], other[kind][0]), kind
         assert torch.equal(own[kind][0], own[kind][1]), f"{kind}: a run that goes on draws others"
+        same = set(own[f"{kind}, dropped"]) & set(other[f"{kind}, dropped"])
+        assert not same, f"{kind}: dropout is the same on both ranks"
 
 
 def try_to_replace(folder: Path) -> None:

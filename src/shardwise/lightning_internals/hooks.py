@@ -21,7 +21,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from shardwise.errors import ConfigError
-from shardwise.lightning_internals.drawn_alike import OF_GRADIENTS, draw_alike_in_steps, drawn_alike
+from shardwise.lightning_internals.drawn_alike import (
+    draw_alike_in_steps,
+    drawn_alike,
+    is_of_gradients,
+    is_of_training,
+)
 from shardwise.lightning_internals.hook_analysis import looks_at_weights, may_look, may_run_layers
 from shardwise.lightning_internals.results import step_logging
 
@@ -49,6 +54,7 @@ def install_fast_hooks(trainer: Trainer, module: LightningModule) -> None:
     """Install these hooks on `trainer` for good. Callbacks may be added until it starts."""
     trainer._callbacks_with = {}  # type: ignore[attr-defined] # (hook, number of callbacks) → see `_having`
     trainer._looking_hooks = {}  # type: ignore[attr-defined] # (host, hook) → whether it looks at weights
+    trainer._draws = {}  # type: ignore[attr-defined] # see drawn_alike.py
     trainer._idle_hooks = set()  # type: ignore[attr-defined] # the module's hooks that do nothing
     fit_loop._select_data_fetcher = _fetcher  # type: ignore[attr-defined]
     call._call_callback_hooks = _callback_hooks
@@ -146,8 +152,10 @@ def _around(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[A
         return around
     runs = may_run_layers(hook_name, trainer.lightning_module.automatic_optimization)
     more = strategy.outside_steps() if runs else []
-    if hook_name in OF_GRADIENTS or _looks_here(trainer, host, hook_name):
-        more = [*more, drawn_alike(trainer, f"{hook_name} of {type(host).__name__}", whole=may_look(hook_name))]
+    of_gradients = is_of_gradients(hook_name)
+    draws = of_gradients or (is_of_training(hook_name) and _looks_here(trainer, host, hook_name))
+    if draws and trainer.world_size > 1:
+        more = [*more, drawn_alike(trainer, f"{hook_name} of {type(host).__name__}", whole=not of_gradients)]
     return _all_of(around, *more) if more else around
 
 

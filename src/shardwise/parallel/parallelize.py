@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -66,6 +67,7 @@ def parallelize(
                 [unit],
                 f"activation_checkpointing={checkpointing.name} computes it again in the backward pass, with its own "
                 f"weights; use activation_checkpointing=none",
+                lambda parameter: torch.is_grad_enabled(),
             )
 
 

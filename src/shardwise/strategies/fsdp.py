@@ -215,7 +215,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             layer, mesh=self.device_mesh, mp_policy=policy, ignored_params=self._wholes(layer),
             reshard_after_forward=reshard,
         )  # fmt: skip
-        refuse_functional_calls([layer], f"{self.plan.strategy.name} gathers its own weights; use strategy=ddp")
+        why = f"{self.plan.strategy.name} gathers its own weights; use strategy=ddp"
+        refuse_functional_calls([layer], why, lambda parameter: isinstance(parameter, DTensor))
         for name, shard in layer.named_parameters():
             if shard is not before[name]:
                 keep_notes(shard, before[name])

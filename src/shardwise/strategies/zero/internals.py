@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -53,6 +53,13 @@ def without_broadcast() -> Iterator[None]:
 
     with patch.object(DeepSpeedEngine, "_broadcast_model", lambda engine: None):
         yield
+
+
+def without_nested_tensors() -> Callable[[], None]:
+    """Let nn.TransformerEncoder make no nested tensors: DeepSpeed's linear layers refuse them. Returns the undoing."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    return lambda: torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager

@@ -46,6 +46,7 @@ from shardwise.strategies.zero.internals import (
     release_engine,
     scalars_as_vectors,
     without_broadcast,
+    without_nested_tensors,
 )
 from shardwise.strategies.zero.precision import ZeroPrecision
 from shardwise.strategies.zero.state import ZeroState
@@ -99,8 +100,8 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         self.zero_precision.use(self.model, partial(weights_are_sharded, self.module_name, self.plan.strategy.name))
         self.at_teardown(partial(release_engine, self.model))
         if self.plan.strategy.zero_stage == 3:
-            refuse_functional_calls(module.modules(), "zero3 gathers its own weights; use strategy=ddp or zero2")
-            torch.backends.mha.set_fastpath_enabled(False)  # nested tensors, which DeepSpeed's linear layers refuse
+            refuse_functional_calls(module.modules(), "zero3 gathers its own weights; use strategy=ddp", lambda _: True)
+            self.at_teardown(without_nested_tensors())
         if training:
             self._begin_training(engine_optimizer, group_names, initial)
         self._read_initial_weights()
