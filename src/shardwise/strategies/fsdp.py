@@ -215,7 +215,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             layer, mesh=self.device_mesh, mp_policy=policy, ignored_params=self._wholes(layer),
             reshard_after_forward=reshard,
         )  # fmt: skip
-        refuse_functional_calls([layer], "FSDP2 gathers its own: use strategy=ddp", lambda p: isinstance(p, DTensor))
+        refuse_functional_calls([layer], "FSDP gathers its weights; use strategy=ddp", lambda p: isinstance(p, DTensor))
         for name, shard in layer.named_parameters():
             if shard is not before[name]:
                 keep_notes(shard, before[name])
