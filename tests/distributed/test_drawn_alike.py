@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
-from tests.harness.cells import fit
+from tests.harness.cells import cell_plan, fit
 from tests.harness.modules import Layer
 from tests.harness.processes import spawn
 
@@ -25,7 +26,7 @@ STRATEGIES = {"ddp": ["strategy=ddp"], "fsdp": ["strategy=fsdp"],
               "copies": ["strategy=fsdp_hybrid", "strategy.shard_size=1"]}  # fmt: skip
 
 
-DROPPED: list[float] = []  # what this rank has drawn in its steps
+DROPPED: list[float] = []  # what this rank has drawn in its steps and before validation
 
 
 class Noisy(torch.optim.Optimizer):
@@ -70,6 +71,12 @@ class Draws(LightningModule):
         for p in self.parameters():
             p.add_(torch.randn_like(p), alpha=0.01)
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Only its hook draws."""
+
+    def on_validation_start(self) -> None:
+        DROPPED.extend(torch.rand(()).item() for _ in self.parameters())
+
     def on_train_epoch_end(self) -> None:
         if self.kind == "epoch":
             self.shake()
@@ -111,7 +118,7 @@ def plan_of(folder: Path, module: str, *words: str, ranks: int = 2) -> Plan:
         "recipe=custom", f"module._target_={__name__}.{module}", "data._target_=tests.harness.modules.Samples",
         "+data.kind=pairs", "+data.batch_size=${micro_batch_size}", f"runs_dir={folder.parent}", f"name={folder.name}",
         "accelerator=cpu", f"devices={ranks}", "micro_batch_size=2", "global_batch_size=8", f"max_steps={STEPS}",
-        "checkpoint.monitor=null", "validate_every_n_steps=1000", "log_every_n_steps=1", *words,
+        "checkpoint.monitor=null", "validate_every_n_steps=3", "log_every_n_steps=1", *words,
     ]  # fmt: skip
     return make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0))
 
@@ -144,7 +151,41 @@ def test_copies_of_weights_stay_the_same(tmp_path: Path, strategy: str) -> None:
         assert torch.equal(own[kind][0], other[kind][0]), kind
         assert torch.equal(own[kind][0], own[kind][1]), f"{kind}: a run that goes on draws others"
         same = set(own[f"{kind}, dropped"]) & set(other[f"{kind}, dropped"])
-        assert not same, f"{kind}: dropout is the same on both ranks"
+        assert not same, f"{kind}: dropout, or what validation draws, is the same on both ranks"
+
+
+class Shakes(Callback):
+    """Adds noise to the gradients of norms, which every rank of a tensor axis has."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        for p in norms_of(pl_module):
+            gradient = local_part(p.grad)
+            gradient.add_(torch.randn_like(gradient), alpha=0.1)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.norms = torch.cat([local_part(p.detach()).flatten() for p in norms_of(pl_module)])
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def norms_of(module: LightningModule) -> list[Any]:
+    return [p for name, p in module.named_parameters() if "norm" in name]
+
+
+def shake_norms(folder: Path) -> Tensor:
+    """In each rank."""
+    words = ["strategy=fsdp", "strategy.tensor_parallel_size=2", "model.n_kv_heads=2", "model.ffn_dim=40",
+             "model.vocab_size=62", "max_steps=3", "global_batch_size=4", "micro_batch_size=2"]  # fmt: skip
+    shakes = Shakes()
+    fit(cell_plan(folder / "run", 2, *words), shakes)
+    return shakes.norms
+
+
+def test_ranks_of_a_tensor_axis_draw_alike_for_what_both_have(tmp_path: Path) -> None:
+    own, other = spawn(2, shake_norms, tmp_path)
+    assert own.numel() > 0 and torch.equal(own, other)
 
 
 def try_to_replace(folder: Path) -> None:

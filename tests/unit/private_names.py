@@ -653,6 +653,7 @@ NEEDED_UNTIL = {
 # Attributes of our own that are put on an object of others: the class, which must have none of that name.
 PUT_ON_OTHERS = {
     "_callbacks_with": f"{PYTORCH}.Trainer",
+    "_draws": f"{PYTORCH}.Trainer",
     "_idle_hooks": f"{PYTORCH}.Trainer",
     "_looking_hooks": f"{PYTORCH}.Trainer",
     "_planned_step": f"{PYTORCH}.LightningModule",

@@ -15,17 +15,12 @@ from torch.optim import Optimizer
 
 from shardwise.distributed.rng import derived_seed, random_state, seed_streams, set_random_state
 
-_OF_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "on_before_zero_grad")
 _EVALUATION = ("on_validation", "on_test", "on_predict")  # their hooks draw for samples, which differ between ranks
 _DRAW_NOTHING = ("torch.optim.", "shardwise.", "deepspeed.")  # in their steps
 
 
 def is_of_training(hook: str) -> bool:
     return not hook.startswith(_EVALUATION)
-
-
-def is_of_gradients(hook: str) -> bool:
-    return hook in _OF_GRADIENTS
 
 
 @contextmanager

@@ -21,13 +21,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from shardwise.errors import ConfigError
-from shardwise.lightning_internals.drawn_alike import (
-    draw_alike_in_steps,
-    drawn_alike,
-    is_of_gradients,
-    is_of_training,
+from shardwise.lightning_internals.drawn_alike import draw_alike_in_steps, drawn_alike, is_of_training
+from shardwise.lightning_internals.hook_analysis import (
+    LOOK_AT_GRADIENTS,
+    looks_at_weights,
+    may_look,
+    may_run_layers,
 )
-from shardwise.lightning_internals.hook_analysis import looks_at_weights, may_look, may_run_layers
 from shardwise.lightning_internals.results import step_logging
 
 _original_fetcher = utilities._select_data_fetcher
@@ -152,9 +152,10 @@ def _around(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[A
         return around
     runs = may_run_layers(hook_name, trainer.lightning_module.automatic_optimization)
     more = strategy.outside_steps() if runs else []
-    of_gradients = is_of_gradients(hook_name)
-    draws = of_gradients or (is_of_training(hook_name) and _looks_here(trainer, host, hook_name))
-    if draws and trainer.world_size > 1:
+    of_gradients = hook_name in LOOK_AT_GRADIENTS
+    if trainer.world_size > 1 and (
+        of_gradients or (is_of_training(hook_name) and _seen_here(trainer, host, hook_name) is not None)
+    ):
         more = [*more, drawn_alike(trainer, f"{hook_name} of {type(host).__name__}", whole=not of_gradients)]
     return _all_of(around, *more) if more else around
 
@@ -171,19 +172,20 @@ def _looks(trainer: Any, host: Any, hook_name: str) -> bool:
     """Whether the hook looks at weights, on one rank or another. The first call of each is collective."""
     known, key = trainer._looking_hooks, (id(host), hook_name)
     if key not in known:
-        name, strategy = looks_at_weights(host, hook_name, trainer.lightning_module), trainer.strategy
+        name, strategy = _seen_here(trainer, host, hook_name), trainer.strategy
         known[key] = may_look(hook_name) and strategy.reduce_boolean_decision(name is not None, all=False)
         if known[key] and "batch" in hook_name and strategy.is_global_zero:
             print(_cost(strategy.plan.strategy, f"{hook_name} of {type(host).__name__}", name), flush=True)
     return bool(known[key])
 
 
-def _looks_here(trainer: Any, host: Any, hook_name: str) -> bool:
-    """Whether the hook looks at weights, by what this rank knows of it."""
+def _seen_here(trainer: Any, host: Any, hook_name: str) -> str | None:
+    """The name by which the hook may look at weights, as far as this rank knows."""
     known, key = trainer._looking_hooks, (id(host), hook_name, "here")
     if key not in known:
-        known[key] = looks_at_weights(host, hook_name, trainer.lightning_module) is not None
-    return bool(known[key])
+        known[key] = looks_at_weights(host, hook_name, trainer.lightning_module)
+    name: str | None = known[key]
+    return name
 
 
 def _cost(strategy: Any, hook: str, name: str | None) -> str:

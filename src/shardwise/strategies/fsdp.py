@@ -29,6 +29,7 @@ from shardwise.distributed.dtensor import listing_whole, reading_whole, whole_te
 from shardwise.distributed.parameters import keep_notes, refuse_gradient_hooks
 from shardwise.distributed.symmetric_memory import let_compiler_copy
 from shardwise.errors import ConfigError
+from shardwise.lightning_internals.hook_analysis import LOOK_AT_GRADIENTS
 from shardwise.lightning_internals.logged import LoggedValue, take_logged_by
 from shardwise.optim.optimizers import check_by_hand, check_of_parts, steps_on_shards
 from shardwise.parallel.functional_calls import refuse_functional_calls
@@ -44,9 +45,6 @@ from shardwise.strategies.step_on_shards import step_on_shards
 from shardwise.strategies.whole_in_hooks import whole_in_place_of_shards
 from shardwise.strategies.whole_weights import InnerBackwards, explain, show_outputs
 from shardwise.weights.initialize import Materializer
-
-LOOK_AT_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad",
-                     "configure_gradient_clipping")  # fmt: skip
 
 
 class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):

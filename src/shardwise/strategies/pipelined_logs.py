@@ -13,11 +13,12 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from shardwise.errors import ConfigError
+from shardwise.lightning_internals.hook_analysis import LOOK_AT_GRADIENTS
 from shardwise.lightning_internals.logged import LoggedValue
 from shardwise.lightning_internals.results import step_logging
 from shardwise.parallel.pipeline.absent import is_absent, refusal_of
 from shardwise.parallel.pipeline.stages import Stages
-from shardwise.strategies.fsdp import LOOK_AT_GRADIENTS, FsdpStrategy
+from shardwise.strategies.fsdp import FsdpStrategy
 from shardwise.strategies.fsdp_gathering import free_gathered
 
 _ONE = "use strategy.pipeline_parallel_size=1"
