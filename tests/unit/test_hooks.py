@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -95,3 +96,42 @@ def test_the_language_models_evaluation_does_not_look_at_weights() -> None:
     module.evaluations = nn.ModuleList([ExactMean(module.device)])
     for hook in ("on_validation_epoch_start", "on_validation_epoch_end", "on_test_epoch_start", "on_test_epoch_end"):
         assert not looks_at_weights(module, hook, module), hook
+
+
+def weights(module: Any) -> None:
+    """Has the name of an attribute of `Named`."""
+    blend(module)
+
+
+class Named(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.weights = nn.Linear(2, 2), [1.0]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.weights.append(0.0)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        weights(self)
+
+    def on_train_start(self) -> None:
+        deepcopy(self)
+
+    def on_train_end(self) -> None:
+        import somebodys  # type: ignore[import-not-found]
+
+        somebodys.look(self)
+
+    def on_train_epoch_end(self) -> None:
+        import math
+
+        self.weights.append(math.pi)
+
+
+def test_an_attribute_is_not_taken_for_a_function_of_its_name() -> None:
+    module = Named()
+    for hook, name in {
+        "on_train_batch_start": None, "on_train_batch_end": "parameters", "on_train_start": "deepcopy",
+        "on_train_end": "somebodys", "on_train_epoch_end": None,
+    }.items():  # fmt: skip
+        assert looks_at_weights(module, hook, module) == name, hook

@@ -5,6 +5,7 @@ Only for these are weights gathered. Whether a hook looks at weights is found fr
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ _WALKS = {
 }  # fmt: skip
 _LIBRARIES = {"lightning", "torch", "torchmetrics", "shardwise", "deepspeed", "numpy", "wandb", "tensorboard"}
 _LIBRARIES |= sys.stdlib_module_names
+_OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 _NO_WEIGHTS = (bool, int, float, complex, str, bytes, Metric, Trainer)
 
 
@@ -72,8 +74,17 @@ def _reaches(function: Any, host: Any, weights: set[str], seen: set[Any]) -> str
                 return reached
         elif not _has_no_weights(value):
             return name
-    for name in _names(function.__code__):
-        if name in weights or name in _WALKS:
+    for operation, name in _names(function.__code__):
+        if name in _WALKS or (operation == "IMPORT_NAME" and name.partition(".")[0] not in _LIBRARIES):
+            return name
+        if operation in _OF_GLOBALS:
+            used = function.__globals__.get(name)
+            if isinstance(used, ModuleType) and used.__name__.partition(".")[0] not in _LIBRARIES:
+                return name
+            if callable(used) and (reached := _reaches(used, host, weights, seen)):
+                return reached
+            continue
+        if name in weights:
             return name
         methods = [vars(kind)[name] for kind in type(host).__mro__ if name in vars(kind)]
         for method in methods:
@@ -81,11 +92,6 @@ def _reaches(function: Any, host: Any, weights: set[str], seen: set[Any]) -> str
                 return reached
         if not methods and name in vars(host) and not _has_no_weights(vars(host)[name]):
             return name
-        used = function.__globals__.get(name)
-        if isinstance(used, ModuleType) and used.__name__.partition(".")[0] not in _LIBRARIES:
-            return name
-        if callable(used) and (reached := _reaches(used, host, weights, seen)):
-            return reached
     return None
 
 
@@ -100,9 +106,9 @@ def _is_filled(cell: Any) -> bool:
         return False
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """The names of attributes and globals that `code` uses, also in functions inside it."""
-    yield from code.co_names
+def _names(code: CodeType) -> Iterator[tuple[str, str]]:
+    """What `code` does, and to which attribute or global, also in functions inside it."""
+    yield from ((found.opname, found.argval) for found in dis.get_instructions(code) if found.opcode in dis.hasname)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
