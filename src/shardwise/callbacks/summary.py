@@ -142,6 +142,8 @@ class Summary(Callback):
         of_data = {key: value for key, value in summary.items() if key.startswith("data/")}
         lines |= {words(key): digits(value) for key, value in (of_data | measured).items()}
         lines |= {f"baseline: {name}": digits(value) for name, value in summary["baselines"].items()}
+        if self.plan.quick_check:  # keeps no file
+            return lines
         if self.saving.best_path is not None:
             lines["best checkpoint"] = (
                 f"{_short(self.saving.best_path)} ({words(str(self.plan.checkpoint.monitor))} "

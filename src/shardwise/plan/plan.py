@@ -282,5 +282,5 @@ def headline(plan: Plan) -> str:
     return (
         f"run {plan.run_id}: {plan.stage} with {plan.strategy.name}, {plan.precision.name}, on "
         f"{count(topology.world_size, f'{plan.accelerator} rank')} ({mesh}){resumed}\n"
-        f"{batches}; in {plan.run_dir}"
+        f"{batches}{'' if plan.quick_check else f'; in {plan.run_dir}'}"
     )
