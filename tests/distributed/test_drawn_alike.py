@@ -21,6 +21,7 @@ from tests.harness.modules import Layer
 from tests.harness.processes import spawn
 
 STEPS, STOP = 6, 3
+ON = "cuda" if torch.cuda.device_count() > 1 else "cpu"  # torch draws in another way for shards on GPUs
 KINDS = ("epoch", "batch", "gradients", "step", "by_hand")
 STRATEGIES = {"ddp": ["strategy=ddp"], "fsdp": ["strategy=fsdp"],
               "copies": ["strategy=fsdp_hybrid", "strategy.shard_size=1"]}  # fmt: skip
@@ -117,10 +118,10 @@ def plan_of(folder: Path, module: str, *words: str, ranks: int = 2) -> Plan:
     argv = [
         "recipe=custom", f"module._target_={__name__}.{module}", "data._target_=tests.harness.modules.Samples",
         "+data.kind=pairs", "+data.batch_size=${micro_batch_size}", f"runs_dir={folder.parent}", f"name={folder.name}",
-        "accelerator=cpu", f"devices={ranks}", "micro_batch_size=2", "global_batch_size=8", f"max_steps={STEPS}",
+        f"accelerator={ON}", f"devices={ranks}", "micro_batch_size=2", "global_batch_size=8", f"max_steps={STEPS}",
         "checkpoint.monitor=null", "validate_every_n_steps=3", "log_every_n_steps=1", *words,
     ]  # fmt: skip
-    return make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0))
+    return make_plan(compose(argv).jobs[0].config, Host(cuda_devices=torch.cuda.device_count()))
 
 
 def own_weights(found: dict[str, Any]) -> Tensor:

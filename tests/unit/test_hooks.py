@@ -103,6 +103,28 @@ def weights(module: Any) -> None:
     blend(module)
 
 
+class Blends:
+    def __init__(self) -> None:
+        self.times = 0
+
+    def update(self, module: Any) -> None:
+        self.count()
+        blend(module)
+
+    def count(self) -> None:
+        self.times += 1
+
+
+class Settings:
+    __slots__ = ("rate",)
+
+    def scaled(self) -> Any:
+        return self.rate
+
+
+AVERAGED, SETTINGS = Blends(), Settings()
+
+
 class Named(LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -122,6 +144,15 @@ class Named(LightningModule):
 
         somebodys.look(self)
 
+    def on_fit_start(self) -> None:
+        AVERAGED.update(self)
+
+    def on_fit_end(self) -> None:
+        AVERAGED.count()
+
+    def on_validation_start(self) -> None:
+        SETTINGS.scaled()
+
     def on_train_epoch_end(self) -> None:
         import math
 
@@ -133,5 +164,6 @@ def test_an_attribute_is_not_taken_for_a_function_of_its_name() -> None:
     for hook, name in {
         "on_train_batch_start": None, "on_train_batch_end": "parameters", "on_train_start": "deepcopy",
         "on_train_end": "somebodys", "on_train_epoch_end": None,
+        "on_fit_start": "parameters", "on_fit_end": None, "on_validation_start": None,
     }.items():  # fmt: skip
         assert looks_at_weights(module, hook, module) == name, hook

@@ -74,7 +74,8 @@ def _reaches(function: Any, host: Any, weights: set[str], seen: set[Any]) -> str
                 return reached
         elif not _has_no_weights(value):
             return name
-    for operation, name in _names(function.__code__):
+    names = list(_names(function.__code__))
+    for operation, name in names:
         if name in _WALKS or (operation == "IMPORT_NAME" and name.partition(".")[0] not in _LIBRARIES):
             return name
         if operation in _OF_GLOBALS:
@@ -83,16 +84,28 @@ def _reaches(function: Any, host: Any, weights: set[str], seen: set[Any]) -> str
                 return name
             if callable(used) and (reached := _reaches(used, host, weights, seen)):
                 return reached
+            if not callable(used) and not _is_of_a_library(type(used)):  # an object with methods
+                for _, called in names:
+                    if reached := _reaches_by_method(called, used, weights, seen)[1]:
+                        return reached
             continue
         if name in weights:
             return name
-        methods = [vars(kind)[name] for kind in type(host).__mro__ if name in vars(kind)]
-        for method in methods:
-            if _is_code(method) and (reached := _reaches(method, host, weights, seen)):
-                return reached
-        if not methods and name in vars(host) and not _has_no_weights(vars(host)[name]):
+        is_method, reached = _reaches_by_method(name, host, weights, seen)
+        if reached:
+            return reached
+        if is_method or name not in getattr(host, "__dict__", ()):
+            continue
+        if not _has_no_weights(vars(host)[name]):
             return name
     return None
+
+
+def _reaches_by_method(name: str, host: Any, weights: set[str], seen: set[Any]) -> tuple[bool, str | None]:
+    """Whether the class of `host` has `name`, and the name by which this method reaches weights."""
+    found = [vars(kind)[name] for kind in type(host).__mro__ if name in vars(kind)]
+    reached = (_reaches(method, host, weights, seen) for method in found if _is_code(method))
+    return bool(found), next(filter(None, reached), None)
 
 
 def _is_code(method: Any) -> bool:
