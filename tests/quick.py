@@ -83,6 +83,8 @@ RUNS: dict[str, list[str]] = {
         "test_average.py::test_a_resumed_run_has_the_average_of_an_uninterrupted_one[fsdp]",
     ],
     "average of the module's own": ["test_own_average.py::test_an_average_of_the_modules_own_goes_on_as_it_was"],
+    "optimizers of a user's": ["test_optimizer_state.py"],
+    "samplers": ["test_sampler_order.py"],
     "guard": [
         "test_guard.py::test_a_step_that_is_not_finite_changes_nothing[fsdp, adamw fused-gradient]",
         "test_guard.py::test_too_many_in_a_row_stop_the_run",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -167,3 +168,82 @@ def test_an_attribute_is_not_taken_for_a_function_of_its_name() -> None:
         "on_fit_start": "parameters", "on_fit_end": None, "on_validation_start": None,
     }.items():  # fmt: skip
         assert looks_at_weights(module, hook, module) == name, hook
+
+
+def reset(module: Any) -> None:
+    nn.init.normal_(module.net.weight)
+
+
+class Reached(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.init_by, self.count_by, self.count = nn.Linear(2, 2), reset, len, 0
+
+    @property
+    def norm(self) -> Any:
+        return self.net.weight.norm()
+
+    @cached_property
+    def layers(self) -> Any:
+        return [self.net]
+
+    @property
+    def steps(self) -> int:
+        return self.count
+
+    def reset(self) -> None:
+        reset(self)
+
+    def step(self) -> None:
+        self.count += 1
+
+
+class Reaches(Callback):
+    """Reaches weights in ways that do not name them, or reaches none."""
+
+    def __init__(self) -> None:
+        self.names, self.reset_by, self.counted_by = ["net"], partial(reset), self.count
+
+    def count(self, module: Any) -> None:
+        module.step()
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.reset()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.norm  # noqa: B018
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.layers[0].reset_parameters()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        for name in self.names:
+            getattr(pl_module, name).reset_parameters()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        getattr(pl_module, "net").reset_parameters()  # noqa: B009
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.reset_by(pl_module)
+
+    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+        getattr(pl_module, getattr(pl_module, "name")).reset_parameters()  # noqa: B009
+
+    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.init_by(pl_module)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.step()
+        self.counted_by(pl_module)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.log("steps", getattr(pl_module, "steps", 0.0) + pl_module.count_by(self.names))
+
+
+def test_weights_that_are_reached_under_another_name_are_found() -> None:
+    found = {
+        "on_fit_start": "net", "on_fit_end": "net", "on_train_start": "net", "on_train_end": "getattr",
+        "on_validation_start": "net", "on_validation_end": "reset_by", "on_test_start": "getattr", "on_test_end": "net",
+        "on_train_epoch_start": None, "on_train_epoch_end": None,
+    }  # fmt: skip
+    assert {hook: looks_at_weights(Reaches(), hook, Reached()) for hook in found} == found

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.state import describe_optimizers, optimizer_difference
+from shardwise.checkpoint.optimizers import describe_optimizers, optimizer_difference
 from shardwise.distributed.matrices import rows_of_ranks
 from shardwise.errors import ConfigError
 from shardwise.optim import clipping
@@ -264,7 +264,7 @@ def test_state_of_another_choice_of_matrices_is_not_taken() -> None:
 
     a, b = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2))
     names = [[["a"], ["b"]]]
-    saved = describe_optimizers([made("muon", "adamw")], names)
+    saved = describe_optimizers([made("muon", "adamw")], names, {}, whole=True)
     assert optimizer_difference(saved, [made("muon", "adamw")], names) is None
     assert optimizer_difference(saved, [made("adamw", "adamw")], names) == "a: trained by muon before, and by adamw now"
 

@@ -39,8 +39,8 @@ class WeightAverage(Callback):
         if not pl_module.automatic_optimization and not strategy.stepped:
             return
         sharded, skipped = strategy.sharded, strategy.verdict.step_skipped
-        masters = sharded.master_shards()
         assert sharded.average is not None
+        masters = sharded.averaged_shards()
         if masters:  # a rank may hold no part of a small model
             averages = [sharded.average[name] for name in masters]
             if isinstance(skipped, Tensor):  # only the device knows yet whether the step is skipped
@@ -51,17 +51,12 @@ class WeightAverage(Callback):
                 torch._foreach_lerp_(averages, list(masters.values()), 1 - self.decay)
 
     def _swap(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exchange the weights and the average in place."""
+        """Exchange the weights and the average."""
         strategy = strategy_of(trainer)
-        average = strategy.sharded.average
-        if average is None:
+        if strategy.sharded.average is None:
             return
         strategy.planned_precision.wait_for_checkpoint_copy()
-        for name, shard in strategy.sharded.master_shards().items():
-            weights = shard.clone()
-            shard.copy_(average[name])
-            average[name].copy_(weights)
-        strategy.sharded.refresh_low_precision_copies()
+        strategy.sharded.exchange_average()
 
     on_validation_start = on_test_start = on_predict_start = _swap
     on_validation_end = on_test_end = on_predict_end = _swap

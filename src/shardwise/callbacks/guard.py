@@ -16,6 +16,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.callbacks.saving import Saving
+from shardwise.callbacks.schedules import restore_schedules, state_of_schedules
 from shardwise.callbacks.steps import StepLog
 from shardwise.distributed.collectives import gather_objects
 from shardwise.errors import NonFiniteError, count
@@ -54,7 +55,7 @@ class Guard(Callback):
         self.schedules: deque[tuple[int, Any]] = deque(maxlen=plan.guard.max_in_a_row + LAG + 2)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.schedules.append((trainer.global_step, _schedules(trainer)))
+        self.schedules.append((trainer.global_step, state_of_schedules(trainer)))
         strategy_of(trainer).recorder.restart_clock()
 
     def on_train_batch_end(
@@ -70,7 +71,7 @@ class Guard(Callback):
         step = strategy.finish_step(trainer.global_step, signal_requests.take_as_number())
         self.step_log.collect(trainer, step.number)
         self.unread.append(step)
-        self.schedules.append((step.number, _schedules(trainer)))
+        self.schedules.append((step.number, state_of_schedules(trainer)))
         known = step.step_skipped or self._must_know(trainer, step.number)
         while len(self.unread) > LAG:
             self._read(trainer, self.unread.popleft())
@@ -213,7 +214,7 @@ class Guard(Callback):
             return f"The last that changed a weight was in the epoch before; {by}."
         for number, schedules in self.schedules:
             if number == good:
-                _restore(trainer, schedules)
+                restore_schedules(trainer, schedules)
         checkpoint = self.plan.checkpoint
         if good == 0:
             return "No step had been made before."
@@ -282,18 +283,3 @@ def _strict(value: Any) -> Any:
 def _few(values: list[Any], many: int, between: str) -> str:
     more = f" and {len(values) - many} more" if len(values) > many else ""
     return between.join(map(str, values[:many])) + more
-
-
-def _schedules(trainer: Trainer) -> Any:
-    """The states of the schedules, and the learning rates."""
-    states = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
-    return states, [[group["lr"] for group in optimizer.param_groups] for optimizer in trainer.optimizers]
-
-
-def _restore(trainer: Trainer, schedules: Any) -> None:
-    states, rates = schedules
-    for config, state in zip(trainer.lr_scheduler_configs, states, strict=True):
-        config.scheduler.load_state_dict(state)
-    for optimizer, group_rates in zip(trainer.optimizers, rates, strict=True):
-        for group, rate in zip(optimizer.param_groups, group_rates, strict=True):
-            group["lr"] = rate

@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.accelerator import exact_dtype
-from shardwise.callbacks.average import WeightAverage
 from shardwise.callbacks.guard import Guard
 from shardwise.callbacks.saving import Saving
 from shardwise.distributed.collectives import sum_over
@@ -66,9 +65,8 @@ class GracefulStop(Callback):
         if len(self.unread) > LAG:
             self._read()
         if self.guard.leave and trainer.global_step != self.plan.max_steps:
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(callback, WeightAverage):
-                    callback.on_validation_end(trainer, pl_module)  # during validation the weights are the average
+            if strategy_of(trainer).sharded.exchanged:  # during validation the weights are the average
+                strategy_of(trainer).sharded.exchange_average()
             self._leave(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -102,8 +102,8 @@ class Saving(Callback):
         if trainer.is_global_zero and self.writer is not None and (ended := self.writer.ended) and ended.error:
             self._announce(trainer, ended, self.failures + 1)
         ends_window = (batch_idx + 1) % self.plan.accumulate_grad_batches == 0
-        if ends_window and not strategy_of(trainer).state.rehearsed:
-            strategy_of(trainer).state.rehearse(last=True)
+        if ends_window:
+            strategy_of(trainer).state.rehearse_after_step()
         self.before_validation = None
         validates = ends_window and self._is_due(trainer)
         # At the last step validation comes first: a run that is resumed there would not validate any more.

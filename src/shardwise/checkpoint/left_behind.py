@@ -6,17 +6,32 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from shardwise.checkpoint.optimizers import optimizer_difference
+from shardwise.checkpoint.state import ShardedState
+from shardwise.errors import ConfigError
+from shardwise.plan import Plan
 from shardwise.run_dir.resume import KEPT
 
 
-def outcome(difference: str | None) -> str:
-    """A line for the user. `difference`: why this run's optimizer cannot use the saved state; None: it can."""
-    if difference is None:
-        return KEPT
-    return f"the checkpoint's optimizer: {difference}; that state is left behind, and this run's learning rate holds"
+def takes_optimizers(plan: Plan, state: ShardedState, saved: list[dict[str, Any]]) -> bool:
+    """Whether this run's optimizers can use the saved state. Prints so where that state may be left behind.
+
+    Raises:
+        ConfigError: they cannot, and `resume_allow` does not name the optimizer.
+    """
+    difference = optimizer_difference(saved, state.module_optimizers(), state.group_names())
+    if difference is not None and "optimizer" not in plan.resume_allow:
+        raise ConfigError(f"resume={plan.resume}: {difference}; resume_allow=[optimizer] leaves that state behind")
+    if "optimizer" in plan.resume_allow and dist.get_rank() == 0:
+        left = (
+            f"the checkpoint's optimizer: {difference}; that state is left behind, and this run's learning rate holds"
+        )
+        print(KEPT if difference is None else left, flush=True)
+    return difference is None
 
 
 def moved_on(configs: Sequence[LRSchedulerConfig], saved: Sequence[Any]) -> list[Any]:

@@ -35,7 +35,7 @@ class ParameterShard:
     shape: tuple[int, ...]  # the whole parameter's
     values: Tensor  # this rank's part: a save reads its storage, and loading a checkpoint writes into it
     chunks: Callable[[Tensor], list[Chunk]]  # cuts `values`, or another tensor of the same shape
-    trained: bool
+    trained: bool  # by an optimizer, also while a hook or a step has frozen it
 
 
 class ShardedState(Protocol):
@@ -65,6 +65,13 @@ class ShardedState(Protocol):
 
     def group_names(self) -> list[list[list[str]]]:
         """The names of the parameters, for each optimizer and each of its groups."""
+
+    def stepped_names(self) -> dict[int, str]:
+        """The id of what an optimizer steps on → the name of the parameter; empty where it steps on many at once."""
+
+    @property
+    def keeps_whole_weights(self) -> bool:
+        """Whether every rank has all weights, and what optimizers keep for them."""
 
     def load_tensors(
         self, folder: Path, metadata: Metadata, group: dist.ProcessGroup | None, *, optimizers: bool, average: bool
@@ -210,74 +217,6 @@ def make_like(
     if len(metadata.size) == 0:
         return torch.zeros((), dtype=dtype, device=scalars_on)
     return torch.zeros(metadata.size, dtype=dtype, device=values.device)
-
-
-# What optimizers keep besides tensors: their kinds and options
-
-
-def describe_optimizers(optimizers: list[Optimizer], names: list[list[list[str]]]) -> list[dict[str, Any]]:
-    """The kind of each optimizer, and for each of its groups the parameters' names and the options."""
-    return [
-        {
-            "kind": kind_of(optimizer),
-            "groups": [
-                {"names": group_names, "options": {k: v for k, v in group.items() if k != "params"}}
-                for group, group_names in zip(optimizer.param_groups, optimizer_names, strict=True)
-            ],
-        }
-        for optimizer, optimizer_names in zip(optimizers, names, strict=True)
-    ]
-
-
-def kind_of(optimizer: Optimizer) -> str:
-    """The class whose state this optimizer keeps: DeepSpeed's Adam for the host keeps the same as torch's."""
-    name = type(optimizer).__name__
-    if name == "DeepSpeedCPUAdam":
-        return "AdamW" if getattr(optimizer, "adam_w_mode", True) else "Adam"
-    return name
-
-
-def optimizer_difference(
-    saved: list[dict[str, Any]], optimizers: list[Optimizer], names: list[list[list[str]]]
-) -> str | None:
-    """Say why these optimizers cannot use the state that was saved; None: they can.
-
-    `saved`: from `describe_optimizers`.
-    """
-    kinds_before, kinds = [one["kind"] for one in saved], [kind_of(optimizer) for optimizer in optimizers]
-    if kinds_before != kinds:
-        had, has = ", ".join(kinds_before) or "none", ", ".join(kinds)
-        return f"its optimizer state is of {had}, and this run has {has}"
-    before = [{name for group in one["groups"] for name in group["names"]} for one in saved]
-    now = [{name for group in one for name in group} for one in names]
-    moved = sorted(set().union(*now) & set().union(*before) - set().union(*map(set.intersection, now, before)))
-    if moved:
-        return f"{', '.join(moved[:4])} had another of its optimizers; give them in the same order"
-    groups_before = [(group["options"], group["names"]) for one in saved for group in one["groups"]]
-    groups = [(g, n) for o, all_names in zip(optimizers, names, strict=True)
-              for g, n in zip(o.param_groups, all_names, strict=True)]  # fmt: skip
-    was, is_now = _algorithms(groups_before), _algorithms(groups)
-    if changed := sorted(name for name in was.keys() & is_now.keys() if was[name] != is_now[name]):
-        return f"{', '.join(changed[:4])}: trained by {was[changed[0]]} before, and by {is_now[changed[0]]} now"
-    return None
-
-
-def _algorithms(groups: list[tuple[dict[str, Any], list[str]]]) -> dict[str, Any]:
-    """Parameter's name → its algorithm, in an optimizer whose groups have different ones."""
-    return {name: options.get("algorithm") for options, names in groups for name in names}
-
-
-def apply_options(optimizers: list[Optimizer], names: list[list[list[str]]], saved: list[dict[str, Any]]) -> None:
-    """Give each group the saved options, such as the learning rate, of a group with the same parameters."""
-    for optimizer, optimizer_names, saved_optimizer in zip(optimizers, names, saved, strict=True):
-        options = {name: group["options"] for group in saved_optimizer["groups"] for name in group["names"]}
-        for group, group_names in zip(optimizer.param_groups, optimizer_names, strict=True):
-            found: dict[str, Any] = next((options[name] for name in group_names if name in options), {})
-            group.update({key: value for key, value in found.items() if key in group and key not in _NOT_RESTORED})
-
-
-# These options say how a step is computed, not what it computes: this run's own hold
-_NOT_RESTORED = ("fused", "foreach", "capturable", "differentiable", "bias_correction", "newton_schulz_dtype")
 
 
 def layers_with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -13,22 +13,14 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.optim import Optimizer
 
 from shardwise.checkpoint.encoding import SHARD
-from shardwise.checkpoint.left_behind import moved_on, outcome
+from shardwise.checkpoint.left_behind import moved_on, takes_optimizers
 from shardwise.checkpoint.metadata import read_metadata
+from shardwise.checkpoint.optimizers import describe_state, restore_own, restore_state
 from shardwise.checkpoint.plain import Packed, describe_left_out, pack
 from shardwise.checkpoint.publish import Snapshot
-from shardwise.checkpoint.state import (
-    ShardedState,
-    apply_options,
-    describe_optimizers,
-    gather,
-    layers_with_extra_state,
-    optimizer_difference,
-    shapes_of,
-)
+from shardwise.checkpoint.state import ShardedState, gather, layers_with_extra_state, shapes_of
 from shardwise.checkpoint.verify import load_own, load_rest
 from shardwise.distributed.rng import random_state
 from shardwise.errors import ConfigError, RunStopped, describe_error
@@ -94,6 +86,7 @@ class TrainState:
         self.loader, self.file_group = loader, file_group
         self.synchronize_buffers, self.gradient_order = synchronize_buffers, gradient_order
         self.rehearsed = True  # whether every hook that adds to a checkpoint has run without an error
+        self._described = False  # whether the optimizers' state has been looked at
         self.missing: dict[str, str] = {}  # the keys that the resumed checkpoint came without, and why
         self.of_rank: dict[str, Any] | None = None  # this rank's `own_state` from the resumed checkpoint
         self._metrics: dict[str, Any] = {}  # the metrics of the last step before the resumed checkpoint
@@ -158,6 +151,19 @@ class TrainState:
                 f"weights are whole, or use ema_decay= or strategy=ddp"
             )
 
+    def rehearse_after_step(self) -> None:
+        """At the end of the first window, see that the optimizers' state can be saved, and what failed in `rehearse`.
+
+        Raises:
+            ConfigError: a checkpoint cannot have all that an optimizer keeps.
+        """
+        if not self.rehearsed:
+            self.rehearse(last=True)
+        if not self._described:
+            self._described = True
+            gather(self.sharded, self.module, self.is_training)
+            describe_state(self.sharded)
+
     def snapshot(self, checkpoint: Packed, own: dict[str, Any] | None = None) -> Snapshot:
         """Everything that a checkpoint holds. Its tensors are not copied: copy them before they change. Collective.
 
@@ -165,10 +171,9 @@ class TrainState:
         """
         module, loader, names = self.module, self.loader(), self.sharded.group_names()
         self.synchronize_buffers()
-        optimizers = self.sharded.module_optimizers() if self.is_training else []
         rest = {
             "accumulate_grad_batches": self.plan.accumulate_grad_batches,
-            "optimizers": describe_optimizers(optimizers, names) if self.is_training else [],
+            "optimizers": describe_state(self.sharded) if self.is_training else [],
             "loss_scale": self.precision.loss_scale_state(),
             "layers": {name: layer.get_extra_state() for name, layer in layers_with_extra_state(module)},
             "gradient_order": self.gradient_order(),
@@ -199,8 +204,7 @@ class TrainState:
         with self.loading():
             rest, missing = load_rest(folder, self.plan.trust)
             self._note_missing(missing)
-            mine = self.sharded.module_optimizers() if self.is_training else []
-            optimizers = self.is_training and self._takes_optimizers(rest["optimizers"], mine)
+            optimizers = self.is_training and takes_optimizers(self.plan, self.sharded, rest["optimizers"])
             metadata = read_metadata(folder)  # it is read once and handed on: that of many ranks is large
             averages = any(name.startswith("average.") for name in metadata.state_dict_metadata)
             if self.plan.ema_decay is not None and not averages:
@@ -209,12 +213,14 @@ class TrainState:
                     f"that was written with one"
                 )
             average = self.plan.ema_decay is not None
+            if optimizers:
+                restore_own(self.sharded, rest["optimizers"])
             self.sharded.load_tensors(folder, metadata, self.file_group(), optimizers=optimizers, average=average)
             for name, layer in layers_with_extra_state(self.module):
                 if name in rest["layers"]:
                     layer.set_extra_state(rest["layers"][name])
             if optimizers:
-                apply_options(mine, self.sharded.group_names(), rest["optimizers"])
+                restore_state(self.sharded, rest["optimizers"])
                 self.precision.load_loss_scale(rest["loss_scale"])
             if self.is_training:
                 if not optimizers:
@@ -283,18 +289,3 @@ class TrainState:
             if keys:
                 listed = ", ".join(f"{key} ({kind})" for key, kind in keys.items())
                 print(f"resume: left out of the checkpoint's content: {listed}: {why}", flush=True)
-
-    def _takes_optimizers(self, saved: list[dict[str, Any]], mine: list[Optimizer]) -> bool:
-        """Whether this run's optimizers can use the saved state.
-
-        Raises:
-            ConfigError: they cannot, and `resume_allow` does not name the optimizer.
-        """
-        difference = optimizer_difference(saved, mine, self.sharded.group_names())
-        if difference is not None and "optimizer" not in self.plan.resume_allow:
-            raise ConfigError(
-                f"resume={self.plan.resume}: {difference}; resume_allow=[optimizer] leaves that state behind"
-            )
-        if "optimizer" in self.plan.resume_allow and dist.get_rank() == 0:
-            print(outcome(difference), flush=True)
-        return difference is None

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.data.order import DrawnOrder
 from shardwise.data.user_loader import name_of
 from shardwise.distributed.collectives import gather_objects
 from shardwise.errors import ConfigError
@@ -81,15 +80,15 @@ def _digest(value: Any) -> str | None:
     return sums.hexdigest()
 
 
-def check_same_order(order: DrawnOrder, group: Group) -> None:
-    """Check that the sampler gives all ranks the same order. Collective.
+def check_same_order(digest: str, name: str, purpose: str, group: Group) -> None:
+    """Check that a sampler of the class `name` gives all ranks the same order, which has this digest. Collective.
 
     Raises:
         ConfigError: two ranks have different orders.
     """
-    if count_ranks() > 1 and len(set(gather_objects(group(), order.digest))) > 1:
+    if count_ranks() > 1 and len(set(gather_objects(group(), digest))) > 1:
         raise ConfigError(
-            f"the training loader's {order.name} gives ranks different samples, and what it gives is dealt out over "
+            f"the {purpose} loader's {name} gives ranks different samples, and what it gives is dealt out over "
             f"the ranks here: let it give every rank the order of the whole data set, from torch's random numbers, "
             f"which are seeded before each epoch, or from set_epoch(epoch)"
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from shardwise.data.agreement import Group
+from shardwise.data.agreement import Group, check_same_order
 from shardwise.data.streams import check_own_samples, evaluation_batches
 from shardwise.data.user_loader import (
     attribute_of,
@@ -48,7 +49,7 @@ class EvaluationLoader:
             check_own_samples(loader, plan)
             self.loader = with_watched_workers(loader)
             return
-        self.batches = _evaluation_keys(loader, plan)[:limit]
+        self.batches = _evaluation_keys(loader, plan, group)[:limit]
         ranks = plan.topology.data_parallel_size
         turns = math.ceil(len(self.batches) / ranks)
         padded = [*self.batches, *self.batches[:1] * (turns * ranks - len(self.batches))]
@@ -84,13 +85,18 @@ class EvaluationLoader:
         return list(self.batches[number]) if number < len(self.batches) else []
 
 
-def _evaluation_keys(loader: DataLoader[Any], plan: Plan) -> list[Any]:
+def _evaluation_keys(loader: DataLoader[Any], plan: Plan, group: Group) -> list[Any]:
     """For each batch of all ranks the keys of its samples, or one key if the data set gives whole batches.
 
-    They are in the order of the data set, unless the loader has a sampler of its own.
+    They are in the order of the data set, unless the loader has a sampler of its own. Collective if it has one.
+
+    Raises:
+        ConfigError: the sampler gives every rank another order.
     """
     if shuffles(loader) is None:
         keys = list(draw_order(loader, plan.seed, 0))
+        digest = hashlib.sha256(repr(keys).encode()).hexdigest()
+        check_same_order(digest, type(sampler_of(loader)).__name__, "validation, test or prediction", group)
         if sampler_of(loader) is loader.batch_sampler:
             return [list(batch) for batch in keys]
     else:

@@ -294,5 +294,5 @@ def _order_of(loader: DataLoader[Any], plan: Plan, group: Group) -> tuple[bool, 
         return [key for batch in keys if len(batch) == plan.micro_batch_size for key in batch]  # the last may be short
 
     drawn = DrawnOrder(draw, per_step, type(sampler).__name__, most)
-    check_same_order(drawn, group)
+    check_same_order(drawn.digest, drawn.name, "training", group)
     return by_batch, drawn

@@ -9,7 +9,8 @@ import dis
 import inspect
 import sys
 from collections.abc import Iterator
-from types import CodeType, FunctionType, ModuleType
+from functools import cached_property, partial, partialmethod
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -26,7 +27,7 @@ _OTHERS = (*_OF_GRADIENTS, "on_before_batch_transfer", "on_after_batch_transfer"
 _WALKS = {
     "parameters", "named_parameters", "state_dict", "load_state_dict", "modules", "named_modules", "children",
     "named_children", "get_parameter", "get_submodule", "apply", "param_groups", "_parameters", "_modules", "model",
-    "__dict__", "deepcopy", "weight", "bias", "requires_grad_",
+    "__dict__", "deepcopy", "weight", "bias", "requires_grad_", "getattr", "vars", "attrgetter",
 }  # fmt: skip
 _LIBRARIES = {"lightning", "torch", "torchmetrics", "shardwise", "deepspeed", "numpy", "wandb", "tensorboard"}
 _LIBRARIES |= sys.stdlib_module_names
@@ -53,63 +54,78 @@ def looks_at_weights(host: LightningModule | Callback, hook: str, module: Lightn
         return None
     names = {name for name, _ in module.named_parameters(recurse=False)}
     names |= {name for name, child in module.named_children() if any(True for _ in child.parameters())}
-    return _reaches(getattr(host, hook), host, names, set())
+    return _Search(names, module).reaches(getattr(host, hook), host)
 
 
-def _reaches(function: Any, host: Any, weights: set[str], seen: set[Any]) -> str | None:
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    if _is_of_a_library(function) or function in seen:
-        return None
-    if isinstance(function, type) and issubclass(function, (LightningDataModule, Metric)):
-        return None
-    if not isinstance(function, FunctionType):
-        return str(getattr(function, "__name__", type(function).__name__))
-    seen.add(function)
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if not _is_filled(cell):
-            continue
-        value = cell.cell_contents
-        if isinstance(value, FunctionType):
-            if reached := _reaches(value, host, weights, seen):
+class _Search:
+    """Follows names. `weights`: those of the parameters and layers of `module`, whose methods any host may call."""
+
+    def __init__(self, weights: set[str], module: LightningModule) -> None:
+        self.weights, self.module = weights, module
+        self.seen: set[tuple[Any, int]] = set()  # a function, and the id of the host with which it was followed
+
+    def reaches(self, function: Any, host: Any) -> str | None:
+        """The name by which `function` may reach weights. `host`: the object whose methods and attributes it uses."""
+        function = inspect.unwrap(getattr(function, "__func__", function))
+        if _is_of_a_library(function) or (function, id(host)) in self.seen:
+            return None
+        if isinstance(function, type) and issubclass(function, (LightningDataModule, Metric)):
+            return None
+        if not isinstance(function, FunctionType):
+            return str(getattr(function, "__name__", type(function).__name__))
+        self.seen.add((function, id(host)))
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if _is_filled(cell) and (reached := self._by_value(cell.cell_contents, name, host)):
                 return reached
-        elif not _has_no_weights(value):
-            return name
-    names = list(_names(function.__code__))
-    for operation, name in names:
-        if name in _WALKS or (operation == "IMPORT_NAME" and name.partition(".")[0] not in _LIBRARIES):
-            return name
-        if operation in _OF_GLOBALS:
-            used = function.__globals__.get(name)
-            if isinstance(used, ModuleType) and used.__name__.partition(".")[0] not in _LIBRARIES:
+        names = list(_names(function.__code__))
+        for operation, name in names:
+            if name in _WALKS:
                 return name
-            if callable(used) and (reached := _reaches(used, host, weights, seen)):
+            if reached := self._by_name(operation, name, function, names, host):
                 return reached
-            if not callable(used) and not _is_of_a_library(type(used)):  # an object with methods
-                for _, called in names:
-                    if reached := _reaches_by_method(called, used, weights, seen)[1]:
-                        return reached
-            continue
-        if name in weights:
+        return None
+
+    def _by_name(
+        self, operation: str, name: str, function: FunctionType, names: list[tuple[str, str]], host: Any
+    ) -> str | None:
+        if operation == "IMPORT_NAME":
+            return None if _is_a_library(name) else name
+        if operation not in _OF_GLOBALS:
+            return self._by_attribute(name, host) or self._by_attribute(name, self.module)
+        used = function.__globals__.get(name)
+        if isinstance(used, ModuleType):
+            return None if _is_a_library(used.__name__) else name
+        if callable(used):
+            return self.reaches(used, host)
+        if _is_of_a_library(type(used)):
+            return None
+        return next(filter(None, (self._by_attribute(called, used) for _, called in names)), None)
+
+    def _by_attribute(self, name: str, host: Any) -> str | None:
+        if name in self.weights:
             return name
-        is_method, reached = _reaches_by_method(name, host, weights, seen)
-        if reached:
-            return reached
-        if is_method or name not in getattr(host, "__dict__", ()):
-            continue
-        if not _has_no_weights(vars(host)[name]):
-            return name
-    return None
+        found = [vars(kind)[name] for kind in type(host).__mro__ if name in vars(kind)]
+        reached = (self.reaches(code, host) for code in map(_code_of, found) if code is not None)
+        if found or name not in getattr(host, "__dict__", ()):
+            return next(filter(None, reached), None)
+        return self._by_value(vars(host)[name], name, host)
+
+    def _by_value(self, value: Any, name: str, host: Any) -> str | None:
+        if isinstance(value, FunctionType):
+            return self.reaches(value, host)
+        if isinstance(value, MethodType):
+            return self.reaches(value, value.__self__)
+        return None if _has_no_weights(value) else name
 
 
-def _reaches_by_method(name: str, host: Any, weights: set[str], seen: set[Any]) -> tuple[bool, str | None]:
-    """Whether the class of `host` has `name`, and the name by which this method reaches weights."""
-    found = [vars(kind)[name] for kind in type(host).__mro__ if name in vars(kind)]
-    reached = (_reaches(method, host, weights, seen) for method in found if _is_code(method))
-    return bool(found), next(filter(None, reached), None)
-
-
-def _is_code(method: Any) -> bool:
-    return isinstance(method, (FunctionType, staticmethod, classmethod)) or hasattr(method, "__wrapped__")
+def _code_of(method: Any) -> Any:
+    """The function behind what a class has under a name; None: there is none."""
+    if isinstance(method, property):
+        return method.fget
+    if isinstance(method, (cached_property, partialmethod)):
+        return method.func
+    is_code = isinstance(method, (FunctionType, staticmethod, classmethod)) or hasattr(method, "__wrapped__")
+    return method if is_code else None
 
 
 def _is_filled(cell: Any) -> bool:
@@ -120,24 +136,46 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _names(code: CodeType) -> Iterator[tuple[str, str]]:
-    """What `code` does, and to which attribute or global, also in functions inside it."""
-    yield from ((found.opname, found.argval) for found in dis.get_instructions(code) if found.opcode in dis.hasname)
+    """What `code` does, and to which attribute or global, also in functions inside it.
+
+    Of `getattr` with a name in the code, that name is an attribute.
+    """
+    instructions = list(dis.get_instructions(code))
+    for number, found in enumerate(instructions):
+        if found.opcode not in dis.hasname:
+            continue
+        named = _named(instructions[number:]) if (found.opname, found.argval) == ("LOAD_GLOBAL", "getattr") else None
+        yield (found.opname, found.argval) if named is None else ("LOAD_ATTR", named)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
 
 
+def _named(instructions: list[dis.Instruction]) -> str | None:
+    """The name that is given to `getattr`, with which `instructions` begin; None: it is not known."""
+    for found in instructions[1:]:
+        if found.opname == "LOAD_CONST" and isinstance(found.argval, str):
+            return found.argval
+        if found.opname.startswith("CALL") or found.argval == "getattr":
+            return None
+    return None
+
+
 def _is_of_a_library(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).partition(".")[0] in _LIBRARIES
+    return _is_a_library(str(getattr(function, "__module__", "")))
+
+
+def _is_a_library(name: str) -> bool:
+    return name.partition(".")[0] in _LIBRARIES
 
 
 def _has_no_weights(value: Any) -> bool:
-    """Whether `value` has no weights in it, now and later. None has, since it may be replaced by anything."""
+    """Whether `value` has no weights in it now."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple, set)):
         return all(_has_no_weights(item) for item in value)
-    if isinstance(value, nn.Parameter):
+    if isinstance(value, (nn.Parameter, FunctionType, MethodType, partial)):
         return False
     return isinstance(value, (*_NO_WEIGHTS, Tensor)) or (
         _is_of_a_library(type(value)) and not isinstance(value, nn.Module)

@@ -228,7 +228,7 @@ def logged_so_far(trainer: Trainer) -> dict[str, Any]:
     return found
 
 
-_REDUCTIONS = (torch.mean, torch.sum, torch.max, torch.min)
+_REDUCTIONS = (torch.mean, torch.sum, torch.max, torch.min, sum, max, min)
 
 
 def restore_logged(trainer: Trainer, saved: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.config.targets import locate
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, describe_error
 from shardwise.optim.matrices import LAYERS, muon_groups
 from shardwise.optim.muon import Matrices, Muon
 from shardwise.plan import Plan
@@ -52,6 +52,23 @@ def check_by_hand(optimizer: Optimizer, strategy_name: str) -> None:
             f"{type(optimizer).__name__} in a module that optimizes by hand: under {strategy_name} it would be given "
             f"sharded tensors; use AdamW or SGD there, or strategy=ddp"
         )
+
+
+def step_without_closure(optimizer: Optimizer, module_name: str, **arguments: Any) -> None:
+    """Step behind the closure, so that bad gradients are found before weights change.
+
+    Raises:
+        ConfigError: the optimizer asks for the closure.
+    """
+    try:
+        optimizer.step(**arguments)
+    except Exception as error:
+        if "closure" not in str(error):
+            raise
+        raise ConfigError(
+            f"{module_name} uses {type(optimizer).__name__}, whose step asks for a closure ({describe_error(error)}): "
+            f"set self.automatic_optimization = False and step it in training_step, or use another optimizer"
+        ) from error
 
 
 def check_of_parts(optimizer: Optimizer) -> None:

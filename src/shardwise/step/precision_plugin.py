@@ -21,6 +21,7 @@ from shardwise.distributed.dtensor import local_part, shard_groups
 from shardwise.distributed.mesh import Mesh
 from shardwise.errors import ConfigError
 from shardwise.optim.clipping import after_step, clip_by_norm
+from shardwise.optim.optimizers import step_without_closure
 from shardwise.parallel.precision import cast_floating, dtype_of
 from shardwise.plan import Plan
 from shardwise.step.stage_norm import StageNorm
@@ -124,7 +125,7 @@ class PlannedPrecision(LightningPrecision):
         if self.verdict.step_skipped is True:
             optimizer._opt_called = True  # type: ignore[attr-defined] # else the schedule would warn at the first step
         else:
-            optimizer.step(**kwargs)
+            step_without_closure(optimizer, type(model).__name__, **kwargs)
         after_step(optimizer)
         if self.scaler is not None:
             self.scaler.update()

@@ -12,11 +12,13 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.dcp import TensorWriter
 from shardwise.checkpoint.publish import SaveError, publish
 from shardwise.checkpoint.train_state import TrainState
+from shardwise.strategies.sharded_state import DTensorState
 
 
 class CheckpointHooks(Strategy):
     """Implements the checkpoint hooks of every strategy."""
 
+    sharded: DTensorState
     state: TrainState  # collects and restores what is in a checkpoint
     resumed_from: Path
 
@@ -26,10 +28,16 @@ class CheckpointHooks(Strategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint for `trainer.save_checkpoint`. Collective; waits until it is written."""
+        exchanged = self.sharded.exchanged  # within an evaluation the module has the average
+        if exchanged:
+            self.sharded.exchange_average()
         try:
             publish(Path(filepath), self.state.snapshot(self.state.pack(checkpoint)), TensorWriter(self.file_group()))
         except SaveError as error:
             raise OSError(f"{filepath} could not be written: {error}") from None
+        finally:
+            if exchanged:
+                self.sharded.exchange_average()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self.resumed_from = Path(checkpoint_path)

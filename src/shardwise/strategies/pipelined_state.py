@@ -48,6 +48,13 @@ class PipelinedState(DTensorState):
         """Those of all stages: a checkpoint describes every group whole."""
         return super().group_names() if self._names is None else self._names
 
+    def stepped_names(self) -> dict[int, str]:
+        return {}  # rank 0 writes what is no tensor, and has not that of other stages
+
+    @property
+    def keeps_whole_weights(self) -> bool:
+        return False
+
     def full_parameters(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for part in reversed(gather_objects(self._group, super().full_parameters())):  # the first stage is last there

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.chunks import Chunk, slice_of
+from shardwise.checkpoint.optimizers import as_tensor
 from shardwise.checkpoint.state import ParameterShard, make_like, restore, shapes_of
 from shardwise.distributed.dtensor import local_part, whole_tensor
 from shardwise.parallel.tensor_parallel import Cut, TensorParallel
@@ -34,10 +36,12 @@ class DTensorState:
     ) -> None:
         self.module, self.optimizers, self.reshard = module, optimizers, reshard
         self.average: dict[str, Tensor] | None = None
+        self.exchanged = False  # whether the weights are in `average` now, and the average is in the module
         self.tensor_parallel: TensorParallel | None = None  # knows which parameters are divided before they are sharded
         self._stepped: dict[int, nn.Parameter] = {}  # a parameter's id → what its optimizer steps on
         # A parameter's name → what its optimizer steps on, and that optimizer's number.
-        self._sites: dict[str, tuple[nn.Parameter, int]] | None = None
+        self._sites: dict[str, tuple[nn.Parameter, int | None]] | None = None
+        self._sizes: list[int] = []  # how many groups each optimizer had then
 
     def divide(self, layers: TensorParallel) -> TensorParallel:
         """Note that parameters are parts of whole ones before they are sharded."""
@@ -53,10 +57,18 @@ class DTensorState:
     def master_shards(self) -> dict[str, Tensor]:
         """This rank's part of every trainable master weight, by name. The parts can be read and written.
 
-        A part can have any shape. A parameter of which this rank has no part is left out.
+        A part can have any shape. A parameter of which this rank has no part is left out. What an optimizer has is
+        trainable also while it is frozen.
         """
+        return self._parts({n for n, p in self.module.named_parameters() if p.requires_grad or self._is_trained(n)})
+
+    def averaged_shards(self) -> dict[str, Tensor]:
+        """This rank's part of every master weight that has an average."""
+        return self._parts(set() if self.average is None else set(self.average))
+
+    def _parts(self, names: set[str]) -> dict[str, Tensor]:
         self.reshard()
-        return {n: local_part(p.detach()) for n, p in self.module.named_parameters() if p.requires_grad}
+        return {name: local_part(p.detach()) for name, p in self.module.named_parameters() if name in names}
 
     def refresh_low_precision_copies(self) -> None:
         """Update copies after a write to `master_shards`. There are none here, since every step makes new ones."""
@@ -77,8 +89,18 @@ class DTensorState:
 
     def begin_average(self) -> None:
         """Start the average of the weights with their present values, unless a checkpoint had an average."""
-        if self.average is None:
-            self.average = {name: shard.clone() for name, shard in self.master_shards().items()}
+        had = self.average or {}
+        self.average = {name: had[name] if name in had else part.clone() for name, part in self.master_shards().items()}
+
+    def exchange_average(self) -> None:
+        """Exchange the weights and the average in place."""
+        assert self.average is not None
+        for name, shard in self.averaged_shards().items():
+            weights = shard.clone()
+            shard.copy_(self.average[name])
+            self.average[name].copy_(weights)
+        self.refresh_low_precision_copies()
+        self.exchanged = not self.exchanged
 
     def held_memory(self) -> dict[str, list[Tensor]]:
         """Tensors beside the module's and the optimizer's that live from step to step: the category of a memory
@@ -92,7 +114,7 @@ class DTensorState:
         for name, p in self.module.named_parameters():
             cut = self.cuts.get(name)
             shape = tuple(p.shape) if cut is None else cut.shape
-            yield ParameterShard(name, shape, local_part(p.detach()), self.chunks_of(name, p), p.requires_grad)
+            yield ParameterShard(name, shape, local_part(p.detach()), self.chunks_of(name, p), self._is_trained(name))
 
     def chunks_of(self, name: str, p: Tensor) -> Callable[[Tensor], list[Chunk]]:
         """What finds where the elements of this rank's part of a parameter are in the whole one."""
@@ -104,19 +126,24 @@ class DTensorState:
         """The names of parameters of which each peer of a tensor axis has a part → this rank's part."""
         return {} if self.tensor_parallel is None else self.tensor_parallel.cuts
 
+    def _is_trained(self, name: str) -> bool:
+        return self._site(name)[1] is not None
+
     def optimizer_state(self, shard: ParameterShard) -> tuple[int, dict[str, Tensor]]:
         parameter, number = self._site(shard.name)
+        assert number is not None
         state = self.optimizers()[number].state.get(parameter, {})
         # Some optimizers keep their step counter as a number.
-        numbers = {k: torch.tensor(float(v)) for k, v in state.items() if isinstance(v, (int, float))}
+        numbers = {k: as_tensor(v) for k, v in state.items() if isinstance(v, (int, float))}
         return number, numbers | {key: local_part(v) for key, v in state.items() if isinstance(v, Tensor)}
 
     def allocate_optimizer_state(
         self, shard: ParameterShard, known: dict[str, TensorStorageMetadata]
     ) -> dict[str, Tensor]:
-        if not known:  # such as a parameter that is in no optimizer
+        if not known:
             return {}
         parameter, number = self._site(shard.name)
+        assert number is not None
         optimizer = self.optimizers()[number]
         group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
         on_device = bool(group.get("fused") or group.get("capturable"))
@@ -129,23 +156,37 @@ class DTensorState:
                 state[key] = make_like(shard, parameter.detach(), key, metadata, scalars_on)
         return {key: local_part(state[key]) for key in known}
 
-    def _site(self, name: str) -> tuple[nn.Parameter, int]:
-        if self._sites is None:
+    def _site(self, name: str) -> tuple[nn.Parameter, int | None]:
+        """What the optimizer of this parameter steps on, and its number; None: it is in no optimizer."""
+        sizes = [len(optimizer.param_groups) for optimizer in self.optimizers()]
+        if self._sites is None or self._sizes != sizes:  # a hook may add a group
             numbers = {id(p): i for i, o in enumerate(self.optimizers()) for g in o.param_groups for p in g["params"]}
-            # A parameter that is in no optimizer has no state, so any number will do.
             stepped = {name: self._stepped.get(id(p), p) for name, p in self.module.named_parameters()}
-            self._sites = {name: (p, numbers.get(id(p), 0)) for name, p in stepped.items()}
+            self._sites = {name: (p, numbers.get(id(p))) for name, p in stepped.items()}
+            self._sizes = sizes
         return self._sites[name]
 
     def module_optimizers(self) -> list[Optimizer]:
         """The optimizers as the module made them."""
         return list(self.optimizers())
 
+    def stepped_names(self) -> dict[int, str]:
+        """The id of what an optimizer steps on → the name of the parameter."""
+        return self._names_of_sites()
+
+    def _names_of_sites(self) -> dict[int, str]:
+        return {id(self._stepped.get(id(p), p)): name for name, p in self.module.named_parameters()}
+
     def group_names(self) -> list[list[list[str]]]:
         """The names of the parameters, for each optimizer and each of its groups."""
-        names = {id(self._stepped.get(id(p), p)): name for name, p in self.module.named_parameters()}
+        names = self._names_of_sites()
         return [[[names[id(p)] for p in g["params"] if id(p) in names] for g in o.param_groups]
                 for o in self.module_optimizers()]  # fmt: skip
+
+    @property
+    def keeps_whole_weights(self) -> bool:
+        """Whether every rank has all weights, and what optimizers keep for them."""
+        return self.tensor_parallel is None and not any(isinstance(p, DTensor) for p in self.module.parameters())
 
     def load_tensors(
         self, folder: Path, metadata: Metadata, group: dist.ProcessGroup | None, *, optimizers: bool, average: bool
@@ -155,7 +196,9 @@ class DTensorState:
         `group`: the group for work on files. `average`: whether the run keeps an average of the weights.
         """
         if average:
-            self.average = {name: torch.empty_like(shard) for name, shard in self.master_shards().items()}
+            names = [name.partition(".") for name in metadata.state_dict_metadata]
+            saved = self._parts({name for kind, _, name in names if kind == "average"})
+            self.average = {name: torch.empty_like(part) for name, part in saved.items()}
         with torch.no_grad():
             restore(self, self.module, folder, metadata, group, optimizers=optimizers)
         self.refresh_low_precision_copies()

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.chunks import range_of, slice_of
+from shardwise.checkpoint.optimizers import as_tensor
 from shardwise.checkpoint.state import ParameterShard, make_like, restore
 from shardwise.protocols import state_maker_of
 from shardwise.strategies.sharded_state import DTensorState
@@ -34,10 +35,13 @@ class ZeroState(DTensorState):
         super().__init__(module, lambda: [self._base])
         self.zero_stage, self.before_refresh = zero_stage, before_refresh
         self._names: list[list[str]] = []  # the parameters in each group of the optimizer
+        self._trained: set[str] = set()  # those of them that have masters: the others were frozen at the set-up
 
     def use(self, engine_optimizer: Any, names: list[list[str]]) -> None:
         """Use `engine_optimizer`. `names`: those of the parameters in each of its groups."""
         self.engine_optimizer, self._names = engine_optimizer, names
+        needs = {name for name, p in self.module.named_parameters() if p.requires_grad}
+        self._trained = {name for group in names for name in group} & needs
 
     @property
     def is_training(self) -> bool:
@@ -60,11 +64,13 @@ class ZeroState(DTensorState):
 
     def trained_names(self) -> set[str]:
         """The names of the parameters of which DeepSpeed's optimizer has masters."""
-        needs = {name for name, p in self.module.named_parameters() if p.requires_grad}
-        return {name for group in self._names for name in group} & needs
+        return self._trained
 
     def master_shards(self) -> dict[str, Tensor]:
         return {name: part for name, _, part in self.master_parts()}
+
+    def _parts(self, names: set[str]) -> dict[str, Tensor]:
+        return {name: part for name, part in self.master_shards().items() if name in names}
 
     def refresh_low_precision_copies(self) -> None:
         if not self.is_training:
@@ -121,8 +127,10 @@ class ZeroState(DTensorState):
         for key, value in self._base.state.get(flat, {}).items():
             if isinstance(value, Tensor) and value.numel() == flat.numel() and value.ndim:
                 found[key] = value.view(-1)[start : start + shard.values.numel()]
-            elif isinstance(value, (Tensor, int, float)):  # DeepSpeed's Adam has a Python counter
-                found[key] = torch.as_tensor(value, dtype=torch.float32)
+            elif isinstance(value, Tensor):
+                found[key] = value.to(torch.float32)
+            elif isinstance(value, (int, float)):  # DeepSpeed's Adam has a Python counter
+                found[key] = as_tensor(value)
         return 0, found
 
     def allocate_optimizer_state(
@@ -166,6 +174,13 @@ class ZeroState(DTensorState):
 
     def group_names(self) -> list[list[list[str]]]:
         return [self._names]
+
+    def stepped_names(self) -> dict[int, str]:
+        return {}
+
+    @property
+    def keeps_whole_weights(self) -> bool:
+        return False
 
     @property
     def _base(self) -> Optimizer:
