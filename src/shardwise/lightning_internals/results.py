@@ -218,9 +218,10 @@ def logged_so_far(trainer: Trainer) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, metric in trainer.fit_loop.epoch_loop._results.items():
         meta = metric.meta
-        if metric.is_tensor and not metric.has_reset and meta.sync.group is None and meta.reduce_fx in _REDUCTIONS:
+        reduction = next((name for name, by in _REDUCTIONS.items() if by is meta.reduce_fx), None)
+        if metric.is_tensor and not metric.has_reset and meta.sync.group is None and reduction is not None:
             found[key] = {
-                "meta": {name: getattr(meta, name) for name in _SAVED} | {"reduce_fx": meta.reduce_fx.__name__},
+                "meta": {name: getattr(meta, name) for name in _SAVED} | {"reduce_fx": reduction},
                 "sync": [meta.sync.should, meta.sync.rank_zero_only],
                 "state": {name: getattr(metric, name) for name in metric._defaults},
                 "step": metric._forward_cache,
@@ -228,14 +229,16 @@ def logged_so_far(trainer: Trainer) -> dict[str, Any]:
     return found
 
 
-_REDUCTIONS = (torch.mean, torch.sum, torch.max, torch.min, sum, max, min)
+# Lightning compares what a step gives with what it gave before, so that a name comes back as the same function.
+_REDUCTIONS = {"mean": torch.mean, "sum": torch.sum, "max": torch.max, "min": torch.min,
+               "builtins.sum": sum, "builtins.max": max, "builtins.min": min}  # fmt: skip
 
 
 def restore_logged(trainer: Trainer, saved: dict[str, Any]) -> None:
     """Restore the values that `logged_so_far` has given."""
     device = trainer.strategy.root_device
     for key, entry in saved.items():
-        meta = _Metadata(**entry["meta"])
+        meta = _Metadata(**(entry["meta"] | {"reduce_fx": _REDUCTIONS[entry["meta"]["reduce_fx"]]}))
         should, rank_zero_only = entry["sync"]
         meta.sync = _Sync(fn=trainer.strategy.reduce, _should=should, rank_zero_only=rank_zero_only)
         metric = _ResultMetric(meta, True)
