@@ -79,7 +79,8 @@ _REFUSED_MODULES = "tests/distributed/test_anybodys_module.py::test_what_cannot_
 _EXPORT = "tests/unit/test_export.py::test_torch_has_a_state_dict"
 _EXPORTED = "`shardwise export` writes whole weights, which a module outside a run takes by `load_state_dict`"
 _WINDOW = (
-    "under accumulation the value of a step is the mean over its micro-batches, where Lightning has the last one's"
+    "under accumulation the log has the mean over a step's micro-batches, where Lightning's log has the last one's; "
+    "`callback_metrics` and `logged_metrics` have the last one's here, too"
 )
 _ARGUMENTS = _rows(
     "argument",
