@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,68 @@ class Numbers(Own):
         state["decay"] *= 0.9
         assert type(state["odd"]) is bool
         return p.grad * factor  # type: ignore[operator, no-any-return]
+
+
+class Mixed(Own):
+    """Keeps a number for one parameter and a tensor for another under one key, a large number and fp64."""
+
+    def update(self, state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> Tensor:
+        if not state:
+            state.update(step=0 if p.ndim > 1 else torch.tensor(0), seed=2**60, key=2**70)
+            state["moment"] = torch.zeros_like(p, dtype=torch.float64)
+        assert isinstance(state["step"], int if p.ndim > 1 else Tensor)
+        state["step"] += 1
+        state["seed"] += 1
+        state["key"] += 1
+        state["moment"].lerp_(p.grad.double(), 0.1)  # type: ignore[union-attr]
+        return (state["moment"] * (1 + state["seed"] % 7 + state["key"] % 5)).float()
+
+
+class Deque(Lists):
+    """From its third step on."""
+
+    def update(self, state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> Tensor:
+        state["step"] = state.get("step", 0) + 1
+        if state["step"] < 3:
+            return p.grad  # type: ignore[return-value]
+        past = state.setdefault("past", deque(maxlen=3))
+        past.append(p.grad.clone())  # type: ignore[union-attr]
+        return sum(past) / len(past)  # type: ignore[no-any-return]
+
+
+class Keyed(Own):
+    """Keeps a dict by parameters."""
+
+    def update(self, state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> Tensor:
+        first = self.state["all"].setdefault("first", {})  # type: ignore[index]
+        first.setdefault(p, p.detach().clone())
+        return p.grad + 0.1 * first[p]  # type: ignore[operator, no-any-return]
+
+
+class Wraps(Own):
+    """Steps another optimizer, whose state its `state_dict` gives, as timm's Lookahead does."""
+
+    def __init__(self, parameters: Any) -> None:
+        parameters = list(parameters)
+        super().__init__(parameters)
+        self.inner = torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+class Fails(Own):
+    def update(self, state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> Tensor:
+        return p.grad  # type: ignore[return-value]
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AttributeError("this has no state")
 
 
 class Beside(Own):
@@ -246,7 +309,7 @@ def straight_and_resumed(folder: Path, module: str, *words: str, each: int = 1) 
     return own_weights(straight), own_weights(resumed), own_weights(stopped)
 
 
-OPTIMIZERS = ("Adds", "Lists", "Numbers", "Beside", "Lookahead", "LBFGS")
+OPTIMIZERS = ("Adds", "Lists", "Numbers", "Mixed", "Deque", "Keyed", "Wraps", "Beside", "Lookahead", "LBFGS")
 
 
 def go_on(folder: Path) -> None:
@@ -271,6 +334,9 @@ def go_on(folder: Path) -> None:
     saved = folder / "logged" / "checkpoints" / f"step-{STOP:08d}.ckpt"
     again = fit(plan_of(folder / "logged", "Logs", *epoch, f"resume={saved}", "max_epochs=1"))["validation"]
     assert {by: logged[by] for by in ("max", "min", "sum")} == {by: again[by] for by in ("max", "min", "sum")}
+    with pytest.raises(ConfigError, match=r"Fails\.state_dict\(\) fails .*this has no state.* or checkpoint=none"):
+        fit(plan_of(folder / "fails", "Any_", "module.optimizer=Fails", *epoch, "max_steps=2"))
+    fit(plan_of(folder / "unsaved", "Any_", "module.optimizer=Fails", *more[:3], "max_steps=2"))
     with pytest.raises(ConfigError, match="Any_ uses Asks, whose step asks for a closure .*_optimization = False"):
         fit(
             plan_of(folder / "asks", "Any_", "module.optimizer=Asks", "devices=1", "global_batch_size=2", "max_steps=2")
@@ -282,13 +348,14 @@ def test_a_run_goes_on_with_all_that_an_optimizer_keeps(tmp_path: Path) -> None:
 
 
 def refuse(folder: Path) -> None:
-    """In each rank: at the end of the first step, before there is work that could be lost."""
-    words = ("devices=2", "global_batch_size=4", "max_steps=2", "strategy=fsdp")
-    for optimizer, kept in (("Lists", "past"), ("Lookahead", "slow")):
+    """In each rank: in the first steps, before there is work that could be lost."""
+    words = ("devices=2", "global_batch_size=4", "max_steps=4", "strategy=fsdp")
+    for optimizer, kept in (("Lists", "past"), ("Lookahead", "slow"), ("Deque", "past")):
         with pytest.raises(ConfigError, match=f"{optimizer} keeps {kept}, which has not the form of its weights"):
             fit(plan_of(folder / optimizer, "Any_", f"module.optimizer={optimizer}", *words))
     fit(plan_of(folder / "numbers", "Any_", "module.optimizer=Numbers", *words))
+    fit(plan_of(folder / "unsaved", "Any_", "module.optimizer=Lists", *words, "checkpoint=none"))
 
 
-def test_what_shards_cannot_keep_is_refused_after_the_first_step(tmp_path: Path) -> None:
+def test_what_shards_cannot_keep_is_refused_in_the_first_steps(tmp_path: Path) -> None:
     spawn(2, refuse, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -174,10 +175,16 @@ def reset(module: Any) -> None:
     nn.init.normal_(module.net.weight)
 
 
+@dataclass
+class Rates:
+    rate: float = 0.1
+
+
 class Reached(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net, self.init_by, self.count_by, self.count = nn.Linear(2, 2), reset, len, 0
+        self.settings, self.net_count = Rates(), 0
 
     @property
     def norm(self) -> Any:
@@ -203,6 +210,7 @@ class Reaches(Callback):
 
     def __init__(self) -> None:
         self.names, self.reset_by, self.counted_by = ["net"], partial(reset), self.count
+        self.part, self.found = partial(len, ["a"]), {"steps": 0}
 
     def count(self, module: Any) -> None:
         module.step()
@@ -232,8 +240,31 @@ class Reaches(Callback):
     def on_test_end(self, trainer: Any, pl_module: Any) -> None:
         pl_module.init_by(pl_module)
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        for stage in self.names:
+            getattr(pl_module, f"n{stage}")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for stage in self.names:
+            pl_module.log(stage, getattr(pl_module, f"{stage}_count", pl_module.settings.rate))
+
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        getattr(pl_module, self.names[0], "steps")
+
+    def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
+        getattr(pl_module, "steps" if self.names else "net")
+
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+        getattr(self.found["steps"], self.names[0])
+
+    def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
+        from . import helpers  # type: ignore[attr-defined]
+
+        helpers.look(pl_module)
+
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         pl_module.step()
+        self.part()
         self.counted_by(pl_module)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -243,7 +274,9 @@ class Reaches(Callback):
 def test_weights_that_are_reached_under_another_name_are_found() -> None:
     found = {
         "on_fit_start": "net", "on_fit_end": "net", "on_train_start": "net", "on_train_end": "getattr",
-        "on_validation_start": "net", "on_validation_end": "reset_by", "on_test_start": "getattr", "on_test_end": "net",
-        "on_train_epoch_start": None, "on_train_epoch_end": None,
+        "on_validation_start": "net", "on_validation_end": "net", "on_test_start": "getattr", "on_test_end": "net",
+        "on_train_epoch_start": None, "on_train_epoch_end": None, "on_train_batch_start": "net",
+        "on_train_batch_end": None, "on_sanity_check_start": "getattr", "on_sanity_check_end": "getattr",
+        "on_predict_start": "getattr", "on_predict_end": "import",
     }  # fmt: skip
     assert {hook: looks_at_weights(Reaches(), hook, Reached()) for hook in found} == found

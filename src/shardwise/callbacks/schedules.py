@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -15,7 +16,7 @@ def state_of_schedules(trainer: Trainer) -> Any:
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()
+    return {key: value.clone() if isinstance(value, Tensor) else copy(value) for key, value in group.items()
             if key != "params"}  # fmt: skip
 
 

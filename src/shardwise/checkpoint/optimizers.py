@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.state import ShardedState
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, describe_error
 
 _NUMBERS = {kind.__name__: kind for kind in (bool, int, float)}
+_LARGE = 2**63
+_STEPPED = "shardwise:stepped"  # stands before the name of a parameter
 
 
 def describe_state(state: ShardedState) -> list[dict[str, Any]]:
@@ -45,30 +51,60 @@ def describe_optimizers(
 
 
 def _rest_of(optimizer: Optimizer, stepped: Mapping[int, str]) -> dict[str, Any]:
-    """`numbers`: key → the type of the numbers there. `state`: a parameter's name → what is neither a tensor nor a
+    """`numbers`: key → the type of the numbers there. `state`: a parameter's name → what is neither a tensor nor such a
     number. `beside`: entries of `optimizer.state` for no parameter. `own`: what its own `state_dict` adds."""
+    kept_for = {site: kept for site, kept in optimizer.state.items() if isinstance(site, Tensor)}
+    of_tensors = {key for kept in kept_for.values() for key, value in kept.items() if isinstance(value, Tensor)}
     numbers: dict[str, str] = {}
     state: dict[str, dict[str, Any]] = {}
-    beside: dict[Any, Any] = {}
-    for site, kept in optimizer.state.items():
-        if not isinstance(site, Tensor):
-            beside[site] = kept
-            continue
+    for site, kept in kept_for.items():
         for key, value in kept.items():
-            if type(value).__name__ in _NUMBERS:
-                numbers[key] = type(value).__name__
-            elif not isinstance(value, (Tensor, int, float)):
+            kind = type(value).__name__
+            fits = not isinstance(value, int) or abs(value) < _LARGE
+            if kind in _NUMBERS and key not in of_tensors and numbers.setdefault(key, kind) == kind and fits:
+                continue
+            if not isinstance(value, Tensor):
                 state.setdefault(stepped.get(id(site), ""), {})[key] = value
-    own = type(optimizer).state_dict is not Optimizer.state_dict
-    added = {k: v for k, v in optimizer.state_dict().items() if k not in ("state", "param_groups")} if own else {}
-    return {"numbers": numbers, "state": state, "beside": beside, "own": added}
+    beside = {key: kept for key, kept in optimizer.state.items() if not isinstance(key, Tensor)}
+    rest = {"state": state, "beside": beside, "own": _own_of(optimizer)}
+    return {"numbers": numbers, **_with_names(rest, stepped)}
+
+
+def _own_of(optimizer: Optimizer) -> dict[str, Any]:
+    """What its own `state_dict`, or a hook of that, gives besides options and `optimizer.state`."""
+    is_own = type(optimizer).state_dict is not Optimizer.state_dict or "state_dict" in vars(optimizer)
+    if not is_own and not getattr(optimizer, "_optimizer_state_dict_post_hooks", None):
+        return {}
+    try:
+        given = optimizer.state_dict()
+    except Exception as error:
+        raise ConfigError(
+            f"{type(optimizer).__name__}.state_dict() fails ({describe_error(error)}), so a checkpoint cannot have "
+            f"what it keeps; use another optimizer, or checkpoint=none"
+        ) from error
+    numbers = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    usual = {numbers.get(id(site), site): kept for site, kept in optimizer.state.items()}
+    others = ("param_groups",) if not _is_same(given.get("state", {}), usual) else ("param_groups", "state")
+    return {key: value for key, value in given.items() if key not in others}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and one.data_ptr() == other.data_ptr()
+    return type(one) in (bool, int, float, str) and bool(one == other)
 
 
 def _refuse(optimizer: Optimizer, rest: dict[str, Any], stepped: Mapping[int, str]) -> None:
     """A rank has its own part, which the others lack."""
     in_state = {key: value for kept in rest["state"].values() for key, value in kept.items() if value is not None}
-    lost = in_state if not stepped else {key: value for key, value in in_state.items() if _has_tensors(value)}
-    lost |= {key: value for key, value in (rest["beside"] | rest["own"]).items() if _has_tensors(value)}
+    lost = in_state if not stepped else {key: value for key, value in in_state.items() if _has(value, Tensor)}
+    lost |= {key: value for key, value in (rest["beside"] | rest["own"]).items() if _has(value, Tensor)}
+    lost |= {key: value for group in optimizer.param_groups for key, value in group.items()
+             if key != "params" and _has(value, DTensor)}  # fmt: skip
     if lost:
         raise ConfigError(
             f"{type(optimizer).__name__} keeps {', '.join(map(str, lost))}, which has not the form of its weights: a "
@@ -77,24 +113,33 @@ def _refuse(optimizer: Optimizer, rest: dict[str, Any], stepped: Mapping[int, st
         )
 
 
-def _has_tensors(value: Any) -> bool:
+def _has(value: Any, kind: type) -> bool:
+    """Whether an instance of `kind` is in `value`, at any depth."""
+    if isinstance(value, kind):
+        return True
     if isinstance(value, Mapping):
-        value = list(value.values())
-    return any(map(_has_tensors, value)) if isinstance(value, (list, tuple)) else isinstance(value, Tensor)
+        return any(_has(item, kind) for item in (*value.keys(), *value.values()))
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return any(_has(item, kind) for item in value)
+    return is_dataclass(value) and any(_has(item, kind) for item in vars(value).values())
 
 
 def as_tensor(number: float) -> Tensor:
     """A number of an optimizer's state as a scalar: fp32, which others keep a count of steps in, if that is exact."""
     scalar = torch.tensor(float(number), dtype=torch.float32)
-    return scalar if scalar.item() == number else scalar.new_tensor(number, dtype=torch.float64)
+    if scalar.item() == number:
+        return scalar
+    return torch.tensor(number, dtype=torch.int64 if type(number) is int and abs(number) < _LARGE else torch.float64)
 
 
 def restore_own(state: ShardedState, saved: list[dict[str, Any]]) -> None:
     """Give an optimizer with a `state_dict` of its own what that had added. Call it before tensors are restored, since
     torch's `load_state_dict` gives them the type of the weights."""
+    stepped = state.stepped_names()
     for optimizer, before in zip(state.module_optimizers(), saved, strict=True):
         if own := before.get("own"):
-            optimizer.load_state_dict(optimizer.state_dict() | _moved(own, _device_of(optimizer)))
+            given = _with_parameters(own, _by_name(optimizer, stepped), _device_of(optimizer))
+            optimizer.load_state_dict(optimizer.state_dict() | given)
 
 
 def restore_state(state: ShardedState, saved: list[dict[str, Any]]) -> None:
@@ -108,16 +153,21 @@ def _restore_rest(optimizers: list[Optimizer], stepped: Mapping[int, str], saved
     for optimizer, before in zip(optimizers, saved, strict=True):
         if before.get("class") != type(optimizer).__name__:
             continue
-        for key, value in before["beside"].items():
-            optimizer.state[key] = _moved(value, _device_of(optimizer))
-        for group in optimizer.param_groups:
-            for site in group["params"]:
-                for key, value in before["state"].get(stepped.get(id(site)), {}).items():
-                    optimizer.state[site][key] = _moved(value, site.device)
         for kept in (kept for site, kept in optimizer.state.items() if isinstance(site, Tensor)):
             for key, kind in before["numbers"].items():
                 if isinstance(value := kept.get(key), Tensor) and value.ndim == 0:
                     kept[key] = _NUMBERS[kind](value.item())
+        named = _by_name(optimizer, stepped)
+        for key, value in before["beside"].items():
+            optimizer.state[key] = _with_parameters(value, named, _device_of(optimizer))
+        for name, values in before["state"].items():
+            if name in named:
+                optimizer.state[named[name]] |= _with_parameters(values, named, named[name].device)
+
+
+def _by_name(optimizer: Optimizer, stepped: Mapping[int, str]) -> dict[str, Tensor]:
+    sites = [site for group in optimizer.param_groups for site in group["params"]]
+    return {stepped[id(site)]: site for site in sites if id(site) in stepped}
 
 
 def _device_of(optimizer: Optimizer) -> torch.device:
@@ -125,12 +175,40 @@ def _device_of(optimizer: Optimizer) -> torch.device:
     return device
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    if type(value) is dict:
-        return {key: _moved(item, device) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_moved(item, device) for item in value)
-    return value.to(device) if isinstance(value, Tensor) else value
+def _with_names(value: Any, stepped: Mapping[int, str]) -> Any:
+    """A copy with names in place of what the optimizer steps on, as keys and as values."""
+    return _mapped(value, lambda item: (_STEPPED, stepped[id(item)]) if id(item) in stepped else item)
+
+
+def _with_parameters(value: Any, named: Mapping[str, Tensor], device: torch.device) -> Any:
+    """A copy with what the optimizer steps on in place of names, and with the other tensors on `device`."""
+
+    def replace(item: Any) -> Any:
+        if type(item) is tuple and len(item) == 2 and item[0] == _STEPPED:
+            return named.get(item[1], item)
+        return item.to(device) if isinstance(item, Tensor) else item
+
+    return _mapped(value, replace)
+
+
+def _mapped(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """A copy of `value` with `replace` applied to what is no container, and to pairs that stand for a parameter."""
+    if (replaced := replace(value)) is not value:
+        return replaced
+    if isinstance(value, (dict, OrderedDict)):
+        items = {_mapped(key, replace): _mapped(item, replace) for key, item in value.items()}
+        made = copy(value)
+        made.clear()
+        made.update(items)
+        return made
+    if isinstance(value, tuple):
+        parts = [_mapped(item, replace) for item in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts) if type(value) is tuple else value
+    if type(value) in (list, set, frozenset):
+        return type(value)(_mapped(item, replace) for item in value)
+    if isinstance(value, deque):
+        return deque((_mapped(item, replace) for item in value), value.maxlen)
+    return value
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -178,7 +256,11 @@ def apply_options(optimizers: list[Optimizer], names: list[list[list[str]]], sav
         options = {name: group["options"] for group in saved_optimizer["groups"] for name in group["names"]}
         for group, group_names in zip(optimizer.param_groups, optimizer_names, strict=True):
             found: dict[str, Any] = next((options[name] for name in group_names if name in options), {})
-            group.update({k: v for k, v in found.items() if (k in group or same_class) and k not in _NOT_RESTORED})
+            taken = {k: v for k, v in found.items() if (k in group or same_class) and k not in _NOT_RESTORED}
+            here = {k for k, v in group.items() if isinstance(v, Tensor) and v.device.type == "cpu"}
+            group.update(
+                {k: v if k in here else _with_parameters(v, {}, _device_of(optimizer)) for k, v in taken.items()}
+            )
 
 
 # These options say how a step is computed, not what it computes: this run's own hold

@@ -56,9 +56,12 @@ class ShardedState(Protocol):
         """
 
     def allocate_optimizer_state(
-        self, shard: ParameterShard, known: dict[str, TensorStorageMetadata]
+        self, shard: ParameterShard, known: dict[str, TensorStorageMetadata], *, same_dtype: bool
     ) -> dict[str, Tensor]:
-        """Allocate every tensor in `known` (key → metadata), and return what `optimizer_state` then would."""
+        """Allocate every tensor in `known` (key → metadata), and return what `optimizer_state` then would.
+
+        `same_dtype`: the parameter was saved in the dtype that it has, so what is kept for it has its dtype of then.
+        """
 
     def module_optimizers(self) -> list[Optimizer]:
         """The optimizers as the module made them."""
@@ -128,7 +131,8 @@ def restore(
         tensors[f"{source}.{shard.name}"] = _chunked(shard, shard.values)
         if shard.trained and optimizers:
             number, _ = state.optimizer_state(shard)
-            kept = state.allocate_optimizer_state(shard, saved.get(f"{number}.{shard.name}", {}))
+            same = known[f"model.{shard.name}"].properties.dtype == shard.values.dtype
+            kept = state.allocate_optimizer_state(shard, saved.get(f"{number}.{shard.name}", {}), same_dtype=same)
             by_rows = kept_by_rows_of(mine[number])
             for key, value in kept.items():
                 tensors[f"optimizer.{number}.{shard.name}.{key}"] = _chunked(shard, value, by_rows=key in by_rows)
@@ -204,7 +208,13 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def make_like(
-    shard: ParameterShard, values: Tensor, key: str, metadata: TensorStorageMetadata, scalars_on: torch.device
+    shard: ParameterShard,
+    values: Tensor,
+    key: str,
+    metadata: TensorStorageMetadata,
+    scalars_on: torch.device,
+    *,
+    same_dtype: bool,
 ) -> Tensor:
     """Allocate what an optimizer keeps under `key` for a parameter.
 
@@ -213,7 +223,7 @@ def make_like(
     """
     dtype = metadata.properties.dtype
     if tuple(metadata.size) == shard.shape and (shard.shape or key != "step"):
-        return torch.zeros_like(values, dtype=values.dtype if dtype.is_floating_point else dtype)
+        return torch.zeros_like(values, dtype=values.dtype if dtype.is_floating_point and not same_dtype else dtype)
     if len(metadata.size) == 0:
         return torch.zeros((), dtype=dtype, device=scalars_on)
     return torch.zeros(metadata.size, dtype=dtype, device=values.device)

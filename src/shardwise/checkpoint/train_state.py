@@ -86,7 +86,7 @@ class TrainState:
         self.loader, self.file_group = loader, file_group
         self.synchronize_buffers, self.gradient_order = synchronize_buffers, gradient_order
         self.rehearsed = True  # whether every hook that adds to a checkpoint has run without an error
-        self._described = False  # whether the optimizers' state has been looked at
+        self._windows = 0  # those that have ended in this process
         self.missing: dict[str, str] = {}  # the keys that the resumed checkpoint came without, and why
         self.of_rank: dict[str, Any] | None = None  # this rank's `own_state` from the resumed checkpoint
         self._metrics: dict[str, Any] = {}  # the metrics of the last step before the resumed checkpoint
@@ -152,15 +152,17 @@ class TrainState:
             )
 
     def rehearse_after_step(self) -> None:
-        """At the end of the first window, see that the optimizers' state can be saved, and what failed in `rehearse`.
+        """At the end of a window, see that the optimizers' state can be saved, and what failed in `rehearse`.
+
+        An optimizer may begin to keep something after some steps: the first windows are looked at, ever fewer of them.
 
         Raises:
             ConfigError: a checkpoint cannot have all that an optimizer keeps.
         """
         if not self.rehearsed:
             self.rehearse(last=True)
-        if not self._described:
-            self._described = True
+        self._windows += 1
+        if self.plan.checkpoint.saves and self._windows in (1, 2, 4, 8, 16, 32, 64):
             gather(self.sharded, self.module, self.is_training)
             describe_state(self.sharded)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -95,7 +96,7 @@ def _evaluation_keys(loader: DataLoader[Any], plan: Plan, group: Group) -> list[
     """
     if shuffles(loader) is None:
         keys = list(draw_order(loader, plan.seed, 0))
-        digest = hashlib.sha256(repr(keys).encode()).hexdigest()
+        digest = hashlib.sha256(repr(_plain(keys)).encode()).hexdigest()
         check_same_order(digest, type(sampler_of(loader)).__name__, "validation, test or prediction", group)
         if sampler_of(loader) is loader.batch_sampler:
             return [list(batch) for batch in keys]
@@ -106,3 +107,12 @@ def _evaluation_keys(loader: DataLoader[Any], plan: Plan, group: Group) -> list[
         return keys
     end = len(keys) // size * size if loader.drop_last else len(keys)
     return [keys[start : start + size] for start in range(0, end, size)]
+
+
+def _plain(key: Any) -> Any:
+    """A key as what looks the same on every rank."""
+    if hasattr(key, "__index__"):
+        return operator.index(key)
+    if isinstance(key, Iterable) and not isinstance(key, (str, bytes)):
+        return [_plain(item) for item in key]
+    return type(key).__name__ if " at 0x" in repr(key) else repr(key)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dis
 import inspect
+import re
 import sys
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from functools import cached_property, partial, partialmethod
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -30,7 +32,11 @@ _WALKS = {
     "__dict__", "deepcopy", "weight", "bias", "requires_grad_", "getattr", "vars", "attrgetter",
 }  # fmt: skip
 _LIBRARIES = {"lightning", "torch", "torchmetrics", "shardwise", "deepspeed", "numpy", "wandb", "tensorboard"}
+# These do not know torch's weights, but may be used in a hook.
+_LIBRARIES |= {"hydra", "matplotlib", "omegaconf", "pandas", "PIL", "psutil", "rich", "scipy", "sklearn", "tqdm"}
 _LIBRARIES |= sys.stdlib_module_names
+_SIMPLE = ("LOAD_", "FORMAT_", "BUILD_STRING", "CONVERT_VALUE")
+_PATTERN = "pattern"  # in place of an instruction: a regular expression for the name of an attribute
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 _NO_WEIGHTS = (bool, int, float, complex, str, bytes, Metric, Trainer)
 
@@ -89,7 +95,12 @@ class _Search:
         self, operation: str, name: str, function: FunctionType, names: list[tuple[str, str]], host: Any
     ) -> str | None:
         if operation == "IMPORT_NAME":
-            return None if _is_a_library(name) else name
+            return None if _is_a_library(name) else name or "import"  # of its own package
+        if operation == _PATTERN:
+            kinds = [*type(host).__mro__, *type(self.module).__mro__]
+            names_there = {*self.weights, *(n for kind in kinds for n in vars(kind)), *vars(self.module)}
+            matching = (n for n in names_there if re.fullmatch(name, n) and not n.startswith("__"))
+            return next(filter(None, (self._by_attribute(n, h) for n in matching for h in (host, self.module))), None)
         if operation not in _OF_GLOBALS:
             return self._by_attribute(name, host) or self._by_attribute(name, self.module)
         used = function.__globals__.get(name)
@@ -115,6 +126,9 @@ class _Search:
             return self.reaches(value, host)
         if isinstance(value, MethodType):
             return self.reaches(value, value.__self__)
+        if isinstance(value, partial):
+            given = [*value.args, *value.keywords.values()]
+            return (name if not _has_no_weights(given) else None) or self._by_value(value.func, name, host)
         return None if _has_no_weights(value) else name
 
 
@@ -138,27 +152,46 @@ def _is_filled(cell: Any) -> bool:
 def _names(code: CodeType) -> Iterator[tuple[str, str]]:
     """What `code` does, and to which attribute or global, also in functions inside it.
 
-    Of `getattr` with a name in the code, that name is an attribute.
+    Of `getattr` with a name in the code, that name is an attribute; with an f-string it is a pattern of names.
     """
     instructions = list(dis.get_instructions(code))
     for number, found in enumerate(instructions):
         if found.opcode not in dis.hasname:
             continue
-        named = _named(instructions[number:]) if (found.opname, found.argval) == ("LOAD_GLOBAL", "getattr") else None
-        yield (found.opname, found.argval) if named is None else ("LOAD_ATTR", named)
+        is_getattr = (found.opname, found.argval) == ("LOAD_GLOBAL", "getattr")
+        named = _named(instructions[number + 1 :]) if is_getattr else None
+        yield named or (found.opname, found.argval)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
 
 
-def _named(instructions: list[dis.Instruction]) -> str | None:
-    """The name that is given to `getattr`, with which `instructions` begin; None: it is not known."""
-    for found in instructions[1:]:
-        if found.opname == "LOAD_CONST" and isinstance(found.argval, str):
-            return found.argval
-        if found.opname.startswith("CALL") or found.argval == "getattr":
-            return None
-    return None
+def _named(instructions: list[dis.Instruction]) -> tuple[str, str] | None:
+    """What `getattr` is given as name, in the instructions behind its own; None: it is not known.
+
+    Known is one text, or one f-string, behind an object that is given by names alone. A default may follow.
+    """
+    steps = [step for step in instructions if step.opname not in ("PUSH_NULL", "CACHE", "PRECALL", "EXTENDED_ARG")]
+    end = next((n for n, step in enumerate(steps) if not step.opname.startswith(_SIMPLE)), len(steps))
+    loads = steps[:end]  # up to what is neither a load nor a part of an f-string
+    begin = next((n for n, step in enumerate(loads) if n and not step.opname.startswith("LOAD_ATTR")), len(loads))
+    rest = loads[begin:]
+    is_call = end < len(steps) and steps[end].opname.startswith("CALL")
+    has_spec = any(
+        step.opname == "FORMAT_WITH_SPEC" or (step.opname == "FORMAT_VALUE" and step.argval[1]) for step in rest
+    )
+    if not is_call or not rest or has_spec or loads[0].opname.count("LOAD_FAST") > 1:  # one that loads object and name
+        return None
+    if any(step.opname == "BUILD_STRING" for step in rest):
+        pieces = rest[: next(n for n, step in enumerate(rest) if step.opname == "BUILD_STRING")]
+        texts = (".*" if step.opname.startswith("FORMAT_") else re.escape(step.argval)
+                 for step in pieces if step.opname.startswith("FORMAT_") or (isinstance(step.argval, str)
+                 and step.opname == "LOAD_CONST"))  # fmt: skip
+        return _PATTERN, "".join(texts)
+    first = rest[0]
+    is_text = first.opname == "LOAD_CONST" and isinstance(first.argval, str)
+    values = [step for step in rest if step.opname != "LOAD_ATTR"]
+    return ("LOAD_ATTR", first.argval) if is_text and len(values) <= 2 else None
 
 
 def _is_of_a_library(function: Any) -> bool:
@@ -177,6 +210,12 @@ def _has_no_weights(value: Any) -> bool:
         return all(_has_no_weights(item) for item in value)
     if isinstance(value, (nn.Parameter, FunctionType, MethodType, partial)):
         return False
+    if is_dataclass(value) and not any(map(_code_of, _own_members(type(value)))):  # it is data alone
+        return all(map(_has_no_weights, vars(value).values()))
     return isinstance(value, (*_NO_WEIGHTS, Tensor)) or (
         _is_of_a_library(type(value)) and not isinstance(value, nn.Module)
     )
+
+
+def _own_members(kind: type) -> Iterator[Any]:
+    return (member for one in kind.__mro__ for name, member in vars(one).items() if not name.startswith("__"))

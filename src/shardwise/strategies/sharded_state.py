@@ -138,7 +138,7 @@ class DTensorState:
         return number, numbers | {key: local_part(v) for key, v in state.items() if isinstance(v, Tensor)}
 
     def allocate_optimizer_state(
-        self, shard: ParameterShard, known: dict[str, TensorStorageMetadata]
+        self, shard: ParameterShard, known: dict[str, TensorStorageMetadata], *, same_dtype: bool
     ) -> dict[str, Tensor]:
         if not known:
             return {}
@@ -153,7 +153,7 @@ class DTensorState:
             state.update(make(parameter))
         for key, metadata in known.items():
             if key not in state or not isinstance(state[key], Tensor):
-                state[key] = make_like(shard, parameter.detach(), key, metadata, scalars_on)
+                state[key] = make_like(shard, parameter.detach(), key, metadata, scalars_on, same_dtype=same_dtype)
         return {key: local_part(state[key]) for key in known}
 
     def _site(self, name: str) -> tuple[nn.Parameter, int | None]:

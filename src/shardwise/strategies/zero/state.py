@@ -134,7 +134,7 @@ class ZeroState(DTensorState):
         return 0, found
 
     def allocate_optimizer_state(
-        self, shard: ParameterShard, known: dict[str, TensorStorageMetadata]
+        self, shard: ParameterShard, known: dict[str, TensorStorageMetadata], *, same_dtype: bool
     ) -> dict[str, Tensor]:
         flat, start = self._flat_of(shard.values)
         state = self._base.state[flat]
@@ -143,7 +143,9 @@ class ZeroState(DTensorState):
         fused = bool(self._base.defaults.get("fused") or self._base.defaults.get("capturable"))
         for key, metadata in known.items():
             if not isinstance(state.get(key), Tensor):
-                state[key] = make_like(shard, flat, key, metadata, flat.device if fused else torch.device("cpu"))
+                state[key] = make_like(
+                    shard, flat, key, metadata, flat.device if fused else torch.device("cpu"), same_dtype=same_dtype
+                )
         end = start + shard.values.numel()
         return {key: state[key].view(-1)[start:end] if state[key].ndim else state[key] for key in known}
 
