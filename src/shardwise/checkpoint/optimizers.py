@@ -171,8 +171,8 @@ def _by_name(optimizer: Optimizer, stepped: Mapping[int, str]) -> dict[str, Tens
 
 
 def _device_of(optimizer: Optimizer) -> torch.device:
-    device: torch.device = next(p.device for group in optimizer.param_groups for p in group["params"])
-    return device
+    devices = (p.device for group in optimizer.param_groups for p in group["params"])
+    return next(devices, torch.device("cpu"))  # DeepSpeed may leave a rank, and its groups, without a parameter
 
 
 def _with_names(value: Any, stepped: Mapping[int, str]) -> Any:
