@@ -246,7 +246,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
             before = _norms(trained)
             yield
             after = _norms(trained)
-        if hook.startswith(("on_validation", "on_test", "on_predict")):
+        if hook.startswith(("on_validation", "on_test", "on_predict")) and not hook.endswith("_train"):  # it ends it
             self._before_evaluation = self._before_evaluation or before
         else:
             self._refuse_writes(before, after, hook)
