@@ -175,7 +175,7 @@ def reset(module: Any) -> None:
     nn.init.normal_(module.net.weight)
 
 
-@dataclass
+@dataclass(slots=True)
 class Rates:
     rate: float = 0.1
 

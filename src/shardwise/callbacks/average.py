@@ -53,10 +53,8 @@ class WeightAverage(Callback):
     def _swap(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Exchange the weights and the average."""
         strategy = strategy_of(trainer)
-        if strategy.sharded.average is None:
-            return
-        strategy.planned_precision.wait_for_checkpoint_copy()
-        strategy.sharded.exchange_average()
+        if strategy.sharded.average is not None:
+            strategy.exchange_average()
 
     on_validation_start = on_test_start = on_predict_start = _swap
     on_validation_end = on_test_end = on_predict_end = _swap

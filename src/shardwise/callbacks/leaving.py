@@ -66,7 +66,7 @@ class GracefulStop(Callback):
             self._read()
         if self.guard.leave and trainer.global_step != self.plan.max_steps:
             if strategy_of(trainer).sharded.exchanged:  # during validation the weights are the average
-                strategy_of(trainer).sharded.exchange_average()
+                strategy_of(trainer).exchange_average()
             self._leave(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

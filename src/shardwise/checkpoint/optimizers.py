@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -121,7 +121,7 @@ def _has(value: Any, kind: type) -> bool:
         return any(_has(item, kind) for item in (*value.keys(), *value.values()))
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return any(_has(item, kind) for item in value)
-    return is_dataclass(value) and any(_has(item, kind) for item in vars(value).values())
+    return is_dataclass(value) and any(_has(getattr(value, field.name, None), kind) for field in fields(value))
 
 
 def as_tensor(number: float) -> Tensor:

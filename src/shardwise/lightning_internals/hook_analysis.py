@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cached_property, partial, partialmethod
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -211,7 +211,7 @@ def _has_no_weights(value: Any) -> bool:
     if isinstance(value, (nn.Parameter, FunctionType, MethodType, partial)):
         return False
     if is_dataclass(value) and not any(map(_code_of, _own_members(type(value)))):  # it is data alone
-        return all(map(_has_no_weights, vars(value).values()))
+        return all(_has_no_weights(getattr(value, field.name, None)) for field in fields(value))
     return isinstance(value, (*_NO_WEIGHTS, Tensor)) or (
         _is_of_a_library(type(value)) and not isinstance(value, nn.Module)
     )

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.dcp import TensorWriter
 from shardwise.checkpoint.publish import SaveError, publish
 from shardwise.checkpoint.train_state import TrainState
+from shardwise.step.precision_plugin import PlannedPrecision
 from shardwise.strategies.sharded_state import DTensorState
 
 
@@ -26,18 +27,27 @@ class CheckpointHooks(Strategy):
         """The group of all hosts for work on files."""
         raise NotImplementedError
 
+    @property
+    def planned_precision(self) -> PlannedPrecision:
+        raise NotImplementedError
+
+    def exchange_average(self) -> None:
+        """Exchange the weights and their average in place, when no checkpoint is copied from them any more."""
+        self.planned_precision.wait_for_checkpoint_copy()
+        self.sharded.exchange_average()
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint for `trainer.save_checkpoint`. Collective; waits until it is written."""
         exchanged = self.sharded.exchanged  # within an evaluation the module has the average
         if exchanged:
-            self.sharded.exchange_average()
+            self.exchange_average()
         try:
             publish(Path(filepath), self.state.snapshot(self.state.pack(checkpoint)), TensorWriter(self.file_group()))
         except SaveError as error:
             raise OSError(f"{filepath} could not be written: {error}") from None
         finally:
             if exchanged:
-                self.sharded.exchange_average()
+                self.exchange_average()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self.resumed_from = Path(checkpoint_path)
