@@ -41,6 +41,7 @@ USED = {
     "callbacks/recompilations.py": "_dynamo",
     "checkpoint/chunks.py": "_utils",
     "checkpoint/metadata.py": "_MEM_FORMAT_ENCODING _StorageInfo _get_layout",
+    "checkpoint/optimizers.py": "_optimizer_state_dict_post_hooks",
     "checkpoint/pickles.py": "_backward_hooks",
     "checkpoint/state.py": "_buffers _non_persistent_buffers_set _orig_mod",
     "data/user_loader.py": "_get_iterator _iterator",
@@ -453,6 +454,9 @@ NAMES = {
     ),
     "_optimizer_step_pre_hooks": name(
         "torch.optim.Optimizer", "a hook may look at gradients before a step; torch tells nobody that there is one"
+    ),
+    "_optimizer_state_dict_post_hooks": name(
+        "torch.optim.Optimizer", "a hook may add what an optimizer keeps; torch tells nobody that there is one"
     ),
     "_foreach_norm": name("torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"),
     "_foreach_sub": name("torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"),
