@@ -45,7 +45,7 @@ USED = {
     "checkpoint/pickles.py": "_backward_hooks",
     "checkpoint/state.py": "_buffers _non_persistent_buffers_set _orig_mod",
     "data/user_loader.py": "_get_iterator _iterator",
-    "distributed/mesh.py": "_set_pg_timeout",
+    "distributed/mesh.py": "_random _set_pg_timeout",
     "distributed/parameters.py": "_backward_hooks _local_tensor _post_accumulate_grad_hooks _spec",
     "distributed/process_group.py": "_C _distributed_c10d",
     "launch/local.py": "_C _distributed_c10d",
@@ -360,6 +360,9 @@ NAMES = {
     "_set_pg_timeout": name(
         "torch.distributed.distributed_c10d", "groups of a mesh come with NCCL's default", "(timeout, group=None)"
     ),
+    "_random": name(
+        "torch.distributed.tensor", "the first random operation on a DTensor on GPUs broadcasts rank 0's random state"
+    ),
     "_compute_bucket_assignment_by_size": name(
         "torch.distributed", "a run that goes on has DDP's buckets from the start"
     ),
@@ -509,6 +512,10 @@ NAMES = {
 
 # Functions whose name is not private, but which are replaced, or which nobody has promised to keep: why, and arguments.
 CALLED = {
+    "torch.distributed.tensor._random.manual_seed": (
+        "random numbers of DTensors without a broadcast",
+        "(seed, device_mesh)",
+    ),
     "transformers.masking_utils.find_packed_sequence_indices": (
         "as its masks find texts in a sequence",
         "(position_ids)",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.tensor._random import manual_seed
 
 from shardwise.distributed.process_group import group_timeout, made_once, own_group
+from shardwise.distributed.rng import random_state, set_random_state
 from shardwise.plan import Plan
 
 GroupName = Literal["world", "data", "loss", "stage", "tensor", "context", "pipeline"]
@@ -81,8 +84,22 @@ class Mesh:
         mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         for axis in axes:  # their groups are made with NCCL's default time limit
             limit_wait(mesh.get_group(axis), self.plan)
+        if device_type != "cpu":
+            _keep_own_random_streams(mesh)
         own = tuple(axis for axis in axes if axis in ("replicate", "shard"))
         return mesh if own == tuple(axes) else mesh[own]
+
+
+def _keep_own_random_streams(mesh: DeviceMesh) -> None:
+    """Let DTensors on GPUs draw from the stream of each rank.
+
+    Otherwise the first random operation on a DTensor broadcasts the state of rank 0, at another time in a run that goes
+    on, and waits for ranks that draw nothing.
+    """
+    device = torch.device(mesh.device_type)
+    kept = random_state(device)
+    manual_seed(0, mesh)  # it makes what counts their random numbers, without a broadcast, and seeds
+    set_random_state(kept, device)
 
 
 def limit_wait(group: dist.ProcessGroup, plan: Plan) -> None:
