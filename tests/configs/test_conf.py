@@ -12,16 +12,15 @@ from omegaconf import OmegaConf
 from benchmarks.report import with_tables
 from shardwise.cli import make_run_plans
 from shardwise.config.bind import bind
+from shardwise.config.cluster import ClusterConfig, PeakTflopsConfig
 from shardwise.config.compose import compose, read_clusters
 from shardwise.config.groups import (
     STRATEGY_CONFIGS,
     ActivationCheckpointingConfig,
     CheckpointConfig,
-    ClusterConfig,
     CompileConfig,
     FsdpConfig,
     LoggerConfig,
-    PeakTflopsConfig,
     PrecisionConfig,
     StrategyName,
 )
@@ -229,6 +228,10 @@ def test_help_mentions_everything() -> None:
         assert line.split("=")[1].strip().split(" | ") == options
     for f in dataclasses.fields(RunConfig):
         assert f"{f.name}=" in text or f"  {f.name}." in text, f.name
+    described = [("checkpoint", CheckpointConfig), ("logger", LoggerConfig), ("compile", CompileConfig)]
+    for group, kind in [*described, *(("strategy", kind) for kind in STRATEGY_CONFIGS.values())]:
+        for f in dataclasses.fields(kind):
+            assert f.name == "name" or f"  {group}.{f.name}=" in text, f"{group}.{f.name}"
 
 
 @pytest.mark.parametrize("line", [*NEEDS.items(), ("strategy=fsdp", "name=a resume=b units=[A,B] gradient_clip_val=3")])

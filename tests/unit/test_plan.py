@@ -12,16 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.config.cluster import ClusterConfig, PeakTflopsConfig
 from shardwise.config.groups import (
     CheckpointConfig,
-    ClusterConfig,
     DdpConfig,
     Dtype,
     FsdpConfig,
     FsdpHybridConfig,
     LoggerConfig,
     LoggerName,
-    PeakTflopsConfig,
     PrecisionConfig,
     PrecisionName,
 )

@@ -28,9 +28,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from shardwise.config.bind import as_yaml, bind
+from shardwise.config.cluster import ClusterConfig
 from shardwise.config.earlier_words import read_earlier_words
 from shardwise.config.explain import check_numbers, check_open, explain
-from shardwise.config.groups import STRATEGY_CONFIGS, ClusterConfig, StrategyName
+from shardwise.config.groups import STRATEGY_CONFIGS, StrategyName
 from shardwise.config.help import config_groups, help_text
 from shardwise.config.paths import CONF
 from shardwise.config.replaced import LENGTHS, drop_schedule, replaced_lengths

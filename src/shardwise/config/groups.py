@@ -19,6 +19,10 @@ def option(default: Any, says: str, *, form: str = "", section: str = "") -> Any
     return field(default=default, metadata=metadata)
 
 
+UNUSED = "weights may take no part in some steps"
+TIMEOUT = "a run that makes no progress for so many minutes is ended"
+
+
 class StrategyName(Enum):
     ddp = "ddp"
     fsdp = "fsdp"
@@ -76,9 +80,9 @@ class LoggerName(Enum):
 @dataclass
 class DdpConfig:
     name: StrategyName = StrategyName.ddp
-    find_unused_parameters: bool = False
-    bucket_cap_mb: int = 25
-    timeout_minutes: float = 10.0
+    find_unused_parameters: bool = option(False, UNUSED)
+    bucket_cap_mb: int = option(25, "MB of gradients that are reduced together")
+    timeout_minutes: float = option(10.0, TIMEOUT)
 
 
 @dataclass
@@ -90,7 +94,9 @@ class FsdpConfig:
         "gather them from there in the backward pass",
         form="true|false|N",
     )
-    defer_gradient_sync: bool = False
+    defer_gradient_sync: bool = option(
+        False, "reduce gradients once a step: less communication, but whole gradients are kept"
+    )
     forward_prefetch_units: int | None = option(
         None, "all-gathers that a unit issues ahead in the forward pass; left out: FSDP2's own order"
     )
@@ -118,13 +124,15 @@ class FsdpConfig:
     pipeline_split: list[int] | None = option(
         None, "layers that repeat in each stage, in order; left out: cut by FLOPs, the head's counted", form="[N, …]"
     )
-    timeout_minutes: float = 10.0
+    timeout_minutes: float = option(10.0, TIMEOUT)
 
 
 @dataclass
 class FsdpHybridConfig(FsdpConfig):
     name: StrategyName = StrategyName.fsdp_hybrid
-    shard_size: int | None = None  # ranks that share one copy of the parameters; None: the devices of one node
+    shard_size: int | None = option(
+        None, "ranks that share one copy of the parameters; left out: the devices of one node"
+    )
 
 
 @dataclass
@@ -132,11 +140,11 @@ class ZeroConfig:
     """What the three stages have in common. DeepSpeed counts elements of tensors, not bytes."""
 
     name: StrategyName
-    find_unused_parameters: bool = False
-    offload_optimizer: bool = False
+    find_unused_parameters: bool = option(False, UNUSED)
+    offload_optimizer: bool = option(False, "optimizer state and its step on the CPU")
     reduce_bucket_elements: int = option(25_000_000, "gradients that are reduced together (reduce_bucket_size)")
     overlap_comm: bool = option(True, "on GPUs: reduce gradients beside the backward pass")
-    timeout_minutes: float = 10.0
+    timeout_minutes: float = option(10.0, TIMEOUT)
 
 
 @dataclass
@@ -155,7 +163,7 @@ class Zero2Config(Zero1Config):
 @dataclass
 class Zero3Config(ZeroConfig):
     name: StrategyName = StrategyName.zero3
-    offload_parameters: bool = False
+    offload_parameters: bool = option(False, "shards wait on the CPU until they are gathered")
     prefetch_bucket_elements: int = option(
         50_000_000, "parameters that are gathered ahead of their layer (stage3_prefetch_bucket_size); 0: none"
     )
@@ -239,54 +247,30 @@ class WhenBusy(Enum):
 
 @dataclass
 class CheckpointConfig:
-    save_every_n_steps: int | None = 100
-    keep_last: int = 2
-    monitor: str | None = None  # a validation metric; its best checkpoint is kept as well
-    mode: str = "min"
-    save_at_end: bool = True
-    keep_every_n_steps: int | None = None  # these checkpoints are kept for good; null: none
-    asynchronous: bool | None = None  # whether saves are written while training goes on; null: on GPUs only
-    when_busy: WhenBusy = WhenBusy.wait
-    max_failures: int = 3  # so many saves in a row may fail; one more stops the run
+    save_every_n_steps: int | None = option(100, "steps between two saves; null: at the end only")
+    keep_last: int = option(2, "so many of the newest are kept")
+    monitor: str | None = option(
+        None, "a validation metric, whose best checkpoint is kept as well; null: no best one (default: validation/loss)"
+    )
+    mode: str = option("min", "min: the smallest value is the best; max: the largest", form="min|max")
+    save_at_end: bool = option(True, "save after the last step")
+    keep_every_n_steps: int | None = option(None, "checkpoints at multiples of N steps are kept for good")
+    asynchronous: bool | None = option(None, "write beside the training; left out: on GPUs", form="true|false")
+    when_busy: WhenBusy = option(
+        WhenBusy.wait, "what a save does that comes while the one before is still being written"
+    )
+    max_failures: int = option(3, "saves in a row that may fail; one more stops the run")
 
 
 @dataclass
 class LoggerConfig:
     name: LoggerName = LoggerName.csv
-    project: str = "shardwise"
-    entity: str | None = None
-    mode: str = "auto"  # wandb: auto | online | offline
-    tags: list[str] = field(default_factory=list)
-
-
-@dataclass
-class PeakTflopsConfig:
-    """The peak of one GPU in 10^12 floating-point operations a second, for each dtype of matrix products.
-
-    The peaks are dense, without 2:4 sparsity. They are those of tensor cores, except in fp32. None: not known.
-    """
-
-    bf16: float | None = None
-    fp16: float | None = None
-    tf32: float | None = None
-    fp32: float | None = None
-    fp64: float | None = None
-
-
-@dataclass
-class ClusterConfig:
-    """The machine for a run. `local` is this machine."""
-
-    name: str = "local"
-    devices_per_node: int | None = None
-    gpu: str | None = None  # a part of the GPU's name, e.g. H200
-    gpu_memory_gib: float | None = None  # the memory of one GPU as the driver counts it
-    memory_gb_per_second: float | None = None  # between one GPU and its own memory
-    nvlink_gb_per_second: float | None = None  # from one GPU, in one direction
-    network_gb_per_second: float | None = None  # from one node, in one direction, by all adapters
-    cpu_cores: int | None = None  # the cores of one node
-    peak_tflops: PeakTflopsConfig = field(default_factory=PeakTflopsConfig)
-    environment: dict[str, str] = field(default_factory=dict)  # variables for NCCL, set unless the user has set them
+    project: str = option("shardwise", "W&B's project")
+    entity: str | None = option(None, "W&B's team or user; left out: that of the key")
+    mode: str = option(
+        "auto", "W&B: auto is online with a key and a network, offline otherwise", form="auto|online|offline"
+    )
+    tags: list[str] = option([], "of the run in W&B", form="[TEXT,…]")
 
 
 StrategyConfig = DdpConfig | FsdpConfig | ZeroConfig

@@ -13,7 +13,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 from shardwise.config.groups import (
     STRATEGY_CONFIGS,
     ActivationCheckpointingConfig,
+    CheckpointConfig,
     CompileConfig,
+    LoggerConfig,
     StrategyName,
 )
 from shardwise.config.profiling import DebugConfig, ProfileConfig
@@ -21,6 +23,8 @@ from shardwise.config.schema import MISSING, GuardConfig, MetricsConfig, RunConf
 
 _LEFT, _WIDTH = 28, 118  # columns of the names, and of a line
 _NODES = (
+    ("Checkpoints (docs/checkpointing.md)", CheckpointConfig, "checkpoint."),
+    ("logger=wandb; metrics.csv is always written", LoggerConfig, "logger."),
     ("compile=layer compiles each repeated layer with torch.compile, compile=model the whole step",
      CompileConfig, "compile."),
     ("activation_checkpointing=full computes layers again in the backward pass, selective what is cheap of them",
@@ -66,14 +70,14 @@ def _describe(kind: type[Any], prefix: str = "", names: set[str] | None = None) 
 
 
 def _describe_strategies() -> Iterator[str]:
-    """The options of each strategy that trade memory for speed, once for all strategies that have them."""
+    """The options of each strategy, once for all strategies that have them."""
     described: dict[str, list[str]] = {}
     for name, kind in STRATEGY_CONFIGS.items():
         for field in dataclasses.fields(kind):
             if "says" in field.metadata:
                 described.setdefault(field.name, []).append(name.value)
     for owners in dict.fromkeys(map(tuple, described.values())):
-        yield from ("", f"Memory against speed under strategy={'|'.join(owners)} (docs/large-models.md):", "")
+        yield from ("", f"strategy={'|'.join(owners)} (docs/large-models.md):", "")
         names = {name for name, having in described.items() if tuple(having) == owners}
         yield from _describe(STRATEGY_CONFIGS[StrategyName[owners[0]]], "strategy.", names)
 

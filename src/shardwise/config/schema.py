@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from shardwise.config.cluster import ClusterConfig
 from shardwise.config.groups import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
-    ClusterConfig,
     CompileConfig,
     LoggerConfig,
     PrecisionConfig,

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from shardwise.config.groups import ClusterConfig
+from shardwise.config.cluster import ClusterConfig
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.plan import Host

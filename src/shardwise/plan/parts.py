@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from shardwise.config.bind import as_yaml
+from shardwise.config.cluster import ClusterConfig
 from shardwise.config.groups import (
     CheckpointConfig,
-    ClusterConfig,
     CompileConfig,
     DdpConfig,
     PrecisionConfig,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwise.config.groups import ClusterConfig
+from shardwise.config.cluster import ClusterConfig
 from shardwise.config.schema import RunConfig, Stage
 from shardwise.errors import ConfigError
 from shardwise.plan.accelerator import check_accelerator, choose_accelerator
