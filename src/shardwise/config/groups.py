@@ -19,8 +19,8 @@ def option(default: Any, says: str, *, form: str = "", section: str = "") -> Any
     return field(default=default, metadata=metadata)
 
 
-UNUSED = "weights may take no part in some steps"
-TIMEOUT = "a run that makes no progress for so many minutes is ended"
+_UNUSED = "weights may take no part in some steps"
+_TIMEOUT = "a run that makes no progress for so many minutes is ended"
 
 
 class StrategyName(Enum):
@@ -80,9 +80,9 @@ class LoggerName(Enum):
 @dataclass
 class DdpConfig:
     name: StrategyName = StrategyName.ddp
-    find_unused_parameters: bool = option(False, UNUSED)
+    find_unused_parameters: bool = option(False, _UNUSED)
     bucket_cap_mb: int = option(25, "MB of gradients that are reduced together")
-    timeout_minutes: float = option(10.0, TIMEOUT)
+    timeout_minutes: float = option(10.0, _TIMEOUT)
 
 
 @dataclass
@@ -124,7 +124,7 @@ class FsdpConfig:
     pipeline_split: list[int] | None = option(
         None, "layers that repeat in each stage, in order; left out: cut by FLOPs, the head's counted", form="[N, …]"
     )
-    timeout_minutes: float = option(10.0, TIMEOUT)
+    timeout_minutes: float = option(10.0, _TIMEOUT)
 
 
 @dataclass
@@ -140,11 +140,11 @@ class ZeroConfig:
     """What the three stages have in common. DeepSpeed counts elements of tensors, not bytes."""
 
     name: StrategyName
-    find_unused_parameters: bool = option(False, UNUSED)
+    find_unused_parameters: bool = option(False, _UNUSED)
     offload_optimizer: bool = option(False, "optimizer state and its step on the CPU")
     reduce_bucket_elements: int = option(25_000_000, "gradients that are reduced together (reduce_bucket_size)")
     overlap_comm: bool = option(True, "on GPUs: reduce gradients beside the backward pass")
-    timeout_minutes: float = option(10.0, TIMEOUT)
+    timeout_minutes: float = option(10.0, _TIMEOUT)
 
 
 @dataclass
@@ -248,16 +248,16 @@ class WhenBusy(Enum):
 @dataclass
 class CheckpointConfig:
     save_every_n_steps: int | None = option(100, "steps between two saves; null: at the end only")
-    keep_last: int = option(2, "so many of the newest are kept")
+    keep_last: int = option(2, "so many of the newest checkpoints are kept")
     monitor: str | None = option(
         None, "a validation metric, whose best checkpoint is kept as well; null: no best one (default: validation/loss)"
     )
     mode: str = option("min", "min: the smallest value is the best; max: the largest", form="min|max")
     save_at_end: bool = option(True, "save after the last step")
     keep_every_n_steps: int | None = option(None, "checkpoints at multiples of N steps are kept for good")
-    asynchronous: bool | None = option(None, "write beside the training; left out: on GPUs", form="true|false")
+    asynchronous: bool | None = option(None, "write while training goes on; left out: on GPUs", form="true|false")
     when_busy: WhenBusy = option(
-        WhenBusy.wait, "what a save does that comes while the one before is still being written"
+        WhenBusy.wait, "a save that is due while the last one is still being written waits, or is left out"
     )
     max_failures: int = option(3, "saves in a row that may fail; one more stops the run")
 
@@ -270,7 +270,7 @@ class LoggerConfig:
     mode: str = option(
         "auto", "W&B: auto is online with a key and a network, offline otherwise", form="auto|online|offline"
     )
-    tags: list[str] = option([], "of the run in W&B", form="[TEXT,…]")
+    tags: list[str] = option([], "tags of the run in W&B", form="[TEXT,…]")
 
 
 StrategyConfig = DdpConfig | FsdpConfig | ZeroConfig

@@ -24,7 +24,7 @@ from shardwise.config.schema import MISSING, GuardConfig, MetricsConfig, RunConf
 _LEFT, _WIDTH = 28, 118  # columns of the names, and of a line
 _NODES = (
     ("Checkpoints (docs/checkpointing.md)", CheckpointConfig, "checkpoint."),
-    ("logger=wandb; metrics.csv is always written", LoggerConfig, "logger."),
+    ("logger=wandb: a run is logged to Weights & Biases, and metrics.csv is written as well", LoggerConfig, "logger."),
     ("compile=layer compiles each repeated layer with torch.compile, compile=model the whole step",
      CompileConfig, "compile."),
     ("activation_checkpointing=full computes layers again in the backward pass, selective what is cheap of them",
@@ -76,8 +76,9 @@ def _describe_strategies() -> Iterator[str]:
         for field in dataclasses.fields(kind):
             if "says" in field.metadata:
                 described.setdefault(field.name, []).append(name.value)
+    yield from ("", "What the options of a strategy cost and save: docs/large-models.md")
     for owners in dict.fromkeys(map(tuple, described.values())):
-        yield from ("", f"strategy={'|'.join(owners)} (docs/large-models.md):", "")
+        yield from ("", f"strategy={'|'.join(owners)}:", "")
         names = {name for name, having in described.items() if tuple(having) == owners}
         yield from _describe(STRATEGY_CONFIGS[StrategyName[owners[0]]], "strategy.", names)
 

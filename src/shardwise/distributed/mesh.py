@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor._random import manual_seed
 
+from shardwise import accelerator
 from shardwise.distributed.process_group import group_timeout, made_once, own_group
-from shardwise.distributed.rng import random_state, set_random_state
 from shardwise.plan import Plan
 
 GroupName = Literal["world", "data", "loss", "stage", "tensor", "context", "pipeline"]
@@ -93,13 +93,11 @@ class Mesh:
 def _keep_own_random_streams(mesh: DeviceMesh) -> None:
     """Let DTensors on GPUs draw from the stream of each rank.
 
-    Otherwise the first random operation on a DTensor broadcasts the state of rank 0, at another time in a run that goes
-    on, and waits for ranks that draw nothing.
+    Otherwise torch broadcasts rank 0's random state at the first random operation on a DTensor. A run that goes on does
+    so at another step, and a rank that draws nothing lets the others wait.
     """
-    device = torch.device(mesh.device_type)
-    kept = random_state(device)
-    manual_seed(0, mesh)  # it makes what counts their random numbers, without a broadcast, and seeds
-    set_random_state(kept, device)
+    with accelerator.random_state_kept(torch.device(mesh.device_type)):
+        manual_seed(0, mesh)  # besides seeding, it makes torch's tracker of random numbers without that broadcast
 
 
 def limit_wait(group: dist.ProcessGroup, plan: Plan) -> None:

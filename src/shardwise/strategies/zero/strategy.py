@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from shardwise.distributed.collectives import broadcast_from_rank_zero
 from shardwise.errors import ConfigError
+from shardwise.lightning_internals.drawn_alike import is_of_training
 from shardwise.optim.deepspeed import import_deepspeed
 from shardwise.optim.optimizers import treats_weights_one_by_one
 from shardwise.parallel.functional_calls import refuse_functional_calls
@@ -238,18 +239,17 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
     def whole_parameters(self, hook: str) -> Iterator[None]:
         """Gather the weights for a hook. It may write into frozen parameters, such as an average.
 
-        The next step of DeepSpeed overwrites trained ones. So a hook that sets other weights for an evaluation must put
-        the trained ones back at its end.
+        DeepSpeed's next step overwrites trained ones: who sets others for an evaluation puts them back at its end.
         """
         trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         with self._gathered(list(trained.values())):
             before = _norms(trained)
             yield
             after = _norms(trained)
-        if hook.startswith(("on_validation", "on_test", "on_predict")) and not hook.endswith("_train"):  # it ends it
-            self._before_evaluation = self._before_evaluation or before
-        else:
+        if is_of_training(hook) or hook.endswith("model_train"):  # that one comes at the end of an evaluation
             self._refuse_writes(before, after, hook)
+        else:
+            self._before_evaluation = self._before_evaluation or before
 
     def on_validation_end(self) -> None:
         """Check the weights, after the hooks of module and callbacks."""
