@@ -43,7 +43,7 @@ def first_steps() -> list[str]:
     for result in read("first-steps"):
         rows = []
         for row in result["rows"]:
-            missing = (row.get("left_out") or row.get("error", "did not end")).partition(":")[0]
+            missing = "not run" if "left_out" in row else row.get("error", "did not end").partition(":")[0]
             off = [f"{row[key]:.1e}" if key in row else missing for key in ("first", "later")]
             rows.append([f"`{row['words']}`", *off])
         lines += [

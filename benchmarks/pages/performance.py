@@ -83,6 +83,20 @@ def _mixed(both: list[tuple[str, dict[str, Any] | None, dict[str, Any] | None]])
     return [f"The two were not measured at one commit on the same GPUs: {'; '.join(apart)}.", ""] if apart else []
 
 
+def scaling() -> list[str]:
+    """The same words on one GPU and on several of the same kind: how much of one GPU's speed each of them keeps."""
+    ran = [(race, card) for race in races() for card in race["cards"] if "tokens_per_second_per_gpu" in card]
+    several = {card["words"] for _, card in ran if "scaling" in card["cell"]}
+    rows, one = [], dict[tuple[str, str], float]()
+    for race, card in sorted(ran, key=lambda found: found[0]["ranks"]):
+        speed, words, gpus = card["tokens_per_second_per_gpu"], card["words"], gpus_of(race)
+        if words in several and (race["ranks"] == 1 or "scaling" in card["cell"]):
+            alone = one.setdefault((gpus.partition(" × ")[2], words), speed if race["ranks"] == 1 else 0.0)
+            said = " ".join(f"`{word}`" for word in words.split())
+            rows.append([gpus, said, _thousands(speed), _share(speed, alone, 3), card["commit"][:7]])
+    return table(["GPUs", "words", "tokens/s/GPU", "of one GPU's", "commit"], rows) if rows else NOT_YET
+
+
 def cards() -> list[str]:
     """Every run: its step, memory, power and clock, so that a reader sees what a slow one was short of."""
     rows = []
@@ -182,5 +196,5 @@ def _gib(card: dict[str, Any] | None) -> str:
 
 TABLES = {
     "race_1": lambda: llama(1), "race_2": lambda: llama(2), "race_node": lambda: llama(4, 8), "race_cards": cards,
-    "race_breakdown": breakdown, "race_images": images, "race_strategies": strategies,
+    "race_breakdown": breakdown, "race_images": images, "race_strategies": strategies, "race_scaling": scaling,
 }  # fmt: skip
