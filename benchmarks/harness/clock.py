@@ -103,16 +103,25 @@ class TurnsClock(Callback):
         self.warm_up, self.plain_warm_up, self.timed = warm_up, plain_warm_up, timed
         self.steps = warm_up + rounds * (self.SETTLE + timed)
         self.seconds: dict[str, list[float]] = {name: [] for name in ("trainer", *plain)}
+        self.for_data: list[list[float]] = []  # seconds between the timed steps of a round, in which the host gets a batch
 
     def on_train_start(self, *_: Any) -> None:
         for step in self.plain.values():
             for _ in range(self.plain_warm_up):
                 step()
 
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx - self.warm_up) % (self.SETTLE + self.timed) >= self.SETTLE and batch_idx >= self.warm_up:
+            self.for_data[-1].append(time.perf_counter() - self.ended)
+
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         done = batch_idx + 1 - self.warm_up
         if done < 0:
             return
+        self._turn(done, batch_idx)
+        self.ended = time.perf_counter()
+
+    def _turn(self, done: int, batch_idx: int) -> None:
         position = done % (self.SETTLE + self.timed)
         if position == 0:
             if done == 0:
@@ -126,6 +135,7 @@ class TurnsClock(Callback):
                 self.felt = self.watch.end()
         if position == self.SETTLE:
             wait_for(self.device)
+            self.for_data.append([])
             self.mark = time.perf_counter()
 
     def _stretch(self, step: Callable[[], Any]) -> float:
@@ -145,7 +155,8 @@ class TurnsClock(Callback):
         images = self.timed * self.samples
         rates = {name: [images / s for s in seconds] for name, seconds in self.seconds.items()}
         found: dict[str, Any] = {"images_per_second": median(rates["trainer"]), "rounds": rates, "ratios": {},
-                                 "gpu": self.felt}  # fmt: skip
+                                 "gpu": self.felt, "seconds_for_data": [sum(round_) for round_ in self.for_data],
+                                 "longest_for_data": [max(round_) for round_ in self.for_data]}  # fmt: skip
         for name in self.plain:
             around = zip(rates["trainer"], pairwise(rates[name]), strict=True)
             found["ratios"][name] = [ours / ((before + after) / 2) for ours, (before, after) in around]
