@@ -103,7 +103,7 @@ class TurnsClock(Callback):
         self.warm_up, self.plain_warm_up, self.timed = warm_up, plain_warm_up, timed
         self.steps = warm_up + rounds * (self.SETTLE + timed)
         self.seconds: dict[str, list[float]] = {name: [] for name in ("trainer", *plain)}
-        self.for_data: list[list[float]] = []  # seconds between the timed steps of a round, in which the host gets a batch
+        self.for_data: list[list[float]] = []  # of a round: seconds before each timed step, while the host gets a batch
 
     def on_train_start(self, *_: Any) -> None:
         for step in self.plain.values():

@@ -243,10 +243,12 @@ def in_turn(model: str, row: dict[str, Any]) -> list[str]:
         f"{median(ratios):.2%} of *{who}* ({min(ratios):.2%} to {max(ratios):.2%})"
         for who, ratios in row["ratios"].items()
     ]
+    micro_batch = row["plan"]["micro_batch_size"]
     return [
-        f"**{model}, in turn**: in one process, every round runs some steps of the Trainer (compile=model, images from "
-        f"workers) between steps of the plain loops, because the clock rate of a GPU varies more than these differ. "
-        f"The Trainer reaches {', '.join(said)}: median and range of {len(row['rounds']['trainer'])} rounds.",
+        f"**{model}, in turn**: in one process, every round runs some steps of the Trainer (compile=model, micro-batch "
+        f"{micro_batch}, images from workers) between steps of the plain loops, because the clock rate of a GPU varies "
+        f"more than these differ. The Trainer reaches {', '.join(said)}: median and range of "
+        f"{len(row['rounds']['trainer'])} rounds.",
         "",
     ]
 
