@@ -114,6 +114,7 @@ RUNS: dict[str, list[str]] = {
     ],
     "hooks that look at weights": ["test_looking_hooks.py"],
     "hooks that freeze": ["test_freezing.py"],
+    "writes into weights in a step": ["test_lost_writes.py"],
     "signals": ["test_leaving.py::test_a_single_signal_saves_and_leaves[2]"],
     "out of memory": [
         "test_out_of_memory.py::test_a_single_rank_within_the_launchers_process[training-training, in step 2]"

@@ -113,10 +113,10 @@ class Replaces(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def plan_of(folder: Path, module: str, *words: str, ranks: int = 2) -> Plan:
+def plan_of(folder: Path, module: str, *words: str, ranks: int = 2, file: str = __name__) -> Plan:
     folder.mkdir(parents=True, exist_ok=True)
     argv = [
-        "recipe=custom", f"module._target_={__name__}.{module}", "data._target_=tests.harness.modules.Samples",
+        "recipe=custom", f"module._target_={file}.{module}", "data._target_=tests.harness.modules.Samples",
         "+data.kind=pairs", "+data.batch_size=${micro_batch_size}", f"runs_dir={folder.parent}", f"name={folder.name}",
         f"accelerator={ON}", f"devices={ranks}", "micro_batch_size=2", "global_batch_size=8", f"max_steps={STEPS}",
         "checkpoint.monitor=null", "validate_every_n_steps=3", "log_every_n_steps=1", *words,

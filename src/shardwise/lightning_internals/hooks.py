@@ -151,7 +151,7 @@ def _around(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[A
     if type(host).__module__.startswith("shardwise."):
         return around
     runs = may_run_layers(hook_name, trainer.lightning_module.automatic_optimization)
-    more = strategy.outside_steps() if runs else []
+    more = [*strategy.watched_hook(hook_name), *(strategy.outside_steps() if runs else [])]
     of_gradients = hook_name in LOOK_AT_GRADIENTS
     if trainer.world_size > 1 and (
         of_gradients or (is_of_training(hook_name) and _seen_here(trainer, host, hook_name) is not None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.plan import Plan
-from shardwise.run_dir.files import METRICS, STARTS, write_whole
+from shardwise.run_dir.files import METRICS, STARTS, keep_earlier, write_whole
 from shardwise.run_dir.rows import read_rows
 from shardwise.step.record import StepRecord
 
@@ -53,7 +53,12 @@ class Meter:
         rows = [row for row in read_rows(folder / METRICS) if row.get(SPENT)]
         self.spent_before = float(rows[-1][SPENT]) if rows else 0.0
         starts = folder / STARTS
-        times = json.loads(starts.read_text()) if starts.exists() else []
+        try:
+            times = json.loads(starts.read_text()) if starts.exists() else []
+        except ValueError:
+            keep_earlier(starts, "")
+            print(f"{starts} cannot be read: goodput counts from this start", flush=True)
+            times = []
         write_whole(starts, json.dumps([*times, self.started]) + "\n")
         self.started = min([*times, self.started])
 

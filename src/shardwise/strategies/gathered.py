@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.nn.sequence_parts import whole_sequences
 from shardwise.plan import Plan
 from shardwise.step.layers_in_hooks import LayersInHooks
+from shardwise.strategies.lost_writes import LostWrites
 
 _SPARE = 0.1  # of all memory is left for what the forward passes need
 
@@ -29,6 +31,7 @@ class GatheringHooks(Strategy):
     plan: Plan
     mesh: Mesh
     layers_in_hooks: LayersInHooks | None = None  # in low precision
+    lost_writes: LostWrites | None = None  # finds writes into weights that this strategy would lose
     context: Any = None  # how sequences are divided over ranks, if they are
 
     def file_group(self) -> dist.ProcessGroup | None:
@@ -43,6 +46,21 @@ class GatheringHooks(Strategy):
     def around_hook(self, hook: str, *, looks: bool) -> AbstractContextManager[None]:
         """What is put around a hook of the module or of a callback. `looks`: at weights, on one rank or another."""
         return self.whole_parameters(hook) if looks else nullcontext()
+
+    def watch_writes(self, module: LightningModule) -> None:
+        """Refuse what the module would write into its weights in vain. They are sharded by now."""
+        self.lost_writes = LostWrites(module, self.plan.strategy.name, self.plan.strategy.zero_stage)
+
+    def watched_step(self) -> AbstractContextManager[Any]:
+        if self.lost_writes is None:
+            return nullcontext()
+        return self.lost_writes.in_step(from_the_start=self.plan.resume is None)
+
+    def watched_hook(self, hook: str) -> list[AbstractContextManager[Any]]:
+        """What is put around a hook of the user's in which weights are not whole."""
+        if self.lost_writes is None or hook != "on_before_zero_grad":
+            return []
+        return [self.lost_writes.within(hook)]
 
     def outside_steps(self) -> list[AbstractContextManager[None]]:
         """What is put around hooks of the module and of callbacks, in which layers may run on anything."""

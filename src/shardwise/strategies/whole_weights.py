@@ -257,6 +257,12 @@ def explain(error: RuntimeError, module_name: str, strategy: str) -> ConfigError
             f"{module_name}: under {strategy} precision=fp8 a weight is in fp8, and something computes with it outside "
             f"the forward of its linear layer: name that layer in precision.fp8.keep_in_bf16, or use strategy=ddp"
         )
+    if "mixed torch.Tensor and DTensor" in text:
+        return ConfigError(
+            f"{module_name}: under {strategy} something computes with weights outside the forward of the layer that is "
+            f"gathered for it, by another method of that layer or with a part of it: use units=[] to treat the module "
+            f"as one piece, or strategy=ddp or zero2"
+        )
     if not any(sign in text for sign in SIGNS):
         return None
     return ConfigError(

@@ -207,7 +207,8 @@ def _look_at(content: bytes) -> int | str:
             pixels = image.width * image.height
             if image.mode in ("I", "F"):
                 return f"has pixels of mode {image.mode}, whose range is not known"
-            image.draft(image.mode, (image.width // 8, image.height // 8))  # a JPEG is read whole, and scaled down
+            # A JPEG is read whole, and scaled down.
+            image.draft(image.mode, (max(1, image.width // 8), max(1, image.height // 8)))
             image.load()
             return pixels
     except UnidentifiedImageError:

@@ -13,6 +13,7 @@ from shardwise.errors import ConfigError
 
 TRAIN = "train"  # the tokenizer that is trained on the inputs
 SMALLEST_VOCABULARY = 257  # of such a tokenizer: the bytes, and the token that ends a document
+LARGEST_VOCABULARY = 4_194_304  # the trainer reserves memory for all of it at once, and aborts the process without
 
 
 class OnError(Enum):
@@ -80,6 +81,10 @@ class PrepareConfig:
             raise ConfigError(
                 f"vocab_size={self.vocab_size}: must be at least {SMALLEST_VOCABULARY}, which are the 256 bytes and "
                 f"the token that ends a document; 8192 suits a small model"
+            )
+        if self.vocab_size > LARGEST_VOCABULARY:
+            raise ConfigError(
+                f"vocab_size={self.vocab_size}: must be at most {LARGEST_VOCABULARY}; 8192 suits a small model"
             )
         if self.end_of_document is not None:
             raise ConfigError("tokenizer=train names the token that ends a document itself: leave end_of_document out")
