@@ -129,6 +129,7 @@ USED = {
     "strategies/pipelined_buffers.py": "_buffers _version",
     "strategies/step_on_shards.py": "_local_tensor",
     "strategies/fsdp_gathering.py": "_fully_shard _get_fsdp_state _get_post_forward_mesh_info",
+    "strategies/lost_writes.py": "_dynamo",
     "strategies/whole_weights.py": (
         "_fsdp_common _fsdp_param_group _fsdp_param_groups _fully_shard _get_fsdp_state _is_root _is_view "
         "_pre_backward _root_post_backward_final_callback _state_ctx _training_state"

@@ -111,8 +111,7 @@ class PlannedStrategy(
             module, self.plan, self.planned_precision, self._outside_units, self._forward_redirection
         )
         self._prepare_hooks(module)
-        if self.hides_weights and self.plan.compile.name == "none":
-            self.watch_writes(module)
+        self.watch_writes(module)
         if self.plan.precision.loss_scaling:
             step_schedules_unless(module, lambda: self.verdict.skipped_by_scaler)
 
@@ -165,8 +164,8 @@ class PlannedStrategy(
         if module.trainer.state.stage != RunningStage.TRAINING:
             validating = module.trainer.state.stage == RunningStage.VALIDATING
             limit = plan.max_validation_batches if validating or plan.quick_check else None
-            take, group = self._paddings.append, self.file_group
-            return EvaluationLoader(dataloader, plan, rank, take, limit, group, self._cut_and_keep)
+            take = self._paddings.append
+            return EvaluationLoader(dataloader, plan, rank, take, limit, self.file_group, self._cut_and_keep)
         if self.train_loader is not None:
             raise ConfigError("several training loaders: a step is one global batch of one loader; combine the data")
         self.train_loader = TrainLoader(
@@ -204,8 +203,7 @@ class PlannedStrategy(
         return output
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.watched_step():
-            output = self._run_step("training_step", *args, **kwargs)
+        output = self.watched(self._run_step, "training_step", *args, **kwargs)
         if self.module.automatic_optimization:
             self.recorder.forward_ended(is_first=not self.window.losses)
             check_output(output, self.module_name, has_own_backward=is_overridden("backward", self.module))

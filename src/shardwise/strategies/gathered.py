@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -31,6 +31,7 @@ class GatheringHooks(Strategy):
     plan: Plan
     mesh: Mesh
     layers_in_hooks: LayersInHooks | None = None  # in low precision
+    hides_weights: bool
     lost_writes: LostWrites | None = None  # finds writes into weights that this strategy would lose
     context: Any = None  # how sequences are divided over ranks, if they are
 
@@ -49,12 +50,15 @@ class GatheringHooks(Strategy):
 
     def watch_writes(self, module: LightningModule) -> None:
         """Refuse what the module would write into its weights in vain. They are sharded by now."""
-        self.lost_writes = LostWrites(module, self.plan.strategy.name, self.plan.strategy.zero_stage)
+        if self.hides_weights and self.plan.compile.name == "none":
+            self.lost_writes = LostWrites(module, self.plan.strategy.name, self.plan.strategy.zero_stage)
 
-    def watched_step(self) -> AbstractContextManager[Any]:
+    def watched(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `run`, which is a training step."""
         if self.lost_writes is None:
-            return nullcontext()
-        return self.lost_writes.in_step(from_the_start=self.plan.resume is None)
+            return run(*args, **kwargs)
+        with self.lost_writes.in_step(from_the_start=self.plan.resume is None):
+            return run(*args, **kwargs)
 
     def watched_hook(self, hook: str) -> list[AbstractContextManager[Any]]:
         """What is put around a hook of the user's in which weights are not whole."""

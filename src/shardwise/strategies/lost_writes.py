@@ -7,7 +7,7 @@ not kept, and the run would go on as another model.
 
 from __future__ import annotations
 
-import sys
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -127,9 +127,12 @@ def _written(function: Any, args: Any, kwargs: Any) -> Any:
 
 def _is_of_the_user() -> bool:
     """Whether code of the user has called torch: neither FSDP2's nor another strategy's."""
-    frame: Any = sys._getframe(2)
+    frame: Any = inspect.currentframe()
     while frame is not None:
         path = Path(frame.f_code.co_filename)
+        if frame.f_code.co_filename == __file__:
+            frame = frame.f_back
+            continue
         if not path.is_relative_to(_TORCH):
             return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _OTHERS
         if path.is_relative_to(_TORCH / "distributed"):
@@ -140,7 +143,7 @@ def _is_of_the_user() -> bool:
 
 def _line() -> str:
     """Where the user's code does it."""
-    frame: Any = sys._getframe(1)
+    frame: Any = inspect.currentframe()
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
