@@ -7,11 +7,14 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from shardwise.metrics.csv_logger import CsvLogger
+from shardwise.metrics.meter import Meter
+from shardwise.metrics.rank_values import RanksCsv
 from shardwise.run_dir.rows import read_rows
 from tests.harness.commands import RECIPE, check, make_home, run
 
@@ -22,6 +25,31 @@ def test_a_new_metric_gets_a_column(tmp_path: Path) -> None:
     logger.log_metrics({"b": 2.0, "a": 3.0}, 2)
     logger.log_metrics({"b": 4.0}, 3)
     assert (tmp_path / "metrics.csv").read_text() == "step,a,b\n1,1.0,\n2,3.0,2.0\n3,,4.0\n"
+
+
+@pytest.mark.parametrize(("header", "step", "why"), [
+    ("Step,a", 2, "has no column named step"),  # a spreadsheet may have changed it
+    ("step,a", 0, "is of a start that left no checkpoint"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["metrics.csv", "ranks.csv"])
+def test_rows_that_a_run_does_not_go_on_with_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, header: str, step: int, why: str
+) -> None:
+    path, text = tmp_path / name, f"{header}\n1,1.0\n2,2.0\n"
+    path.write_text(text)
+    (CsvLogger(tmp_path) if name == "metrics.csv" else RanksCsv(tmp_path)).rewind(step)
+    kept = path.with_stem(f"{path.stem}-1")
+    assert kept.read_text() == text and not path.exists()
+    assert f"{path} {why}: a new one begins, and it is kept as {kept.name}" in capsys.readouterr().out
+
+
+def test_a_damaged_record_of_starts_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    starts = tmp_path / "starts.json"
+    starts.write_text("{")
+    meter = Meter(SimpleNamespace(run_dir=str(tmp_path)))  # type: ignore[arg-type]
+    meter.on_start()
+    assert json.loads(starts.read_text()) == [meter.started]
+    assert (tmp_path / "starts-1.json").read_text() == "{" and f"{starts} cannot be read" in capsys.readouterr().out
 
 
 def test_what_follows_upon_a_step_goes_into_its_row(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ WORDS: list[tuple[str, str]] = [
     ("TMP/good.jsonl tokenizer=bytes output=TMP/s vocab_size=9", "vocab_size=9 belongs to tokenizer=train"),
     ("TMP/good.jsonl tokenizer=train output=TMP/s", "tokenizer=train needs the size of its vocabulary: give vocab_size=8192"),
     ("TMP/good.jsonl tokenizer=train vocab_size=256 output=TMP/s", "vocab_size=256: must be at least 257, which are the 256"),
+    ("TMP/good.jsonl tokenizer=train vocab_size=1000000000 output=TMP/s", "must be at most 4194304; 8192 suits a small"),
     ("TMP/good.jsonl tokenizer=train vocab_size=300 end_of_document=x output=TMP/s", "names the token that ends a document"),
     ("TMP/good.jsonl tokenizer=TMP/other output=TMP/s", "TMP/other/tokenizer.json cannot be read (No such file"),
     ("TMP/good.jsonl tokenizer=bytes output=TMP/s pad_vocabulary_to=100", "pad_vocabulary_to=100: the tokenizer has 256 tok"),

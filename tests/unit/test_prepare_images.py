@@ -48,6 +48,16 @@ def images_of(folder: Path, split: str) -> list[tuple[bytes, int]]:
     return found
 
 
+@pytest.mark.parametrize("size", [(1, 1), (200, 5)])
+def test_a_small_jpeg_is_packed(tmp_path: Path, size: tuple[int, int]) -> None:
+    write_classes(tmp_path / "in")
+    small = tmp_path / "in/cat/v1.1.JPG"
+    small.write_bytes(jpeg(1, size))
+    assert prepare(tmp_path / "in", tmp_path / "out", "processes=1", "validation=0.3") == 0
+    packed = images_of(tmp_path / "out", "train") + images_of(tmp_path / "out", "validation")
+    assert (small.read_bytes(), 0) in packed
+
+
 def test_every_image_is_packed_unchanged_and_read_again(tmp_path: Path) -> None:
     write_classes(tmp_path / "in")
     (tmp_path / "in/cat/notes.txt").write_text("not an image")

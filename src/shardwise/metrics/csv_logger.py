@@ -13,8 +13,8 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from shardwise.run_dir.files import METRICS, keep_earlier, partial_path, put_in_place, stage_file
-from shardwise.run_dir.rows import read_rows, readable
+from shardwise.run_dir.files import METRICS, partial_path, put_in_place, stage_file
+from shardwise.run_dir.rows import keep_unless_goes_on, read_rows
 
 
 class CsvLogger(Logger):
@@ -109,7 +109,7 @@ class CsvLogger(Logger):
 
         What the run logs again for `step` itself, such as a validation after the checkpoint, is left out.
         """
-        self._keep_unless_goes_on(step)
+        keep_unless_goes_on(self.path, step)
         kept = [row for row in read_rows(self.path) if int(row["step"]) <= step]
         logged = {key for row in kept if int(row["step"]) == step for key, value in row.items() if value}
         self._known = step, logged - {"step", "epoch"}
@@ -117,16 +117,6 @@ class CsvLogger(Logger):
             self._write(list(kept[0]), kept)
         else:
             self.path.unlink(missing_ok=True)
-
-    def _keep_unless_goes_on(self, step: int) -> None:
-        """Put the log of an earlier start aside if this run goes on with none of it."""
-        if not self.path.exists():
-            return
-        with self.path.open(newline="") as file:
-            has_steps = "step" in next(readable(csv.reader(file)), [])
-        why = "has no column named step" if not has_steps else "is of a start that left no checkpoint"
-        if (step == 0 or not has_steps) and (kept := keep_earlier(self.path, "")) is not None:
-            print(f"{self.path} {why}: a new one begins, and it is kept as {kept.name}", flush=True)
 
     @rank_zero_only
     def rename(self, names: dict[str, str]) -> None:

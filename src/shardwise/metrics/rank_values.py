@@ -17,7 +17,7 @@ from shardwise.accelerator import has_streams
 from shardwise.distributed.collectives import gather_in_order
 from shardwise.distributed.mesh import Mesh
 from shardwise.run_dir.files import RANKS, partial_path, put_in_place
-from shardwise.run_dir.rows import read_rows
+from shardwise.run_dir.rows import keep_unless_goes_on, read_rows
 from shardwise.step.record import Readback
 
 # How a number of every rank appears in a row of metrics.csv: as the largest of any rank, as mean, smallest and largest
@@ -114,6 +114,7 @@ class RanksCsv:
 
     def rewind(self, step: int) -> None:
         """Remove the rows after `step`: a run that goes on from its checkpoint writes them again."""
+        keep_unless_goes_on(self.path, step)
         rows = [row for row in read_rows(self.path) if int(row["step"]) <= step]
         if rows:
             self._write(list(rows[0]), rows)

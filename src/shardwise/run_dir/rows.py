@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from shardwise.run_dir.files import keep_earlier
+
 T = TypeVar("T")
 
 
@@ -20,6 +22,17 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         whole = [line for line in file if line.endswith("\n")]
     return [row for row in readable(csv.DictReader(whole)) if (row.get("step") or "").isdigit()]
+
+
+def keep_unless_goes_on(path: Path, step: int) -> None:
+    """Put the rows of an earlier start aside, and say so, if a run from `step` on goes on with none of them."""
+    if not path.exists():
+        return
+    with path.open(newline="") as file:
+        has_steps = "step" in next(readable(csv.reader(file)), [])
+    why = "has no column named step" if not has_steps else "is of a start that left no checkpoint"
+    if (step == 0 or not has_steps) and (kept := keep_earlier(path, "")) is not None:
+        print(f"{path} {why}: a new one begins, and it is kept as {kept.name}", flush=True)
 
 
 def readable(reader: Iterator[T]) -> Iterator[T]:

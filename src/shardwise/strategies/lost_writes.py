@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 from shardwise.errors import ConfigError
 
 _FIRST, _LAST = 1, 8  # the batches that are watched. What is compiled is so in the one before
-_NO_WRITES = ("requires_grad_", "detach_", "share_memory_", "retain_grad_")
+_NO_WRITES = ("requires_grad_", "detach_", "share_memory_")
 _TORCH = Path(torch.__file__).parent
 _OTHERS = ("deepspeed", "lightning", "shardwise")  # who write into weights as they must
-_SUBSCRIPT = ("__setitem__", "__delitem__")
-_AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "pow", "mod", "and", "or")}
+_OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "pow", "mod", "and", "or")}
+_OPERATORS.add("__setitem__")
 
 
 class LostWrites:
@@ -36,12 +36,6 @@ class LostWrites:
         self._sharded = set[str]()  # by FSDP2
         self._batches = 0
 
-    def is_lost(self, name: str, weight: Tensor) -> bool:
-        """Whether a write into this weight would be. ZeRO-1 and 2 leave frozen weights alone."""
-        if self.zero_stage:
-            return self.zero_stage == 3 or weight.requires_grad
-        return name in self._sharded
-
     def in_step(self, *, from_the_start: bool) -> AbstractContextManager[Any]:
         """Put around each training_step. `from_the_start`: the run has not been resumed.
 
@@ -49,7 +43,8 @@ class LostWrites:
         compiled: the compiler would compile it once more. A resumed run computes its steps as it did before.
         """
         number, self._batches = self._batches, self._batches + 1
-        self._sharded |= {name for name, p in self.module.named_parameters() if isinstance(p, DTensor)}
+        if number == 0:
+            self._sharded = {name for name, p in self.module.named_parameters() if isinstance(p, DTensor)}
         if not from_the_start or not _FIRST <= number <= _LAST or torch._dynamo.utils.counters["frames"]:
             return nullcontext()
         return self.within("training_step")
@@ -57,11 +52,16 @@ class LostWrites:
     def within(self, where: str) -> AbstractContextManager[Any]:
         return _Watch(self, where)
 
-    def refuse(self, name: str, where: str) -> None:
+    def check(self, name: str, what: str) -> None:
+        """Raises ConfigError if a write into this weight is lost. ZeRO-1 and 2 leave frozen ones alone."""
+        trained = self.module.get_parameter(name).requires_grad
+        if not (name in self._sharded if self.zero_stage == 0 else self.zero_stage == 3 or trained):
+            return
+        remedy = "write in on_train_batch_end, keep the numbers in a buffer, or use strategy=ddp"
+        if self.zero_stage and trained:  # a hook that writes into them is refused, too
+            remedy = "use strategy=ddp, or strategy=fsdp and write in on_train_batch_end"
         raise ConfigError(
-            f"{where} writes into the weight {name}{_line()}: {self.strategy} computes with a copy of it there, and "
-            f"would lose what is written; write in on_train_batch_end, keep the numbers in a buffer, or use "
-            f"strategy=ddp"
+            f"{what}: {self.strategy} computes with a copy of it there, and would lose what is written; {remedy}"
         )
 
 
@@ -74,24 +74,23 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (written := _written(function, args, kwargs)) is not None and _is_of_the_user():
+        if (written := _written(function, args, kwargs)) is not None and (line := _users_line()) is not None:
             sets_data = getattr(function, "__name__", "") == "__set__"
             for tensor in written if isinstance(written, (list, tuple)) else [written]:
-                self._check(tensor, sets_data)
+                self._check(tensor, sets_data, line)
         result = function(*args, **kwargs)
         if getattr(function, "__self__", None) is Tensor.data and isinstance(result, Tensor):
             self._data[id(result)] = result, args[0]
         return result
 
-    def _check(self, tensor: Any, sets_data: bool) -> None:
+    def _check(self, tensor: Any, sets_data: bool, line: str) -> None:
         if not isinstance(tensor, Tensor):
             return
         weight = self._data.get(id(tensor), (None, tensor))[1]
         name = self._names.get(id(weight)) or self._sharing(weight)
         if name is None or (isinstance(weight, DTensor) and not sets_data):  # a write into the shard itself is kept
             return
-        if self.writes.is_lost(name, dict(self.writes.module.named_parameters())[name]):
-            self.writes.refuse(name, self.where)
+        self.writes.check(name, f"{self.where} writes into the weight {name} ({line})")
 
     def _sharing(self, tensor: Tensor) -> str | None:
         """The name of the weight whose memory, or a part of it, `tensor` is. Weights gathered by now count."""
@@ -114,40 +113,26 @@ def _written(function: Any, args: Any, kwargs: Any) -> Any:
     if getattr(function, "__self__", None) is Tensor.data and name == "__set__":
         return args[0]
     if function is nn.functional.embedding or function is nn.functional.embedding_bag:
-        limited = kwargs.get("max_norm") is not None or (len(args) > 3 and isinstance(args[3], float))
-        return (args[1] if len(args) > 1 else kwargs["weight"]) if limited else None
+        limit = args[3] if len(args) > 3 else kwargs.get("max_norm")
+        return None if limit is None else args[1] if len(args) > 1 else kwargs["weight"]
     if "out" in kwargs:
         return kwargs["out"]
-    if name in _SUBSCRIPT or name in _AUGMENTED:
+    if name in _OPERATORS:
         return args[0]
     if name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES:
         return args[0] if args else kwargs.get("input")
     return None
 
 
-def _is_of_the_user() -> bool:
-    """Whether code of the user has called torch: neither FSDP2's nor another strategy's."""
+def _users_line() -> str | None:
+    """The line of the user's code that has called torch; None: FSDP2 or another strategy has."""
     frame: Any = inspect.currentframe()
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if frame.f_code.co_filename == __file__:
-            frame = frame.f_back
-            continue
-        if not path.is_relative_to(_TORCH):
-            return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _OTHERS
+        if not path.is_relative_to(_TORCH) and frame.f_code.co_filename != __file__:
+            package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+            return None if package in _OTHERS else f"{path.name}, line {frame.f_lineno}"
         if path.is_relative_to(_TORCH / "distributed"):
-            return False
+            return None
         frame = frame.f_back
-    return False
-
-
-def _line() -> str:
-    """Where the user's code does it."""
-    frame: Any = inspect.currentframe()
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if not path.is_relative_to(_TORCH) and name not in _OTHERS:
-            return f" ({path.name}, line {frame.f_lineno})"
-        frame = frame.f_back
-    return ""
+    return None

@@ -13,7 +13,7 @@ from shardwise.errors import ConfigError
 
 TRAIN = "train"  # the tokenizer that is trained on the inputs
 SMALLEST_VOCABULARY = 257  # of such a tokenizer: the bytes, and the token that ends a document
-LARGEST_VOCABULARY = 4_194_304  # the trainer reserves memory for all of it at once, and aborts the process without
+LARGEST_VOCABULARY = 4_194_304  # the trainer reserves memory for all of it, and aborts the process if there is none
 
 
 class OnError(Enum):
