@@ -120,6 +120,7 @@ class Training:
             self.plain("compiled, weights channels_last too", compiled=True, weights_channels_last=True)
             variants["plain, compiled, weights channels_last too"] = {"weights_channels_last": True}
         self.plain("eager", compiled=False)
+        variants["plain, compiled, its own loader"] = {"loaded": True, "weights_channels_last": channels_last}
         what = "in turn with plain loops, compile=model"
         self.parts.part(self.name, what, lambda: self.in_turn(variants), input=self.input)
         for compiled in ("model", "layer", "none"):
@@ -150,7 +151,7 @@ class Training:
 
     def in_turn(self, variants: dict[str, dict[str, bool]]) -> dict[str, Any]:
         size = self.size
-        by_hand, _ = self.plan_of("none", "plain")
+        by_hand, _ = self.plan_of("none", "plain", 1, "data.samples=1000000")
         steps = {who: image_step(by_hand, self.device, compiled=True, **said)[0] for who, said in variants.items()}
         watch = GpuWatch(self.accelerator, 1)
         clock = TurnsClock(

@@ -103,7 +103,9 @@ class TurnsClock(Callback):
         self.warm_up, self.plain_warm_up, self.timed = warm_up, plain_warm_up, timed
         self.steps = warm_up + rounds * (self.SETTLE + timed)
         self.seconds: dict[str, list[float]] = {name: [] for name in ("trainer", *plain)}
-        self.for_data: list[list[float]] = []  # of a round: seconds before each timed step, while the host gets a batch
+        # Of a round: the host's seconds before each timed step, while it gets a batch, and within it.
+        self.for_data: list[list[float]] = []
+        self.for_steps: list[list[float]] = []
 
     def on_train_start(self, *_: Any) -> None:
         for step in self.plain.values():
@@ -112,12 +114,15 @@ class TurnsClock(Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx - self.warm_up) % (self.SETTLE + self.timed) >= self.SETTLE and batch_idx >= self.warm_up:
-            self.for_data[-1].append(time.perf_counter() - self.ended)
+            self.began = time.perf_counter()
+            self.for_data[-1].append(self.began - self.ended)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         done = batch_idx + 1 - self.warm_up
         if done < 0:
             return
+        if self.for_steps and (done - 1) % (self.SETTLE + self.timed) >= self.SETTLE:
+            self.for_steps[-1].append(time.perf_counter() - self.began)
         self._turn(done, batch_idx)
         self.ended = time.perf_counter()
 
@@ -136,6 +141,7 @@ class TurnsClock(Callback):
         if position == self.SETTLE:
             wait_for(self.device)
             self.for_data.append([])
+            self.for_steps.append([])
             self.mark = time.perf_counter()
 
     def _stretch(self, step: Callable[[], Any]) -> float:
@@ -154,9 +160,17 @@ class TurnsClock(Callback):
         """A round's ratio is that of the trainer's stretch to the mean of the plain ones before and after it."""
         images = self.timed * self.samples
         rates = {name: [images / s for s in seconds] for name, seconds in self.seconds.items()}
-        found: dict[str, Any] = {"images_per_second": median(rates["trainer"]), "rounds": rates, "ratios": {},
-                                 "gpu": self.felt, "seconds_for_data": [sum(round_) for round_ in self.for_data],
-                                 "longest_for_data": [max(round_) for round_ in self.for_data]}  # fmt: skip
+        found: dict[str, Any] = {
+            "images_per_second": median(rates["trainer"]),
+            "rounds": rates,
+            "ratios": {},
+            "gpu": self.felt,
+        }
+        for name, rows in (("data", self.for_data), ("steps", self.for_steps)):
+            found |= {
+                f"seconds_for_{name}": [sum(row) for row in rows],
+                f"longest_for_{name}": [max(row) for row in rows],
+            }
         for name in self.plain:
             around = zip(rates["trainer"], pairwise(rates[name]), strict=True)
             found["ratios"][name] = [ours / ((before + after) / 2) for ours, (before, after) in around]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import repeat
 from statistics import median
 from typing import Any
 
@@ -32,7 +33,7 @@ from shardwise.parallel.precision import (
 )
 from shardwise.parallel.units import find_units
 from shardwise.plan import Plan
-from shardwise.trainer import build_module
+from shardwise.trainer import build_data, build_module
 from shardwise.weights.initialize import Materializer
 
 CLIP = 1.0
@@ -169,10 +170,11 @@ def sharded_by_hand(plan: Plan, module: Any, device: torch.device) -> nn.Module:
 
 
 def image_step(
-    plan: Plan, device: torch.device, *, compiled: bool, weights_channels_last: bool = False
+    plan: Plan, device: torch.device, *, compiled: bool, weights_channels_last: bool = False, loaded: bool = False
 ) -> tuple[Callable[[], Tensor], torch.optim.Optimizer]:
-    """A step on a fixed normalised batch on the device: the recipe's model, initialised as the Trainer would, autocast,
-    a fused optimizer. It has no input, no norm of the gradients and nothing distributed."""
+    """A step of the recipe's model, initialised as the Trainer would, with autocast and a fused optimizer: no norm of
+    the gradients, nothing distributed. The batch is a fixed one on the device, normalised before; `loaded`: each batch
+    comes from the loader's workers and is normalised in the graph."""
     set_matmul_mode(plan.precision)
     module = build_module(plan)
     Materializer(module, device, plan.seed).materialize(module)
@@ -183,10 +185,12 @@ def image_step(
     optimizer_class = torch.optim.SGD if "momentum" in arguments else torch.optim.AdamW
     groups = parameter_groups(model, arguments["weight_decay"])
     optimizer = optimizer_class(groups, fused=True, **arguments)
-    images, labels = normalised(plan, device)
-    forward: Callable[[Tensor], Tensor] = torch.compile(model) if compiled else model
+    batches = loaded_batches(plan, device) if loaded else repeat(normalised(plan, device))
+    whole_model = nn.Sequential(Normalise(plan, device), model) if loaded else model
+    forward: Callable[[Tensor], Tensor] = torch.compile(whole_model) if compiled else whole_model
 
     def step() -> Tensor:
+        images, labels = next(batches)
         with torch.autocast(device.type, torch.bfloat16):
             loss = F.cross_entropy(forward(images).float(), labels)
         loss.backward()
@@ -197,9 +201,29 @@ def image_step(
     return step, optimizer
 
 
+class Normalise(nn.Module):
+    """uint8 images [N, C, H, W] as the recipe's module hands them to its model."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        super().__init__()
+        self.mean, self.std = (torch.tensor(plan.data[k], device=device)[:, None, None] for k in ("mean", "std"))
+        self.layout = torch.channels_last if plan.module["channels_last"] else torch.contiguous_format
+
+    def forward(self, images: Tensor) -> Tensor:
+        return ((images.float() / 255 - self.mean) / self.std).contiguous(memory_format=self.layout)
+
+
 def normalised(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Images and labels of one micro-batch, as the recipe's module hands them to its model."""
+    """Images and labels of one micro-batch."""
     batch = batch_of_images(plan, device)
-    mean, std = (torch.tensor(plan.data[k], device=device)[:, None, None] for k in ("mean", "std"))
-    layout = torch.channels_last if plan.module["channels_last"] else torch.contiguous_format
-    return ((batch["image"].float() / 255 - mean) / std).contiguous(memory_format=layout), batch["label"]
+    return Normalise(plan, device)(batch["image"]), batch["label"]
+
+
+def loaded_batches(plan: Plan, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Images in uint8 and labels from the workers of the Plan's data, copied from pinned memory, epoch after epoch."""
+    data = build_data(plan)
+    data.setup("fit")
+    loader = data.train_dataloader()
+    while True:
+        for batch in loader:
+            yield batch["image"].to(device, non_blocking=True), batch["label"].to(device, non_blocking=True)
