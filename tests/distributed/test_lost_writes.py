@@ -48,7 +48,11 @@ class Writes(LightningModule):
             self.follow()
         if self.how == "by_method":  # the layer is not called
             return self.net[0].linear(batch[1]).square().mean()
-        x = self.head(self.net(batch[1])) + self.table(torch.arange(len(batch[1]))) + self.teacher(batch[1])
+        x = (
+            self.head(self.net(batch[1]))
+            + self.table(torch.arange(len(batch[1]), device=batch[1].device))
+            + self.teacher(batch[1])
+        )
         return x.square().mean()
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
