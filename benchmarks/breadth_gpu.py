@@ -51,7 +51,7 @@ from shardwise.plan import Plan  # noqa: E402
 from shardwise.rank import quiet_lightning  # noqa: E402
 from shardwise.trainer import build_data, build_module  # noqa: E402
 
-STEPS, WARM_UP = 9, 3
+STEPS, WARM_UP = 11, 5  # of two batches each; writes into weights are looked for in the first nine
 ACCUMULATE = 2
 NOTHING_ELSE = ["checkpoint=none", "schedule=none", "log_every_n_steps=1000", "validate_every_n_steps=1000000"]
 

@@ -19,6 +19,7 @@ import os
 import re
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -79,7 +80,7 @@ class Size:
     jpeg_workers: int = 14
     jpegs: int = 4096
     jpeg_size: tuple[int, int] = (500, 375)
-    limit_seconds: int = 200
+    limit_seconds: int = 240
 
     def clock(self, device: torch.device, warm_up: int) -> ObservedSteps:
         return ObservedSteps(device, samples=self.batch, warm_up=warm_up, timed=self.timed, waiting=self.waiting,
@@ -121,8 +122,9 @@ class Training:
             variants["plain, compiled, weights channels_last too"] = {"weights_channels_last": True}
         self.plain("eager", compiled=False)
         variants["plain, compiled, its own loader"] = {"loaded": True, "weights_channels_last": channels_last}
-        what = "in turn with plain loops, compile=model"
-        self.parts.part(self.name, what, lambda: self.in_turn(variants), input=self.input)
+        for more in ([], ["compile.cudagraphs=true"]):
+            what = " ".join(["in turn with plain loops, compile=model", *more])
+            self.parts.part(self.name, what, partial(self.in_turn, variants, more), input=self.input)
         for compiled in ("model", "layer", "none"):
             for resident in (False, True) if compiled != "layer" else (False,):
                 self.trainer(compiled, resident, reference)
@@ -149,7 +151,7 @@ class Training:
 
         return self.parts.part(self.name, f"plain, {what}", measure)
 
-    def in_turn(self, variants: dict[str, dict[str, bool]]) -> dict[str, Any]:
+    def in_turn(self, variants: dict[str, dict[str, bool]], more: list[str]) -> dict[str, Any]:
         size = self.size
         by_hand, _ = self.plan_of("none", "plain", 1, "data.samples=1000000")
         steps = {who: image_step(by_hand, self.device, compiled=True, **said)[0] for who, said in variants.items()}
@@ -159,7 +161,7 @@ class Training:
             timed=size.timed, rounds=size.rounds,
         )  # fmt: skip
         samples = f"data.samples={clock.steps * size.batch}"
-        plan, record = self.plan_of("model", f"{self.name}-beside", clock.steps, samples)
+        plan, record = self.plan_of("model", f"{self.name}-beside", clock.steps, samples, *more)
         try:
             result = through_trainer(plan, clock) | {"machine": describe_gpus(self.accelerator, 1)}
         finally:

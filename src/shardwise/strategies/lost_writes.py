@@ -8,7 +8,9 @@ not kept, and the run would go on as another model.
 from __future__ import annotations
 
 import inspect
+import weakref
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +72,8 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.writes, self.where = writes, where
         self._names = {id(p): name for name, p in writes.module.named_parameters()}
-        self._data: dict[int, tuple[Tensor, Tensor]] = {}  # id of p.data → itself, p
+        # id of p.data → itself, p. A reference that held it would hold the weights that DeepSpeed gathers.
+        self._data: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -80,13 +83,14 @@ class _Watch(TorchFunctionMode):
                 self._check(tensor, sets_data, line)
         result = function(*args, **kwargs)
         if getattr(function, "__self__", None) is Tensor.data and isinstance(result, Tensor):
-            self._data[id(result)] = result, args[0]
+            self._data[id(result)] = weakref.ref(result), args[0]
         return result
 
     def _check(self, tensor: Any, sets_data: bool, line: str) -> None:
         if not isinstance(tensor, Tensor):
             return
-        weight = self._data.get(id(tensor), (None, tensor))[1]
+        found = self._data.get(id(tensor))
+        weight = found[1] if found is not None and found[0]() is tensor else tensor
         name = self._names.get(id(weight)) or self._sharing(weight)
         if name is None or (isinstance(weight, DTensor) and not sets_data):  # a write into the shard itself is kept
             return
@@ -128,11 +132,18 @@ def _users_line() -> str | None:
     """The line of the user's code that has called torch; None: FSDP2 or another strategy has."""
     frame: Any = inspect.currentframe()
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if not path.is_relative_to(_TORCH) and frame.f_code.co_filename != __file__:
+        file = frame.f_code.co_filename
+        if not (part := _part_of_torch(file)) and file != __file__:
             package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-            return None if package in _OTHERS else f"{path.name}, line {frame.f_lineno}"
-        if path.is_relative_to(_TORCH / "distributed"):
+            return None if package in _OTHERS else f"{Path(file).name}, line {frame.f_lineno}"
+        if part == "distributed":
             return None
         frame = frame.f_back
     return None
+
+
+@cache
+def _part_of_torch(file: str) -> str:
+    """The folder or file of torch that a source file lies in; "" for all others."""
+    path = Path(file)
+    return path.relative_to(_TORCH).parts[0] if path.is_relative_to(_TORCH) else ""
