@@ -420,6 +420,10 @@ TARGETS: list[tuple[str, list[str]]] = [
     ("model=none", ["module.model=null: ", "takes Transformer"]),
     ("+data.foo=1", ["data: ", "unexpected keyword argument 'foo'; it takes directory, sequence_length"]),
     ("~data.directory", ["data: ", "missing a required argument: 'directory'"]),
+    ("\"model.dim='512'\"", ["takes int, and this is text: write it without quotes; the environment's is "
+                         "'${oc.decode:${oc.env:NAME}}', quoted so"]),
+    ("optimizer=sgd optimizer._target_=torch.optim.Adadelta ~optimizer.momentum \"optimizer.lr='1e-3'\"",
+     ["optimizer.lr=1e-3: must be a number, and this is text: write it without quotes"]),
     ("data.num_workers=1.5", ["data.num_workers=1.5: ", "takes int"]),
     ("data.num_workers=-1", ["data.num_workers=-1: must be at least 0"]),
     ("data.sequence_length=0", ["data.sequence_length=0: must be at least 1"]),

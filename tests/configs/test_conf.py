@@ -323,6 +323,14 @@ def test_cuda_graphs_are_refused_where_memory_moves(strategy: str) -> None:
 def test_values_come_from_the_environment_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_NODES", "2")
     assert read("nodes=${oc.env:MY_NODES}", "gradient_clip_val=${oc.env:MY_NODES}").nodes == 2
+    monkeypatch.setenv("MY_RATE", "1e-3")
+    words = ["optimizer.lr=${oc.env:MY_RATE}", "optimizer.betas=[${oc.env:MY_RATE},0.9]", "optimizer.eps=2e-8"]
+    config = read(*words, "schedule.warmup_steps=${oc.env:MY_NODES}")
+    assert (config.optimizer["lr"], config.optimizer["betas"], config.optimizer["eps"]) == (1e-3, [1e-3, 0.9], 2e-8)
+    assert config.schedule["warmup_steps"] == 2 and type(config.schedule["warmup_steps"]) is int
+    # What conf/ does not know is as its words say
+    assert read("model.dim=${oc.env:MY_NODES}").module["model"]["dim"] == "2"
+    assert read("model.dim='${oc.decode:${oc.env:MY_NODES}}'").module["model"]["dim"] == 2
 
 
 def test_text_that_looks_like_a_number_is_kept_when_it_is_quoted() -> None:
