@@ -36,6 +36,7 @@ from shardwise.run_dir.files import (
     EVENTS,
     LOGS,
     PLAN,
+    check_folder,
     keep_earlier,
     lock_run_dir,
     put_back,
@@ -75,6 +76,8 @@ def _train(argv: list[str]) -> int:
         jobs, plans = make_run_plans(command.jobs, host)
         if any(job.config.dry_run for job in jobs):
             for job, plan in zip(jobs, plans, strict=True):
+                check_weights(plan)
+                check_folder(plan.run_dir)
                 lines = [*job.messages, *explain_context(plan), *parallel_lines(plan)]
                 notices = "".join(f"# {line}\n" for line in lines)
                 print(f"{notices}# config\n{job.yaml}\n# plan\n{plan.to_json()}")
