@@ -21,6 +21,7 @@ from shardwise.plan.loss import check_takes_loss, explain_loss
 from shardwise.plan.parallel_lines import parallel_lines
 from shardwise.plan.pipeline import check_stages
 from shardwise.plan.plan import headline
+from shardwise.plan.unreached import explain_unreached
 from shardwise.process.console import outlive_console
 from shardwise.process.parent import die_with_parent
 from shardwise.process.report import report
@@ -78,7 +79,7 @@ def _train(argv: list[str]) -> int:
             for job, plan in zip(jobs, plans, strict=True):
                 check_weights(plan)
                 check_folder(plan.run_dir)
-                lines = [*job.messages, *explain_context(plan), *parallel_lines(plan)]
+                lines = [*job.messages, *explain_context(plan), *explain_unreached(plan), *parallel_lines(plan)]
                 notices = "".join(f"# {line}\n" for line in lines)
                 print(f"{notices}# config\n{job.yaml}\n# plan\n{plan.to_json()}")
             return 0
@@ -232,6 +233,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
                 f"cannot write the run's folder {run_dir}: {error.strerror}; give another runs_dir="
             ) from None
         choices = [*explain_loss(plan), *explain_attention(plan), *explain_context(plan)]
+        notices = [*explain_unreached(plan), *notices]
         print("\n".join([*job.messages, headline(plan), *choices, *notices]), flush=True)
         if plan.stage == "fit":
             record_command(run_dir, job.overrides, launcher=plan.launcher, alone=single, locked=locked)
