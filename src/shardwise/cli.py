@@ -21,6 +21,7 @@ from shardwise.plan.loss import check_takes_loss, explain_loss
 from shardwise.plan.parallel_lines import parallel_lines
 from shardwise.plan.pipeline import check_stages
 from shardwise.plan.plan import headline
+from shardwise.plan.unreached import explain_unreached
 from shardwise.process.console import outlive_console
 from shardwise.process.parent import die_with_parent
 from shardwise.process.report import report
@@ -36,6 +37,7 @@ from shardwise.run_dir.files import (
     EVENTS,
     LOGS,
     PLAN,
+    check_folder,
     keep_earlier,
     lock_run_dir,
     put_back,
@@ -75,7 +77,9 @@ def _train(argv: list[str]) -> int:
         jobs, plans = make_run_plans(command.jobs, host)
         if any(job.config.dry_run for job in jobs):
             for job, plan in zip(jobs, plans, strict=True):
-                lines = [*job.messages, *explain_context(plan), *parallel_lines(plan)]
+                check_weights(plan)
+                check_folder(plan.run_dir)
+                lines = [*job.messages, *explain_context(plan), *explain_unreached(plan), *parallel_lines(plan)]
                 notices = "".join(f"# {line}\n" for line in lines)
                 print(f"{notices}# config\n{job.yaml}\n# plan\n{plan.to_json()}")
             return 0
@@ -229,6 +233,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
                 f"cannot write the run's folder {run_dir}: {error.strerror}; give another runs_dir="
             ) from None
         choices = [*explain_loss(plan), *explain_attention(plan), *explain_context(plan)]
+        notices = [*explain_unreached(plan), *notices]
         print("\n".join([*job.messages, headline(plan), *choices, *notices]), flush=True)
         if plan.stage == "fit":
             record_command(run_dir, job.overrides, launcher=plan.launcher, alone=single, locked=locked)

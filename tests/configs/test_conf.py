@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from benchmarks.report import with_tables
-from shardwise.cli import make_run_plans
+from shardwise.cli import make_run_plans, train
 from shardwise.config.bind import bind
 from shardwise.config.cluster import ClusterConfig, PeakTflopsConfig
 from shardwise.config.compose import compose, read_clusters
@@ -323,6 +323,40 @@ def test_cuda_graphs_are_refused_where_memory_moves(strategy: str) -> None:
 def test_values_come_from_the_environment_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_NODES", "2")
     assert read("nodes=${oc.env:MY_NODES}", "gradient_clip_val=${oc.env:MY_NODES}").nodes == 2
+    monkeypatch.setenv("MY_RATE", "1e-3")
+    words = ["optimizer.lr=${oc.env:MY_RATE}", "optimizer.betas=[${oc.env:MY_RATE},0.9]", "optimizer.eps=2e-8"]
+    config = read(*words, "schedule.warmup_steps=${oc.env:MY_NODES}")
+    assert (config.optimizer["lr"], config.optimizer["betas"], config.optimizer["eps"]) == (1e-3, [1e-3, 0.9], 2e-8)
+    assert config.schedule["warmup_steps"] == 2 and type(config.schedule["warmup_steps"]) is int
+    # What conf/ does not know is as its words say
+    assert read("model.dim=${oc.env:MY_NODES}").module["model"]["dim"] == "2"
+    assert read("model.dim='${oc.decode:${oc.env:MY_NODES}}'").module["model"]["dim"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], ""),
+        (["schedule.warmup_steps=500"], ""),  # the last step has the peak
+        (["schedule.warmup_steps=501"], "schedule.warmup_steps=501 is more than max_steps=500: the learning rate rises "
+         "to the end, and reaches 0.998 of optimizer.lr=0.003"),
+        (["max_steps=100", "schedule.warmup_steps=200"], "schedule.warmup_steps=200 is more than max_steps=100: the "
+         "learning rate rises to the end, and reaches 0.5 of optimizer.lr=0.003"),
+        (["validate_every_n_steps=500"], ""),
+        (["validate_every_n_steps=501"], "checkpoint.monitor=validation/loss is not measured in this run, so it "
+         "chooses no best checkpoint: validate_every_n_steps=501 is more than max_steps=500"),
+        (["max_validation_batches=0"], "checkpoint.monitor=validation/loss is not measured in this run, so it chooses "
+         "no best checkpoint: max_validation_batches=0 leaves validation out"),
+        (["max_validation_batches=0", "checkpoint.monitor=null"], ""),
+        (["max_steps=10", "stage=validate"], ""),
+        (["quick_check=true", "schedule.warmup_steps=200"], ""),
+        (["find_learning_rate=true"], ""),
+    ],
+)  # fmt: skip
+def test_what_a_run_is_too_short_to_reach_is_said(words: list[str], said: str, capsys: Any) -> None:
+    assert train([*words, "dry_run=true"]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
+    assert told == [*([f"# {said}"] if said else []), "# config", "# plan"]
 
 
 def test_text_that_looks_like_a_number_is_kept_when_it_is_quoted() -> None:

@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader
 
 from shardwise.config.compose import compose
+from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.run_dir.files import checkpoint_path
 from tests.harness.cells import fit
@@ -221,6 +222,35 @@ def test_another_optimizer_has_the_rates_that_it_would_have_had_from_the_start(t
     (rates,) = spawn(1, each_with_another_optimizer, tmp_path)
     for name, (first, other, changed) in rates.items():
         assert changed == pytest.approx(other) and changed != first, name
+
+
+def refusals(folder: Path) -> list[str]:
+    """What runs of 20 steps say whose OneCycleLR has 13: a new one, and two that go on."""
+    one(folder / "run", 1, ["OneCycleLR", "step"], f"max_steps={MIDDLE}")
+    one(folder / "epochs", 1, ["OneCycleLR", "step"], "max_epochs=1")
+    said = []
+    for name, words in (
+        ("new", ["max_steps=20"]),
+        ("run", ["max_steps=20", f"resume={checkpoint_path(folder / 'run', MIDDLE)}"]),
+        ("epochs", ["max_epochs=5", f"resume={checkpoint_path(folder / 'epochs', EPOCH)}"]),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            one(folder / name, 1, ["OneCycleLR", "step"], *words)
+        assert Module.finished == ([], 0)
+        said.append(str(refused.value))
+    last = one(folder / "run", 1, ["OneCycleLR", "step"], f"resume={checkpoint_path(folder / 'run', MIDDLE)}",
+               f"max_steps={STEPS + 1}")  # fmt: skip
+    return [*said, str(len(last["seen"]))]
+
+
+def test_a_one_cycle_that_ends_before_the_run_is_refused_before_a_step_is_lost(tmp_path: Path) -> None:
+    """torch raises in the middle of the run."""
+    ((new, resumed, epochs, seen),) = spawn(1, refusals, tmp_path)
+    lasts = "OneCycleLR with total_steps=13 lasts to step 13, and this run to step 20; give max_steps=13"
+    assert f"Module.configure_optimizers: {lasts}, or total_steps=self.trainer.estimated_stepping_batches" in new
+    assert f"step-00000006.ckpt: the checkpoint's {lasts}, with which" in resumed and "shardwise export" in resumed
+    assert f"step-00000004.ckpt: the checkpoint's {lasts} max_epochs=null, with which" in epochs
+    assert int(seen) == 2 * (STEPS + 1 - MIDDLE), "to its own end it goes on"
 
 
 def best_and_last(folder: Path) -> dict[str, list[int]]:

@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from shardwise.checkpoint.left_behind import tell_kept
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, make_plan
@@ -49,13 +51,31 @@ def test_a_run_that_goes_on_with_other_values_says_which(tmp_path: Path) -> None
     told = resumption(plan("seed=1", "optimizer.lr=0.5", "resume_allow=[seed]"))
     assert told == [
         f"goes on with other values than its checkpoint was trained with: optimizer.lr "
-        f"{json.dumps(plan().optimizer['lr'])} → 0.5; seed 0 → 1",
-        "the checkpoint's optimizer state, its learning rate included, is kept",
+        f"{json.dumps(plan().optimizer['lr'])} → 0.5; seed 0 → 1"
     ]
     for stage in ("fit", "validate"):
         began = dataclasses.replace(plan("init_from=/weights"), stage=stage)  # type: ignore[arg-type]
         assert resumption(began) == ["the weights are those of step-00000012.ckpt: init_from=/weights is not read"]
     assert resumption(plan("max_steps=12"))[-1].startswith("nothing left to train: max_steps=12, and step-00000012")
+
+
+@pytest.mark.parametrize(
+    ("words", "is_told"),
+    [([], False), (["seed=1"], False), (["optimizer.lr=0.5"], True), (["schedule.warmup_steps=3"], True),
+     (["resume_allow=[optimizer]"], True)],
+)  # fmt: skip
+def test_a_run_says_that_its_optimizers_state_is_kept_when_it_is(
+    tmp_path: Path, words: list[str], is_told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not before: another optimizer's state may be refused. The checkpoint has the Plan that it was trained with."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    made = [make_plan(compose(["name=run", "max_steps=20", *w]).jobs[0].config, Host(0)) for w in ([], words)]
+    (tmp_path / "plan.json").write_text(made[0].to_json())
+    tell_kept(dataclasses.replace(made[1], resume=str(tmp_path)))
+    kept = "the checkpoint's optimizer state, its learning rate included, is kept\n"
+    assert capsys.readouterr().out == (kept if is_told else "")
+    tell_kept(dataclasses.replace(made[1], resume=str(tmp_path / "of another version"), resume_allow=()))
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(

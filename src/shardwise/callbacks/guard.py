@@ -16,7 +16,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.callbacks.saving import Saving
-from shardwise.callbacks.schedules import restore_schedules, state_of_schedules
+from shardwise.callbacks.schedules import check_schedules_last, restore_schedules, state_of_schedules
 from shardwise.callbacks.steps import StepLog
 from shardwise.distributed.collectives import gather_objects
 from shardwise.errors import NonFiniteError, count
@@ -55,6 +55,8 @@ class Guard(Callback):
         self.schedules: deque[tuple[int, Any]] = deque(maxlen=plan.guard.max_in_a_row + LAG + 2)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self.plan.find_learning_rate:  # that takes the schedules away
+            check_schedules_last(trainer, self.plan)
         self.schedules.append((trainer.global_step, state_of_schedules(trainer)))
         strategy_of(trainer).recorder.restart_clock()
 

@@ -1,12 +1,17 @@
-"""Notes where the schedules and the optimizers' options stand, and restores it: see Guard."""
+"""Notes where the schedules and the optimizers' options stand, and restores it; refuses a schedule that ends before
+the run does: see Guard."""
 
 from __future__ import annotations
 
 from copy import copy
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.optim.lr_scheduler import OneCycleLR
+
+from shardwise.errors import ConfigError
+from shardwise.plan import Plan
 
 
 def state_of_schedules(trainer: Trainer) -> Any:
@@ -27,3 +32,35 @@ def restore_schedules(trainer: Trainer, schedules: Any) -> None:
     for optimizer, saved in zip(trainer.optimizers, options, strict=True):
         for group, group_options in zip(optimizer.param_groups, saved, strict=True):
             group.update(group_options)
+
+
+def check_schedules_last(trainer: Trainer, plan: Plan) -> None:
+    """Refuse a OneCycleLR whose `total_steps` are over before the run is: torch raises in the step that comes next.
+
+    A checkpoint brings the `total_steps` that the run had before.
+
+    Raises:
+        ConfigError
+    """
+    module = trainer.lightning_module
+    if not module.automatic_optimization or type(module).lr_scheduler_step is not LightningModule.lr_scheduler_step:
+        return  # the module itself decides when a schedule moves on
+    for config in trainer.lr_scheduler_configs:
+        schedule, end = config.scheduler, trainer.estimated_stepping_batches  # -1 or infinite where no data say it
+        if not isinstance(schedule, OneCycleLR) or (config.interval, config.frequency) != ("step", 1):
+            continue
+        last = trainer.global_step + schedule.total_steps - schedule.last_epoch
+        if last >= end or end == float("inf"):
+            continue
+        lasts = f"OneCycleLR with total_steps={schedule.total_steps} lasts to step {last}, and this run to step {end}"
+        give = f"give max_steps={last}" + (" max_epochs=null" if plan.max_steps is None else "")
+        if plan.resume is None:
+            raise ConfigError(
+                f"{type(module).__name__}.configure_optimizers: {lasts}; {give}, or "
+                f"total_steps=self.trainer.estimated_stepping_batches there"
+            )
+        raise ConfigError(
+            f"resume={plan.resume}: the checkpoint's {lasts}; {give}, with which it ends as it was to end, or begin a "
+            f"new run, with a new schedule, from its weights: shardwise export {plan.resume} format=safetensors, then "
+            f"init_from= and another name="
+        )

@@ -1,4 +1,4 @@
-"""`resume_allow=[optimizer]`: a run that may leave the state of its checkpoint's optimizer behind."""
+"""A run with another optimizer, which by `resume_allow=[optimizer]` may leave its checkpoint's state behind."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shardwise.checkpoint.optimizers import optimizer_difference
 from shardwise.checkpoint.state import ShardedState
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
-from shardwise.run_dir.resume import KEPT
+from shardwise.run_dir.resume import changes_optimizer
 
 
 def takes_optimizers(plan: Plan, state: ShardedState, saved: list[dict[str, Any]]) -> bool:
-    """Whether this run's optimizers can use the saved state. Prints so where that state may be left behind.
+    """Whether this run's optimizers can use the saved state. Prints so where that state is left behind.
 
     Raises:
         ConfigError: they cannot, and `resume_allow` does not name the optimizer.
@@ -26,12 +26,18 @@ def takes_optimizers(plan: Plan, state: ShardedState, saved: list[dict[str, Any]
     difference = optimizer_difference(saved, state.module_optimizers(), state.group_names())
     if difference is not None and "optimizer" not in plan.resume_allow:
         raise ConfigError(f"resume={plan.resume}: {difference}; resume_allow=[optimizer] leaves that state behind")
-    if "optimizer" in plan.resume_allow and dist.get_rank() == 0:
-        left = (
-            f"the checkpoint's optimizer: {difference}; that state is left behind, and this run's learning rate holds"
+    if difference is not None and dist.get_rank() == 0:
+        print(
+            f"the checkpoint's optimizer: {difference}; that state is left behind, and this run's learning rate holds",
+            flush=True,
         )
-        print(KEPT if difference is None else left, flush=True)
     return difference is None
+
+
+def tell_kept(plan: Plan) -> None:
+    """Say that the saved state is used, where the user may think otherwise. Call it when the state is restored."""
+    if dist.get_rank() == 0 and ("optimizer" in plan.resume_allow or changes_optimizer(plan)):
+        print("the checkpoint's optimizer state, its learning rate included, is kept", flush=True)
 
 
 def moved_on(configs: Sequence[LRSchedulerConfig], saved: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwise.checkpoint.encoding import SHARD
-from shardwise.checkpoint.left_behind import moved_on, takes_optimizers
+from shardwise.checkpoint.left_behind import moved_on, takes_optimizers, tell_kept
 from shardwise.checkpoint.metadata import read_metadata
 from shardwise.checkpoint.optimizers import describe_state, restore_own, restore_state
 from shardwise.checkpoint.plain import Packed, describe_left_out, pack
@@ -224,6 +224,7 @@ class TrainState:
             if optimizers:
                 restore_state(self.sharded, rest["optimizers"])
                 self.precision.load_loss_scale(rest["loss_scale"])
+                tell_kept(self.plan)
             if self.is_training:
                 if not optimizers:
                     rest["lr_schedulers"] = moved_on(self.module.trainer.lr_scheduler_configs, rest["lr_schedulers"])

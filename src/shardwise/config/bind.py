@@ -87,3 +87,22 @@ def as_yaml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(as_yaml, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def as_number(value: Any) -> Any:
+    """`value`, with numbers in place of text that is one, in a list too."""
+    if isinstance(value, list):
+        return [as_number(item) for item in value]
+    for kind in (int, float) if isinstance(value, str) else ():
+        try:
+            return kind(value)
+        except ValueError:
+            pass
+    return value
+
+
+def remedy_for_text(value: Any) -> str:
+    """What to add to a message about text in place of a number, if it is the text of one."""
+    if not isinstance(value, str) or isinstance(as_number(value), str):
+        return ""
+    return ", and this is text: write it without quotes; the environment's is '${oc.decode:${oc.env:NAME}}', quoted so"

@@ -11,7 +11,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from shardwise.config.bind import as_yaml
+from shardwise.config.bind import as_number, as_yaml
 from shardwise.config.earlier_words import GROUPS_SINCE
 from shardwise.config.paths import CONF
 from shardwise.config.schema import MISSING
@@ -19,13 +19,18 @@ from shardwise.errors import ConfigError, did_you_mean
 
 
 def check_numbers(plain: dict[str, Any]) -> None:
-    """Check that numbers of optimizers and schedules in conf/ stay finite numbers: they check little themselves."""
+    """Check that numbers of optimizers and schedules in conf/ stay finite numbers: they check little themselves.
+
+    Numbers of the environment come as text, and are read in place, as those of the schema are: see config/bind.py.
+    """
     for group in ("optimizer", "schedule"):
         node = plain.get(group)
         if not isinstance(node, dict):
             continue
         for key, default in _defaults_of(group, node.get("_target_")).items():
             value, expected = node.get(key, default), "a number"
+            if key in node and (_is_number(default) or isinstance(default, list)):
+                value = node[key] = as_number(value)
             if isinstance(default, list):
                 expected = f"a list of {len(default)} numbers, e.g. {as_yaml(default)}"
                 is_right = isinstance(value, list) and len(value) == len(default) and all(map(_is_number, value))

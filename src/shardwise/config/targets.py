@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType, NoneType, UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
-from shardwise.config.bind import as_yaml
+from shardwise.config.bind import as_number, as_yaml, remedy_for_text
 from shardwise.config.one_lightning import read_as_one, second_copy
 from shardwise.config.secrets import read_secrets
 from shardwise.errors import ConfigError, a_or_an, did_you_mean
@@ -137,7 +137,8 @@ def check(
     for name, value in arguments.items():
         expected = annotations.get(name, Any)
         if not _fits(value, expected) and not (value is None and signature.parameters[name].default is None):
-            raise ConfigError(f"{where}.{name}={as_yaml(value)}: {node['_target_']} takes {_spelled(expected)}")
+            remedy = remedy_for_text(value) if _fits(as_number(value), expected) else ""
+            raise ConfigError(f"{where}.{name}={as_yaml(value)}: {node['_target_']} takes {_spelled(expected)}{remedy}")
 
 
 def _check_kind(target: Callable[..., Any], path: str, where: str, base: type) -> None:

@@ -13,6 +13,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from shardwise.config.bind import remedy_for_text
 from shardwise.config.targets import locate
 from shardwise.errors import ConfigError, describe_error
 from shardwise.optim.matrices import LAYERS, muon_groups
@@ -103,7 +104,7 @@ def try_optimizer(plan: Plan) -> None:
         for word, node in nodes.items():
             for key, value in node.items():
                 if isinstance(error, TypeError) and key != "_target_" and isinstance(value, str):
-                    raise ConfigError(f"{word}.{key}={value}: must be a number") from error
+                    raise ConfigError(f"{word}.{key}={value}: must be a number{remedy_for_text(value)}") from error
         every = {f"{word}.{k}={v}": k for word, node in nodes.items() for k, v in node.items() if k != "_target_"}
         named = [given for given, key in every.items() if re.search(rf"\b{re.escape(key)}=", str(error))]
         given = named[0] if len(named) == 1 else f"one of {' '.join(named or every)}"

@@ -27,6 +27,7 @@ def make_optimizer(config: RunConfig) -> dict[str, Any] | None:
     if config.optimizer is None:
         return None
     node = target_node("optimizer", config.optimizer)
+    _check_bounds(node)
     strategy = config.strategy.name.value
     if config.stage is Stage.fit and strategy.startswith("zero") and node["_target_"] in _NEEDS_ROWS:
         word, why = _NEEDS_ROWS[node["_target_"]]
@@ -35,6 +36,15 @@ def make_optimizer(config: RunConfig) -> dict[str, Any] | None:
             f"use strategy=fsdp, fsdp_hybrid or ddp, or optimizer=adamw or adamw_bf16"
         )
     return node | {"newton_schulz_dtype": _newton_schulz_dtype(config, node)} if node["_target_"] == MUON else node
+
+
+def _check_bounds(node: dict[str, Any]) -> None:
+    """Refuse what torch's optimizers, and ours, refuse when they are built, which a dry run does not do."""
+    if not node["_target_"].startswith(("torch.optim.", "shardwise.optim.")):
+        return
+    for key in ("lr", "eps", "weight_decay", "momentum"):
+        if isinstance(value := node.get(key), (int, float)) and value < 0:
+            raise ConfigError(f"optimizer.{key}={value}: must be at least 0")
 
 
 def _newton_schulz_dtype(config: RunConfig, node: dict[str, Any]) -> str:

@@ -103,6 +103,18 @@ def unsafe_file(path: Path) -> Path:
     return path.with_suffix(".unsafe.pkl")
 
 
+def check_folder(run_dir: str | Path) -> None:
+    """Refuse a run's folder that cannot be made, since a file is where it or a folder above it would be.
+
+    Raises:
+        ConfigError
+    """
+    path = Path(run_dir)
+    there = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    if not os.path.isdir(there):
+        raise ConfigError(f"cannot write the run's folder {run_dir}: {there} is not a folder; give another runs_dir=")
+
+
 def stage_file(name: str, stage: str) -> str:
     """`plan.json` → `plan-validate.json`: other stages than fit do not overwrite the records of training."""
     return name if stage == "fit" else f"-{stage}.".join(name.rsplit(".", 1))

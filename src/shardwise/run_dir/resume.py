@@ -25,8 +25,6 @@ from shardwise.run_dir.checkpoints import (
 from shardwise.run_dir.files import CHECKPOINTS, CONFIG, MANIFEST, PLAN
 from shardwise.run_dir.job_folder import has_begun
 
-KEPT = "the checkpoint's optimizer state, its learning rate included, is kept"
-
 
 def resolve_resume(resume: str | None, run_dir: str | Path, stage: str, may_be_taken: bool = True) -> str | None:
     """Turn the value of `resume=` into the checkpoint to load, or None.
@@ -143,8 +141,6 @@ def resumption(plan: Plan) -> list[str]:
                     f"resume={plan.resume}: {'; '.join(lines)}: the run would not see the samples that it was to see; "
                     f"give the same {name}{again}, or resume_allow=[{name}] to go on with other samples"
                 )
-        if any(line.startswith(("optimizer", "schedule")) for line in changed) and "optimizer" not in plan.resume_allow:
-            notices.append(KEPT)  # with resume_allow=[optimizer] the state itself has to be looked at first
     if (stop := _early_stop(plan)) is not None:
         notices.append(
             f"nothing left to train: {stop['by']} stopped this run at step {stop['step']}; other values of callbacks.* "
@@ -154,6 +150,15 @@ def resumption(plan: Plan) -> list[str]:
         path = Path(plan.resume)
         notices.append(f"nothing left to train: max_steps={plan.max_steps}, and {path.name} is there already")
     return notices
+
+
+def changes_optimizer(plan: Plan) -> bool:
+    """Whether the run has another optimizer or schedule, or other values of them, than its checkpoint has on record."""
+    try:
+        before = json.loads((Path(plan.resume or "") / PLAN).read_text())
+    except (OSError, ValueError):
+        return False
+    return any(key in before and before[key] != getattr(plan, key) for key in ("optimizer", "schedule"))
 
 
 # The keys of a Plan whose values a run should keep when it goes on
