@@ -61,6 +61,21 @@ class Averaging(LightningModule):
         return torch.optim.AdamW(self.net.parameters(), 0.05)
 
 
+class Early(Averaging):
+    """Averages between the forward and the backward pass, also in an object that was made before there were shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.object = Shadow(self.net.parameters())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        Averaging.on_train_batch_end(self, None, None, 0)
+        self.object.update(self.net.parameters())
+        self.shadow["object"] = self.object.kept[0]
+
+
 class Shadow:
     """As in many repositories: a list of averages, which is put into the weights by way of `p.data`."""
 
@@ -188,6 +203,8 @@ def all_cells(folder: Path) -> dict[str, Any]:
             found[f"{name} writes"] = averages(folder / name / "writes", *CELLS[name], "module.writes=true")
         except ConfigError as error:
             found[f"{name} writes"] = str(error)
+        early = averages(folder / name / "early", *CELLS[name], f"module._target_={__name__}.Early")
+        found[f"{name} early"] = early
     return found
 
 
@@ -234,4 +251,7 @@ def test_an_average_of_the_modules_own_goes_on_as_it_was(tmp_path: Path) -> None
         assert rank["ddp writes"]["net.0.weight"].abs().max() <= 0.1
         for key, value in rank["ddp writes"].items():
             torch.testing.assert_close(rank["fsdp writes"][key], value, msg=key)
+        for name in ("fsdp", "zero3"):
+            for key, value in rank["ddp early"].items():
+                torch.testing.assert_close(rank[f"{name} early"][key].view_as(value), value, msg=f"{name} early {key}")
         assert "writes into net.0.weight in on_train_batch_end" in rank["zero3 writes"]

@@ -220,6 +220,19 @@ class LogsGradients(Apart):
         self.log("own/norm", torch.stack(norms).norm())
 
 
+class Averages(Apart):
+    """Keeps an average in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = {name: p.detach().clone() for name, p in self.named_parameters()}
+
+    @torch.no_grad()
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for name, p in self.named_parameters():
+            self.mean[name].mul_(0.9).add_(p, alpha=0.1)
+
+
 class ClipsByNorm(Apart):
     def configure_gradient_clipping(self, optimizer: Any, **_: Any) -> None:
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)

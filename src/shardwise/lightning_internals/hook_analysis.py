@@ -19,11 +19,10 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-# These hooks look at gradients, which belong to the shards.
-_OF_GRADIENTS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+# These hooks look at gradients, which belong to the shards. In on_before_zero_grad there are none any more.
+_OF_GRADIENTS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
 # In these they have been computed, and may be changed.
-LOOK_AT_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad",
-                     "configure_gradient_clipping")  # fmt: skip
+LOOK_AT_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 # The others look at a batch, or run when there are no weights yet.
 _OTHERS = (*_OF_GRADIENTS, "on_before_batch_transfer", "on_after_batch_transfer", "on_exception")
 _WALKS = {

@@ -151,7 +151,7 @@ def _around(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[A
     if type(host).__module__.startswith("shardwise."):
         return around
     runs = may_run_layers(hook_name, trainer.lightning_module.automatic_optimization)
-    more = [*strategy.watched_hook(hook_name), *(strategy.outside_steps() if runs else [])]
+    more = strategy.outside_steps() if runs else []
     of_gradients = hook_name in LOOK_AT_GRADIENTS
     if trainer.world_size > 1 and (
         of_gradients or (is_of_training(hook_name) and _seen_here(trainer, host, hook_name) is not None)
@@ -174,7 +174,8 @@ def _looks(trainer: Any, host: Any, hook_name: str) -> bool:
     if key not in known:
         name, strategy = _seen_here(trainer, host, hook_name), trainer.strategy
         known[key] = may_look(hook_name) and strategy.reduce_boolean_decision(name is not None, all=False)
-        if known[key] and "batch" in hook_name and strategy.is_global_zero:
+        of_each_batch = "batch" in hook_name or hook_name == "on_before_zero_grad"
+        if known[key] and of_each_batch and strategy.is_global_zero:
             print(_cost(strategy.plan.strategy, f"{hook_name} of {type(host).__name__}", name), flush=True)
     return bool(known[key])
 

@@ -60,12 +60,6 @@ class GatheringHooks(Strategy):
         with self.lost_writes.in_step(from_the_start=self.plan.resume is None):
             return run(*args, **kwargs)
 
-    def watched_hook(self, hook: str) -> list[AbstractContextManager[Any]]:
-        """What is put around a hook of the user's in which weights are not whole."""
-        if self.lost_writes is None or hook != "on_before_zero_grad":
-            return []
-        return [self.lost_writes.within(hook)]
-
     def outside_steps(self) -> list[AbstractContextManager[None]]:
         """What is put around hooks of the module and of callbacks, in which layers may run on anything."""
         return [
