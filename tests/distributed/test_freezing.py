@@ -21,6 +21,14 @@ FROZEN_LATER = {  # hook → strategies that must have the same weights in the e
 }
 REFUSED = {"ddp": ["strategy=ddp", UNUSED], "zero2": ["strategy=zero2", UNUSED], "zero3": ["strategy=zero3", UNUSED]}
 
+# What freezes in which hook → whether DeepSpeed's optimizer would go on changing it, by its decay or what it remembers
+BEHIND = {
+    "zero1-decays": ("on_fit_start", ["strategy=zero1", "optimizer.weight_decay=0.1"], True),
+    "zero3-remembers": ("on_train_batch_end", ["strategy=zero3"], True),
+    "zero1-keeps-nothing": ("on_train_batch_end", ["strategy=zero1", "optimizer.momentum=0"], False),
+    "zero2-keeps-nothing": ("on_train_batch_end", ["strategy=zero2", "optimizer.momentum=0"], False),
+}
+
 
 class Freezes(Callback):
     """Freezes the first layer in a hook; behind the second step it is to be trained again, if `thaws`."""
@@ -43,6 +51,9 @@ class Freezes(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.act("on_train_batch_start", pl_module, trainer.global_step)
 
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.act("on_train_batch_end", pl_module)
+
 
 def run(folder: Path, ranks: int, words: list[str], hook: str, thaws: bool) -> Any:
     plan = cell_plan(folder, ranks, "micro_batch_size=2", "global_batch_size=4", "max_steps=4", "schedule=none",
@@ -63,6 +74,11 @@ def run_all(folder: Path) -> dict[str, Any]:
     found["thawed fsdp"] = run(folder / "fsdp", 2, ["strategy=fsdp"], "setup", thaws=True)
     for name, words in REFUSED.items():
         found[f"thawed {name}"] = run(folder / name, 2, words, "setup", thaws=True)
+    found["ddp"] = run(
+        folder / "ddp-later", 2, ["strategy=ddp", UNUSED, "optimizer.momentum=0"], "on_train_batch_end", False
+    )
+    for name, (hook, words, _) in BEHIND.items():
+        found[name] = run(folder / name, 2, [*words, UNUSED], hook, thaws=False)
     return found
 
 
@@ -99,3 +115,15 @@ def test_what_would_not_be_reduced_is_refused(runs: Any, name: str) -> None:
     for rank in runs:
         told = rank[f"thawed {name}"]
         assert isinstance(told, str) and f"requires_grad=False when {name} was set up" in told and LAYER in told
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_what_would_go_on_changing_is_refused(runs: Any, name: str) -> None:
+    for rank in runs:
+        found, strategy = rank[name], name.partition("-")[0]
+        if BEHIND[name][2]:
+            assert isinstance(found, str) and f"requires_grad=True when {strategy} was set up" in found
+            assert LAYER in found and "freeze it before training starts" in found
+            continue
+        for parameter, tensor in rank["ddp"].items():
+            assert torch.allclose(found[parameter], tensor, atol=1e-6), parameter

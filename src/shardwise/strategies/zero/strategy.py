@@ -33,7 +33,7 @@ from shardwise.parallel.functional_calls import refuse_functional_calls
 from shardwise.parallel.precision import dtype_of
 from shardwise.plan import Plan
 from shardwise.strategies.base import PlannedStrategy
-from shardwise.strategies.refusals import FrozenForGood
+from shardwise.strategies.refusals import FrozenUnderZero
 from shardwise.strategies.whole_weights import gives_tensors, tensors_in_objects, weights_are_sharded
 from shardwise.strategies.zero.engine import engine_config
 from shardwise.strategies.zero.initial import InitialValues
@@ -115,9 +115,9 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         if self.plan.strategy.zero_stage == 3:
             self._refuse_inner_backward(engine_optimizer)
         keep_gradients_until_reduced(engine_optimizer)
-        self._frozen = FrozenForGood(self.module, self.plan.strategy.name)
         self.optimizers = [engine_optimizer]
         self.zero_state.use(engine_optimizer, group_names)
+        self._frozen = FrozenUnderZero(self.zero_state, self.plan.strategy.name)
         self.zero_precision.watch_gradients(engine_optimizer)
         initial.fill(self.zero_state.master_parts(), self.zero_state.trained_names(), self.root_device)
 
