@@ -108,6 +108,9 @@ def _empty_shard(directory: Path) -> None:
         (_empty_shard, "empty.bin has 0 tokens.*at least 1"),
         (lambda d: _edit(d, splits={"train": []}), "has 0 shards.*at least 1"),
         (lambda d: _edit(d, dtype="int64"), "'int64'.*uint8, uint16, uint32"),
+        (lambda d: _edit(d, vocab_size="abc"), r"vocab_size 'abc', it must be a whole number in \[1, 2\*\*32\]"),
+        (lambda d: _edit(d, vocab_size=-5), "vocab_size -5, it must be a whole number.*prepare the directory again"),
+        (lambda d: _edit(d, vocab_size=True), "vocab_size True, it must be a whole number"),
         (lambda d: _edit(d, version=3), "version 3.*reads 2 and older"),
         (lambda d: (d / "train-00003.ends").unlink(), "train-00003.ends must be a readable file: No such file"),
         (lambda d: (d / "train-00003.ends").write_bytes(b"\0" * 9), "train-00003.ends has 9 bytes.*documents.*copy"),
@@ -222,6 +225,8 @@ def test_baselines_are_the_stated_formulas(tmp_path: Path) -> None:
         }
     )
     assert unigram_bigram_baselines(*shards, 1025).keys() == {"unigram"}
+    with pytest.raises(DataError, match="holds the token 4, and its index has vocab_size 4"):
+        unigram_bigram_baselines(*shards, 4)
 
 
 def test_counting_in_chunks_misses_no_pair(tmp_path: Path) -> None:

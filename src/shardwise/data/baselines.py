@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.tokens import TokenShards
+from shardwise.errors import DataError
 
 
 def unigram_bigram_baselines(train: TokenShards, validation: TokenShards, vocab_size: int) -> dict[str, float]:
@@ -39,6 +40,11 @@ def _count(shards: TokenShards, limit: int, vocab_size: int, order: int) -> npt.
     limit, step = min(limit, len(shards)), 1 << 20
     for start in range(0, limit - order + 1, step):
         chunk = shards.tokens(start, min(step + order - 1, limit - start)).astype(np.int64)
+        if (largest := int(chunk.max())) >= vocab_size:
+            raise DataError(
+                f"{shards.directory} holds the token {largest}, and its index has vocab_size {vocab_size}: every token "
+                f"must be below that; prepare the directory again"
+            )
         keys = chunk if order == 1 else chunk[:-1] * vocab_size + chunk[1:]
         counts += np.bincount(keys, minlength=len(counts))
     return counts

@@ -40,8 +40,8 @@ def load_index(directory: Path) -> dict[str, Any]:
     path = directory / INDEX
     try:
         index = json.loads(path.read_bytes())
-        version, dtype, splits = index["version"], index["dtype"], index["splits"]
-        {"vocab_size": index["vocab_size"], "source": index["source"]}
+        version, dtype, splits, size = (index[key] for key in ("version", "dtype", "splits", "vocab_size"))
+        {"source": index["source"]}
         all_shards = [shard for shards in splits.values() for shard in shards]
         [(shard["file"], shard["tokens"], shard["sha256"]) for shard in all_shards]
         [(shard["ends"], shard["documents"]) for shard in all_shards if version in READABLE[1:]]
@@ -56,6 +56,10 @@ def load_index(directory: Path) -> dict[str, Any]:
     if dtype not in DTYPES:
         raise DataError(
             f"{path} has dtype {dtype!r}, it must be one of {', '.join(DTYPES)}; prepare the directory again"
+        )
+    if type(size) is not int or not 1 <= size <= 2**32:
+        raise DataError(
+            f"{path} has vocab_size {size!r}, it must be a whole number in [1, 2**32]; prepare the directory again"
         )
     return dict(index)
 
