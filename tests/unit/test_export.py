@@ -219,8 +219,11 @@ def test_damage_is_told_by_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [data] = newer.glob("*.distcp")
     content = data.read_bytes()
     data.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    said = refused(capsys, "export", str(tmp_path), "format=torch")
+    said = refused(capsys, "export", str(newer), "format=torch")
     assert f"{newer} is damaged: {data.name} is not what was written (another checksum)" in said
+    export(str(tmp_path), "format=torch", f"out={tmp_path}/older")
+    out = capsys.readouterr().out
+    assert f"{newer.name} is damaged: {data.name} is not what" in out and f"exporting {older.name}" in out
     data.write_bytes(content[:-1])
     assert f"{data.name} has {len(content) - 1} bytes of" in refused(capsys, "export", str(newer), "format=torch")
     export(str(tmp_path), "format=torch")

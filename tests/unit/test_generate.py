@@ -273,3 +273,10 @@ def test_a_space_at_the_end_is_noted_and_a_damaged_checkpoint_is_refused(
     content[len(content) // 2] ^= 0xFF
     tensors.write_bytes(content)
     assert f"{tensors.name} is not what was written" in refused(capsys, str(tmp_path), "prompt=once")
+    older = checkpoint.with_name("step-00000001.ckpt")
+    run_of(tmp_path / "other", None, 300)[1].rename(older)
+    assert main(["generate", str(tmp_path), "prompt=once", "max_new_tokens=2"]) == 0
+    out, err = capsys.readouterr()
+    said = f"{checkpoint.name} is damaged: {tensors.name} is not what was written (another checksum)"
+    assert out.startswith("once") and err == f"{said}; taking {older.name}\n"
+    assert f"{checkpoint} is damaged" in refused(capsys, str(checkpoint), "prompt=once")

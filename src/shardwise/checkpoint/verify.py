@@ -16,7 +16,7 @@ from shardwise.checkpoint.plain import unpack
 from shardwise.distributed.collectives import gather_objects
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
-from shardwise.run_dir.checkpoints import another_than, damage, list_checkpoints, mark_damaged
+from shardwise.run_dir.checkpoints import another_than, damage, list_checkpoints, mark_damaged, named_checkpoint
 from shardwise.run_dir.files import MANIFEST, TRAINER_STATE, rank_state, unsafe_file
 
 _T = TypeVar("_T")
@@ -80,10 +80,20 @@ def changed(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
         return next(filter(None, pool.map(check, sorted(files)[rank::ranks])), None)
 
 
-def refuse_changed(checkpoint: Path) -> None:
-    """Raises `ConfigError` if a file of the checkpoint has another checksum than when it was written."""
-    if found := changed(checkpoint):
-        raise ConfigError(f"{checkpoint} is damaged: {found}; give another checkpoint")
+def named_unchanged(given: str) -> tuple[Path, list[str]]:
+    """As `named_checkpoint`, of which every file has the checksum that it was written with.
+
+    Raises:
+        ConfigError: the checkpoint that is named has not, or none of the run's.
+    """
+    checkpoint, passed = named_checkpoint(given)
+    while found := changed(checkpoint):
+        before = [p for p in list_checkpoints(given) if p.name < checkpoint.name and damage(p) is None]
+        if not before:
+            raise ConfigError(f"{checkpoint} is damaged: {found}; give another checkpoint")
+        passed.append(f"{checkpoint.name} is damaged: {found}")
+        checkpoint = before[-1]
+    return checkpoint, passed
 
 
 def load_rest(folder: Path, trust: bool = False) -> tuple[dict[str, Any], dict[str, str]]:

@@ -68,21 +68,20 @@ def run(words: list[str]) -> None:
     Raises:
         ConfigError: a word is wrong, the checkpoint is damaged, the folder is not empty, or a name is unknown.
     """
-    from shardwise.checkpoint.verify import refuse_changed
+    from shardwise.checkpoint.verify import named_unchanged
 
     alone, config = read_words(words, ExportConfig)
     if len(alone) != 1:
         raise ConfigError(f"export takes one run or checkpoint, and got {' '.join(alone) or 'none'}; --help shows how")
     if not config.shard_gb > 0:
         raise ConfigError(f"shard_gb={config.shard_gb}: must be above 0")
-    checkpoint, damaged = named_checkpoint(alone[0])
-    for line in damaged:
-        print(f"{line}; exporting {checkpoint.name}")
-    run_dir = run_of(checkpoint)
+    run_dir = run_of(named_checkpoint(alone[0])[0])
     # The export is not put into the checkpoint, which is removed when there are newer ones.
     out = run_dir / f"export-{config.format.value}" if config.out is None else Path(config.out).expanduser().absolute()
     _check_free(out)
-    refuse_changed(checkpoint)
+    checkpoint, damaged = named_unchanged(alone[0])
+    for line in damaged:
+        print(f"{line}; exporting {checkpoint.name}")
     export = Export(checkpoint, config)
     _publish(out, export.write)
     size = sum(file.stat().st_size for file in out.iterdir())

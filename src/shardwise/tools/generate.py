@@ -18,7 +18,7 @@ from shardwise.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_token
 from shardwise.devices import count_cuda_devices
 from shardwise.errors import ConfigError, count
 from shardwise.protocols import lacks_to_continue_texts
-from shardwise.run_dir.checkpoints import module_node, named_checkpoint, run_of
+from shardwise.run_dir.checkpoints import module_node, run_of
 from shardwise.tools import Weights, read_words
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def run(words: list[str]) -> None:
     Raises:
         ConfigError: a word is wrong, a file cannot be read or written, or the run's module cannot continue texts.
     """
-    from shardwise.checkpoint.verify import refuse_changed
+    from shardwise.checkpoint.verify import named_unchanged
 
     alone, config = read_words(words, GenerateConfig)
     if len(alone) != 1:
@@ -99,12 +99,11 @@ def run(words: list[str]) -> None:
     prompts = list(numbered.values())
     if (last := config.seed + len(prompts) - 1) >= 2**64:
         raise ConfigError(f"seed={config.seed}: the seeds go up to {last}, and must be below 2^64; give a smaller one")
-    checkpoint, damaged = named_checkpoint(alone[0])
+    checkpoint, damaged = named_unchanged(alone[0])
     for line in damaged:
         sys.stderr.write(f"{line}; taking {checkpoint.name}\n")
     node = module_node(checkpoint)
     _check_target(node)
-    refuse_changed(checkpoint)
     writer = Writer(checkpoint, node, config)
     tokens = writer.encode(numbered)
     if writer.tokenizer.name != BYTES and any(prompt.endswith(" ") for prompt in prompts):
