@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.checkpoint.retention import read_best, write_best
 from shardwise.run_dir import files
 from tests.harness.rooms import MODULES
 
@@ -94,3 +95,22 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         files.write_whole(taken, "a plan")
     assert taken.is_dir() and [file.name for file in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize("damaged", [b'{"checkp', b"[]", b"{}", b"\xff\0", b""])
+def test_a_damaged_best_json_is_kept_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: bytes
+) -> None:
+    place, best = tmp_path / files.BEST, tmp_path / "best-00000004.ckpt"
+    assert read_best(tmp_path, "loss", keeps=True) == (None, None) and capsys.readouterr().out == ""
+    for number in (1, 2):
+        place.write_bytes(damaged)
+        assert read_best(tmp_path, "loss") == (None, None) and place.exists()
+        assert read_best(tmp_path, "loss", keeps=True) == (None, None) and not place.exists()
+        assert (tmp_path / f"best-{number}.json").read_bytes() == damaged
+        said = capsys.readouterr().out
+        assert f"{place} does not say which checkpoint is the best" in said and f"kept as best-{number}.json" in said
+    best.mkdir()
+    write_best(best, "loss", 0.5)
+    assert read_best(tmp_path, "loss", keeps=True) == (0.5, str(best))
+    assert read_best(tmp_path, "another", keeps=True) == (None, None) and place.exists()

@@ -63,7 +63,7 @@ class Saving(Callback):
         if self.plan.resume == str(checkpoint_path(self.plan.run_dir, trainer.global_step)):
             self.saved_step = trainer.global_step
         self.best_score, self.best_path = trainer.strategy.broadcast(
-            read_best(self.folder, self.plan.checkpoint.monitor)
+            read_best(self.folder, self.plan.checkpoint.monitor, keeps=trainer.is_global_zero)
         )
         if trainer.is_global_zero:
             for left in self.folder.glob(f"*{PARTIAL}"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardwise.plan import Plan
 from shardwise.run_dir.checkpoints import damage, list_checkpoints, step_of
-from shardwise.run_dir.files import BEST, write_whole
+from shardwise.run_dir.files import BEST, put_aside, write_whole
 
 
 def remove_superseded(plan: Plan, step: int) -> None:
@@ -37,13 +37,27 @@ def write_best(path: Path, monitor: str, score: float) -> None:
     write_whole(path.parent / BEST, json.dumps(best) + "\n")
 
 
-def read_best(folder: Path, monitor: str | None) -> tuple[float | None, str | None]:
-    """Score and path of the best checkpoint in `folder`, or (None, None) where there is none by this metric."""
+def read_best(folder: Path, monitor: str | None, *, keeps: bool = False) -> tuple[float | None, str | None]:
+    """Score and path of the best checkpoint in `folder`, or (None, None) where there is none by this metric.
+
+    `keeps`: put a file that says neither aside, and say so; a better score would write over it.
+    """
     try:
-        best = json.loads((folder / BEST).read_text())
-    except (OSError, ValueError):
+        best = json.loads((folder / BEST).read_bytes())
+        path, score, is_by_it = folder / best["checkpoint"], float(best["score"]), best["monitor"] == monitor
+    except FileNotFoundError:
         return None, None
-    path = folder / best["checkpoint"]
-    if best["monitor"] != monitor or not path.exists():
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        if keeps:
+            _keep_damaged(folder / BEST, error)
         return None, None
-    return best["score"], str(path)
+    return (score, str(path)) if is_by_it and path.exists() else (None, None)
+
+
+def _keep_damaged(path: Path, error: Exception) -> None:
+    kept = put_aside(path)
+    print(
+        f"{path} does not say which checkpoint is the best ({type(error).__name__}): it is kept as {kept.name}, a "
+        f"best-….ckpt of before stays, and the best is looked for from here on",
+        flush=True,
+    )

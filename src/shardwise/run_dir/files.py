@@ -121,13 +121,14 @@ def stage_file(name: str, stage: str) -> str:
 
 
 def keep_earlier(path: Path, text: str) -> Path | None:
-    """Rename an earlier record whose text differs: `plan.json` → `plan-1.json`, `plan-2.json`, …, the oldest first.
-
-    Returns:
-        The new path; None: nothing had to be renamed.
-    """
+    """Rename an earlier record whose text differs. Returns the new path; None: nothing had to be renamed."""
     if "-" in path.stem or not path.exists() or path.read_text() in ("", text):
         return None
+    return put_aside(path)
+
+
+def put_aside(path: Path) -> Path:
+    """Rename a file, and return its new path: `plan.json` → `plan-1.json`, `plan-2.json`, …, the oldest first."""
     number = 1
     while (kept := path.with_stem(f"{path.stem}-{number}")).exists():
         number += 1
