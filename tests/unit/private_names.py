@@ -124,7 +124,7 @@ USED = {
     ),
     "strategies/whole_in_hooks.py": (
         "_fsdp_param _fsdp_param_group _fully_shard _module_info _parameters _setattr_on_modules _to_sharded "
-        "_wait_all_gather_streams_on_event"
+        "_wait_all_gather_streams_on_event _get_fsdp_state"
     ),
     "strategies/pipelined_buffers.py": "_buffers _version",
     "strategies/step_on_shards.py": "_local_tensor",

@@ -30,7 +30,7 @@ _OPERATORS.add("__setitem__")
 
 
 class LostWrites:
-    """What a strategy puts around training steps, and around hooks in which no weight is whole."""
+    """What a strategy puts around training steps, in which no weight is whole."""
 
     def __init__(self, module: nn.Module, strategy: str, zero_stage: int) -> None:
         """`zero_stage`: of DeepSpeed; 0: FSDP2 has sharded the module."""

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
@@ -21,6 +22,7 @@ from shardwise.distributed.parameters import keep_attributes, keep_notes
 from shardwise.parallel.tensor_parallel import divided_layers
 from shardwise.strategies import fsdp_gathering
 from shardwise.strategies.sharded_state import DTensorState
+from shardwise.strategies.whole_weights import groups_of
 
 
 @contextmanager
@@ -42,6 +44,8 @@ class _WholeWeights:
     def __init__(self, module: nn.Module, state: DTensorState) -> None:
         self.state = state
         self.names = {id(p): name for name, p in module.named_parameters()}
+        layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, FSDPModule)]
+        self.groups = [group for layer in layers for group in groups_of(layer._get_fsdp_state())]
         self.places: list[tuple[nn.Module, str, DTensor]] = [
             (layer, key, p)
             for layer in list(module.modules())
@@ -68,6 +72,8 @@ class _WholeWeights:
             self._write(p)
             p.requires_grad_(self.wholes[of].requires_grad)  # the hook may have frozen it, or let it be trained
             keep_notes(p, self.wholes[of])
+        for group in self.groups:  # a backward pass may follow, which gathers on other streams
+            _let_gathers_wait(group)
 
     def _take(self, shard: DTensor, present: Any) -> None:
         """Note the tensor in the place of `shard`, which the hook may have replaced."""
@@ -123,8 +129,7 @@ class _WholeWeights:
                 info = parameter._module_info
                 self._take(shard, info.module._parameters[info.param_name])
                 self._write(shard)
-        # The root has let the streams of the gather go on before this was written.
-        group._wait_all_gather_streams_on_event(group.device_handle.current_stream().record_event())
+        _let_gathers_wait(group)  # the root has let them go on before this was written
         return original(group, *args, **kwargs)
 
     def _post_forward(self, original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,6 +146,11 @@ class _WholeWeights:
         info = parameter._module_info
         if isinstance(getattr(info.module, info.param_name), DTensor):
             original(parameter)
+
+
+def _let_gathers_wait(group: Any) -> None:
+    """Let the streams on which `group` gathers wait for what has been written by now."""
+    group._wait_all_gather_streams_on_event(group.device_handle.current_stream().record_event())
 
 
 def _around(change: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
