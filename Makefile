@@ -9,7 +9,7 @@ TEST_WORKERS ?= 2
 PYTEST = $(VENV)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile \
 	--reruns 1 --only-rerun 'Connection (reset|closed) by peer'
 
-.PHONY: train test test-quick test-all test-rest test-slurm check fix parity parity-gpu checkpoint-matrix chaos gpu-test bench-llm bench-images overhead \
+.PHONY: train test test-quick test-all test-rest test-slurm check fix parity parity-gpu checkpoint-matrix chaos gpu-test bench-llm bench-strategies bench-images overhead \
 	clean
 
 train: $(VENV)/.run
@@ -67,14 +67,17 @@ gpu-test: $(VENV)/.run
 
 # Llama 3 beside torchtitan, on GPUs; ARGS="--ranks 2" for two. Writes benchmarks/results/ and docs/performance.md.
 bench-llm: $(VENV)/.run
-	$(VENV)/bin/python benchmarks/race.py $(ARGS)
-	$(VENV)/bin/python benchmarks/report.py
+	$(VENV)/bin/python benchmarks/race.py $(ARGS); code=$$?; $(VENV)/bin/python benchmarks/report.py && exit $$code
+
+# Every strategy beside stock Lightning, Llama 1.5 B and 8 B on two GPUs.
+bench-strategies: $(VENV)/.run
+	$(VENV)/bin/python benchmarks/breadth_gpu.py --ranks 2 --models llama3_1b,llama3_8b $(ARGS); code=$$?; \
+		$(VENV)/bin/python benchmarks/report.py && exit $$code
 
 # Images on one GPU beside a plain loop, in turn; what this commit has measured is left out.
 bench-images: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/images_gpu.py --missing --sections resnet50,vit_b16,vit_l16 \
-		--only 'in turn|trainer, compile=model$$' $(ARGS)
-	$(VENV)/bin/python benchmarks/report.py
+		--only 'in turn|trainer, compile=model$$' $(ARGS); code=$$?; $(VENV)/bin/python benchmarks/report.py && exit $$code
 
 # What the Trainer costs; without GPUs: make overhead ARGS="--accelerator cpu".
 overhead: $(VENV)/.run

@@ -260,7 +260,7 @@ def main() -> None:
     parts = results.Parts(
         arguments.out / f"images-{name}.json", head_of(arguments, size, environment), words=words_of,
         limit_seconds=size.limit_seconds, commit=commit, only=arguments.only, prepare=lambda: start_afresh(device),
-        missing=arguments.missing,
+        missing=arguments.missing and not environment["uncommitted_changes"],
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -3,7 +3,7 @@
     python benchmarks/race.py --ranks 1            Llama 1.5 B on one GPU
     python benchmarks/race.py --ranks 2            Llama 3 8 B on two GPUs, under fsdp, and each axis; 4 and 8 likewise
     python benchmarks/race.py --ranks 1 --only 'fp8' --again       some cells; runs of this commit are made again
-    python benchmarks/race.py --ranks 1 --breakdown                where the fastest step of ours goes, from a profile
+    python benchmarks/race.py --ranks 1 --breakdown                our fastest step of each cell, profiled
     python benchmarks/race.py --accelerator cpu --tiny             tries it out anywhere
 
 A run of ours is `python train.py` as a user would start it; a run of torchtitan is its own launcher, on the same random
@@ -32,8 +32,9 @@ from benchmarks.harness import commands, results, roofline, titan  # noqa: E402
 from benchmarks.harness.data import RANDOM_TOKENS  # noqa: E402
 from benchmarks.harness.gpus import GpuWatch, describe_gpus  # noqa: E402
 from benchmarks.harness.kernels import costliest  # noqa: E402
-from benchmarks.harness.race_cells import MODELS, STEPS, axes_in, cells_on  # noqa: E402
+from benchmarks.harness.race_cells import MODELS, STEPS, axes_in, cells_on, flags_of, with_defaults  # noqa: E402
 from benchmarks.harness.trainers import TINY_LANGUAGE_MODEL  # noqa: E402
+from benchmarks.pages import performance  # noqa: E402
 from shardwise.config.compose import compose  # noqa: E402
 from shardwise.run_dir.files import METRICS, PLAN, SUMMARY, profile_folder, profile_trace  # noqa: E402
 from shardwise.run_dir.rows import read_rows  # noqa: E402
@@ -43,7 +44,6 @@ PROFILED = 12
 ENOUGH = 60  # seconds: with less left of --within, no run begins
 LENGTH = 8192
 ALWAYS = [*RANDOM_TOKENS, "optimizer.lr=1e-4", "gradient_clip_val=1.0", f"log_every_n_steps={EVERY}"]
-DEFAULTS = ["precision=bf16", "compile=model", "attention=fa4"]  # of ours, where a run does not say otherwise
 TINY = [
     *(word for word in TINY_LANGUAGE_MODEL if not word.startswith("micro")), "compile=none", "attention=auto",
     "loss=auto",
@@ -99,19 +99,18 @@ class Race:
             print("torchtitan is not installed, or there is no GPU: ours run alone", flush=True)
         found = []
         for cell in self.cells:
-            for micro_batch, checkpointing, more in cell.theirs if peer is not None else ():
-                flags = f"--training.local_batch_size {micro_batch} --activation_checkpoint.mode {checkpointing} {more}"
-                found.append(Run(cell.name, cell.size, f"torchtitan {peer}", flags.strip(), flags))
+            for flags in (flags_of(*run) for run in cell.theirs) if peer is not None else ():
+                found.append(Run(cell.name, cell.size, f"torchtitan {peer}", flags, flags))
             found += [Run(cell.name, cell.size, "ours", with_defaults(words)) for words in cell.ours]
         return found
 
     def has_card(self, run: Run) -> bool:
+        return any(is_final(card) and self.is_of_now(card) for card in self.result["cards"] if is_of(card, run))
+
+    def is_of_now(self, card: dict[str, Any]) -> bool:
         """Of this commit and these GPUs."""
-        return any(
-            results.is_of_commit(card, self.environment, self.options.commit)
-            and card["machine"] == self.machine and is_final(card)
-            for card in self.result["cards"] if is_of(card, run)
-        )  # fmt: skip
+        same = results.is_of_commit(card, self.environment, self.options.commit)
+        return same and bool(card["machine"] == self.machine)
 
     def make(self, run: Run) -> bool:
         """A run and its card. False: too little time is left for it."""
@@ -174,6 +173,8 @@ class Race:
 
     def words_of(self, run: Run, *more: str) -> list[str]:
         tiny = [*TINY, *(TINY_FP8 if "fp8" in run.words else [])] if self.options.tiny else []
+        if tiny and self.options.accelerator == "cpu":
+            tiny += [f"{word}=false" for word in ("strategy.symmetric_memory",) if word in run.words]
         micro = int(re.findall(r"micro_batch_size=(\d+)", run.words)[0])
         batch = f"global_batch_size={micro * self.ranks // axes_in(run.words)}"
         return [*MODELS[run.size], *ALWAYS, f"max_steps={run.steps[1]}", f"devices={self.ranks}", batch,
@@ -196,20 +197,32 @@ class Race:
         return commands.run(command, log, limit, look, titan.ENVIRONMENT), seen.get("end", {})
 
     def break_down(self) -> None:
-        """Profile one step of the fastest run of ours that the cells have, and set its parts beside their limits."""
-        names = [cell.name for cell in self.cells]
-        cards = [card for card in self.result["cards"]
-                 if card["who"] == "ours" and card["cell"] in names and "ms_per_step" in card]  # fmt: skip
-        if not cards:
+        """Profile one step of the fastest recorded run of ours in each cell, and set its parts beside their limits."""
+        found = (performance.fastest(self.result, cell.name, is_ours=True) for cell in self.cells)
+        runs = dict.fromkeys(Run(c["cell"], c["size"], "ours", c["words"]) for c in found if c is not None)
+        if not runs:
             sys.exit("no run of ours is recorded: run this without --breakdown first")
-        best = max(cards, key=lambda card: card["tokens_per_second_per_gpu"])
-        run = Run(best["cell"], best["size"], "ours", best["words"])
+        for run in runs:
+            before = self.result["breakdowns"].get(run.cell, {"words": None})
+            is_there = before["words"] == run.words and self.is_of_now(before)
+            if is_there and not self.options.again:
+                print(f"{run.cell}: {run.words}: this commit has its breakdown", flush=True)
+            elif (left := self.deadline - time.monotonic()) < ENOUGH:
+                print(f"the time is over before {run.cell}; the same command goes on there")
+                return
+            else:
+                print(f"{run.cell}: {run.words}", flush=True)
+                self.profile(run, min(left, self.options.timeout))
+
+    def profile(self, run: Run, limit: float) -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            found = self.ours(run, folder, self.options.timeout, (f"profile.start={PROFILED}",))
+            found = self.ours(run, folder, limit, (f"profile.start={PROFILED}",))
             profile = profile_folder(folder / "ours", PROFILED)
             if not (profile / SUMMARY).exists():
-                sys.exit(f"the profile was not written: {found.get('error', 'the reader left nothing')}")
+                print(f"the profile was not written: {found.get('error', 'the reader left nothing')}", flush=True)
+                self.failed = True
+                return
             parts = roofline.beside_limits(json.loads((profile / SUMMARY).read_text()), found["limit"]["parts_ms"])
             parts["kernels"] = costliest(profile_trace(profile, 0))
         where = {"commit": self.environment["commit"], "environment": self.environment, "machine": self.machine}
@@ -228,20 +241,15 @@ def is_final(card: dict[str, Any]) -> bool:
     return card.get("error") in (None, commands.NO_MEMORY)
 
 
-def with_defaults(words: str) -> str:
-    given = {word.split("=")[0] for word in words.split()}
-    return " ".join([words, *(word for word in DEFAULTS if word.split("=")[0] not in given)])
-
-
 def work_of(words: list[str]) -> roofline.Work:
     config = compose(words).jobs[0].config
     assert config.data is not None
-    checkpointing = config.activation_checkpointing
-    ranks = int(config.devices or 1)
+    checkpointing, in_16_bits = config.activation_checkpointing, config.precision.name.value == "bf16_true"
+    ranks, in_8_bits = int(config.devices or 1), "8bit" in str(config.optimizer)
     return roofline.Work(
         config.module["model"], config.global_batch_size / ranks, config.data["sequence_length"],
         shards=1 if config.strategy.name.value == "ddp" else getattr(config.strategy, "shard_size", None) or ranks,
-        optimizer_bytes=roofline.ADAMW_8BIT if "8bit" in str(config.optimizer) else roofline.ADAMW,
+        optimizer_bytes=roofline.update_bytes(in_8_bits=in_8_bits, weights_in_16_bits=in_16_bits),
         fp8=config.precision.name.value == "fp8",
         recompute=checkpointing.name.value, recomputed_layers=1 / checkpointing.every_n_layers,
     )  # fmt: skip
@@ -265,15 +273,14 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="runs that this commit has a card of are made again")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one run")
     parser.add_argument("--within", type=float, default=1e9, help="seconds for all runs; call it again for the rest")
-    parser.add_argument("--breakdown", action="store_true", help="a profile of our fastest recorded run of the cells")
+    parser.add_argument("--breakdown", action="store_true", help="a profile of our fastest recorded run of each cell")
     options = parser.parse_args()
     results.end_on_signals()
     race = Race(options)
     try:
         if options.breakdown:
             race.break_down()
-            return
-        for run in race.runs():
+        for run in [] if options.breakdown else race.runs():
             if not options.again and race.has_card(run):
                 print(f"{run.cell}: {run.who}, {run.words}: this commit has its card", flush=True)
             elif not race.make(run):

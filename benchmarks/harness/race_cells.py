@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks.harness import titan
@@ -18,7 +19,9 @@ STEPS = {"1.5B": (8, 24), "8B": (8, 24), "70B": (4, 12)}  # of the warm-up, and 
 FAST = "loss=fused compile=layer strategy.symmetric_memory=true"  # of 8 B on GPUs of one node
 LESS = "compile.recompute_elementwise=true"  # memory
 STAY = "strategy.reshard_after_forward=false"  # gathered
+THEIRS_STAY = "--parallelism.fsdp_reshard_after_forward never"
 AXES = ("tensor", "context", "pipeline")
+DEFAULTS = ("precision=bf16", "compile=model", "attention=fa4")  # of ours, where a run does not say otherwise
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,24 @@ def axes_in(words: str) -> int:
     return math.prod(map(int, sizes))
 
 
+def with_defaults(words: str) -> str:
+    given = {word.split("=")[0] for word in words.split()}
+    return " ".join([words, *(word for word in DEFAULTS if word.split("=")[0] not in given)])
+
+
+def flags_of(micro_batch: int, checkpointing: str, more: str) -> str:
+    """torchtitan's."""
+    return f"--training.local_batch_size {micro_batch} --activation_checkpoint.mode {checkpointing} {more}".strip()
+
+
+def runs_in(names: Iterable[str], ranks: int, *, is_ours: bool) -> set[tuple[str, str]]:
+    """Cell, and words or flags, of the runs that the cells with these names ask for."""
+    cells = [cell for cell in cells_on(ranks) if cell.name in names]
+    if is_ours:
+        return {(cell.name, with_defaults(words)) for cell in cells for words in cell.ours}
+    return {(cell.name, flags_of(*run)) for cell in cells for run in cell.theirs}
+
+
 def cells_on(ranks: int) -> tuple[Cell, ...]:
     if ranks == 1:
         return _one_gpu()
@@ -55,11 +76,11 @@ def _one_gpu() -> tuple[Cell, ...]:
         Cell("micro-batch 4", "1.5B", (f"micro_batch_size=4 {full}", f"micro_batch_size=4 {fused}"),
              ((4, "none", ""),)),
         Cell("best micro-batch", "1.5B", (f"micro_batch_size=10 {fused}", f"micro_batch_size=14 {fused} {LESS}"),
-             ((6, "none", ""),), best_of=("micro-batch 2", "micro-batch 4"), goal=1.12),
+             ((6, "none", ""), (8, "none", "")), best_of=("micro-batch 2", "micro-batch 4"), goal=1.12),
         Cell("fp8, micro-batch 4", "1.5B", (f"micro_batch_size=4 precision=fp8 {fused}",), ((4, "none", titan.FP8),),
              goal=1.10),
         Cell("fp8, best micro-batch", "1.5B", tuple(f"micro_batch_size={n} precision=fp8 {fused}" for n in (8, 10)),
-             ((6, "none", titan.FP8),), best_of=("fp8, micro-batch 4",), goal=1.10),
+             ((6, "none", titan.FP8), (8, "none", titan.FP8)), best_of=("fp8, micro-batch 4",), goal=1.10),
     )  # fmt: skip
 
 
@@ -67,14 +88,17 @@ def _two_gpus() -> tuple[Cell, ...]:
     def both(words: str, more: str = FAST) -> tuple[str, str]:
         return f"{words} {more}", f"{words} {more} {STAY}"
 
+    def theirs(micro_batch: int, checkpointing: str, more: str = "") -> tuple[tuple[int, str, str], ...]:
+        return tuple((micro_batch, checkpointing, f"{more} {stay}".strip()) for stay in ("", THEIRS_STAY))
+
     one = "no checkpointing, micro-batch 1"
     full = "full checkpointing, micro-batch 2"
     return (
-        Cell(one, "8B", both("micro_batch_size=1", f"{FAST} {LESS}"), ((1, "none", ""),), goal=1.10),
-        Cell(full, "8B", both("micro_batch_size=2 activation_checkpointing=full"), ((2, "full", ""),), goal=1.08),
+        Cell(one, "8B", both("micro_batch_size=1", f"{FAST} {LESS}"), theirs(1, "none"), goal=1.10),
+        Cell(full, "8B", both("micro_batch_size=2 activation_checkpointing=full"), theirs(2, "full"), goal=1.08),
         Cell("best", "8B", both("micro_batch_size=2", f"{FAST} {LESS}"), ((3, "selective", ""),), best_of=(one, full),
              goal=1.10),
-        Cell("fp8, micro-batch 1", "8B", both("micro_batch_size=1 precision=fp8"), ((1, "none", titan.FP8),),
+        Cell("fp8, micro-batch 1", "8B", both("micro_batch_size=1 precision=fp8"), theirs(1, "none", titan.FP8),
              goal=1.10),
         Cell("fp8, best", "8B", both("micro_batch_size=2 precision=fp8"),
              ((2, "selective", titan.FP8), (2, "none", titan.FP8)), best_of=("fp8, micro-batch 1",), goal=1.10),
@@ -89,7 +113,8 @@ def _node(ranks: int) -> tuple[Cell, ...]:
     # Weights in 16 bits where fp32 masters do not fit: 70 B of them and their gradients take 280 GB a copy more.
     large = f"micro_batch_size=1 optimizer=adamw_8bit activation_checkpointing=full {FAST}"
     return (
-        Cell("micro-batch 2", "8B", (f"micro_batch_size=2 {fast}",), ((2, "none", ""),), goal=1.10),
+        Cell("micro-batch 2", "8B", (f"micro_batch_size=2 {fast}",), ((2, "none", ""), (2, "none", THEIRS_STAY)),
+             goal=1.10),
         Cell("best micro-batch", "8B", tuple(f"micro_batch_size={n} {FAST} {LESS}" for n in (3, 4)), ((3, "none", ""),),
              best_of=("micro-batch 2",), goal=1.10),
         Cell("fp8, micro-batch 2", "8B", (f"micro_batch_size=2 precision=fp8 {fast}",),
@@ -97,7 +122,7 @@ def _node(ranks: int) -> tuple[Cell, ...]:
         Cell(f"hybrid 2 × {half}, micro-batch {micro}", "8B",
              tuple(f"micro_batch_size={micro} strategy=fsdp_hybrid strategy.shard_size={half} {words}"
                    for words in (FAST, fast)),
-             ((micro, "none", copies),), goal=1.10),
+             ((micro, "none", copies), (micro, "none", f"{copies} {THEIRS_STAY}")), goal=1.10),
         Cell("70 B", "70B", (large if ranks == 8 else f"{large} precision=bf16_true",)),
     )  # fmt: skip
 
@@ -125,14 +150,14 @@ def _axes(ranks: int) -> tuple[Cell, ...]:
             f"strategy=fsdp micro_batch_size=1 global_batch_size={2 * ranks} strategy.pipeline_parallel_size=2 {layer} "
             f"{STAY}"
         )
-        flag = "--parallelism.{}_parallel_degree 2"
+        flag, beside = "--parallelism.{}_parallel_degree 2", " --parallelism.enable_async_tensor_parallel"
         if ranks == 2 and size == "1.5B":
             found.append(Cell("shards alone, 1.5B", size, ("strategy=fsdp micro_batch_size=4 loss=fused",),
                               ((4, "none", ""),)))  # fmt: skip
         found += [
             Cell(f"tensor axis of 2, {size}", size,
                  (tensor, f"{tensor} {layer}", fastest) if size == "1.5B" else (fastest,),
-                 ((2 * micro, "none", flag.format("tensor") + half),), goal=1.10),
+                 tuple((2 * micro, "none", flag.format("tensor") + half + more) for more in ("", beside)), goal=1.10),
             Cell(f"pipeline of 2, {size}", size,
                  (pipeline, f"{pipeline} strategy.pipeline_schedule=interleaved strategy.pipeline_chunks=2"),
                  tuple((4, "none", f"{flag.format('pipeline')}{half}{schedule}") for schedule in schedules), goal=1.10),

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from shardwise.errors import Left
 from shardwise.run_dir.environment import describe_environment
 
 RESULTS = ROOT / "benchmarks" / "results"
+# What is no code that is measured: results, and the pages that are made from them.
+_CODE = ["--", ".", ":(exclude)benchmarks/results", ":(exclude)*.md"]
 
 
 def read(kind: str) -> list[dict[str, Any]]:
@@ -98,7 +101,9 @@ def measured_on(accelerator: str, commit: str | None) -> tuple[dict[str, Any], s
     given where the code was copied without its history."""
     environment = describe_environment()
     del environment["hostname"]
-    environment["commit"] = commit or environment["commit"]
+    if commit or environment["commit"]:
+        changes = None if commit else bool(_git("status", "--porcelain", *_CODE).stdout)
+        environment |= {"commit": commit or environment["commit"], "uncommitted_changes": changes}
     if accelerator == "cuda" and not environment["gpus"]:
         sys.exit("error: there is no GPU here; --accelerator cpu --tiny tries the script out")
     gpu = environment["gpus"][0] if accelerator == "cuda" else "cpu"
@@ -109,12 +114,22 @@ def is_of_commit(earlier: dict[str, Any], environment: dict[str, Any], given: st
     """Whether what an earlier environment has measured was measured with this code. With changes that are in no commit
     nobody knows. `given`: the commit of the command line."""
     known = environment["commit"] and (given or not environment["uncommitted_changes"])
-    return bool(known) and earlier["commit"] == environment["commit"]
+    return bool(known) and is_same_code(earlier["commit"], environment["commit"])
+
+
+@cache
+def is_same_code(one: str | None, other: str) -> bool:
+    """Whether two commits differ at most in results and pages. Where the history is absent they must be equal."""
+    return one == other or (one is not None and _git("diff", "--quiet", one, other, *_CODE).returncode == 0)
+
+
+def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 class Parts:
     """A result that is made of sections and their parts. A part that fails or takes too long is recorded with its
-    error, and the next one begins; what an earlier run on the same machine has measured stays in the file."""
+    error, and the next one begins; what earlier runs have measured stays in the file, with their environments."""
 
     def __init__(
         self, path: Path, head: dict[str, Any], *, limit_seconds: int, commit: str | None, only: str,
@@ -125,10 +140,13 @@ class Parts:
         self.missing = missing
         self.prepare, self.words = prepare, words
         self.content = head
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            earlier = json.loads(path.read_text())
-            if all(earlier[key] == head[key] for key in ("environment", "size", "tiny")):
-                self.content = head | {"sections": earlier["sections"]}
+        if before := earlier(path):
+            if before["tiny"] != head["tiny"]:
+                sys.exit(f"error: {path} was measured with{'' if before['tiny'] else 'out'} --tiny: give another --out")
+            self.content = head | {"sections": before["sections"]}
+        for part in (part for section in self.content["sections"].values() for part in section.values()):
+            if isinstance(part, dict):
+                part.setdefault("environment", before["environment"])
 
     def section(self, name: str) -> dict[str, Any]:
         return self.content["sections"].setdefault(name, {})  # type: ignore[no-any-return]
@@ -136,13 +154,13 @@ class Parts:
     def part(self, section: str, name: str, measure: Callable[[], dict[str, Any]], **said: Any) -> dict[str, Any]:
         """Measures the part `name`; if `only` leaves it out by section and name, it is the one of the earlier run."""
         earlier: dict[str, Any] = self.section(section).get(name, {})
-        is_there = self.missing and earlier.get("ok") and self.commit and earlier["commit"] == self.commit
+        is_there = self.missing and earlier.get("ok") and self.commit and is_same_code(earlier["commit"], self.commit)
         if is_there or not re.search(self.only, f"{section}: {name}"):
             return earlier
         self.prepare()
         started = time.perf_counter()
         row = self._measured(measure, said)
-        row["commit"] = self.commit
+        row |= {"commit": self.commit, "environment": self.content["environment"]}
         row["seconds"] = round(time.perf_counter() - started, 1)
         if row["ok"] or not earlier.get("ok"):  # a failure takes nothing away
             self.section(section)[name] = row

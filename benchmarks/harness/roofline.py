@@ -21,11 +21,8 @@ CEILINGS = {
     "attention_tflops": {head: rate / 1e12 for head, rate in ATTENTION.items()},
     "memory_tb_per_second": MEMORY / 1e12,
 }  # fmt: skip
-# Bytes for each parameter that a rank updates: AdamW reads masters, gradients and two moments and writes all but the
-# gradients; the norm for clipping reads the gradients once more.
-ADAMW = 4 * 4 + 3 * 4 + 4
-ADAMW_8BIT = ADAMW - 4 * 3  # two moments of one byte, read and written
-CAST_BYTES = 4 + 2  # a master becomes a weight in 16 bits; a gradient in 16 bits becomes one in fp32
+# A master becomes a weight in 16 bits; a gradient in 16 bits becomes one in fp32, and without masters again one in 16.
+CAST_BYTES = 4 + 2
 
 
 @dataclass(frozen=True)
@@ -37,13 +34,23 @@ class Work:
     length: int
     shards: int = 1  # over which masters, gradients and moments are divided
     fp8: bool = False  # the matrix products of the layers
-    optimizer_bytes: int = ADAMW
+    optimizer_bytes: int = 32  # see `update_bytes`
     recompute: str = "none"  # "selective": all but matrix products and attention; "full": everything
     recomputed_layers: float = 1.0  # the share of the layers
 
     @property
     def tokens(self) -> float:
         return self.samples * self.length
+
+
+def update_bytes(*, in_8_bits: bool, weights_in_16_bits: bool) -> int:
+    """Bytes for each parameter that a rank updates. `in_8_bits`: the moments.
+
+    AdamW reads masters, gradients and two moments and writes all but the gradients; the norm for clipping reads the
+    gradients once more.
+    """
+    weight, moment = 2 if weights_in_16_bits else 4, 1 if in_8_bits else 4
+    return (weight + weight + 2 * moment) + (weight + 2 * moment) + weight
 
 
 def head_of(model: Mapping[str, Any]) -> int:

@@ -224,7 +224,7 @@ def images_of(result: dict[str, Any]) -> list[str]:
             ["model", "what", "images/s", "ratio to plain loop", "peak reserved GiB"],
             (images_row(*part) for part in reached if part[1].startswith(("plain", "trainer"))),
         ),
-        *(line for model, what, row in reached if what.startswith("in turn") for line in in_turn(model, row)),
+        *(line for model, what, row in reached if what.startswith("in turn") for line in in_turn(model, what, row)),
         *jpegs(sections.get("jpeg", {})),
         *(["Not measured:", "", *failed, ""] if failed else []),
     ]
@@ -237,15 +237,15 @@ def images_row(model: str, what: str, row: dict[str, Any]) -> list[Any]:
     return [name, what, f"{row['images_per_second']:,.0f}", ratio, memory]
 
 
-def in_turn(model: str, row: dict[str, Any]) -> list[str]:
-    """What was measured in turn, in one process."""
+def in_turn(model: str, what: str, row: dict[str, Any]) -> list[str]:
+    """What was measured in turn, in one process. `what`: the part's name, with the words of the Trainer's run."""
     said = [
         f"{median(ratios):.2%} of *{who}* ({min(ratios):.2%} to {max(ratios):.2%})"
         for who, ratios in row["ratios"].items()
     ]
-    micro_batch = row["plan"]["micro_batch_size"]
+    micro_batch, words = row["plan"]["micro_batch_size"], what.partition(", ")[2]
     return [
-        f"**{model}, in turn**: in one process, every round runs some steps of the Trainer (compile=model, micro-batch "
+        f"**{model}, in turn**: in one process, every round runs some steps of the Trainer ({words}, micro-batch "
         f"{micro_batch}, images from workers) between steps of the plain loops, because the clock rate of a GPU varies "
         f"more than these differ. The Trainer reaches {', '.join(said)}: median and range of "
         f"{len(row['rounds']['trainer'])} rounds.",

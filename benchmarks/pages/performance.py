@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.harness.breadth_cells import COMPILED, LARGE, STOCK
 from benchmarks.harness.breadth_cells import OURS as EAGER
-from benchmarks.harness.race_cells import cells_on
+from benchmarks.harness.race_cells import cells_on, runs_in
 from benchmarks.harness.results import read
 from benchmarks.pages.markdown import device_of, table
 
@@ -23,9 +23,10 @@ def races(*ranks: int) -> list[dict[str, Any]]:
 
 
 def fastest(race: dict[str, Any], cell: str, *, is_ours: bool) -> dict[str, Any] | None:
-    cells = (cell, *race["cells"][cell])
-    cards = [c for c in race["cards"] if c["cell"] in cells and (c["who"] == OURS) == is_ours and "error" not in c]
-    return max(cards, key=lambda card: card["tokens_per_second_per_gpu"], default=None)
+    """Of the runs that the cell asks for by now."""
+    asked = runs_in((cell, *race["cells"][cell]), race["ranks"], is_ours=is_ours)
+    cards = [c for c in race["cards"] if (c["cell"], c["words"]) in asked and (c["who"] == OURS) == is_ours]
+    return max((c for c in cards if "error" not in c), key=lambda c: c["tokens_per_second_per_gpu"], default=None)
 
 
 def llama(*ranks: int) -> list[str]:
@@ -135,9 +136,17 @@ def breakdown() -> list[str]:
             gpus = gpus_of(race)
             columns = 4 if "H200" in gpus else 2  # whose ceilings are known
             rows = [[name, f"{ms:.1f}", f"{limit:.1f}", f"{ms - limit:.1f}"][:columns] for name, ms, limit in parts]
-            lines += [f"{cell} on {gpus}, {said}, commit {str(found['commit'])[:7]}:", ""]
+            lines += [f"{cell} on {gpus}, {said}, commit {str(found['commit'])[:7]}{_since(race, cell, found)}:", ""]
             lines += [*table(["", "ms", "at best", "more"][:columns], rows), ""]
     return lines or NOT_YET
+
+
+def _since(race: dict[str, Any], cell: str, found: dict[str, Any]) -> str:
+    """What a reader should know of a profile when a faster run has been made since."""
+    best = fastest(race, cell, is_ours=True)
+    if best is None or best["words"] == found["words"]:
+        return ""
+    return f" (the fastest run by now is that with `{best['words']}`)"
 
 
 def images() -> list[str]:
@@ -146,17 +155,18 @@ def images() -> list[str]:
     for result in (one for one in read("images") if not one["tiny"]):
         for section, name in IMAGES.items():
             parts = result["sections"].get(section, {})
-            row = parts.get("in turn with plain loops, compile=model", {})
-            if row.get("ok"):
+            turns = {what: row for what, row in parts.items() if what.startswith("in turn") and row.get("ok")}
+            for what, row in turns.items():
                 fastest = min(row["median_ratios"], key=row["median_ratios"].get)  # of the plain loops
                 ratios = row["ratios"][fastest]
-                rows.append([name, row["plan"]["micro_batch_size"], _thousands(median(row["rounds"][fastest])),
+                words = " ".join(f"`{word}`" for word in what.partition(", ")[2].split())
+                rows.append([name, row["plan"]["micro_batch_size"], words, _thousands(median(row["rounds"][fastest])),
                              _thousands(row["images_per_second"]), f"{median(ratios):.3f}",
                              f"{min(ratios):.3f} to {max(ratios):.3f}", IMAGE_GOALS[section],
                              row["commit"][:7]])  # fmt: skip
-            else:
-                rows.append([name, None, "not run", "not run", None, None, IMAGE_GOALS[section], None])
-    heads = ["", "micro-batch", "plain loop, images/s", "ours", "ratio", "of all rounds", "goal", "commit"]
+            if not turns:
+                rows.append([name, None, None, "not run", "not run", None, None, IMAGE_GOALS[section], None])
+    heads = ["", "micro-batch", "words", "plain loop, images/s", "ours", "ratio", "of all rounds", "goal", "commit"]
     return table(heads, rows) if rows else NOT_YET
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +41,7 @@ def test_the_limit_counts_the_models_own_operations_and_parameters() -> None:
     attention = parts["attention"] / 1e3 * roofline.attention_rate(SIZES) * backward_as_two_forwards
     assert matmul + attention == pytest.approx(model.training_flops(2, 32), rel=1e-12)
     norms = (2 * SIZES["n_layers"] + 1) * SIZES["dim"]
-    updated = parts["optimizer"] / 1e3 * roofline.MEMORY / roofline.ADAMW
+    updated = parts["optimizer"] / 1e3 * roofline.MEMORY / 32
     assert updated == pytest.approx(model.count_parameters() - norms, rel=1e-12)
 
 
@@ -57,7 +58,7 @@ def test_the_limit_knows_recomputing_fp8_and_shards() -> None:
     assert selective["matmul"] == whole["matmul"] and selective["elementwise"] == full["elementwise"]
     assert full["elementwise"] > whole["elementwise"]
     assert parts(fp8=True)["matmul"] - head == pytest.approx((whole["matmul"] - head) / 2)
-    assert parts(optimizer_bytes=roofline.ADAMW_8BIT)["optimizer"] == pytest.approx(whole["optimizer"] * 20 / 32)
+    assert parts(optimizer_bytes=20)["optimizer"] == pytest.approx(whole["optimizer"] * 20 / 32)
     assert parts(shards=2)["optimizer"] == pytest.approx(whole["optimizer"] / 2)
     found = roofline.limit(roofline.Work(SIZES, samples=2, length=32))
     assert found["tokens_per_second_per_gpu"] == pytest.approx(64e3 / sum(whole.values()), rel=1e-3)
@@ -72,7 +73,14 @@ def test_the_words_of_a_run_make_its_work() -> None:
     assert race.work_of([*words, "strategy=ddp", "precision=bf16"]).shards == 1
     hybrid = [*words, "devices=4", "strategy=fsdp_hybrid", "strategy.shard_size=2", "precision=bf16"]
     assert race.work_of(hybrid).shards == 2
-    assert race.work_of([*words, "optimizer=adamw_8bit"]).optimizer_bytes == roofline.ADAMW_8BIT < roofline.ADAMW
+    assert race.work_of(words).optimizer_bytes == 32, (
+        "masters, gradients, two moments; without gradients; gradients again"
+    )
+    small = [*words, "optimizer=adamw_8bit"]
+    assert (
+        race.work_of(small).optimizer_bytes == 20
+        and race.work_of([*small, "precision=bf16_true"]).optimizer_bytes == 12
+    )
 
 
 def test_the_words_of_all_runs_are_known(tmp_path: Path) -> None:
@@ -175,6 +183,48 @@ def test_a_run_has_a_card_and_is_not_made_again(
     assert len(runs.made) == 6 and [card["commit"][0] for card in found["cards"]] == ["b", "b"]
 
 
+def test_each_cell_has_a_breakdown_of_its_fastest_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = [race_cells.Cell(name, "1.5B", (f"micro_batch_size={n} loss={loss}",))
+             for n, (name, loss) in enumerate([("first", "full"), ("second", "fused")], start=1)]  # fmt: skip
+    cells.append(race_cells.Cell("best", "1.5B", (), best_of=("first", "second")))
+    for where in (race, race_cells):
+        monkeypatch.setattr(where, "cells_on", lambda ranks: cells)
+    line = ["race.py", "--accelerator", "cpu", "--out", str(tmp_path), "--commit", "a" * 40]
+    monkeypatch.setattr(sys, "argv", line)
+    race.main()
+    monkeypatch.setattr(sys, "argv", [*line, "--breakdown"])
+    with pytest.raises(SystemExit, match="a run failed"):  # no profile is written here
+        race.main()
+    assert runs.made == ["loss=full", "loss=fused"] * 2, "the best is one of them"
+    assert capsys.readouterr().out.count("the profile was not written") == 2
+
+
+def test_results_and_pages_are_not_the_code_that_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        name = ["-c", "user.name=x", "-c", "user.email=x@y.z"]
+        return subprocess.run(["git", *name, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    def commit(path: str) -> str:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(path)
+        git("add", "."), git("commit", "-qm", path)
+        return git("rev-parse", "HEAD").strip()
+
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    results.is_same_code.cache_clear()
+    git("init", "-q")
+    code, card, page, other = map(commit, ("src/a.py", "benchmarks/results/race.json", "docs/page.md", "conf/a.yaml"))
+    assert results.is_same_code(code, card) and results.is_same_code(code, page)
+    assert not results.is_same_code(page, other) and not results.is_same_code("0" * 40, page)
+    (tmp_path / "benchmarks/results/race.json").write_text("changed")
+    assert results.measured_on("cpu", None)[0]["uncommitted_changes"] is False
+    (tmp_path / "src/a.py").write_text("changed")
+    assert results.measured_on("cpu", None)[0]["uncommitted_changes"] is True
+    results.is_same_code.cache_clear()
+
+
 def test_what_the_time_cuts_short_has_no_card(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,9 +298,14 @@ def test_each_rank_of_torchtitan_has_other_sequences() -> None:
     assert whole[0::2] == parts[0] and whole[1::2] == parts[1] and len({tuple(row) for row in whole}) == 8
 
 
+WORDS = race_cells.with_defaults("micro_batch_size=2 loss=fused")
+FLAGS = race_cells.flags_of(2, "none", "")
+
+
 def card_of(who: str, speed: float, **more: Any) -> dict[str, Any]:
     return {
-        "cell": "micro-batch 2", "who": who, "words": "loss=full", "tokens_per_second_per_gpu": speed,
+        "cell": "micro-batch 2", "who": who, "words": WORDS if who == "ours" else FLAGS,
+        "tokens_per_second_per_gpu": speed,
         "commit": "c" * 40, "ms_per_step": 300.0, "steps_ms": [299.0, 301.0], "peak_reserved_gib": 42.0,
         "losses": [12.2, 12.1], "gpu": {"power_watts": 690.0, "sm_clock_mhz": 1700.0},
         "machine": {"digests": ["1"], "power_limit_watts": [700.0]}, "environment": {"gpus": ["NVIDIA H200"]},
@@ -270,14 +325,16 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "tiny": False, "ranks": 1, "cells": {"micro-batch 2": [], "micro-batch 4": [], "best": ["micro-batch 2"]},
         "cards": [
             card_of("torchtitan 0.2.2", 50_000.0), card_of("ours", 60_000.0, commit="d" * 40),
-            card_of("ours", 55_000.0, words="loss=fused"), card_of("ours", 9e9, error="out of memory"),
+            card_of("ours", 70_000.0, words="micro_batch_size=2 loss=full"),  # which no cell asks for any more
+            card_of("ours", 9e9, error="out of memory"),
         ],
         "breakdowns": {"micro-batch 2": {"words": "loss=full", "commit": "d" * 40, **broken}},
     }  # fmt: skip
     results.write(tmp_path / "race-h200-x1.json", content)
     lines = performance.TABLES["race_1"]()
     assert lines[0].startswith("| | torchtitan 0.2.2 | ours |") and len(lines) == 8
-    assert lines[2] == "| micro-batch 2 | 50,000 | 60,000 | 1.200 | 1.08 | 80,000 | 0.75 | 42.0 / 42.0 | `loss=full` |"
+    said = " ".join(f"`{word}`" for word in WORDS.split())
+    assert lines[2] == f"| micro-batch 2 | 50,000 | 60,000 | 1.200 | 1.08 | 80,000 | 0.75 | 42.0 / 42.0 | {said} |"
     assert lines[3] == "| micro-batch 4 | not run | not run | | | | | | |"
     assert lines[4] == lines[2].replace("micro-batch 2", "best").replace(" 1.08 ", " "), (
         "the runs of another cell count in it too"
@@ -289,6 +346,7 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     parts = performance.TABLES["race_breakdown"]()
     assert "| matmul | 20.0 | 18.0 | 2.0 |" in parts and "| elementwise | 5.0 | 3.0 | 2.0 |" in parts
     assert "| all | 33.0 | 21.0 | 12.0 |" in parts
+    assert f"(the fastest run by now is that with `{WORDS}`)" in parts[0]
     other = {"environment": {"gpus": ["NVIDIA H100"]}, "cell": "micro-batch 4"}
     results.write(tmp_path / "race-h100-x1.json", content | {"cards": [card_of("ours", 9_000.0, **other)]})
     lines = performance.TABLES["race_1"]()
@@ -314,3 +372,19 @@ def test_a_part_that_this_commit_has_is_left_out(tmp_path: Path) -> None:
         )  # fmt: skip
         assert parts.part("one", "part", lambda commit=commit: measure(commit))["ok"]
     assert asked == ["a", "b"]
+
+
+def test_what_another_machine_has_measured_stays(tmp_path: Path) -> None:
+    def measured(name: str, tiny: bool = True) -> dict[str, Any]:
+        head = {"environment": {"cpus": name}, "tiny": tiny, "sections": {}}
+        parts = results.Parts(tmp_path / "x.json", head, limit_seconds=9, commit="a", only="", prepare=lambda: None,
+                              words=lambda row: "done")  # fmt: skip
+        parts.part("one", name, dict)
+        return parts.content["sections"]["one"]
+
+    measured("first")
+    assert {name: row["environment"] for name, row in measured("second").items()} == {
+        "first": {"cpus": "first"}, "second": {"cpus": "second"},
+    }  # fmt: skip
+    with pytest.raises(SystemExit, match="measured with --tiny: give another --out"):
+        measured("third", tiny=False)

@@ -9,7 +9,10 @@ from typing import Any
 
 from shardwise.plan.choices import installed
 
-_PACKAGES = ("torch", "lightning", "torchmetrics", "hydra-core", "omegaconf", "numpy", "wandb")
+_PACKAGES = (
+    "torch", "lightning", "torchmetrics", "hydra-core", "omegaconf", "numpy", "wandb", "triton", "flash-attn-4",
+    "quack-kernels", "torchao", "deepspeed",
+)  # fmt: skip
 
 
 def describe_environment() -> dict[str, Any]:
