@@ -109,7 +109,12 @@ def cards() -> list[str]:
             )
     heads = ["GPUs", "cell", "who", "words or flags", "tokens/s/GPU", "ms a step", "GiB", "power, W (limit)",
              "clock, MHz", "loss", "commit"]  # fmt: skip
-    return table(heads, rows) if rows else NOT_YET
+    on = [card["environment"] for race in races() for card in race["cards"]]
+    versions = {(*(str(one[key]) for key in ("python", "cuda", "nccl")), one["packages"]["torch"]) for one in on}
+    said = [
+        f"Python {python}, torch {torch}, CUDA {cuda}, NCCL {nccl}." for python, cuda, nccl, torch in sorted(versions)
+    ]
+    return [*said, "", *table(heads, rows)] if rows else NOT_YET
 
 
 def _card(card: dict[str, Any]) -> list[Any]:

@@ -302,13 +302,18 @@ WORDS = race_cells.with_defaults("micro_batch_size=2 loss=fused")
 FLAGS = race_cells.flags_of(2, "none", "")
 
 
+ENVIRONMENT = {
+    "gpus": ["NVIDIA H200"], "python": "3.12.1", "cuda": "13.0", "nccl": [2, 28, 9], "packages": {"torch": "2.11.0"},
+}  # fmt: skip
+
+
 def card_of(who: str, speed: float, **more: Any) -> dict[str, Any]:
     return {
         "cell": "micro-batch 2", "who": who, "words": WORDS if who == "ours" else FLAGS,
         "tokens_per_second_per_gpu": speed,
         "commit": "c" * 40, "ms_per_step": 300.0, "steps_ms": [299.0, 301.0], "peak_reserved_gib": 42.0,
         "losses": [12.2, 12.1], "gpu": {"power_watts": 690.0, "sm_clock_mhz": 1700.0},
-        "machine": {"digests": ["1"], "power_limit_watts": [700.0]}, "environment": {"gpus": ["NVIDIA H200"]},
+        "machine": {"digests": ["1"], "power_limit_watts": [700.0]}, "environment": ENVIRONMENT,
         "limit": {"tokens_per_second_per_gpu": 80_000.0},
     } | more  # fmt: skip
 
@@ -347,7 +352,7 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "| matmul | 20.0 | 18.0 | 2.0 |" in parts and "| elementwise | 5.0 | 3.0 | 2.0 |" in parts
     assert "| all | 33.0 | 21.0 | 12.0 |" in parts
     assert f"(the fastest run by now is that with `{WORDS}`)" in parts[0]
-    other = {"environment": {"gpus": ["NVIDIA H100"]}, "cell": "micro-batch 4"}
+    other = {"environment": ENVIRONMENT | {"gpus": ["NVIDIA H100"]}, "cell": "micro-batch 4"}
     results.write(tmp_path / "race-h100-x1.json", content | {"cards": [card_of("ours", 9_000.0, **other)]})
     lines = performance.TABLES["race_1"]()
     assert [line for line in lines if line.startswith("On ")] == ["On 1 × NVIDIA H200:", "On 1 × NVIDIA H100:"]
