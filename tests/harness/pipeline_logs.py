@@ -233,6 +233,14 @@ class Averages(Apart):
             self.mean[name].mul_(0.9).add_(p, alpha=0.1)
 
 
+class AveragesBehind(Averages):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        """Not here."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        super().on_before_zero_grad(None)
+
+
 class ClipsByNorm(Apart):
     def configure_gradient_clipping(self, optimizer: Any, **_: Any) -> None:
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)

@@ -92,6 +92,7 @@ USED = {
     "parallel/functional_calls.py": "_functional_call",
     "parallel/layer_state.py": "_buffers _version",
     "parallel/parallelize.py": "_pytree",
+    "parallel/pipeline/absent.py": "_python_dispatch _schema",
     "parallel/pipeline/ownership.py": "_parameters",
     "parallel/pipeline/stages.py": "_buffers _modules _parameters",
     "parallel/pipeline/stub.py": "_parameters",
@@ -393,6 +394,7 @@ NAMES = {
     "_get_build_directory": name(
         "torch.utils.cpp_extension", "where DeepSpeed's operators are built, for a lock", "(name, verbose)"
     ),
+    "_python_dispatch": name("torch.utils", "TorchDispatchMode, which torch documents by this path"),
     "_pytree": name("torch.utils", "tree_map, which torch itself imports from there"),
     "_NormBase": name("torch.nn.modules.batchnorm", "every layer that keeps running statistics"),
     "_parameters": name(MODULE, "parameters are replaced by copies, shards or whole ones for a while"),

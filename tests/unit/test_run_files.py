@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.checkpoint.retention import read_best, write_best
+from shardwise.errors import ConfigError
 from shardwise.run_dir import files
+from shardwise.run_dir.resume import resolve_resume
 from tests.harness.rooms import MODULES
 
 RUN = Path("run")
@@ -101,11 +103,15 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
 def test_a_damaged_best_json_is_kept_and_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: bytes
 ) -> None:
+    tmp_path /= files.CHECKPOINTS
+    tmp_path.mkdir()
     place, best = tmp_path / files.BEST, tmp_path / "best-00000004.ckpt"
     assert read_best(tmp_path, "loss", keeps=True) == (None, None) and capsys.readouterr().out == ""
     for number in (1, 2):
         place.write_bytes(damaged)
         assert read_best(tmp_path, "loss") == (None, None) and place.exists()
+        with pytest.raises(ConfigError, match=r"resume=best: .*best.json does not name a checkpoint that is whole"):
+            resolve_resume("best", tmp_path.parent, "test")
         assert read_best(tmp_path, "loss", keeps=True) == (None, None) and not place.exists()
         assert (tmp_path / f"best-{number}.json").read_bytes() == damaged
         said = capsys.readouterr().out

@@ -22,7 +22,7 @@ from shardwise.run_dir.checkpoints import (
     stopped_before,
     was_trained,
 )
-from shardwise.run_dir.files import CHECKPOINTS, CONFIG, MANIFEST, PLAN
+from shardwise.run_dir.files import BEST, CHECKPOINTS, CONFIG, MANIFEST, PLAN
 from shardwise.run_dir.job_folder import has_begun
 
 
@@ -42,7 +42,13 @@ def resolve_resume(resume: str | None, run_dir: str | Path, stage: str, may_be_t
                 f"one ({best_whole(run_dir) or 'there is none here'}), give resume=PATH and another name="
             )
         if resume in ("auto", "best"):
-            found = (best_whole(run_dir) if resume == "best" else None) or newest_whole(run_dir)
+            found = best_whole(run_dir) if resume == "best" else None
+            if found is None and resume == "best" and (best := Path(run_dir) / CHECKPOINTS / BEST).exists():
+                raise ConfigError(
+                    f"resume=best: {best} does not name a checkpoint that is whole; resume=auto takes the newest, and "
+                    f"resume=PATH any other"
+                )
+            found = found or newest_whole(run_dir)
             if found is None and list_checkpoints(run_dir):
                 last = list_checkpoints(run_dir)[-1]
                 raise ConfigError(

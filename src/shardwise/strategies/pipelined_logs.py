@@ -16,7 +16,7 @@ from shardwise.errors import ConfigError
 from shardwise.lightning_internals.hook_analysis import LOOK_AT_GRADIENTS
 from shardwise.lightning_internals.logged import LoggedValue
 from shardwise.lightning_internals.results import step_logging
-from shardwise.parallel.pipeline.absent import is_absent, refusal_of
+from shardwise.parallel.pipeline.absent import NothingFromMeta, is_absent, refusal_of
 from shardwise.parallel.pipeline.stages import Stages
 from shardwise.strategies.fsdp import FsdpStrategy
 from shardwise.strategies.fsdp_gathering import free_gathered
@@ -87,7 +87,8 @@ class PipelinedLogs(FsdpStrategy):
     def whole_parameters(self, hook: str) -> Iterator[None]:
         free_gathered(self.module)  # while each weight is where FSDP2 put it: a weight that stages share moves below
         try:
-            with self.stages.whole(), super().whole_parameters(hook):  # other stages' weights have no memory
+            meta: Any = NothingFromMeta  # other stages' weights have no memory
+            with self.stages.whole(), super().whole_parameters(hook), meta():
                 yield
         except (RuntimeError, NotImplementedError) as error:
             if "meta" not in str(error):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ConfigError
 from shardwise.parallel.precision import map_tensors
@@ -117,7 +118,29 @@ def pending(device: torch.device) -> Tensor:
 
 def is_absent(value: Any) -> bool:
     """Whether `value` was computed from numbers that are not there. Weights of other stages are on the meta device."""
-    return isinstance(value, Absent) or (isinstance(value, Tensor) and value.is_meta)
+    return isinstance(value, Absent) or _is_meta(value)
+
+
+class NothingFromMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, a tensor of the meta device is not written into one that has numbers: torch would do nothing then, and
+    say nothing.
+
+    Raises:
+        RuntimeError: it is written.
+    """
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function._schema.is_mutable and args:
+            written = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            for arg in args[1:]:
+                others = arg if isinstance(arg, (list, tuple)) else [arg] * len(written)
+                if any(_is_meta(other) and not _is_meta(one) for one, other in zip(written, others, strict=False)):
+                    raise RuntimeError(f"{function} writes a tensor of the meta device into another")
+        return function(*args, **(kwargs or {}))
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def refusal_of(value: Any, whoever: str) -> ConfigError:
