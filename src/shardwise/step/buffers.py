@@ -37,8 +37,10 @@ class BufferKeeper:
             if isinstance(step_skipped, Tensor):
                 values = torch.where(step_skipped > 0, values, _in_one_row(buffers))
             parts = torch.split(values, [buffer.numel() for buffer in buffers])
+            shaped = [part if buffer.ndim == 1 else part.view_as(buffer)
+                      for part, buffer in zip(parts, buffers, strict=True)]  # fmt: skip
             with torch.no_grad():
-                torch._foreach_copy_(buffers, [p.view_as(b) for p, b in zip(parts, buffers, strict=True)])
+                torch._foreach_copy_(buffers, shaped)
 
     def synchronize(self, group: dist.ProcessGroup) -> None:
         """Give every rank the buffers of rank 0, before an evaluation and before a save. Collective."""
@@ -47,4 +49,5 @@ class BufferKeeper:
 
 
 def _in_one_row(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    """A model has hundreds of buffers, and most have one dimension: each call for one of them takes the host time."""
+    return torch.cat([tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors])
