@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
+from tests.distributed.test_drawn_alike import plan_of
 from tests.harness.cells import cell_plan, fit
+from tests.harness.modules import Layer
 from tests.harness.processes import spawn
 
 LAYER = "model.blocks.0."
@@ -26,6 +29,11 @@ BEHIND = {
     "zero1-decays": ("on_fit_start", ["strategy=zero1", "optimizer.weight_decay=0.1"], True),
     "zero3-remembers": ("on_train_batch_end", ["strategy=zero3"], True),
     "zero1-keeps-nothing": ("on_train_batch_end", ["strategy=zero1", "optimizer.momentum=0"], False),
+    "zero1-counts-steps": (
+        "on_train_batch_end",
+        ["strategy=zero1", "optimizer=adamw", "optimizer.weight_decay=0"],
+        True,
+    ),
     "zero2-keeps-nothing": ("on_train_batch_end", ["strategy=zero2", "optimizer.momentum=0"], False),
 }
 
@@ -53,6 +61,71 @@ class Freezes(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.act("on_train_batch_end", pl_module)
+
+
+class Adversarial(LightningModule):
+    """Takes a gradient with regard to its inputs while weights are frozen, in one place or another."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.net, self.head = where, nn.Sequential(Layer(4), Layer(4)), nn.Linear(4, 1)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x)).square().mean()
+
+    def push(self, x: Tensor) -> Tensor:
+        self.requires_grad_(False)
+        with torch.enable_grad():
+            x = x.clone().requires_grad_(True)
+            (gradient,) = torch.autograd.grad(self.loss(x), x)
+        self.requires_grad_(True)
+        return gradient
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[1]
+        if self.where == "before":
+            x = x + 0.1 * self.push(x)
+        loss = self.loss(x)
+        if self.where == "behind":
+            self.push(x)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.where == "validation":
+            self.log("pushed", self.push(batch[1]).square().mean(), sync_dist=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.where == "hook":
+            self.push(batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+WHERE = ("before", "behind", "validation", "hook")
+
+
+def run_adversarial(folder: Path) -> dict[str, Any]:
+    return {
+        f"{where} {strategy}": fit(plan_of(
+            folder / f"{where}-{strategy}", "Adversarial", f"module.where={where}", f"strategy={strategy}",
+            "units=[Layer]", "max_steps=4", "validate_every_n_steps=2", "global_batch_size=4", "checkpoint=none",
+            file=__name__,
+        ))["final"]
+        for where in WHERE for strategy in ("ddp", "fsdp")
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def adversarial(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = spawn(2, run_adversarial, tmp_path_factory.mktemp("adversarial"))[0]
+    return found
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_weights_that_are_frozen_for_a_moment_are_trained(adversarial: dict[str, Any], where: str) -> None:
+    for name, tensor in adversarial[f"{where} ddp"].items():
+        assert torch.allclose(adversarial[f"{where} fsdp"][name], tensor, atol=1e-6), name
 
 
 def run(folder: Path, ranks: int, words: list[str], hook: str, thaws: bool) -> Any:

@@ -45,9 +45,11 @@ def check_schedules_last(trainer: Trainer, plan: Plan) -> None:
     module = trainer.lightning_module
     if not module.automatic_optimization or type(module).lr_scheduler_step is not LightningModule.lr_scheduler_step:
         return  # the module itself decides when a schedule moves on
+    if trainer.early_stopping_callbacks:
+        return  # the run may end before the schedule does
     for config in trainer.lr_scheduler_configs:
         schedule = config.scheduler
-        if not isinstance(schedule, OneCycleLR) or (config.interval, config.frequency) != ("step", 1):
+        if type(schedule) is not OneCycleLR or (config.interval, config.frequency) != ("step", 1):
             continue
         end = trainer.estimated_stepping_batches  # -1 or infinite where no data say it
         last = trainer.global_step + schedule.total_steps - schedule.last_epoch

@@ -40,6 +40,7 @@ from shardwise.plan import Plan
 from shardwise.strategies import fsdp_gathering
 from shardwise.strategies.base import PlannedStrategy
 from shardwise.strategies.fsdp_copies import copy_between_ranks, settle_copies
+from shardwise.strategies.fsdp_frozen import keep_frozen
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.step_on_shards import step_on_shards
 from shardwise.strategies.whole_in_hooks import whole_in_place_of_shards
@@ -130,6 +131,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._read_whole_numbers()
+        self.at_teardown(keep_frozen())
         if not self.plan.topology.is_data_parallel_only:
             take_logged_by(trainer, self._take_logged)
         self._shard()

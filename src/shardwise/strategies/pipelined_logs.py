@@ -101,26 +101,22 @@ class PipelinedLogs(FsdpStrategy):
     def around_hook(self, hook: str, *, looks: bool) -> AbstractContextManager[None]:
         if hook == "on_after_backward" and self.plan.strategy.reshard_after_forward is False:
             self._backwards.reshard()  # it comes after each micro-batch, and sees shards and their gradients
-        in_step = hook in (*LOOK_AT_GRADIENTS, "on_before_zero_grad")
-        around = super().around_hook(hook, looks=looks and not in_step)
-        if in_step:
-            return self._showing_weights(hook, around)
+        if hook == "on_before_zero_grad" and looks:
+            raise ConfigError(
+                f"on_before_zero_grad of {self.module_name} or of a callback may look at weights, and in a pipeline it "
+                f"comes before all layers have run; do that in on_train_batch_end, or {_ONE}"
+            )
+        around = super().around_hook(hook, looks=looks)
+        if hook in LOOK_AT_GRADIENTS:
+            return self._showing_weights(around)
         if hook == "on_train_batch_end":
             return self._explaining_outputs(around)
         return around if hook not in _LOOK_AT_RESULTS or self._is_last else self._explaining_results(hook, around)
 
     @contextmanager
-    def _showing_weights(self, hook: str, around: AbstractContextManager[None]) -> Iterator[None]:
-        try:
-            with self.stages.shown(), around:
-                yield
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            raise ConfigError(
-                f"{hook} of {self.module_name} or of a callback computes with weights of all layers, and in a pipeline "
-                f"a rank has shards of those of its own stage; {_ONE}, or ema_decay= for an average of the weights"
-            ) from error
+    def _showing_weights(self, around: AbstractContextManager[None]) -> Iterator[None]:
+        with self.stages.shown(), around:
+            yield
 
     @contextmanager
     def _explaining_outputs(self, around: AbstractContextManager[None]) -> Iterator[None]:

@@ -16,8 +16,9 @@ from shardwise.plan import Plan
 if TYPE_CHECKING:
     from shardwise.strategies.zero.state import ZeroState
 
-# With a gradient of zero and without momentum and weight decay, these change no weight.
-_WITHOUT_MEMORY = (optim.SGD, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Rprop)
+# With a gradient of zero these change neither a weight nor their state, but for momentum and weight decay. Others count
+# steps, or let averages decay, so that a weight that is trained again later is trained in another way.
+_WITHOUT_DECAY = (optim.SGD, optim.Adagrad)
 
 
 def refuse_parameters(module: LightningModule, plan: Plan) -> None:
@@ -109,9 +110,9 @@ class FrozenUnderZero(FrozenForGood):
         if names := [name for name, group in frozen.items() if self._changes(name, group)]:
             raise ConfigError(
                 f"{', '.join(names[:4])} had requires_grad=True when {self._strategy} was set up, and has been frozen: "
-                f"DeepSpeed's optimizer goes on with a gradient of zero for it, so weight decay and momentum would "
-                f"still change it; freeze it before training starts (in __init__ or setup), or use strategy=fsdp, "
-                f"which can go on from a checkpoint of this run, or strategy=ddp"
+                f"DeepSpeed's optimizer goes on with a gradient of zero for it, so that weight decay and momentum, or "
+                f"what the optimizer keeps of it, would go on changing; freeze it before training starts (in __init__ "
+                f"or setup), or use strategy=fsdp, which can go on from a checkpoint of this run, or strategy=ddp"
             )
 
     def _remembered(self) -> set[str]:
@@ -123,8 +124,6 @@ class FrozenUnderZero(FrozenForGood):
     def _changes(self, name: str, group: int) -> bool:
         (optimizer,) = self._state.module_optimizers()
         options: dict[str, Any] = optimizer.param_groups[group]
-        is_known = type(optimizer).__module__.startswith(("torch.optim.", "deepspeed."))
-        if options.get("weight_decay") or isinstance(optimizer, optim.ASGD) or not is_known:  # ASGD has decay in it
+        if options.get("weight_decay") or type(optimizer) not in _WITHOUT_DECAY:
             return True
-        keeps_nothing = isinstance(optimizer, _WITHOUT_MEMORY) and not options.get("momentum")
-        return not keeps_nothing and name not in (self._untouched or ())
+        return bool(options.get("momentum")) and name not in (self._untouched or ())

@@ -77,7 +77,9 @@ class _WholeWeights:
 
     def _take(self, shard: DTensor, present: Any) -> None:
         """Note the tensor in the place of `shard`, which the hook may have replaced."""
-        if not isinstance(present, DTensor):
+        if isinstance(present, DTensor):  # the layer was gathered until now
+            self.wholes[id(shard)].requires_grad_(shard.requires_grad)
+        else:
             self.wholes[id(shard)] = present
 
     def _write(self, shard: DTensor) -> None:
@@ -129,6 +131,7 @@ class _WholeWeights:
                 info = parameter._module_info
                 self._take(shard, info.module._parameters[info.param_name])
                 self._write(shard)
+                parameter.sharded_param.requires_grad_(self.wholes[id(shard)].requires_grad)
         _let_gathers_wait(group)  # the root has let them go on before this was written
         return original(group, *args, **kwargs)
 
@@ -138,8 +141,10 @@ class _WholeWeights:
         return output
 
     def _set(self, original: Callable[..., Any], parameter: Any, value: Any) -> Any:
-        sharded = value is parameter.sharded_param
-        return original(parameter, self.wholes.get(id(value), value) if sharded else value)
+        whole = self.wholes.get(id(value)) if value is parameter.sharded_param else None
+        if whole is not None:
+            whole.requires_grad_(value.requires_grad)  # it may have been set while the layer was gathered
+        return original(parameter, value if whole is None else whole)
 
     def _reset(self, original: Callable[..., Any], parameter: Any) -> Any:
         """Do what FSDP2 does after a `load_state_dict` for shards alone."""
