@@ -123,6 +123,7 @@ USED = {
         "_all_gather_process_group _foreach_copy_ _fsdp_collectives _fsdp_param_group _fully_shard _get_fsdp_state "
         "_sharded_local_tensor _sharded_param_data _unsafe_preserve_version_counter"
     ),
+    "strategies/fsdp_frozen.py": "_fsdp_param _fully_shard _unsharded_param",
     "strategies/whole_in_hooks.py": (
         "_fsdp_param _fsdp_param_group _fully_shard _module_info _parameters _setattr_on_modules _to_sharded "
         "_wait_all_gather_streams_on_event _get_fsdp_state"

@@ -109,6 +109,7 @@ def _empty_shard(directory: Path) -> None:
         (lambda d: _edit(d, splits={"train": []}), "has 0 shards.*at least 1"),
         (lambda d: _edit(d, dtype="int64"), "'int64'.*uint8, uint16, uint32"),
         (lambda d: _edit(d, vocab_size="abc"), r"vocab_size 'abc', it must be a whole number in \[1, 2\*\*32\]"),
+        (lambda d: _edit(d, dtype=["uint16"]), r"dtype \['uint16'\], it must be one of"),
         (lambda d: _edit(d, vocab_size=-5), "vocab_size -5, it must be a whole number.*prepare the directory again"),
         (lambda d: _edit(d, vocab_size=True), "vocab_size True, it must be a whole number"),
         (lambda d: _edit(d, version=3), "version 3.*reads 2 and older"),

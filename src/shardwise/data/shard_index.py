@@ -43,7 +43,7 @@ def load_index(directory: Path) -> dict[str, Any]:
         version, dtype, splits, size = (index[key] for key in ("version", "dtype", "splits", "vocab_size"))
         {"source": index["source"]}
         all_shards = [shard for shards in splits.values() for shard in shards]
-        [(shard["file"], shard["tokens"], shard["sha256"]) for shard in all_shards]
+        [(Path(shard["file"]), shard["tokens"] + 0, shard["sha256"]) for shard in all_shards]
         [(shard["ends"], shard["documents"]) for shard in all_shards if version in READABLE[1:]]
     except OSError as error:
         raise unreadable(path, error) from error
@@ -53,7 +53,7 @@ def load_index(directory: Path) -> dict[str, Any]:
         raise DataError(
             f"{path} has version {version}, this code reads {VERSION} and older; prepare the directory again"
         )
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise DataError(
             f"{path} has dtype {dtype!r}, it must be one of {', '.join(DTYPES)}; prepare the directory again"
         )

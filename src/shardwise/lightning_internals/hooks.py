@@ -176,7 +176,7 @@ def _looks(trainer: Any, host: Any, hook_name: str) -> bool:
         known[key] = may_look(hook_name) and strategy.reduce_boolean_decision(name is not None, all=False)
         of_each_batch = "batch" in hook_name or hook_name == "on_before_zero_grad"
         if known[key] and of_each_batch and strategy.is_global_zero:
-            print(_cost(strategy.plan.strategy, f"{hook_name} of {type(host).__name__}", name), flush=True)
+            print(_cost(strategy.plan, f"{hook_name} of {type(host).__name__}", name), flush=True)
     return bool(known[key])
 
 
@@ -189,14 +189,19 @@ def _seen_here(trainer: Any, host: Any, hook_name: str) -> str | None:
     return name
 
 
-def _cost(strategy: Any, hook: str, name: str | None) -> str:
+def _cost(plan: Any, hook: str, name: str | None) -> str:
     """What a hook of every batch that may look at weights costs. `name`: what it looks at, if this rank knows it."""
-    does, takes = "gathers all weights for it", "time and memory"
+    does, takes, strategy, rounded = "gathers all weights for it", "time and memory", plan.strategy, ""
+    if strategy.zero_stage and plan.precision.is_low:
+        rounded = (
+            f". In {plan.precision.name} it sees weights in 16 bits, and writes them so: small steps of an average are "
+            f"lost. ema_decay= keeps one in fp32, and so does strategy=fsdp"
+        )
     if strategy.zero_stage in (1, 2):  # every rank has them, and must not write into them
         does, takes = "checks all weights before and after it", "time"
     return (
         f"{hook} may look at weights{f' (it uses {name})' if name else ''}: {strategy.name} {does}, with every batch; "
-        f"this takes {takes}, so use a hook of the epoch if that is often enough"
+        f"this takes {takes}, so use a hook of the epoch if that is often enough{rounded}"
     )
 
 

@@ -63,8 +63,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        replicas = self.plan.topology.data_parallel_size
-        return {"num_replicas": replicas, "rank": self.mesh.data_rank(self.global_rank)}
+        return {"num_replicas": self.plan.topology.data_parallel_size, "rank": self.mesh.data_rank(self.global_rank)}
 
     hides_weights = True
 
