@@ -516,6 +516,12 @@ NAMES = {
 
 # Functions whose name is not private, but which are replaced, or which nobody has promised to keep: why, and arguments.
 CALLED = {
+    f"{FSDP}._fsdp_param.FSDPParam.to_unsharded": ("what is frozen while a layer is gathered stays so", "(self)"),
+    f"{FSDP}._fsdp_param.FSDPParam.to_sharded": ("what is frozen while a layer is gathered stays so", "(self)"),
+    f"{FSDP}._fsdp_param.FSDPParam.to_sharded_post_forward": (
+        "what is frozen while a layer is gathered stays so",
+        "(self)",
+    ),
     "torch.distributed.tensor._random.manual_seed": (
         "random numbers of DTensors without a broadcast",
         "(seed, device_mesh)",
