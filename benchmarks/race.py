@@ -173,8 +173,8 @@ class Race:
 
     def words_of(self, run: Run, *more: str) -> list[str]:
         tiny = [*TINY, *(TINY_FP8 if "fp8" in run.words else [])] if self.options.tiny else []
-        if tiny and self.options.accelerator == "cpu":
-            tiny += [f"{word}=false" for word in ("strategy.symmetric_memory",) if word in run.words]
+        if tiny and self.options.accelerator == "cpu" and "strategy.symmetric_memory" in run.words:
+            tiny.append("strategy.symmetric_memory=false")
         micro = int(re.findall(r"micro_batch_size=(\d+)", run.words)[0])
         batch = f"global_batch_size={micro * self.ranks // axes_in(run.words)}"
         return [*MODELS[run.size], *ALWAYS, f"max_steps={run.steps[1]}", f"devices={self.ranks}", batch,

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -20,7 +19,7 @@ from typing import Any
 from benchmarks.harness import ROOT
 from benchmarks.harness.limits import at_most
 from shardwise.errors import Left
-from shardwise.run_dir.environment import describe_environment
+from shardwise.run_dir.environment import describe_environment, git
 
 RESULTS = ROOT / "benchmarks" / "results"
 # What is no code that is measured: results, and the pages that are made from them.
@@ -102,7 +101,7 @@ def measured_on(accelerator: str, commit: str | None) -> tuple[dict[str, Any], s
     environment = describe_environment()
     del environment["hostname"]
     if commit or environment["commit"]:
-        changes = None if commit else bool(_git("status", "--porcelain", *_CODE).stdout)
+        changes = None if commit else bool(git("status", "--porcelain", *_CODE, folder=ROOT))
         environment |= {"commit": commit or environment["commit"], "uncommitted_changes": changes}
     if accelerator == "cuda" and not environment["gpus"]:
         sys.exit("error: there is no GPU here; --accelerator cpu --tiny tries the script out")
@@ -120,11 +119,7 @@ def is_of_commit(earlier: dict[str, Any], environment: dict[str, Any], given: st
 @cache
 def is_same_code(one: str | None, other: str) -> bool:
     """Whether two commits differ at most in results and pages. Where the history is absent they must be equal."""
-    return one == other or (one is not None and _git("diff", "--quiet", one, other, *_CODE).returncode == 0)
-
-
-def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return one == other or (one is not None and git("diff", "--quiet", one, other, *_CODE, folder=ROOT) is not None)
 
 
 class Parts:

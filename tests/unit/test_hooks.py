@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
@@ -15,8 +16,11 @@ from torchmetrics import MeanMetric
 
 from recipes.language_modeling.model import Transformer
 from recipes.language_modeling.module import LanguageModel
+from shardwise.config.compose import compose
+from shardwise.lightning_internals import hooks
 from shardwise.lightning_internals.hook_analysis import looks_at_weights
 from shardwise.nn.mean_metric import ExactMean
+from shardwise.plan import Host, make_plan
 
 
 def blend(module: Any) -> None:
@@ -280,3 +284,14 @@ def test_weights_that_are_reached_under_another_name_are_found() -> None:
         "on_predict_start": "getattr", "on_predict_end": "import",
     }  # fmt: skip
     assert {hook: looks_at_weights(Reaches(), hook, Reached()) for hook in found} == found
+
+
+@pytest.mark.parametrize(("words", "is_rounded"), [
+    (["strategy=zero1", "precision=bf16"], True), (["strategy=zero3", "precision=bf16"], True),
+    (["strategy=zero1", "precision=fp32"], False), (["strategy=fsdp", "precision=bf16"], False),
+])  # fmt: skip
+def test_a_hook_that_sees_weights_in_16_bits_is_told_so(words: list[str], is_rounded: bool) -> None:
+    plan = make_plan(compose(["name=run", "accelerator=cpu", "devices=2", *words]).jobs[0].config, Host(0))
+    told = hooks._cost(plan, "on_train_batch_end of Mine", "parameters")
+    assert "on_train_batch_end of Mine may look at weights (it uses parameters)" in told
+    assert ("it sees weights in 16 bits, and writes them so" in told) == is_rounded

@@ -43,13 +43,17 @@ def test_rows_that_a_run_does_not_go_on_with_are_kept(
     assert f"{path} {why}: a new one begins, and it is kept as {kept.name}" in capsys.readouterr().out
 
 
-def test_a_damaged_record_of_starts_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("damaged", [b"{", b"\xff\0"])
+def test_a_damaged_record_of_starts_ends_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: bytes
+) -> None:
     starts = tmp_path / "starts.json"
-    starts.write_text("{")
+    starts.write_bytes(damaged)
     meter = Meter(SimpleNamespace(run_dir=str(tmp_path)))  # type: ignore[arg-type]
     meter.on_start()
     assert json.loads(starts.read_text()) == [meter.started]
-    assert (tmp_path / "starts-1.json").read_text() == "{" and f"{starts} cannot be read" in capsys.readouterr().out
+    assert (tmp_path / "starts-1.json").read_bytes() == damaged
+    assert f"{starts} cannot be read: goodput counts from this start, and it is kept as" in capsys.readouterr().out
 
 
 def test_what_follows_upon_a_step_goes_into_its_row(tmp_path: Path) -> None:

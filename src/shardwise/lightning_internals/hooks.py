@@ -191,7 +191,8 @@ def _seen_here(trainer: Any, host: Any, hook_name: str) -> str | None:
 
 def _cost(plan: Any, hook: str, name: str | None) -> str:
     """What a hook of every batch that may look at weights costs. `name`: what it looks at, if this rank knows it."""
-    does, takes, strategy, rounded = "gathers all weights for it", "time and memory", plan.strategy, ""
+    strategy, does, takes = plan.strategy, "gathers all weights for it", "time and memory"
+    rounded = ""
     if strategy.zero_stage and plan.precision.is_low:
         rounded = (
             f". In {plan.precision.name} it sees weights in 16 bits, and writes them so: small steps of an average are "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.plan import Plan
-from shardwise.run_dir.files import METRICS, STARTS, keep_earlier, write_whole
+from shardwise.run_dir.files import METRICS, STARTS, put_aside, write_whole
 from shardwise.run_dir.rows import read_rows
 from shardwise.step.record import StepRecord
 
@@ -56,8 +56,8 @@ class Meter:
         try:
             times = json.loads(starts.read_text()) if starts.exists() else []
         except ValueError:
-            keep_earlier(starts, "")
-            print(f"{starts} cannot be read: goodput counts from this start", flush=True)
+            kept = put_aside(starts)
+            print(f"{starts} cannot be read: goodput counts from this start, and it is kept as {kept.name}", flush=True)
             times = []
         write_whole(starts, json.dumps([*times, self.started]) + "\n")
         self.started = min([*times, self.started])

@@ -6,7 +6,7 @@ from shardwise.plan.plan import Plan
 
 
 def explain_unreached(plan: Plan) -> list[str]:
-    """Lines for the user. Such a run is well all the same: a short trial of a long one, say."""
+    """Lines for the user. Such a run is valid all the same: it may be a short trial of a long one."""
     if plan.stage != "fit" or plan.quick_check or plan.find_learning_rate:
         return []
     lines, steps, every = [], plan.max_steps, plan.validate_every_n_steps

@@ -35,15 +35,14 @@ def describe_environment() -> dict[str, Any]:
 
 def describe_commit() -> dict[str, Any]:
     """The commit of the code that runs, and whether files differ from it."""
-    commit = _git("rev-parse", "HEAD")
-    return {"commit": commit, "uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None}
+    commit = git("rev-parse", "HEAD")
+    return {"commit": commit, "uncommitted_changes": bool(git("status", "--porcelain")) if commit else None}
 
 
-def _git(*arguments: str) -> str | None:
+def git(*arguments: str, folder: Path = Path(__file__).parent) -> str | None:
+    """What git answers in `folder`; None: it fails, is not installed, or the folder is of no repository."""
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False
-        )
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

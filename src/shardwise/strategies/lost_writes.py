@@ -49,10 +49,7 @@ class LostWrites:
             self._sharded = {name for name, p in self.module.named_parameters() if isinstance(p, DTensor)}
         if not from_the_start or not _FIRST <= number <= _LAST or torch._dynamo.utils.counters["frames"]:
             return nullcontext()
-        return self.within("training_step")
-
-    def within(self, where: str) -> AbstractContextManager[Any]:
-        return _Watch(self, where)
+        return _Watch(self)
 
     def check(self, name: str, what: str) -> None:
         """Raises ConfigError if a write into this weight is lost. ZeRO-1 and 2 leave frozen ones alone."""
@@ -68,9 +65,9 @@ class LostWrites:
 
 
 class _Watch(TorchFunctionMode):
-    def __init__(self, writes: LostWrites, where: str) -> None:
+    def __init__(self, writes: LostWrites) -> None:
         super().__init__()
-        self.writes, self.where = writes, where
+        self.writes = writes
         self._names = {id(p): name for name, p in writes.module.named_parameters()}
         # id of p.data → itself, p. A reference that held it would hold the weights that DeepSpeed gathers.
         self._data: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
@@ -94,7 +91,7 @@ class _Watch(TorchFunctionMode):
         name = self._names.get(id(weight)) or self._sharing(weight)
         if name is None or (isinstance(weight, DTensor) and not sets_data):  # a write into the shard itself is kept
             return
-        self.writes.check(name, f"{self.where} writes into the weight {name} ({line})")
+        self.writes.check(name, f"training_step writes into the weight {name} ({line})")
 
     def _sharing(self, tensor: Tensor) -> str | None:
         """The name of the weight whose memory, or a part of it, `tensor` is. Weights gathered by now count."""

@@ -32,9 +32,11 @@ def whole_in_place_of_shards(module: nn.Module, state: DTensorState) -> Iterator
     whole = _WholeWeights(module, state)
     try:
         with whole.kept_while_layers_run():
-            yield
+            try:
+                yield
+            finally:  # here, where a layer that is freed takes over what was set on its gathered weights
+                fsdp_gathering.free_gathered(module)
     finally:
-        fsdp_gathering.free_gathered(module)
         whole.put_back()
 
 
@@ -77,9 +79,7 @@ class _WholeWeights:
 
     def _take(self, shard: DTensor, present: Any) -> None:
         """Note the tensor in the place of `shard`, which the hook may have replaced."""
-        if isinstance(present, DTensor):  # the layer was gathered until now
-            self.wholes[id(shard)].requires_grad_(shard.requires_grad)
-        else:
+        if not isinstance(present, DTensor):
             self.wholes[id(shard)] = present
 
     def _write(self, shard: DTensor) -> None:

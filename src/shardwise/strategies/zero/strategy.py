@@ -33,9 +33,9 @@ from shardwise.parallel.functional_calls import refuse_functional_calls
 from shardwise.parallel.precision import dtype_of
 from shardwise.plan import Plan
 from shardwise.strategies.base import PlannedStrategy
-from shardwise.strategies.refusals import FrozenUnderZero
 from shardwise.strategies.whole_weights import gives_tensors, tensors_in_objects, weights_are_sharded
 from shardwise.strategies.zero.engine import engine_config
+from shardwise.strategies.zero.frozen import FrozenUnderZero
 from shardwise.strategies.zero.initial import InitialValues
 from shardwise.strategies.zero.internals import (
     count_elements,
