@@ -19,7 +19,12 @@ from tests.harness.processes import spawn
 LAYER = "model.blocks.0."
 UNUSED = "strategy.find_unused_parameters=true"
 FROZEN_LATER = {  # hook → strategies that must have the same weights in the end
-    hook: {"ddp": ["strategy=ddp", UNUSED], "fsdp": ["strategy=fsdp"], "zero2": ["strategy=zero2", UNUSED]}
+    hook: {
+        "ddp": ["strategy=ddp", UNUSED],
+        "fused": ["strategy=ddp", UNUSED, "+optimizer.fused=true"],  # as on GPUs
+        "fsdp": ["strategy=fsdp"],
+        "zero2": ["strategy=zero2", UNUSED],
+    }
     for hook in ("on_fit_start", "on_train_batch_start")
 }
 REFUSED = {"ddp": ["strategy=ddp", UNUSED], "zero2": ["strategy=zero2", UNUSED], "zero3": ["strategy=zero3", UNUSED]}
@@ -170,7 +175,7 @@ def thawed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("hook", FROZEN_LATER)
-@pytest.mark.parametrize("name", ["fsdp", "zero2"])
+@pytest.mark.parametrize("name", ["fused", "fsdp", "zero2"])
 def test_what_a_hook_freezes_is_frozen(runs: Any, hook: str, name: str) -> None:
     ddp, found = runs[0][f"{hook} ddp"], runs[0][f"{hook} {name}"]
     for parameter, tensor in ddp.items():

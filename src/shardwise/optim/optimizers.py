@@ -136,11 +136,26 @@ def configure_optimizers(plan: Plan, module: nn.Module, matrices: Collection[str
     optimizer = optimizer_class(groups, **arguments)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optimizer._target_={plan.optimizer['_target_']} is not a torch.optim.Optimizer")
+    if isinstance(optimizer, optim.SGD) and arguments.get("fused"):
+        optimizer.register_step_pre_hook(_begin_momentum)
     if plan.schedule is None:
         return optimizer
     options = {key: value for key, value in plan.schedule.items() if key != "_target_"}
     factor = partial(locate(plan.schedule["_target_"], "schedule"), total_steps=plan.max_steps, **options)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+
+def _begin_momentum(optimizer: Optimizer, *_: Any) -> None:
+    """Let the momentum of a weight that steps for the first time be zero, which changes no step.
+
+    torch's fused SGD takes momentum of all weights or of none: it would fail where a weight is thawed during a run. And
+    if the first step is one that `found_inf` skips, its momentum is whatever was in memory.
+    """
+    for group in optimizer.param_groups:
+        if group["momentum"] and not group["dampening"]:
+            for p in group["params"]:
+                if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 def muon_matrices(plan: Plan) -> str | list[str] | None:
