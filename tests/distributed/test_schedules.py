@@ -253,6 +253,32 @@ def test_a_one_cycle_that_ends_before_the_run_is_refused_before_a_step_is_lost(t
     assert int(seen) == 2 * (STEPS + 1 - MIDDLE), "to its own end it goes on"
 
 
+def ends(folder: Path) -> list[str]:
+    """What runs say in which a OneCycleLR of 13 steps is over, where that is not known beforehand."""
+    SCHEDULES["member"] = lambda o: schedulers.SequentialLR(
+        o, [schedulers.ConstantLR(o, 0.1, 2), SCHEDULES["OneCycleLR"](o)], [2]
+    )
+    said = []
+    cases: list[Any] = [("OneCycleLR", "epoch"), ("OneCycleLR", "step", 4), ("member", "step")]
+    for number, (case, limit) in enumerate(zip(cases, ("max_epochs=20", "max_steps=40", "max_steps=40"), strict=True)):
+        with pytest.raises(ConfigError) as refused:
+            one(folder / str(number), 1, list(case), limit)
+        said.append(str(refused.value).partition("13 ")[2])
+        last = str(refused.value).partition("max_steps=")[2].partition(" ")[0].strip(",")
+        one(folder / f"{number}-to-its-end", 1, list(case), f"max_steps={last}")
+    return said
+
+
+def test_a_one_cycle_that_ends_in_the_run_ends_it_with_one_message(tmp_path: Path) -> None:
+    """With an interval of epochs, with a frequency of 4 micro-batches, and as a member of a SequentialLR."""
+    (said,) = spawn(1, ends, tmp_path)
+    assert [words.partition(", or")[0] for words in said] == [
+        "lasts to step 55, and this run goes on; give max_steps=55 max_epochs=null",
+        "lasts to step 27, and this run goes on; give max_steps=27",
+        "lasts to step 15, and this run goes on; give max_steps=15",
+    ]
+
+
 def best_and_last(folder: Path) -> dict[str, list[int]]:
     """Links per file of each checkpoint."""
     words = ["max_steps=8", "checkpoint.save_every_n_steps=null", "checkpoint.monitor=validated"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,10 @@ from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.states import TrainerFn
 
+from shardwise.errors import ConfigError
 from shardwise.lightning_internals.results import step_logging
+
+_IS_OVER = re.compile(r"Tried to step \d+ times\. The specified number of total steps is (\d+)")  # OneCycleLR says it
 
 
 class WindowLoop(_TrainingEpochLoop):
@@ -48,6 +52,25 @@ class WindowLoop(_TrainingEpochLoop):
 
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
         return not self._should_accumulate() and super()._should_check_val_fx(data_fetcher)
+
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        """Move the schedules on. `check_schedules_last` cannot tell of each OneCycleLR beforehand how long it lasts.
+
+        Raises:
+            ConfigError: a OneCycleLR is over.
+        """
+        try:
+            super().update_lr_schedulers(interval, update_plateau_schedulers)
+        except ValueError as error:
+            if (over := _IS_OVER.match(str(error))) is None:
+                raise
+            name = type(self.trainer.lightning_module).__name__
+            last = self.trainer.global_step - 1  # the schedule has not been called too often there
+            raise ConfigError(
+                f"{name}.configure_optimizers: OneCycleLR with total_steps={over[1]} lasts to step {last}, and this "
+                f"run goes on; give max_steps={last}{' max_epochs=null' if self.trainer.max_steps == -1 else ''}, or a "
+                f"larger total_steps there in a new run"
+            ) from None
 
 
 class OneStepABatch(_ManualOptimization):
