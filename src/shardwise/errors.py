@@ -70,6 +70,13 @@ class DataError(ConfigError):
     """Data on disk are missing, unreadable, or not what their index says."""
 
 
+class BadSample(DataError):
+    """A sample that cannot be used. Of what a worker's traceback adds to the message, only it is kept."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
+
+
 def describe_error(error: BaseException) -> str:
     """Describe an error in one line: what was raised, and the last line of the user's own code that it came through."""
     frames = traceback.extract_tb(error.__traceback__)

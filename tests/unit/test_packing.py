@@ -42,6 +42,27 @@ def model() -> LanguageModel:
     return LanguageModel(Transformer(**SIZES, max_seq_len=LENGTH)).double()
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_a_token_beyond_the_vocabulary_is_named_with_its_sample(
+    directory: Path, workers: int, document_mask: bool
+) -> None:
+    """The embedding says neither, and on a GPU nothing but that an index is too large. A worker's error is as short."""
+    path = sorted(directory.glob("train-*.bin"))[-1]
+    tokens = np.fromfile(path, np.uint8)
+    tokens[-1] = 61
+    tokens.tofile(path)
+    data = TextData(directory=str(directory), sequence_length=13, batch_size=1, document_mask=document_mask,
+                    num_workers=workers)  # fmt: skip
+    data.setup("validate")
+    with pytest.raises(DataError) as refused:
+        list(data._loader(data._train(), shuffle=False))
+    assert str(refused.value) == (
+        f"{directory} holds the token 61 in sample 4 of split 'train', and its index.json has vocab_size 61: every "
+        f"token must be below that; prepare it again, or correct its vocab_size"
+    )
+
+
 def packed(directory: Path) -> dict[str, Tensor]:
     sequences = DocumentSequences(TokenShards(directory, "train"), LENGTH)
     return collate_documents([sequences[i] for i in range(len(sequences))])

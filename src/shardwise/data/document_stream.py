@@ -21,18 +21,11 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from shardwise import accelerator
 from shardwise.data.streams import has_state
 from shardwise.data.tokenizer import Tokenizer
-from shardwise.errors import ConfigError, DataError, a_or_an, count
+from shardwise.errors import BadSample, ConfigError, a_or_an, count
 
 _GROUP_CHARACTERS, _GROUP_DOCUMENTS = 2**16, 256  # a tokenizer is faster on several documents at once
 
 Ints = npt.NDArray[np.int64]
-
-
-class BadSample(DataError):
-    """A sample of a stream that is no text. Of what a worker's traceback adds to the message, only it is kept."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
 class Documents:

@@ -14,7 +14,7 @@ from shardwise.data.shard_content import content_digest
 from shardwise.data.shard_index import DTYPES, ENDS_DTYPE, INDEX, TOKENIZER, Tokens, load_index, unreadable
 from shardwise.data.shard_writer import write_token_shards
 from shardwise.data.tokenizer import Tokenizer, digest, load_tokenizer
-from shardwise.errors import DataError, count
+from shardwise.errors import BadSample, DataError, count
 
 __all__ = ["INDEX", "TokenSequences", "TokenShards", "Tokens", "tokenizer_of", "write_token_shards"]
 
@@ -193,6 +193,7 @@ class TokenSequences:
             )
         self.shards = shards
         self.sequence_length = sequence_length
+        self._may_be_too_large = int(np.iinfo(shards.dtype).max) >= shards.vocab_size  # never so for bytes
 
     def __len__(self) -> int:
         """The number of whole sequences. The tokens after the last one are not used."""
@@ -204,8 +205,19 @@ class TokenSequences:
         return {f"split {self.shards.split}": digests}
 
     def __getitem__(self, i: int) -> dict[str, npt.NDArray[np.int64]]:
-        """`tokens` and `targets`, both int64 [sequence_length]."""
+        """`tokens` and `targets`, both int64 [sequence_length].
+
+        Raises:
+            BadSample: a token is not in the vocabulary of the index. A GPU would not say which it was.
+        """
         if not 0 <= i < len(self):
             raise IndexError(f"sequence {i} is outside [0, {len(self)})")
-        window = self.shards.tokens(i * self.sequence_length, self.sequence_length + 1).astype(np.int64)
+        window = self.shards.tokens(i * self.sequence_length, self.sequence_length + 1)
+        if self._may_be_too_large and (largest := int(window.max())) >= self.shards.vocab_size:
+            raise BadSample(
+                f"{self.shards.directory} holds the token {largest} in sample {i} of split {self.shards.split!r}, and "
+                f"its {INDEX} has vocab_size {self.shards.vocab_size}: every token must be below that; prepare "
+                f"it again, or correct its vocab_size"
+            )
+        window = window.astype(np.int64)
         return {"tokens": window[:-1], "targets": window[1:]}
