@@ -77,6 +77,10 @@ WORDS: list[tuple[str, list[str]]] = [
     ("init_from=TMP/nowhere dry_run=true", ["init_from=TMP/nowhere: there is no such file or folder"]),
     ("runs_dir=/dev/null dry_run=true", ["cannot write the run's folder /dev/null/", "/dev/null is not a folder"]),
     ("optimizer.betas=[0.9,x]", ["must be a list of 2 numbers, e.g. [0.9, 0.95]"]),
+    ("\"optimizer.betas='[0.9,0.95]'\"", ["must be a list of 2 numbers, e.g. [0.9, 0.95], as it is in conf/optimizer/, "
+                                          "and this is text: write it without quotes; the environment's is "
+                                          "'${oc.decode:${oc.env:NAME}}', quoted so"]),
+    ("\"units='[a,b]'\"", ["units=[a,b]: must be a list, e.g. [a,b], or null, and this is text: write it without"]),
     ("schedule.final_factor=low", ["schedule.final_factor=low: must be a number, as it is in conf/schedule/"]),
     ("+foo=1", ["+foo=1: there is no foo"]),
     ("~foo", ["~foo: there is no foo"]),

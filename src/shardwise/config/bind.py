@@ -61,6 +61,8 @@ def bind(kind: Any, value: Any, key: str = "") -> Any:
         remedy = f"; write {int(value)}"
     elif kind is str and isinstance(value, (float, bool)):
         remedy = f"; quote it: \"{key}='…'\""
+    elif kind is list:
+        remedy += remedy_for_text(value)
     raise ConfigError(f"{key}={as_yaml(value)}: must be {', or '.join(_TAKES[k] for k in (kind, *others))}{remedy}")
 
 
@@ -102,7 +104,7 @@ def as_number(value: Any) -> Any:
 
 
 def remedy_for_text(value: Any) -> str:
-    """What to add to a message about text in place of a number, if it is the text of one."""
-    if not isinstance(value, str) or isinstance(as_number(value), str):
+    """What to add to a message about text in place of a number or of a list, if it is the text of one."""
+    if not isinstance(value, str) or (isinstance(as_number(value), str) and not value.startswith("[")):
         return ""
     return ", and this is text: write it without quotes; the environment's is '${oc.decode:${oc.env:NAME}}', quoted so"

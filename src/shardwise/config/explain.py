@@ -11,7 +11,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from shardwise.config.bind import as_number, as_yaml
+from shardwise.config.bind import as_number, as_yaml, remedy_for_text
 from shardwise.config.earlier_words import GROUPS_SINCE
 from shardwise.config.paths import CONF
 from shardwise.config.schema import MISSING
@@ -37,7 +37,10 @@ def check_numbers(plain: dict[str, Any]) -> None:
             else:
                 is_right = _is_number(value) or not _is_number(default)
             if not is_right and value != MISSING:
-                raise ConfigError(f"{group}.{key}={as_yaml(value)}: must be {expected}, as it is in conf/{group}/")
+                as_text = remedy_for_text(value) if isinstance(default, list) else ""
+                raise ConfigError(
+                    f"{group}.{key}={as_yaml(value)}: must be {expected}, as it is in conf/{group}/{as_text}"
+                )
 
 
 @functools.cache
