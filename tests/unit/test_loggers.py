@@ -15,6 +15,7 @@ import pytest
 from shardwise.metrics.csv_logger import CsvLogger
 from shardwise.metrics.meter import Meter
 from shardwise.metrics.rank_values import RanksCsv
+from shardwise.run_dir.checkpoints import was_trained
 from shardwise.run_dir.rows import read_rows
 from tests.harness.commands import RECIPE, check, make_home, run
 
@@ -29,18 +30,27 @@ def test_a_new_metric_gets_a_column(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("header", "step", "why"), [
     ("Step,a", 2, "has no column named step"),  # a spreadsheet may have changed it
+    ("\xff\xd9\0", 2, "has no column named step"),  # no text
     ("step,a", 0, "is of a start that left no checkpoint"),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["metrics.csv", "ranks.csv"])
 def test_rows_that_a_run_does_not_go_on_with_are_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, header: str, step: int, why: str
 ) -> None:
-    path, text = tmp_path / name, f"{header}\n1,1.0\n2,2.0\n"
-    path.write_text(text)
+    path, text = tmp_path / name, f"{header}\n1,1.0\n2,2.0\n".encode("latin-1")
+    path.write_bytes(text)
+    Meter(SimpleNamespace(run_dir=str(tmp_path))).on_start()  # type: ignore[arg-type] # this reads it first
+    assert was_trained(tmp_path) == (name == "metrics.csv")  # and the launcher has read it before
     (CsvLogger(tmp_path) if name == "metrics.csv" else RanksCsv(tmp_path)).rewind(step)
     kept = path.with_stem(f"{path.stem}-1")
-    assert kept.read_text() == text and not path.exists()
+    assert kept.read_bytes() == text and not path.exists()
     assert f"{path} {why}: a new one begins, and it is kept as {kept.name}" in capsys.readouterr().out
+
+
+def test_rows_that_are_no_text_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_bytes(b"step,a\n1,1.0\n2,\xff2.0\n\xd9\0\n3,3.0\n")
+    CsvLogger(tmp_path).rewind(3)
+    assert (tmp_path / "metrics.csv").read_text() == "step,a\n1,1.0\n3,3.0\n"
 
 
 @pytest.mark.parametrize("damaged", [b"{", b"\xff\0"])

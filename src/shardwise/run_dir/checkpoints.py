@@ -146,7 +146,7 @@ def was_trained(run_dir: str | Path) -> bool:
     ):
         return True
     try:
-        with (folder / METRICS).open() as file:
+        with (folder / METRICS).open(errors="replace") as file:
             return sum(1 for _ in zip(range(2), file, strict=False)) == 2  # the header, and a row
     except FileNotFoundError:
         return False

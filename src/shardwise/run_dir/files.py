@@ -122,7 +122,7 @@ def stage_file(name: str, stage: str) -> str:
 
 def keep_earlier(path: Path, text: str) -> Path | None:
     """Rename an earlier record whose text differs. Returns the new path; None: nothing had to be renamed."""
-    if "-" in path.stem or not path.exists() or path.read_text() in ("", text):
+    if "-" in path.stem or not path.exists() or path.read_text(errors="replace") in ("", text):
         return None
     return put_aside(path)
 

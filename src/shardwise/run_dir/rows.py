@@ -10,17 +10,18 @@ from typing import TypeVar
 from shardwise.run_dir.files import keep_earlier
 
 T = TypeVar("T")
+_NO_TEXT = "\ufffd"  # what Python reads in place of bytes that are no text
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
     """The rows of such a file, each with its step; none where there is no file.
 
-    A last row that a kill cut short is left out.
+    A last row that a kill cut short, and rows that are no text, are left out.
     """
     if not path.exists():
         return []
-    with path.open(newline="") as file:
-        whole = [line for line in file if line.endswith("\n")]
+    with path.open(newline="", errors="replace") as file:
+        whole = [line for n, line in enumerate(file) if line.endswith("\n") and (n == 0 or _NO_TEXT not in line)]
     return [row for row in readable(csv.DictReader(whole)) if (row.get("step") or "").isdigit()]
 
 
@@ -28,7 +29,7 @@ def keep_unless_goes_on(path: Path, step: int) -> None:
     """Put the rows of an earlier start aside, and say so, if a run from `step` on goes on with none of them."""
     if not path.exists():
         return
-    with path.open(newline="") as file:
+    with path.open(newline="", errors="replace") as file:
         has_steps = "step" in next(readable(csv.reader(file)), [])
     why = "has no column named step" if not has_steps else "is of a start that left no checkpoint"
     if (step == 0 or not has_steps) and (kept := keep_earlier(path, "")) is not None:
