@@ -208,7 +208,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
     fresh = not run_dir.exists()
     earlier: dict[Path, Path] = {}  # record's path → new path of the earlier record that was there
     if os.environ.get("RANK", "0") == "0":
-        notices = resumption(plan)
+        notices = resumption(plan, job.config.resume)
         records = {CONFIG: job.yaml, PLAN: plan.to_json()}
         try:
             run_dir.mkdir(parents=True, exist_ok=True)

@@ -1,16 +1,19 @@
 """The files of a run have their names from run_dir/files.py, which writes them whole or not at all."""
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from shardwise.checkpoint.retention import read_best, write_best
 from shardwise.errors import ConfigError
 from shardwise.run_dir import files
-from shardwise.run_dir.resume import resolve_resume
+from shardwise.run_dir.resume import resolve_resume, resumption
 from tests.harness.rooms import MODULES
 
 RUN = Path("run")
@@ -120,3 +123,22 @@ def test_a_damaged_best_json_is_kept_and_named(
     write_best(best, "loss", 0.5)
     assert read_best(tmp_path, "loss", keeps=True) == (0.5, str(best))
     assert read_best(tmp_path, "another", keeps=True) == (None, None) and place.exists()
+
+
+def test_the_best_checkpoint_is_never_guessed(tmp_path: Path) -> None:
+    """The newest is taken where the run kept no best one, and a line says so."""
+    for name in ("step-00000004", "step-00000008"):
+        (folder := tmp_path / files.CHECKPOINTS / f"{name}.ckpt").mkdir(parents=True)
+        (folder / files.MANIFEST).write_text(json.dumps({"files": {}, "format": 2}))
+    newest = resolve_resume("best", tmp_path, "test")
+    assert newest == str(files.checkpoint_path(tmp_path, 8))
+    plan: Any = SimpleNamespace(resume=newest, run_dir=str(tmp_path), stage="test", init_from=None)
+    assert resumption(plan, "best") == [f"{tmp_path} has kept no best checkpoint: step-00000008.ckpt is its newest"]
+    assert resumption(plan, "auto") == []
+    files.best_checkpoint_path(tmp_path, 4).mkdir()
+    with pytest.raises(ConfigError) as refused:
+        resolve_resume("best", tmp_path, "test")
+    assert str(refused.value) == (
+        f"resume=best: there is no {tmp_path / files.CHECKPOINTS / files.BEST}, which names the best checkpoint; give "
+        f"one by resume=PATH: best-00000004.ckpt, step-00000004.ckpt, step-00000008.ckpt"
+    )

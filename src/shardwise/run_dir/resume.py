@@ -22,7 +22,7 @@ from shardwise.run_dir.checkpoints import (
     stopped_before,
     was_trained,
 )
-from shardwise.run_dir.files import BEST, CHECKPOINTS, CONFIG, MANIFEST, PLAN
+from shardwise.run_dir.files import BEST, CHECKPOINTS, CONFIG, MANIFEST, PLAN, best_checkpoint_path
 from shardwise.run_dir.job_folder import has_begun
 
 
@@ -43,11 +43,8 @@ def resolve_resume(resume: str | None, run_dir: str | Path, stage: str, may_be_t
             )
         if resume in ("auto", "best"):
             found = best_whole(run_dir) if resume == "best" else None
-            if found is None and resume == "best" and (best := Path(run_dir) / CHECKPOINTS / BEST).exists():
-                raise ConfigError(
-                    f"resume=best: {best} does not name a checkpoint that is whole; resume=auto takes the newest, and "
-                    f"resume=PATH any other"
-                )
+            if found is None and resume == "best":
+                _check_kept_none(Path(run_dir) / CHECKPOINTS / BEST)
             found = found or newest_whole(run_dir)
             if found is None and list_checkpoints(run_dir):
                 last = list_checkpoints(run_dir)[-1]
@@ -71,6 +68,26 @@ def resolve_resume(resume: str | None, run_dir: str | Path, stage: str, may_be_t
             f"another name= starts a branch"
         )
     return None if path is None else str(path)
+
+
+def _check_kept_none(best: Path) -> None:
+    """Refuse `resume=best` where the run has kept a best checkpoint that is not known or not whole any more.
+
+    Raises:
+        ConfigError
+    """
+    if best.exists():
+        raise ConfigError(
+            f"resume=best: {best} does not name a checkpoint that is whole; resume=auto takes the newest, and "
+            f"resume=PATH any other"
+        )
+    run_dir = best.parents[1]
+    there = sorted(path for path in best.parent.glob("*.ckpt") if step_of(path) >= 0)
+    if any(path == best_checkpoint_path(run_dir, step_of(path)) for path in there):
+        raise ConfigError(
+            f"resume=best: there is no {best}, which names the best checkpoint; give one by resume=PATH: "
+            f"{', '.join(path.name for path in there)}"
+        )
 
 
 def _checkpoint(resume: str) -> Path:
@@ -108,8 +125,10 @@ def _early_stop(plan: Plan) -> dict[str, Any] | None:
     return stop if stop is not None and stop.get("callbacks") == plan.callbacks else None
 
 
-def resumption(plan: Plan) -> list[str]:
+def resumption(plan: Plan, given: str | None = None) -> list[str]:
     """Lines for the user about a run that goes on: values that differ from its checkpoint's, or nothing left to do.
+
+    `given`: the value of `resume=`, of which the Plan has the checkpoint.
 
     Raises:
         ConfigError: the run would see other samples, or in another order, and `resume_allow` does not allow that.
@@ -120,6 +139,8 @@ def resumption(plan: Plan) -> list[str]:
     if plan.init_from is not None:
         notices.append(f"the weights are those of {Path(plan.resume).name}: init_from={plan.init_from} is not read")
     if plan.stage != "fit":
+        if given == "best" and not (Path(plan.run_dir) / CHECKPOINTS / BEST).exists():
+            notices.append(f"{plan.run_dir} has kept no best checkpoint: {Path(plan.resume).name} is its newest")
         return notices
     if plan.may_fall_back:
         passed = [p for p in list_checkpoints(plan.run_dir) if step_of(p) > step_of(plan.resume)]
