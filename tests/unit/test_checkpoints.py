@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.checkpoint.left_behind import tell_kept
+from shardwise.checkpoint.verify import named_unchanged
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, make_plan
-from shardwise.run_dir.files import keep_earlier
+from shardwise.run_dir.files import MANIFEST, checkpoint_path, keep_earlier
 from shardwise.run_dir.resume import differences, resumption
 
 
@@ -115,3 +117,37 @@ def test_an_option_of_the_data_that_is_newer_than_the_run_changes_nothing_while_
     assert resumption(dataclasses.replace(off, resume=checkpoint)) == []
     with pytest.raises(ConfigError, match="data.document_mask null → true: .*give the same data"):
         resumption(dataclasses.replace(on, resume=checkpoint))
+
+
+def test_every_damaged_checkpoint_that_is_passed_over_is_named(tmp_path: Path) -> None:
+    """Whether a size tells or only a checksum, and whatever the order of the two."""
+
+    def write(step: int, content: bytes) -> Path:
+        path = checkpoint_path(tmp_path, step)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "data").write_bytes(content)
+        files = {"data": {"bytes": 2, "sha256": hashlib.sha256(b"ok").hexdigest()}}
+        (path / MANIFEST).write_text(json.dumps({"files": files, "format": 2}))
+        return path
+
+    first = write(2, b"ok")
+    for step, content in ((4, b"no"), (6, b"short"), (8, b"no"), (10, b"short")):
+        write(step, content)
+    size, digest = "data has 5 bytes of 2", "data is not what was written (another checksum)"
+    told = [
+        f"step-{step:08d}.ckpt is damaged: {why}" for step, why in ((10, size), (8, digest), (6, size), (4, digest))
+    ]
+    assert named_unchanged(str(tmp_path)) == (first, told)
+    write(2, b"no")
+    told.append(f"step-00000002.ckpt is damaged: {digest}")
+    with pytest.raises(ConfigError) as refused:
+        named_unchanged(str(tmp_path))
+    assert str(refused.value) == f"{tmp_path} holds no whole checkpoint: {'; '.join(told)}; give another checkpoint"
+    with pytest.raises(ConfigError) as refused:
+        named_unchanged(str(first))
+    assert str(refused.value) == f"{first} is damaged: {digest}; give another checkpoint"
+    for step in (2, 4, 8):
+        write(step, b"short")
+    with pytest.raises(ConfigError) as refused:
+        named_unchanged(str(tmp_path))
+    assert all(f"step-{step:08d}.ckpt is damaged: {size}; " in str(refused.value) for step in (2, 4, 6, 8, 10))

@@ -87,12 +87,16 @@ def named_unchanged(given: str) -> tuple[Path, list[str]]:
         ConfigError: the checkpoint that is named has not, or none of the run's.
     """
     checkpoint, passed = named_checkpoint(given)
-    while found := changed(checkpoint):
-        before = [p for p in list_checkpoints(given) if p.name < checkpoint.name and damage(p) is None]
-        if not before:
-            raise ConfigError(f"{checkpoint} is damaged: {found}; give another checkpoint")
+    every = list_checkpoints(Path(given).expanduser())  # none, if `given` is a checkpoint
+    older = [path for path in every if path.name < checkpoint.name]
+    found = changed(checkpoint)
+    while found:
         passed.append(f"{checkpoint.name} is damaged: {found}")
-        checkpoint = before[-1]
+        if not older:
+            none = f"{given} holds no whole checkpoint: {'; '.join(passed)}"
+            raise ConfigError(f"{none if every else f'{checkpoint} is damaged: {found}'}; give another checkpoint")
+        checkpoint = older.pop()
+        found = damage(checkpoint) or changed(checkpoint)
     return checkpoint, passed
 
 

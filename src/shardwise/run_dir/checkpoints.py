@@ -102,10 +102,10 @@ def named_checkpoint(given: str) -> tuple[Path, list[str]]:
     if newest is None:
         why = f"neither a {MANIFEST} nor checkpoints"
         if all_checkpoints:
-            why = f"{all_checkpoints[-1].name} is damaged: {damage(all_checkpoints[-1])}"
+            why = "; ".join(f"{one.name} is damaged: {damage(one)}" for one in reversed(all_checkpoints))
         raise ConfigError(f"{given} holds no whole checkpoint: {why}; give runs/<id>, or a step-….ckpt in it")
     passed = all_checkpoints[all_checkpoints.index(newest) + 1 :]
-    return newest, [f"{one.name} is damaged: {damage(one)}" for one in passed]
+    return newest, [f"{one.name} is damaged: {damage(one)}" for one in reversed(passed)]
 
 
 def run_of(checkpoint: Path) -> Path:
