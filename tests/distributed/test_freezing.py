@@ -133,6 +133,42 @@ def test_weights_that_are_frozen_for_a_moment_are_trained(adversarial: dict[str,
         assert torch.allclose(adversarial[f"{where} fsdp"][name], tensor, atol=1e-6), name
 
 
+class TakesGradients(Callback):
+    """Takes a gradient with regard to the inputs in a hook."""
+
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+
+    def take(self, hook: str, module: Any, batch: Any) -> None:
+        if hook == self.hook:
+            x = batch[1].clone().requires_grad_(True)
+            torch.autograd.grad(module.loss(x), x)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.take("on_train_batch_start", pl_module, batch)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.take("on_train_batch_end", pl_module, batch)
+
+
+def take_gradients(folder: Path) -> list[str]:
+    said = []
+    for hook in ("on_train_batch_start", "on_train_batch_end"):
+        plan = plan_of(folder / hook, "Adversarial", "module.where=nowhere", "strategy=zero3", "units=[Layer]",
+                       "max_steps=4", "global_batch_size=4", "checkpoint=none", file=__name__)  # fmt: skip
+        with pytest.raises(ConfigError) as refused:
+            fit(plan, TakesGradients(hook))
+        said.append(str(refused.value))
+    return said
+
+
+def test_zero3_names_the_hook_that_takes_a_gradient(tmp_path: Path) -> None:
+    """DeepSpeed would end the hook with a traceback, or the message would blame training_step."""
+    for said in spawn(2, take_gradients, tmp_path):
+        for hook, told in zip(("on_train_batch_start", "on_train_batch_end"), said, strict=True):
+            assert told.startswith(f"Adversarial or a callback, in {hook}, takes a gradient (torch.autograd.grad)")
+
+
 def run(folder: Path, ranks: int, words: list[str], hook: str, thaws: bool) -> Any:
     plan = cell_plan(folder, ranks, "micro_batch_size=2", "global_batch_size=4", "max_steps=4", "schedule=none",
                      "optimizer=sgd", "optimizer.lr=0.1", *words)  # fmt: skip

@@ -221,6 +221,12 @@ def is_hooked(trainer: Any, hook_name: str) -> bool:
     return any(_having(trainer, hook_name)) or _has(trainer.lightning_module, hook_name)
 
 
+def current_hook(module: LightningModule) -> str | None:
+    """The name of the hook or step that runs now."""
+    name: str | None = module._current_fx_name
+    return name
+
+
 def _module_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
     if hook_name == _END and hasattr(trainer, "_callbacks_with"):
         if hook_name not in trainer._idle_hooks:

@@ -96,6 +96,18 @@ def keep_gradients_until_reduced(optimizer: Any) -> None:
     optimizer.average_tensor = average_and_keep
 
 
+def before_freeing(engine_optimizer: Any, check: Callable[[], None]) -> None:
+    """Call `check` before ZeRO-3 frees the weights of a layer that a backward pass has left."""
+    offload = engine_optimizer.parameter_offload
+    free = offload.post_sub_module_backward_function
+
+    def check_and_free(*args: Any, **kwargs: Any) -> Any:
+        check()
+        return free(*args, **kwargs)
+
+    offload.post_sub_module_backward_function = check_and_free
+
+
 def release_engine(engine: Any) -> None:
     """Let an engine go that is not used any more, with its weights, gradients and optimizer state.
 
@@ -124,8 +136,10 @@ def gathered(engine: Any, module: LightningModule, trained: list[nn.Parameter]) 
     available = [p for p in parameters if p.ds_status.name == "AVAILABLE"]
     absent = [p for p in parameters if p.ds_status.name != "AVAILABLE"]
     frozen = [p for p in module.parameters() if not p.requires_grad and hasattr(p, "ds_id")]
-    with GatheredParameters([*frozen, *absent], modifier_rank=0):
-        yield
+    whole = GatheredParameters([*frozen, *absent], modifier_rank=0)
+    whole.__enter__()
+    yield  # an error ends the run: DeepSpeed would refuse to free the layers that it left, and hide it
+    whole.__exit__(None, None, None)
     for p in available:  # DeepSpeed keeps a small one whole, and would gather its shard the next time
         shard = p.ds_tensor
         mine = p.detach().flatten()[dist.get_rank() * shard.numel() :][: shard.numel()]

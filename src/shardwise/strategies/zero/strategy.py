@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from shardwise.distributed.collectives import broadcast_from_rank_zero
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.drawn_alike import is_of_training
+from shardwise.lightning_internals.hooks import current_hook
 from shardwise.optim.deepspeed import import_deepspeed
 from shardwise.optim.optimizers import treats_weights_one_by_one
 from shardwise.parallel.functional_calls import refuse_functional_calls
@@ -38,6 +39,7 @@ from shardwise.strategies.zero.engine import engine_config
 from shardwise.strategies.zero.frozen import FrozenUnderZero
 from shardwise.strategies.zero.initial import InitialValues
 from shardwise.strategies.zero.internals import (
+    before_freeing,
     count_elements,
     full_shapes,
     gathered,
@@ -113,7 +115,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         if self.plan.strategy.find_unused_parameters:
             touch_all(self.module, units, self.plan.strategy.zero_stage)
         if self.plan.strategy.zero_stage == 3:
-            self._refuse_inner_backward(engine_optimizer)
+            before_freeing(engine_optimizer, self._refuse_inner_backward)
         keep_gradients_until_reduced(engine_optimizer)
         self.optimizers = [engine_optimizer]
         self.zero_state.use(engine_optimizer, group_names)
@@ -135,20 +137,15 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         assert isinstance(self.precision_plugin, ZeroPrecision)
         return self.precision_plugin
 
-    def _refuse_inner_backward(self, engine_optimizer: Any) -> None:
+    def _refuse_inner_backward(self) -> None:
         """Refuse a backward pass within a step: ZeRO-3 would free weights and not gather them for the next pass."""
-        offload = engine_optimizer.parameter_offload
-        free = offload.post_sub_module_backward_function
-
-        def free_or_refuse(*args: Any, **kwargs: Any) -> Any:
-            if self.module.trainer.training and not self.zero_precision.is_in_backward:
-                raise ConfigError(
-                    f"{self.module_name}.training_step takes a gradient (torch.autograd.grad), and behind that the "
-                    f"weights are gone under {self.plan.strategy.name}; use strategy=fsdp, zero2 or ddp"
-                )
-            return free(*args, **kwargs)
-
-        offload.post_sub_module_backward_function = free_or_refuse
+        if self.module.trainer.training and not self.zero_precision.is_in_backward:
+            hook = current_hook(self.module)
+            who = ".training_step" if hook == "training_step" else f" or a callback, in {hook},"
+            raise ConfigError(
+                f"{self.module_name}{who} takes a gradient (torch.autograd.grad), and behind that the weights are gone "
+                f"under {self.plan.strategy.name}; use strategy=fsdp, zero2 or ddp"
+            )
 
     def _refuse_objects(self, layer: nn.Module) -> None:
         """Refuse outputs inside objects: ZeRO-3 gathers a layer's weights by hooks on its output tensors."""
