@@ -253,30 +253,36 @@ def test_a_one_cycle_that_ends_before_the_run_is_refused_before_a_step_is_lost(t
     assert int(seen) == 2 * (STEPS + 1 - MIDDLE), "to its own end it goes on"
 
 
+WHOLE = "micro_batch_size=4"  # a micro-batch a step
+ENDS: list[Any] = [
+    ("55, and this run to step 80; give max_steps=55 max_epochs=null", ["OneCycleLR", "epoch"], "max_epochs=20"),
+    ("111, and this run to step 160; give max_steps=111", ["OneCycleLR", "epoch", 2], "max_steps=160", WHOLE),
+    ("54, and this run to step 80; give max_steps=54", ["OneCycleLR", "step", 3], "max_steps=80", WHOLE),
+    ("27, and this run goes on; give max_steps=27", ["OneCycleLR", "step", 4], "max_steps=40"),  # 4 micro-batches
+    ("15, and this run goes on; give max_steps=15", ["member", "step"], "max_steps=40"),
+]
+
+
 def ends(folder: Path) -> list[str]:
-    """What runs say in which a OneCycleLR of 13 steps is over, where that is not known beforehand."""
+    """What runs say in which a OneCycleLR of 13 steps is over."""
     SCHEDULES["member"] = lambda o: schedulers.SequentialLR(
         o, [schedulers.ConstantLR(o, 0.1, 2), SCHEDULES["OneCycleLR"](o)], [2]
     )
     said = []
-    cases: list[Any] = [("OneCycleLR", "epoch"), ("OneCycleLR", "step", 4), ("member", "step")]
-    for number, (case, limit) in enumerate(zip(cases, ("max_epochs=20", "max_steps=40", "max_steps=40"), strict=True)):
+    for number, (expected, case, *words) in enumerate(ENDS):
         with pytest.raises(ConfigError) as refused:
-            one(folder / str(number), 1, list(case), limit)
-        said.append(str(refused.value).partition("13 ")[2])
-        last = str(refused.value).partition("max_steps=")[2].partition(" ")[0].strip(",")
-        one(folder / f"{number}-to-its-end", 1, list(case), f"max_steps={last}")
+            one(folder / str(number), 1, case, *words)
+        last = int(expected.partition(",")[0])
+        one(folder / f"{number}-to-its-end", 1, case, *words[1:], f"max_steps={last}")
+        with pytest.raises(ConfigError):
+            one(folder / f"{number}-beyond", 1, case, *words[1:], f"max_steps={last + 1}")
+        said.append(str(refused.value).partition("13 lasts to step ")[2].partition(", or")[0])
     return said
 
 
-def test_a_one_cycle_that_ends_in_the_run_ends_it_with_one_message(tmp_path: Path) -> None:
-    """With an interval of epochs, with a frequency of 4 micro-batches, and as a member of a SequentialLR."""
-    (said,) = spawn(1, ends, tmp_path)
-    assert [words.partition(", or")[0] for words in said] == [
-        "lasts to step 55, and this run goes on; give max_steps=55 max_epochs=null",
-        "lasts to step 27, and this run goes on; give max_steps=27",
-        "lasts to step 15, and this run goes on; give max_steps=15",
-    ]
+def test_a_one_cycle_that_is_called_now_and_then_ends_the_run_with_one_message(tmp_path: Path) -> None:
+    """Before it starts, if it is known when the schedule is over, and otherwise there: torch would raise."""
+    assert spawn(1, ends, tmp_path) == [[expected for expected, *_ in ENDS]]
 
 
 def best_and_last(folder: Path) -> dict[str, list[int]]:

@@ -3,6 +3,7 @@ the run does: see Guard."""
 
 from __future__ import annotations
 
+import math
 from copy import copy
 from typing import Any
 
@@ -49,11 +50,11 @@ def check_schedules_last(trainer: Trainer, plan: Plan) -> None:
         return  # the run may end before the schedule does
     for config in trainer.lr_scheduler_configs:
         schedule = config.scheduler
-        if type(schedule) is not OneCycleLR or (config.interval, config.frequency) != ("step", 1):
+        if type(schedule) is not OneCycleLR:
             continue
         end = trainer.estimated_stepping_batches  # -1 or infinite where no data say it
-        last = trainer.global_step + schedule.total_steps - schedule.last_epoch
-        if last >= end or end == float("inf"):
+        last = _last_step(trainer, plan, config)
+        if last is None or last >= end or end == float("inf"):
             continue
         lasts = f"OneCycleLR with total_steps={schedule.total_steps} lasts to step {last}, and this run to step {end}"
         give = f"give max_steps={last}" + (" max_epochs=null" if plan.max_steps is None else "")
@@ -67,3 +68,21 @@ def check_schedules_last(trainer: Trainer, plan: Plan) -> None:
             f"new run, with a new schedule, from its weights: shardwise export {plan.resume} format=safetensors, then "
             f"init_from= and another name="
         )
+
+
+def _last_step(trainer: Trainer, plan: Plan, config: Any) -> int | None:
+    """The last step at which the run may end, since the next would move the schedule on once too often.
+
+    None: it is not known beforehand; see WindowLoop.update_lr_schedulers.
+    """
+    left, frequency, batches = config.scheduler.total_steps - config.scheduler.last_epoch, config.frequency, 0
+    if (config.interval, frequency) == ("step", 1):
+        return int(trainer.global_step + left)
+    if plan.resume is None and trainer.num_training_batches != float("inf"):
+        batches = int(trainer.num_training_batches)  # of an epoch
+    if config.interval == "epoch" and batches:
+        return int((left + 1) * frequency * math.ceil(batches / plan.accumulate_grad_batches)) - 1
+    if plan.accumulate_grad_batches > 1 or batches < frequency:
+        return None
+    epochs, times = divmod(left, batches // frequency)  # Lightning counts batches anew in each epoch
+    return int(epochs * batches + (times + 1) * frequency - 1)
