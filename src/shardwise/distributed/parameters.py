@@ -5,26 +5,34 @@ Parameters are replaced by others: by those that have memory, by shards, by part
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
 
 _OF_DTENSORS = ("_local_tensor", "_spec")
+_REPLACED_BY = "shardwise_replaced_by"
+_WITHIN = 3  # a list of pairs in a dict
+_LONGEST = 10_000  # a longer list is one of samples
+_KNOWN = ("builtins", "torch.", "lightning.", "shardwise.", "deepspeed.")  # whose objects keep no weights of a module's
 
 
 def keep_attributes(new: Tensor, old: Tensor) -> None:
     """Give `new`, which takes the place of `old`, the attributes that were set on it."""
     for name, value in vars(old).items():
-        if name not in _OF_DTENSORS:
+        if name not in (*_OF_DTENSORS, _REPLACED_BY):
             setattr(new, name, value)
 
 
 def keep_notes(new: nn.Parameter, old: Tensor) -> nn.Parameter:
     """Give `new`, which takes the place of `old`, its attributes and the hooks on its gradient. Returns `new`."""
     keep_attributes(new, old)
+    setattr(old, _REPLACED_BY, new)
     of, on, is_trained = cast(Any, old), cast(Any, new), new.requires_grad
     new.requires_grad_(is_trained or bool(of._backward_hooks))  # torch refuses a hook on what is frozen at the moment
     for hook in (of._backward_hooks or {}).values():
@@ -33,6 +41,64 @@ def keep_notes(new: nn.Parameter, old: Tensor) -> nn.Parameter:
         on.register_post_accumulate_grad_hook(hook)
     new.requires_grad_(is_trained)
     return new
+
+
+def current(parameter: Any) -> Any:
+    """What stands in the place of a parameter that was replaced, or the parameter itself."""
+    while (new := getattr(parameter, _REPLACED_BY, None)) is not None:
+        parameter = new
+    return parameter
+
+
+def renew_references(module: LightningModule, find: Callable[[Any], Any] = current) -> None:
+    """Let what layers and callbacks keep as attributes (lists of weights, pairs, objects with them) follow the weights.
+
+    `find`: what now stands in the place of a parameter.
+    """
+    callbacks = [] if module._trainer is None else module.trainer.callbacks  # type: ignore[attr-defined]
+    for holder in (*module.modules(), *callbacks):
+        _renew_attributes(holder, _WITHIN, find)
+
+
+def _renew_attributes(holder: Any, within: int, find: Callable[[Any], Any]) -> None:
+    for name, value in list(vars(holder).items()):
+        if not name.startswith("_") and (new := _renewed(value, within, find)) is not value:
+            vars(holder)[name] = new
+
+
+def renew_optimizer(optimizer: Optimizer, whose: str, strategy: str) -> None:
+    """Let an optimizer that was built before the weights were sharded have the shards. `whose`: the module's name.
+
+    Raises:
+        ConfigError: it has state of the whole weights already.
+    """
+    for group in optimizer.param_groups:
+        new = [current(p) for p in group["params"]]
+        if any(a is not b and a in optimizer.state for a, b in zip(group["params"], new, strict=True)):
+            raise ConfigError(
+                f"{whose} builds {type(optimizer).__name__} before {strategy} shards the weights, and it has state of "
+                f"whole ones: build it in configure_optimizers"
+            )
+        group["params"] = new
+
+
+def _renewed(value: Any, within: int, find: Callable[[Any], Any]) -> Any:
+    if isinstance(value, nn.Parameter):
+        return find(value)
+    if not within or isinstance(value, (Tensor, nn.Module, type)):
+        return value
+    if type(value) in (list, tuple) and len(value) <= _LONGEST:
+        new = [_renewed(one, within - 1, find) for one in value]
+        if any(a is not b for a, b in zip(new, value, strict=True)):
+            if isinstance(value, tuple):
+                return tuple(new)
+            value[:] = new  # others may have the same list
+    elif type(value) is dict and len(value) <= _LONGEST:
+        for key, one in value.items():
+            value[key] = _renewed(one, within - 1, find)
+    elif hasattr(value, "__dict__") and not type(value).__module__.startswith(_KNOWN):
+        _renew_attributes(value, within - 1, find)
+    return value
 
 
 def is_hooked_behind_sums(parameter: Tensor) -> bool:

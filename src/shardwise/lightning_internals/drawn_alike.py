@@ -61,7 +61,7 @@ def _watch(trainer: Any, optimizer: Optimizer, purpose: str) -> None:
     before: list[dict[str, Any]] = []
 
     def begin(*_: Any) -> None:
-        before[:] = [_begin(trainer, purpose, whole=False)]
+        before.append(_begin(trainer, purpose, whole=False))  # a step that calls super().step() begins twice
 
     def end(*_: Any) -> None:
         set_random_state(before.pop(), trainer.strategy.root_device)

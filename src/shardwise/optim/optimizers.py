@@ -27,8 +27,9 @@ _ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, op
 
 def treats_weights_one_by_one(optimizer: Optimizer) -> bool:
     """Whether the optimizer gives the same result if its parameters are cut into any pieces."""
-    known = isinstance(optimizer, _ELEMENTWISE) or type(optimizer).__module__.startswith("deepspeed.")
-    return known or is_elementwise(optimizer)
+    # A subclass may have a step of its own, such as one that looks at the norm of each gradient.
+    known = isinstance(optimizer, _ELEMENTWISE) and type(optimizer).step.__module__.startswith("torch.optim.")
+    return known or type(optimizer).__module__.startswith("deepspeed.") or is_elementwise(optimizer)
 
 
 def steps_on_shards(optimizer: Optimizer) -> bool:
@@ -205,3 +206,22 @@ def step_schedules_unless(module: LightningModule, skipped: Callable[[], bool]) 
             schedule_step(*args, **kwargs)
 
     module.lr_scheduler_step = unless_skipped  # type: ignore[method-assign]
+
+
+class NewWeights:
+    """Lets weights that an optimizer gets in mid-run begin without the gradients that the steps before have left.
+
+    Lightning forgets gradients in front of a backward pass, when they are there. Here that is done behind a step.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()  # ids
+
+    def forget_gradients(self, optimizers: list[Optimizer]) -> None:
+        """In front of a step."""
+        there = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        if len(there) != len(self._known):
+            for p in there if self._known else ():
+                if id(p) not in self._known:
+                    p.grad = None
+            self._known = {id(p) for p in there}

@@ -23,7 +23,7 @@ from shardwise.checkpoint.verify import load_rest
 from shardwise.distributed.collectives import broadcast_from_rank_zero
 from shardwise.distributed.matrices import CopiedMatrices
 from shardwise.errors import ConfigError
-from shardwise.optim.optimizers import use_matrices
+from shardwise.optim.optimizers import NewWeights, use_matrices
 from shardwise.plan import Plan
 from shardwise.protocols import wants_channels_last
 from shardwise.strategies.base import PlannedStrategy
@@ -53,6 +53,7 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
             **cast(dict[str, Any], {_BUFFERS: False}),  # PlannedStrategy synchronizes buffers
         )
         self._use(plan)
+        self._new_weights = NewWeights()
         self._order: list[int] = []  # the order in which gradients arrived in the first step
         self._with_own_gradient: set[nn.Parameter] = set()  # in this window, apart from the memory of a recorded graph
 
@@ -79,6 +80,11 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         for optimizer in self.optimizers if self.world_size > 1 else ():
             use_matrices(optimizer, lambda: CopiedMatrices(self.mesh.group("loss")))
         self._read_initial_weights()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self.plan.accumulate_grad_batches == 0 and self.module.automatic_optimization:
+            self._new_weights.forget_gradients(self.optimizers)
+        super().on_train_batch_start(batch, batch_idx)
 
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().backward(*args, **kwargs)

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from shardwise.distributed.collectives import broadcast_from_rank_zero, sum_over
 from shardwise.distributed.dtensor import listing_whole, reading_whole, whole_tensor
-from shardwise.distributed.parameters import keep_notes, refuse_gradient_hooks
+from shardwise.distributed.parameters import keep_notes, refuse_gradient_hooks, renew_optimizer, renew_references
 from shardwise.distributed.symmetric_memory import let_compiler_copy
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.hook_analysis import LOOK_AT_GRADIENTS
@@ -136,8 +136,10 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         self._shard()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
+            renew_references(self.module)
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
+                renew_optimizer(optimizer, self.module_name, self.plan.strategy.name)
                 if self.sharded.tensor_parallel is not None:
                     check_of_parts(optimizer)
                 if not self.module.automatic_optimization:

@@ -16,11 +16,22 @@ from shardwise.strategies.sharded_state import DTensorState
 
 def step_on_shards(optimizer: Optimizer, state: DTensorState) -> None:
     """Give the optimizer local parts in place of its parameters, and their gradients while it steps."""
-    sharded = [p for group in optimizer.param_groups for p in group["params"]]
-    local = {id(p): nn.Parameter(local_part(p.detach()), requires_grad=False) for p in sharded}
-    state.step_on(local)
-    for group in optimizer.param_groups:
-        group["params"] = [local[id(p)] for p in group["params"]]
+    sharded: list[nn.Parameter] = []
+    local: dict[int, nn.Parameter] = {}
+
+    def take_shards() -> None:
+        """Take those of the groups. Of a group that was added while weights were whole, it takes them behind that."""
+        for group in optimizer.param_groups:
+            own = {id(p) for p in local.values()}
+            came = [p for p in group["params"] if id(p) not in own]
+            sharded.extend(came)
+            for p in came:
+                p.grad = None  # of the steps before
+            local.update({id(p): nn.Parameter(local_part(p.detach()), requires_grad=False) for p in came})
+            group["params"] = [local.get(id(p), p) for p in group["params"]]
+        state.step_on(local)
+
+    take_shards()
     use_matrices(optimizer, lambda: ShardedMatrices(sharded, [local[id(p)] for p in sharded]))
 
     def show_gradients(*_: Any) -> None:
@@ -38,4 +49,5 @@ def step_on_shards(optimizer: Optimizer, state: DTensorState) -> None:
     optimizer.register_step_pre_hook(show_gradients)
     optimizer.register_step_post_hook(hide_gradients)
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    optimizer.take_shards = take_shards  # type: ignore[attr-defined]
     optimizer.sharded_parameters = sharded  # type: ignore[attr-defined] # the parameters that have the gradients

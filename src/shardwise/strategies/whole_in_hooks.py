@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -18,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from shardwise.distributed.dtensor import local_part
-from shardwise.distributed.parameters import keep_attributes, keep_notes
+from shardwise.distributed.parameters import keep_attributes, keep_notes, renew_optimizer, renew_references
 from shardwise.parallel.tensor_parallel import divided_layers
 from shardwise.strategies import fsdp_gathering
 from shardwise.strategies.sharded_state import DTensorState
@@ -26,7 +27,7 @@ from shardwise.strategies.whole_weights import groups_of
 
 
 @contextmanager
-def whole_in_place_of_shards(module: nn.Module, state: DTensorState) -> Iterator[None]:
+def whole_in_place_of_shards(module: LightningModule, state: DTensorState) -> Iterator[None]:
     """Gather all weights of `module`; at the end, copy them into the shards. Collective, as layers inside are."""
     fsdp_gathering.free_gathered(module)
     whole = _WholeWeights(module, state)
@@ -43,8 +44,8 @@ def whole_in_place_of_shards(module: nn.Module, state: DTensorState) -> Iterator
 class _WholeWeights:
     """Whole weights in the places of sharded ones."""
 
-    def __init__(self, module: nn.Module, state: DTensorState) -> None:
-        self.state = state
+    def __init__(self, module: LightningModule, state: DTensorState) -> None:
+        self.module, self.state = module, state
         self.names = {id(p): name for name, p in module.named_parameters()}
         layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, FSDPModule)]
         self.groups = [group for layer in layers for group in groups_of(layer._get_fsdp_state())]
@@ -63,6 +64,7 @@ class _WholeWeights:
         self.lent: dict[nn.Module, dict[str, Any]] = {}  # layers that run with parts → their whole weights
         for layer, key, p in self.places:
             layer._parameters[key] = self.wholes[id(p)]
+        renew_references(self.module, lambda p: self.wholes.get(id(p), p))
 
     def put_back(self) -> None:
         """Let the module have its shards again, with what was written."""
@@ -74,6 +76,10 @@ class _WholeWeights:
             self._write(p)
             p.requires_grad_(self.wholes[of].requires_grad)  # the hook may have frozen it, or let it be trained
             keep_notes(p, self.wholes[of])
+        renew_references(self.module)  # what the hook has kept, or has given to an optimizer
+        for optimizer in self.state.optimizers():
+            renew_optimizer(optimizer, type(self.module).__name__, "FSDP")
+            getattr(optimizer, "take_shards", lambda: None)()
         for group in self.groups:  # a backward pass may follow, which gathers on other streams
             _let_gathers_wait(group)
 

@@ -86,13 +86,12 @@ class Materializer:
                     self.root.init_module_weights(layer)  # type: ignore[operator]
 
     def _on_device(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.device.type != "meta":  # optimizers and lists may have this object, as in any torch module
+            parameter.data = parameter.data.to(self.device)
+            return parameter
         made = self.made.get(id(parameter))
         if made is None:
-            data = (
-                torch.empty_like(parameter, device=self.device)
-                if parameter.device.type == "meta"
-                else parameter.data.to(self.device)
-            )
+            data = torch.empty_like(parameter, device=self.device)
             made = keep_notes(nn.Parameter(data, requires_grad=parameter.requires_grad), parameter)
             self.made[id(parameter)] = made
             self.made[id(made)] = made
