@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -241,3 +243,38 @@ def test_what_fp16_cannot_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str
     said = refused(capsys, "export", str(tmp_path), "format=safetensors", "dtype=fp16")
     assert "dtype=fp16: linear.bias reaches 1e+05, and fp16 ends at 65504; use bf16" in said
     assert not list(tmp_path.glob("export-*"))
+
+
+@pytest.mark.parametrize("moment", ["shardwise.weights.saved.read_metadata", "shardwise.weights.saved.read_tensors",
+                                    "shardwise.checkpoint.verify.changed"])  # fmt: skip
+def test_a_checkpoint_that_its_run_removes_gives_way_to_a_newer_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    run, module, steps = tmp_path / "run", Foreign(), iter([6, 9, 12, 15, 18, 21])
+    node = {"_target_": f"{__name__}.Foreign"}
+    save(run, module, node)
+    place, _, name = moment.rpartition(".")
+    own, removals = getattr(importlib.import_module(place), name), [1]
+
+    def read(path: Path, *more: Any) -> Any:
+        if removals and path.exists():
+            removals.pop()
+            [newest] = (run / "checkpoints").iterdir()
+            save(run, module, node, next(steps))
+            shutil.rmtree(newest)
+        return own(path, *more)
+
+    monkeypatch.setattr(moment, read)
+    export(str(run), "format=torch")
+    assert capsys.readouterr().out.startswith("step-00000006.ckpt: ")
+    assert torch.load(run / "export-torch/model.pt", weights_only=True).keys() == module.state_dict().keys()
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "export-torch", "plan.json"]
+    removals += [1, 1, 1]
+    said = refused(capsys, "export", str(run), "format=torch", f"out={run}/x")
+    assert (
+        "step-00000012.ckpt vanished while it was read: a run that is under way removes its older checkpoints" in said
+    )
+    assert "give one that stays, a best-….ckpt" in said and not (run / "x").exists()
+    removals.append(1)
+    [named] = (run / "checkpoints").iterdir()
+    assert f"{named} vanished" in refused(capsys, "export", str(named), "format=torch", f"out={run}/x")

@@ -23,6 +23,7 @@ from recipes.language_modeling.module import LanguageModel
 from shardwise.data.text_stream import TextStream
 from shardwise.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from shardwise.tools import main
+from shardwise.weights import saved
 from tests.harness.saved import END, save, trained_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -280,3 +281,21 @@ def test_a_space_at_the_end_is_noted_and_a_damaged_checkpoint_is_refused(
     said = f"{checkpoint.name} is damaged: {tensors.name} is not what was written (another checksum)"
     assert out.startswith("once") and err == f"{said}; taking {older.name}\n"
     assert f"{checkpoint} is damaged" in refused(capsys, str(checkpoint), "prompt=once")
+
+
+def test_a_checkpoint_that_its_run_removes_gives_way_to_a_newer_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, checkpoint = run_of(tmp_path, trained_tokenizer(), 300)
+    newer = checkpoint.with_name("step-00000009.ckpt")
+    own = saved.read_metadata
+
+    def read(path: Path) -> Any:
+        if path == checkpoint:
+            checkpoint.rename(newer)
+        return own(path)
+
+    monkeypatch.setattr(saved, "read_metadata", read)
+    assert written(capsys, str(tmp_path), "prompt=once", "max_new_tokens=2").startswith("once")
+    newer.rename(checkpoint)
+    assert f"{checkpoint} vanished while it was read" in refused(capsys, str(checkpoint), "prompt=once")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwise.checkpoint.files import io_threads, sha256_of
 from shardwise.checkpoint.plain import unpack
@@ -17,10 +19,21 @@ from shardwise.distributed.collectives import gather_objects
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 from shardwise.run_dir.checkpoints import another_than, damage, list_checkpoints, mark_damaged, named_checkpoint
-from shardwise.run_dir.files import MANIFEST, TRAINER_STATE, rank_state, unsafe_file
+from shardwise.run_dir.files import CHECKPOINTS, MANIFEST, TRAINER_STATE, rank_state, unsafe_file
 
 _T = TypeVar("_T")
 _CHANGED = " is not what was written (another checksum)"  # other damage may be that of a disk which answers later
+_TRIES = 3  # of reading a run's newest checkpoint, which the run may remove meanwhile
+
+
+class VanishedError(ConfigError):
+    """A checkpoint was whole, and files of it are gone while it is read."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(
+            f"{checkpoint} vanished while it was read: a run that is under way removes its older checkpoints "
+            f"(checkpoint.keep_last); give one that stays, a best-….ckpt or one of checkpoint.keep_every_n_steps"
+        )
 
 
 def verify_resume(plan: Plan) -> Plan:
@@ -67,7 +80,10 @@ def _damage(folder: Path) -> str | None:
 
 def changed(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
     """Check the checksums of a rank's share of the files, and say what is wrong; None: nothing is."""
-    files = json.loads((folder / MANIFEST).read_text())["files"]
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+    except OSError as error:
+        return f"{MANIFEST} cannot be read ({error.strerror})"
 
     def check(name: str) -> str | None:
         try:
@@ -85,11 +101,14 @@ def named_unchanged(given: str) -> tuple[Path, list[str]]:
 
     Raises:
         ConfigError: the checkpoint that is named has not, or none of the run's.
+        VanishedError: the checkpoint was removed meanwhile.
     """
     checkpoint, passed = named_checkpoint(given)
     every = list_checkpoints(Path(given).expanduser())  # none, if `given` is a checkpoint
     older = [path for path in every if path.name < checkpoint.name]
     found = changed(checkpoint)
+    if found and damage(checkpoint):  # there was none a moment ago
+        raise VanishedError(checkpoint)
     while found:
         passed.append(f"{checkpoint.name} is damaged: {found}")
         if not older:
@@ -98,6 +117,28 @@ def named_unchanged(given: str) -> tuple[Path, list[str]]:
         checkpoint = older.pop()
         found = damage(checkpoint) or changed(checkpoint)
     return checkpoint, passed
+
+
+def with_checkpoint(given: str, use: Callable[[Path, list[str]], _T]) -> _T:
+    """Call `use` with what `named_unchanged` finds; again with a run's newest one, if the run has removed it meanwhile.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or each that was tried has vanished.
+    """
+    tries = _TRIES if (Path(given).expanduser() / CHECKPOINTS).is_dir() else 1
+    while True:
+        tries -= 1
+        try:
+            checkpoint, damaged = named_unchanged(given)
+            try:
+                return use(checkpoint, damaged)
+            except (OSError, ConfigError, CheckpointException):
+                if damage(checkpoint) is None:
+                    raise
+                raise VanishedError(checkpoint) from None
+        except VanishedError:
+            if not tries:
+                raise
 
 
 def load_rest(folder: Path, trust: bool = False) -> tuple[dict[str, Any], dict[str, str]]:

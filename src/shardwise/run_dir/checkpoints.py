@@ -104,7 +104,7 @@ def named_checkpoint(given: str) -> tuple[Path, list[str]]:
         if all_checkpoints:
             why = "; ".join(f"{one.name} is damaged: {damage(one)}" for one in reversed(all_checkpoints))
         raise ConfigError(f"{given} holds no whole checkpoint: {why}; give runs/<id>, or a step-….ckpt in it")
-    passed = all_checkpoints[all_checkpoints.index(newest) + 1 :]
+    passed = [one for one in all_checkpoints if one.name > newest.name]  # a run may have removed the newest by now
     return newest, [f"{one.name} is damaged: {damage(one)}" for one in reversed(passed)]
 
 

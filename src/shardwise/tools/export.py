@@ -68,7 +68,7 @@ def run(words: list[str]) -> None:
     Raises:
         ConfigError: a word is wrong, the checkpoint is damaged, the folder is not empty, or a name is unknown.
     """
-    from shardwise.checkpoint.verify import named_unchanged
+    from shardwise.checkpoint.verify import with_checkpoint
 
     alone, config = read_words(words, ExportConfig)
     if len(alone) != 1:
@@ -79,14 +79,18 @@ def run(words: list[str]) -> None:
     # The export is not put into the checkpoint, which is removed when there are newer ones.
     out = run_dir / f"export-{config.format.value}" if config.out is None else Path(config.out).expanduser().absolute()
     _check_free(out)
-    checkpoint, damaged = named_unchanged(alone[0])
-    for line in damaged:
-        print(f"{line}; exporting {checkpoint.name}")
-    export = Export(checkpoint, config)
-    _publish(out, export.write)
+
+    def write(checkpoint: Path, damaged: list[str]) -> Export:
+        for line in damaged:
+            print(f"{line}; exporting {checkpoint.name}")
+        export = Export(checkpoint, config)
+        _publish(out, export.write)
+        return export
+
+    export = with_checkpoint(alone[0], write)
     size = sum(file.stat().st_size for file in out.iterdir())
     print(
-        f"{checkpoint.name}: {count(len(export.entries), 'tensor')}, {count(export.parameters, 'value')}, "
+        f"{export.checkpoint.name}: {count(len(export.entries), 'tensor')}, {count(export.parameters, 'value')}, "
         f"{count(size, 'byte')}, in {out}"
     )
 

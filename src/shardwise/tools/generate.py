@@ -88,7 +88,7 @@ def run(words: list[str]) -> None:
     Raises:
         ConfigError: a word is wrong, a file cannot be read or written, or the run's module cannot continue texts.
     """
-    from shardwise.checkpoint.verify import named_unchanged
+    from shardwise.checkpoint.verify import with_checkpoint
 
     alone, config = read_words(words, GenerateConfig)
     if len(alone) != 1:
@@ -99,12 +99,15 @@ def run(words: list[str]) -> None:
     prompts = list(numbered.values())
     if (last := config.seed + len(prompts) - 1) >= 2**64:
         raise ConfigError(f"seed={config.seed}: the seeds go up to {last}, and must be below 2^64; give a smaller one")
-    checkpoint, damaged = named_unchanged(alone[0])
-    for line in damaged:
-        sys.stderr.write(f"{line}; taking {checkpoint.name}\n")
-    node = module_node(checkpoint)
-    _check_target(node)
-    writer = Writer(checkpoint, node, config)
+
+    def load(checkpoint: Path, damaged: list[str]) -> Writer:
+        for line in damaged:
+            sys.stderr.write(f"{line}; taking {checkpoint.name}\n")
+        node = module_node(checkpoint)
+        _check_target(node)
+        return Writer(checkpoint, node, config)
+
+    writer = with_checkpoint(alone[0], load)
     tokens = writer.encode(numbered)
     if writer.tokenizer.name != BYTES and any(prompt.endswith(" ") for prompt in prompts):
         sys.stderr.write(
