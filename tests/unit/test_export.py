@@ -278,3 +278,25 @@ def test_a_checkpoint_that_its_run_removes_gives_way_to_a_newer_one(
     removals.append(1)
     [named] = (run / "checkpoints").iterdir()
     assert f"{named} vanished" in refused(capsys, "export", str(named), "format=torch", f"out={run}/x")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the full disk is Linux's /dev/full")
+def test_a_full_disk_is_one_message_in_every_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Foreign()
+    module.big = nn.Parameter(torch.ones(100_000))
+    save(tmp_path, module, {})
+    own = Path.mkdir
+
+    def mkdir(path: Path, *given: Any, **more: Any) -> None:
+        own(path, *given, **more)
+        for name in ("model.pt", "model.safetensors") if "export-" in path.name else ():
+            (path / name).symlink_to("/dev/full")
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    for kind in ("torch", "safetensors"):
+        said = refused(capsys, "export", str(tmp_path), f"format={kind}")
+        full = f"out={tmp_path}/export-{kind} cannot be written: No space left on device; make room, or give another"
+        assert full in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "plan.json"]

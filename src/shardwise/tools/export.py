@@ -197,7 +197,14 @@ class Export:
             if self.config.format is Format.torch:
                 import torch
 
-                torch.save({entry.name: read(entry) for entry in self.entries}, folder / "model.pt")
+                from shardwise.checkpoint.dcp import cause_of
+
+                values = {entry.name: read(entry) for entry in self.entries}
+                try:
+                    with (folder / "model.pt").open("wb") as file:  # of a path, torch's error would not say what failed
+                        torch.save(values, file)
+                except RuntimeError as error:
+                    raise cause_of(error) from error
                 return
 
             def bytes_of(entry: Entry) -> Any:
