@@ -247,7 +247,11 @@ def children_of(process: int) -> list[str]:
     return found
 
 
-def test_ctrl_c_while_processes_start_is_one_line_and_keeps_the_trained_tokenizer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"),
+                                              (signal.SIGHUP, "SIGHUP")])  # fmt: skip
+def test_a_signal_while_processes_start_is_one_line_and_keeps_the_trained_tokenizer(
+    tmp_path: Path, number: signal.Signals, name: str
+) -> None:
     source = write_lines(tmp_path / "a.jsonl", texts(300))
     words = [
         "-m",
@@ -264,15 +268,15 @@ def test_ctrl_c_while_processes_start_is_one_line_and_keeps_the_trained_tokenize
         command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         wait_until(lambda: "spawn_main" in "".join(children_of(process.pid)), "a process of the pool", 60, pause=0.001)
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, number)
         said = process.communicate()[1].splitlines()
     kept = tmp_path / ".s.preparing"
-    assert process.returncode == 130 and len(said) == 4, "\n".join(said)
+    assert process.returncode == 128 + number and len(said) == 4, "\n".join(said)
     assert said[1].startswith("the tokenizer has ") and said[1].endswith(
         " not 9,999: the inputs have no more pairs that stand there twice"
     )
     assert said[-1] == (
-        f"shardwise: stopped by Ctrl-C: start with the same words, which takes the trained tokenizer; it alone is kept, in {kept}"
+        f"shardwise: stopped by {name}: start with the same words, which takes the trained tokenizer; it alone is kept, in {kept}"
     )
     done = subprocess.run([*command[:-1], "processes=1"], env=environment, capture_output=True, text=True, check=True)
     assert "trains a tokenizer" not in done.stderr and not kept.exists()

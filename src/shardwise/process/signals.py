@@ -10,10 +10,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 LEAVE = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)  # these mean: save and leave
+ENDS = (signal.SIGTERM, signal.SIGHUP)  # a tool ends at these, as at Ctrl-C
 SAVE = signal.SIGUSR1  # this means: save and go on
 _SAVES = 2**20  # a request to save counts as this many in a sum over ranks: more than there are ranks
 _PROFILES = 2**40  # and a request for a profile, which rank 0 alone makes, as this many times its number
@@ -87,6 +89,36 @@ def leave_to_parent() -> None:
 def leave_at_once_on_ctrl_c() -> None:
     """End at Ctrl-C without a traceback, until `install_handlers`: for a rank in the terminal's own process."""
     _unless_ignored(signal.SIGINT, _interrupted)
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal other than Ctrl-C's ends this process, in the way that Ctrl-C would. Its first argument is a message."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+@contextmanager
+def ends_as_at_ctrl_c() -> Iterator[None]:
+    """Raise `Stopped` at the first SIGTERM or SIGHUP, for a tool that says at its end what is kept."""
+    before = {number: signal.getsignal(number) for number in ENDS}
+    for number in ENDS:
+        _unless_ignored(number, _stop)
+    try:
+        yield
+    except Stopped:
+        before = {}  # a second signal does not end it before it has said so
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    for every in ENDS:  # `timeout`, for one, sends its signal twice
+        _unless_ignored(every, lambda number, frame: None)
+    raise Stopped(number)
 
 
 def _unless_ignored(number: signal.Signals, handler: Callable[[int, FrameType | None], None]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any, TypeVar, get_type_hints
 from shardwise.config.bind import bind
 from shardwise.errors import ConfigError, did_you_mean
 from shardwise.process.report import report as report_error  # `report` is a tool in this folder
+from shardwise.process.signals import Stopped, in_words
 
 TOOLS = {
     "bench-data": "is a run's data fast enough for its model, and with how many workers?",
@@ -57,8 +60,11 @@ def main(argv: list[str] | None = None) -> int:
         _write_nothing_more()
         return report_error(ConfigError(f"the output cannot be written: {error.strerror}; write it somewhere else"))
     except KeyboardInterrupt as error:
-        sys.stderr.write(": ".join(["shardwise: stopped by Ctrl-C", *map(str, error.args)]) + "\n")
-        return 130
+        number = error.number if isinstance(error, Stopped) else signal.SIGINT
+        said = ": ".join([f"shardwise: stopped by {in_words(number)}", *map(str, error.args)])
+        with suppress(OSError):  # at SIGHUP the terminal is gone
+            sys.stderr.write(f"{said}\n")
+        return 128 + number
 
 
 def _run(words: list[str]) -> int:

@@ -7,6 +7,7 @@ from shardwise.data.prepare.inputs import split_words
 from shardwise.data.prepare.options import PrepareConfig
 from shardwise.data.prepare.run import prepare
 from shardwise.errors import ConfigError
+from shardwise.process.signals import ends_as_at_ctrl_c
 from shardwise.tools import read_words
 
 HELP = """\
@@ -53,11 +54,12 @@ def run(words: list[str]) -> None:
     inputs = [word.partition("=")[2] for word in words if word.startswith("input=")]
     others = [word for word in words if not word.startswith("input=")]
     kinds = [word.partition("=")[2] for word in others if word.startswith("kind=")]
-    if kinds == ["images"]:
-        alone, of_images = read_words(others, ImagesConfig)
-        prepare_images([*inputs, *alone], of_images)
-        return
-    if kinds not in ([], ["text"]):
-        raise ConfigError(f"kind={','.join(kinds)}: must be text, which is the default, or images")
-    alone, config = read_words([word for word in others if not word.startswith("kind=")], PrepareConfig)
-    prepare([part for word in [*inputs, *alone] for part in split_words(word)], config)
+    with ends_as_at_ctrl_c():
+        if kinds == ["images"]:
+            alone, of_images = read_words(others, ImagesConfig)
+            prepare_images([*inputs, *alone], of_images)
+            return
+        if kinds not in ([], ["text"]):
+            raise ConfigError(f"kind={','.join(kinds)}: must be text, which is the default, or images")
+        alone, config = read_words([word for word in others if not word.startswith("kind=")], PrepareConfig)
+        prepare([part for word in [*inputs, *alone] for part in split_words(word)], config)

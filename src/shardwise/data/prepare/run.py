@@ -62,8 +62,9 @@ def prepare(
                 f"{error.filename or folder} cannot be written ({error.strerror or error}): make room or grant "
                 f"permission, then {how_to_go_on(folder)}"
             ) from error
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(how_to_go_on(folder)) from None
+        except KeyboardInterrupt as stopped:
+            stopped.args = (how_to_go_on(folder),)
+            raise
         except BrokenProcessPool as error:
             raise DataError(
                 f"one of {count(config.count_processes(), 'process')} was killed, perhaps because memory ran out: "

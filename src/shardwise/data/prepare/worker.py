@@ -22,10 +22,12 @@ from shardwise.data.prepare.parts import Flaw, Part
 from shardwise.data.shard_index import DTYPES, Tokens, dtype_for
 from shardwise.data.tokenizer import ByteTokenizer, load_tokenizer
 from shardwise.process.parent import kill_with_parent
+from shardwise.process.signals import ENDS
 
 TRAIN, VALIDATION = SPLITS = ("train", "validation")
 _BATCH = 1 << 20  # characters that the tokenizer gets at once: its answer takes many times their memory
 _SAMPLE = 1 << 22  # characters that a process keeps, to measure the bare tokenizer
+_BLOCKED = {signal.SIGINT, signal.SIGHUP}  # in every process that is started
 _THREADS = "TOKENIZERS_PARALLELISM"  # the tokenizers library reads it: the processes are its parallelism here
 
 
@@ -188,26 +190,28 @@ class Pool:
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back while processes are started. In the main thread.
+    """Hold Ctrl-C, SIGTERM and SIGHUP back while processes are started. In the main thread.
 
-    The processes inherit that it is blocked, and so never see one: we end them. Here that is not enough: a thread of
-    the tokenizers library may get it, and then Python would interrupt the main thread all the same.
+    The processes inherit that Ctrl-C and SIGHUP are blocked, and so never see one: we end them. Here that is not
+    enough: a thread of the tokenizers library may get it, and then Python would interrupt the main thread all the same.
+    SIGTERM is not blocked, since a pool that is broken ends its processes by it.
     """
-    came = False
-
-    def note(*_: Any) -> None:
-        nonlocal came
-        came = True
-
-    handler = signal.signal(signal.SIGINT, note)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    came: list[int] = []
+    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in _held()}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         if came:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(came[0])
+
+
+def _held() -> list[int]:
+    """The signals that have a handler of Python's: what is ignored stays so in a process that is started, too."""
+    return [number for number in (signal.SIGINT, *ENDS) if callable(signal.getsignal(number))]
 
 
 @contextmanager
@@ -232,8 +236,9 @@ def worker_pool(rules: Rules, processes: int) -> Iterator[Pool]:
         return
     # A fork would inherit the threads' locks of whoever calls; a fork server would not end with us.
     context = get_context("spawn")
-    start = (rules, os.getpid(), context.Barrier(processes))
-    executor = ProcessPoolExecutor(processes, context, _begin, start)
+    with interrupts_held():  # a barrier starts a process that counts what is shared
+        start = (rules, os.getpid(), context.Barrier(processes))
+        executor = ProcessPoolExecutor(processes, context, _begin, start)
     try:
         yield Pool(executor, None, processes)
     finally:
@@ -248,7 +253,8 @@ def _begin(rules: Rules, parent: int, barrier: Any) -> None:
     kill_with_parent()
     if os.getppid() != parent:
         sys.exit("shardwise: the process that reads is gone")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
+    for number in _BLOCKED:
+        signal.signal(number, signal.SIG_IGN)  # the parent gets it too, and ends us
     os.environ[_THREADS] = "false"
     _of_this_process = Worker(rules), barrier
 
