@@ -39,3 +39,13 @@ def test_each_task_gets_its_share_of_the_cores(
     assert main([*own_machine(tmp_path, name="mine", cpu_cores=cores), *more]) == 0
     command = capsys.readouterr().out.splitlines()[-1]
     assert f"--nodes=2 {asked}" in command and "/slurm/generic.sbatch " in command
+
+
+def test_a_machine_with_the_name_of_another_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = own_machine(tmp_path)
+    assert main(words) == 2
+    said = "cluster=mine: the file is named mine, and its name: says dgx_a100; change that to name: mine"
+    assert capsys.readouterr() == ("", f"error: {said}\n")
+    assert main([*words, "-m", "cluster=mine,dgx_a100"]) == 2
+    assert said in capsys.readouterr().err
+    assert main([word.replace("cluster=mine", "cluster=dgx_a100") for word in words]) == 0

@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from shardwise.config.bind import as_yaml, bind
 from shardwise.config.cluster import ClusterConfig
 from shardwise.config.earlier_words import read_earlier_words
-from shardwise.config.explain import check_numbers, check_open, explain
+from shardwise.config.explain import check_cluster, check_numbers, check_open, explain
 from shardwise.config.groups import STRATEGY_CONFIGS, StrategyName
 from shardwise.config.help import config_groups, help_text
 from shardwise.config.paths import CONF
@@ -227,6 +227,7 @@ def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str]
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error, config_name, words, searchpath)) from None
     check_numbers(plain)
+    check_cluster(plain, words)
     plain = refer_to_secrets(plain)
     text = OmegaConf.to_yaml(OmegaConf.create(plain))
     return Job(config=_typed(plain), yaml=text, overrides=words, clusters=read_clusters(), messages=messages)

@@ -67,6 +67,18 @@ def check_open(plain: dict[str, Any]) -> None:
         raise ConfigError(f"{', '.join(keys)} {verb} no value, and nothing can be assumed: give {give}")
 
 
+def check_cluster(plain: dict[str, Any], words: tuple[str, ...]) -> None:
+    """Refuse a machine's file with another's `name`, by which `shardwise submit` chooses the batch script."""
+    values = [word.partition("=")[2].strip("'\"") for word in words if word.startswith("cluster=")]
+    chosen = next((value for value in reversed(values) if not value.startswith("{")), None)
+    node = plain.get("cluster")
+    name = node.get("name") if isinstance(node, dict) else None
+    if None not in (chosen, name) and str(name) != chosen:
+        raise ConfigError(
+            f"cluster={chosen}: the file is named {chosen}, and its name: says {name}; change that to name: {chosen}"
+        )
+
+
 def _missing(node: Any, prefix: str = "") -> list[str]:
     if isinstance(node, dict):
         return [key for k, v in node.items() for key in _missing(v, f"{prefix}.{k}" if prefix else str(k))]
