@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from shardwise.config.paths import CONF
+from shardwise.config.paths import CONF, ROOT
 from shardwise.tools import main
 
 WORDS = ["submit", "--dry-run", "nodes=2", "cluster=mine", "recipe=custom", "module._target_=my.Module",
@@ -49,3 +50,10 @@ def test_a_machine_with_the_name_of_another_is_refused(tmp_path: Path, capsys: p
     assert main([*words, "-m", "cluster=mine,dgx_a100"]) == 2
     assert said in capsys.readouterr().err
     assert main([word.replace("cluster=mine", "cluster=dgx_a100") for word in words]) == 0
+
+
+def test_a_short_job_is_told_the_signal_that_the_docs_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*own_machine(tmp_path, name="mine"), "time=00:10:00"]) == 2
+    said = capsys.readouterr().err
+    [signal] = re.findall(r"sbatch --signal=USR2@\d+", said)
+    assert signal in (ROOT / "docs/slurm.md").read_text() and "give more than 10 minutes" in said

@@ -123,7 +123,7 @@ def make_command(options: Options, overrides: Sequence[str]) -> tuple[list[str],
     if options.time is not None and (seconds := _seconds(options.time)) is not None and seconds <= minutes * 60:
         raise ConfigError(
             f"time={options.time}: the templates ask for the signal to leave {_SIGNAL_SECONDS} s before the end, and "
-            f"it may come a minute earlier: give more than {minutes} minutes, or sbatch --signal=USR2@30 …"
+            f"it may come a minute earlier: give more than {minutes} minutes, or sbatch --signal=USR2@60 …"
         )
     words = ["sbatch", "--parsable", f"--nodes={options.nodes}"]
     if devices != cluster.devices_per_node or template.stem == "generic":
