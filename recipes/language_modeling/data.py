@@ -77,13 +77,13 @@ class TextData(LightningDataModule):
             self.validation_directories = {name: Path(directory) for name, directory in validation.items()}
 
     def check(self) -> None:
-        """Raises `DataError` unless both splits can be read, or are still to be built by `prepare_data`."""
+        """Raises `DataError` unless the splits can be read. `setup` knows whether one for validation is needed."""
         check_directory(self.corpus, self.directory)
         self.prepare_own_text()
         if self.corpus != STDLIB or (self.directory / INDEX).exists():
             check_one_tokenizer(self.directories())
             self._train()
-            self._validation()
+            self._validation(may_lack=True)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -125,6 +125,7 @@ class TextData(LightningDataModule):
 
         Raises:
             ConfigError: the documents are to be kept apart, and the module does not do that.
+            DataError: validation runs, and a folder has no split for it.
         """
         module = getattr(self.trainer, "lightning_module", None)
         if self.document_mask and module is not None and not takes_documents(module):
@@ -132,7 +133,8 @@ class TextData(LightningDataModule):
                 f"data.document_mask=true: {type(module).__name__} does not keep documents apart: use "
                 f'data.document_mask=false, or let it read batch["documents"] and say so with takes_documents = True'
             )
-        self.train, self.validation_sets = self._train(), self._validation()
+        unvalidated = stage == "fit" and getattr(self.trainer, "limit_val_batches", 0) == 0
+        self.train, self.validation_sets = self._train(), self._validation(may_lack=unvalidated)
         if stage == "fit" and getattr(self.trainer, "is_global_zero", False):
             for line in self.described():
                 print(line, flush=True)
@@ -176,9 +178,9 @@ class TextData(LightningDataModule):
     def baselines(self) -> dict[str, float]:
         """The losses, in nats per token, that counting reaches on the validation split. The model must be better.
 
-        Where the validation sets are others than that of `directory`, there are none.
+        Where the validation sets are others than that of `directory`, or it has none, there are none.
         """
-        if list(self.validation_directories) != [""]:
+        if list(self.validation_directories) != [""] or "validation" not in load_index(self.directory)["splits"]:
             return {}
         train, validation = TokenShards(self.directory, "train"), TokenShards(self.directory, "validation")
         losses = unigram_bigram_baselines(train, validation, train.vocab_size)
@@ -189,17 +191,19 @@ class TextData(LightningDataModule):
         sequences: Any = self._sequences(TokenShards(self.directory, "train"))
         return cast(Dataset[Any], sequences)  # not derived from it: shards are also read where torch is not installed
 
-    def _validation(self) -> dict[str, Dataset[Any]]:
-        for directory in self.validation_directories.values():
-            if "validation" not in load_index(directory)["splits"]:
+    def _validation(self, *, may_lack: bool = False) -> dict[str, Dataset[Any]]:
+        found: dict[str, Dataset[Any]] = {}
+        for name, directory in self.validation_directories.items():
+            if "validation" in load_index(directory)["splits"]:
+                shards = TokenShards(directory, "validation")
+                found[name] = _dataset(self._sequences(shards), self.max_validation_sequences)
+            elif not may_lack:
                 raise DataError(
                     f"{directory} has no validation split, as with validation=0: prepare it with a validation= above "
-                    f"0, or name another folder by 'data.validation={{name: folder}}'"
+                    f"0, name another folder by 'data.validation={{name: folder}}', or train without validation by "
+                    f"max_validation_batches=0"
                 )
-        return {
-            name: _dataset(self._sequences(TokenShards(directory, "validation")), self.max_validation_sequences)
-            for name, directory in self.validation_directories.items()
-        }
+        return found
 
     def _sequences(self, shards: TokenShards) -> TokenSequences:
         return (DocumentSequences if self.document_mask else TokenSequences)(shards, self.sequence_length)

@@ -386,6 +386,28 @@ def test_rows_of_no_token_are_told_of_and_never_written(
     assert drawn and max(int(tokens.max()) for tokens in drawn) < 256
 
 
+def test_shards_without_a_validation_split_train_where_no_validation_runs(tmp_path: Path) -> None:
+    write_token_shards(tmp_path / "d", {"train": [np.arange(300) % 256]}, vocab_size=256)
+    data = TextData(str(tmp_path / "d"), sequence_length=16, batch_size=4, corpus=None)
+    data.check()
+
+    def trainer(limit: int | None) -> Trainer:
+        return Trainer(
+            accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, default_root_dir=tmp_path, limit_val_batches=limit,
+        )  # fmt: skip
+
+    for refused in (
+        lambda: trainer(None).fit(Recorded(small()), data),
+        lambda: trainer(0).test(Recorded(small()), data),
+    ):
+        with pytest.raises(DataError, match="d has no validation split, .* without validation by max_validation_batch"):
+            refused()
+    fitting = trainer(0)
+    fitting.fit(Recorded(small()), data)
+    assert fitting.global_step == 2 and data.baselines() == {}
+
+
 def test_data_that_the_model_cannot_take_is_refused(tmp_path: Path) -> None:
     write_token_shards(tmp_path / "d", {s: [np.arange(300)] for s in ("train", "validation")}, vocab_size=300)
     data = TextData(str(tmp_path / "d"), sequence_length=16, batch_size=4, corpus=None)
