@@ -262,7 +262,7 @@ CHANGES = {
     "two": lambda folder: (flip(shard(folder)), flip(shard(folder.with_name("step-00000004.ckpt")))),
 }
 SAID = {
-    "truncated": r"__1_0_0\.distcp has \d+ bytes of \d+",
+    "truncated": r"__1_0_0\.distcp has \d+ bytes, and manifest\.json says \d+",
     "flipped": r"__1_0_0\.distcp is not what was written",
     "missing": r"__1_0_0\.distcp is missing",
     "metadata": r"\.metadata is not what was written",

@@ -133,7 +133,7 @@ def test_every_damaged_checkpoint_that_is_passed_over_is_named(tmp_path: Path) -
     first = write(2, b"ok")
     for step, content in ((4, b"no"), (6, b"short"), (8, b"no"), (10, b"short")):
         write(step, content)
-    size, digest = "data has 5 bytes of 2", "data is not what was written (another checksum)"
+    size, digest = "data has 5 bytes, and manifest.json says 2", "data is not what was written (another checksum)"
     told = [
         f"step-{step:08d}.ckpt is damaged: {why}" for step, why in ((10, size), (8, digest), (6, size), (4, digest))
     ]

@@ -227,7 +227,9 @@ def test_damage_is_told_by_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert f"{newer.name} is damaged: {data.name} is not what" in out and f"exporting {older.name}" in out
     data.write_bytes(content[:-1])
-    assert f"{data.name} has {len(content) - 1} bytes of" in refused(capsys, "export", str(newer), "format=torch")
+    assert f"{data.name} has {len(content) - 1} bytes, and manifest.json says {len(content)}" in refused(
+        capsys, "export", str(newer), "format=torch"
+    )
     export(str(tmp_path), "format=torch")
     out = capsys.readouterr().out
     assert f"{newer.name} is damaged: {data.name} has" in out and f"exporting {older.name}" in out

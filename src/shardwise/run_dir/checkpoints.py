@@ -49,7 +49,7 @@ def damage(checkpoint: Path) -> str | None:
             if not path.is_file():
                 return f"{name} is missing"
             if path.stat().st_size != file["bytes"]:
-                return f"{name} has {path.stat().st_size} bytes of {file['bytes']}"
+                return f"{name} has {path.stat().st_size} bytes, and {MANIFEST} says {file['bytes']}"
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     if manifest.get("format") not in _READS:
