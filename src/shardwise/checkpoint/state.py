@@ -164,7 +164,10 @@ def _chunked(shard: ParameterShard, values: Tensor, *, by_rows: bool = False) ->
 def _check_names(state: ShardedState, known: dict[str, Any], folder: Path) -> None:
     saved = {name.removeprefix("model."): tuple(m.size) for name, m in known.items() if name.startswith("model.")}
     if difference := unlike(state.whole_shapes(), saved, "this model", "the checkpoint"):
-        raise ConfigError(f"resume={folder}: is of another model: {difference}")
+        raise ConfigError(
+            f"resume={folder} is of another model: {difference}; the model's options (model=, model.dim=, module.… and "
+            f"so on) must be those that it was trained with"
+        )
 
 
 def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
