@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import tokenizers
@@ -22,7 +23,7 @@ from recipes.language_modeling.model import Transformer
 from recipes.language_modeling.module import LanguageModel
 from shardwise.data.text_stream import TextStream
 from shardwise.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
-from shardwise.tools import main
+from shardwise.tools import generate, main
 from shardwise.weights import saved
 from tests.harness.saved import END, save, trained_tokenizer
 
@@ -143,6 +144,23 @@ def test_prompts_of_a_file_are_continued_as_each_alone(tmp_path: Path, capsys: p
     assert "out.jsonl is there already, and nothing is overwritten: give another output=" in said
 
 
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.ENOSPC, "make room, or give another output="), (errno.EACCES, "give another output=")]
+)
+def test_a_file_that_cannot_be_written_is_told_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    _, checkpoint = run_of(tmp_path, ByteTokenizer(), 256)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+
+    def fail(*args: Any) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(generate, "_continued", fail)
+    said = refused(capsys, str(checkpoint), f"input={tmp_path}/p.jsonl", f"output={tmp_path}/o", "max_new_tokens=1")
+    assert said == f"error: {tmp_path}/o cannot be written: {os.strerror(number)}; {remedy}\n"
+
+
 def test_the_text_ends_with_its_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module, checkpoint = run_of(tmp_path, ByteTokenizer(), 256)
     with torch.no_grad():
@@ -228,6 +246,10 @@ def test_words_that_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ([run, "prompt=a", "max_new_tokens=0"], "max_new_tokens=0: must be at least 1"),
         ([run, "prompt=a", "seed=-1"], "seed=-1: must be at least 0"),
         ([run, "prompt=a", "output=x"], "output=x is for input=FILE"),
+        (
+            ["gone", f"input={file}", "output=no/x"],
+            "output=no/x: there is no folder no; make it, or give another output=",
+        ),
         ([run, "Print the"], 'give the text to continue as prompt="Print the"'),
         ([run, "prompt=a\udcff"], "prompt is no Unicode at character 1"),
         ([run, "prompt=a", f"seed={2**64}"], "must be below 2^64; give a smaller one"),

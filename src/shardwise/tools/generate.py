@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Iterator
@@ -129,8 +130,12 @@ def _check(config: GenerateConfig) -> None:
             raise ConfigError(f"{name}={value}: must be at least 1")
     if config.seed < 0:
         raise ConfigError(f"seed={config.seed}: must be at least 0")
-    if config.output is not None and Path(config.output).expanduser().exists():
-        raise ConfigError(f"output={config.output} is there already, and nothing is overwritten: give another output=")
+    if config.output is not None:
+        path, given = Path(config.output).expanduser(), f"output={config.output}"
+        if path.exists():
+            raise ConfigError(f"{given} is there already, and nothing is overwritten: give another output=")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{given}: there is no folder {path.parent}; make it, or give another output=")
     _sampling(config)
     if config.device is Device.cuda and not count_cuda_devices():
         raise ConfigError("device=cuda: this machine shows no GPU; give device=cpu")
@@ -277,9 +282,9 @@ def _write_lines(writer: Writer, prompts: list[str], tokens: list[list[int]], co
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise ConfigError(
-            f"output={config.output} cannot be written: {error.strerror}; make room, or give another output="
-        ) from None
+        path, name = None, config.output or "standard output"  # how much has reached the disk is not known
+        remedy = "make room, or " * (error.errno in (errno.ENOSPC, errno.EDQUOT)) + "give another output="
+        raise ConfigError(f"{name} cannot be written: {error.strerror}; {remedy}") from None
     finally:
         if path is not None and path.exists():
             sys.stderr.write(f"{written} of {count(len(prompts), 'prompt')} continued, in {path}\n")
