@@ -207,6 +207,11 @@ WORDS: list[tuple[str, list[str]]] = [
     ("runs_dir=~/runs", ["the value cannot be read; if it is meant as text, quote it: \"runs_dir='~/runs'\""]),
     ("--foo", ["unrecognized arguments: --foo", "--help"]),
     ("--strategy=fsdp", ["unrecognized arguments: --strategy=fsdp; write strategy=fsdp, without --"]),
+    ("--max_steps 10", ["unrecognized arguments: --max_steps", "; write max_steps=10, without --"]),
+    ("--max-steps=10", ["unrecognized arguments: --max-steps=10; write max_steps=10, without --"]),
+    ("--config-dir=TMP --max-steps seed=1 --recipe custom --foo",
+     ["unrecognized arguments: --max-steps", "; write max_steps=… recipe=custom, without --"]),
+    ("\"name='a\" \"b'\"", ["name='a: the value cannot be read; its quote is not closed", "all of it: \"name='a …'\""]),
     ("--cfg hydra", ["invalid choice: 'hydra' (choose from 'job')"]),
     ("--config-dir", ["argument --config-dir/-cd: expected one argument"]),
     ("seed=1,2", ["seed=1,2: several values make a sweep; add -m, or quote the value"]),
@@ -661,7 +666,7 @@ def test_a_preflight_comes_first_and_once(
 def test_a_remedy_that_quotes_works(
     files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for line in ("name=20260101_1", "resume=a=b", "resume=~x"):
+    for line in ("name=20260101_1", "resume=a=b", "resume=~x", '"resume=it\'s"', '"resume=~`$x"', r"resume=~\\\'"):
         message = message_of(line, files, capsys, monkeypatch)
         [quoted] = shlex.split(message.partition("quote it: ")[2])
         assert shardwise.cli.train([quoted, "dry_run=true"]) in (0, 2)

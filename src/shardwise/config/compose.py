@@ -33,6 +33,7 @@ from shardwise.config.earlier_words import read_earlier_words
 from shardwise.config.explain import check_cluster, check_numbers, check_open, explain
 from shardwise.config.groups import STRATEGY_CONFIGS, StrategyName
 from shardwise.config.help import config_groups, help_text
+from shardwise.config.meant import as_text, without_dashes
 from shardwise.config.paths import CONF
 from shardwise.config.replaced import LENGTHS, drop_schedule, replaced_lengths
 from shardwise.config.schema import RunConfig
@@ -100,9 +101,9 @@ def compose(argv: list[str], config_name: str = "train") -> Command:
 def _parse(argv: list[str]) -> argparse.Namespace:
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            flags = [word for word in argv if word.startswith("--") and "=" in word]
-            if message.startswith("unrecognized arguments: ") and flags:
-                raise ConfigError(f"{message}; write {' '.join(word.lstrip('-') for word in flags)}, without --")
+            unknown = message.removeprefix("unrecognized arguments: ")
+            if unknown != message and (meant := without_dashes(argv, unknown, {*_FIELDS, *config_groups([CONF])})):
+                raise ConfigError(f"{message}; write {' '.join(meant)}, without --")
             raise ConfigError(f"{message}; overrides look like strategy=fsdp, and --help explains them")
 
     parser = Parser(add_help=False, allow_abbrev=False)
@@ -133,9 +134,7 @@ def _read_override(word: str, groups: dict[str, list[str]]) -> Override:
     except HydraException:
         key, equals, value = word.partition("=")
         if equals:
-            raise ConfigError(
-                f"{word}: the value cannot be read; if it is meant as text, quote it: \"{key}='{value}'\""
-            ) from None
+            raise ConfigError(f"{word}: the value cannot be read; {as_text(key, value)}") from None
         example = f"{word} is one of {', '.join(groups[word])}" if word in groups else "e.g. strategy=fsdp"
         raise ConfigError(f"{word!r} is not key=value; {example}") from None
 
