@@ -235,10 +235,12 @@ def check_sizes(data: str, tokens: int, sequence_length: int, vocab_size: int, m
             f"{data} holds a vocabulary of {count(tokens, 'token')}, and model.vocab_size={vocab_size}: use at least "
             f"model.vocab_size={tokens}"
         )
+    if max_seq_len < 1:
+        raise ConfigError(f"model.{max_seq_len=}: must be at least 1")
     if sequence_length > max_seq_len:
         raise ConfigError(
-            f"data.sequence_length={sequence_length} is longer than model.max_seq_len={max_seq_len}: make one of them "
-            f"{max_seq_len} or {sequence_length}"
+            f"data.{sequence_length=} is longer than model.{max_seq_len=}: use data.sequence_length={max_seq_len} or "
+            f"model.max_seq_len={sequence_length}"
         )
 
 
