@@ -24,5 +24,7 @@ def warmup_linear(step: int, total_steps: int, warmup_steps: int, final_factor: 
 
 
 def _check(warmup_steps: int, final_factor: float) -> None:
-    if warmup_steps < 0 or not 0 <= final_factor <= 1:
-        raise ValueError(f"warmup_steps={warmup_steps} must be at least 0, and {final_factor=} between 0 and 1")
+    if warmup_steps < 0:
+        raise ValueError(f"{warmup_steps=} must be at least 0")
+    if not 0 <= final_factor <= 1:
+        raise ValueError(f"{final_factor=} must be between 0 and 1")
