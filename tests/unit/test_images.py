@@ -528,6 +528,12 @@ def test_folders_that_cannot_be_are_refused(tmp_path: Path) -> None:
     (root / "validation" / "cat").mkdir()
     with pytest.raises(ConfigError, match="validation has 3 class folders and train 2, .*: cat is in validation only"):
         folder(root).check()
+    for name in ("ape", "eel"):
+        (root / "train" / name).mkdir()
+    with pytest.raises(ConfigError, match="differ: ape and 1 more are in train only, cat is in validation only; every"):
+        folder(root).check()
+    for name in ("ape", "eel"):
+        (root / "train" / name).rmdir()
     (root / "train" / "cat").mkdir()
     (root / "train" / "cat" / "a.png").write_bytes(jpeg((1, 2, 3), kind="PNG"))
     with pytest.raises(ConfigError, match="class folder .*validation/cat has 0 images"):

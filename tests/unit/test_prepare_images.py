@@ -126,7 +126,7 @@ def test_what_cannot_be_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("empty", [], f"class folder {tmp_path}/empty/cat has 0 images (.jpg, .jpeg, .png): add some"),
         ("own", [], f"has train/ and no validation/: add it, or give input={tmp_path}/own/train"),
         ("own", ["validation=0.1"], "validation=0.1: "),
-        ("odd", [], f"the class bird of {tmp_path}/odd is in validation only: every split needs the same classes"),
+        ("odd", [], "/odd differ: cat and 1 more are in train only, bird is in validation only; every split needs"),
         ("in", ["validation=0"], "validation=0: must be above 0 and below 1"),
         ("in", ["validation=1e-9"], "validation=1e-09 of 24 images leaves a split without images"),
         ("in", ["processes=0"], "processes=0: must be at least 1"),

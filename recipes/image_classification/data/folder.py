@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from recipes.image_classification.data.base import ImageData, Sample
 from recipes.image_classification.data.decoding import SUFFIXES
 from recipes.image_classification.data.image_files import ImageFiles, skips
+from shardwise.data.prepare.image_folder import only_in_one
 from shardwise.errors import ConfigError, count
 
 
@@ -41,12 +42,10 @@ class ImageFolder(ImageData):
         """Raises `ConfigError` unless every split has images of the same `num_classes` classes."""
         classes = {split: names for split in ("train", "validation", "test") if (names := self._classes(split))}
         for split, names in classes.items():
-            if odd := sorted(set(names) ^ set(classes["train"])):
-                has = split if odd[0] in names else "train"
+            if odd := only_in_one({"train": classes["train"], split: names}):
                 raise ConfigError(
                     f"{self.directory / split} has {count(len(names), 'class folder')} and train "
-                    f"{len(classes['train'])}, and "
-                    f"they differ: {odd[0]} is in {has} only; every split needs the same classes"
+                    f"{len(classes['train'])}, and they differ: {odd}; every split needs the same classes"
                 )
         if len(classes["train"]) != self.num_classes:
             raise ConfigError(

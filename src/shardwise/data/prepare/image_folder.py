@@ -47,12 +47,21 @@ def find_images(source: Path, validation: float | None) -> tuple[list[str], dict
             continue
         if split == "validation" and not folder.is_dir():
             raise ConfigError(f"{source} has train/ and no validation/: add it, or give input={source / 'train'}")
-        if odd := sorted(set(names := _classes(folder)) ^ set(classes)):
-            has = split if odd[0] in names else "train"
-            raise ConfigError(f"the class {odd[0]} of {source} is in {has} only: every split needs the same classes")
+        if odd := only_in_one({"train": classes, split: _classes(folder)}):
+            raise ConfigError(f"the classes of {source} differ: {odd}; every split needs the same classes")
         splits[split], more = _images_below(folder, classes)
         others += more
     return classes, splits, others
+
+
+def only_in_one(splits: dict[str, list[str]]) -> str:
+    """The classes that the other of two splits lacks: "c is in train only, d and 2 more are in validation only"."""
+    told: list[str] = []
+    for split, names in splits.items():
+        odd = sorted(name for name in names if not all(name in others for others in splits.values()))
+        if odd:
+            told.append(f"{odd[0]} {f'and {len(odd) - 1:,} more are' if len(odd) > 1 else 'is'} in {split} only")
+    return ", ".join(told)
 
 
 def _classes(folder: Path) -> list[str]:
