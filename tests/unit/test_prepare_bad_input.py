@@ -41,18 +41,19 @@ def zst(content: bytes) -> bytes:
 
 # name of a file, its content, where the message says that it is wrong, and what the message says
 CONTENTS: list[tuple[str, bytes, str, str]] = [
-    ("a.jsonl", GOOD * 2 + b'{"text": \n', ":3", "is not one JSON object (Expecting value: line 1 column 10 (char 9)): corr"),
+    ("a.jsonl", GOOD * 2 + b'{"text": \n', ":3", "is not one JSON object (Expecting value at character 10): correct the line"),
     ("a.json", b'[\n{"text": "x"}\n]\n', ":1", "each line must hold a whole object"),
     ("a.json", GOOD + b'{\n"text": "x"\n}\n', ":2", "convert the file to JSON lines, with `jq -c '.'` for example"),
-    ("a.json", b'[\n{"text": "x"}\n]\n', ":1", "begins a JSON value of several lines, and each line must hold a whole object"),
+    ("a.json", b'[\n{"text": "x"}\n]\n', ":1", "begins a list of several lines, and each line must hold a whole object"),
+    ("a.json", b'[{"text": "x"},\n {"text": "y"}]\n', ":1", "if the file is one list, `jq -c '.[]'` makes lines of it (on_error"),
     ("a.jsonl", GOOD + b'{"\\ud800": 1}\n', ":2", "has no field text; it has \\ud800: name one by field="),
     ("a.jsonl", json.dumps(dict.fromkeys(map(str, range(200)))).encode(), ":1", "it has 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, … (200 in all): name"),
     ("a.jsonl.gz", b"", ":1", "has no byte of gzip data; copy it again"),
-    ("a.jsonl", GOOD + b'["x"]\n', ":2", "is a list, and must be an object with the field text"),
+    ("a.jsonl", GOOD + b'["x"]\n', ":2", "an object with the field text: if the file is one list, `jq -c '.[]'` makes lines"),
     ("a.jsonl", GOOD + b'\n{"texd": 1, "id": 2}\n', ":3", "has no field text (did you mean texd?); it has texd, id: name"),
     ("a.jsonl", GOOD + b'{"text": 7}\n', ":2", "the field text is a number, and must be text; name another by field="),
     ("a.jsonl", GOOD + b'{"text": null}\n', ":2", "the field text is null, and must be text"),
-    ("a.jsonl", GOOD + b'{"text": " \\n"}\n', ":2", "the document is empty: remove it, or leave it out with on_error=skip"),
+    ("a.jsonl", GOOD + b'{"text": " \\n"}\n', ":2", "the document is empty: remove it (on_error=skip leaves such out and lists them)"),
     ("a.jsonl", GOOD + b'{"text": "\xe9"}\n', ":2", "is not UTF-8 (byte 0xe9 at position 10 of its line or file): convert it"),
     ("a.jsonl", GOOD + b'{"text": "\\ud800"}\n', ":2", "the text holds half a surrogate pair at character 0"),
     ("a.jsonl", GOOD + b'{"text": "a\\u0000b"}\n', ":2", "the text holds '\\x00', the token that ends a document: take it out (on_error"),
@@ -226,6 +227,13 @@ def test_when_all_is_left_out_the_list_is_kept(tmp_path: Path, capsys: pytest.Ca
         assert len(listed.read_text().splitlines()) == 20 and "trains" not in said
         assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "s.skipped.jsonl"]
         write_lines(source, [f"\0{n}" for n in range(20)])
+
+
+def test_a_single_document_that_is_left_out_is_told_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines(tmp_path / "a.jsonl", [""])
+    words = [f"{tmp_path}/a.jsonl", f"output={tmp_path / 's'}", "on_error=skip", "processes=1", "tokenizer=bytes"]
+    assert tools.main(["prepare", *words]) == 2
+    assert "leaves out the only document or file (1 × the document is empty), and" in capsys.readouterr().err
 
 
 def test_a_file_whose_name_is_no_utf8_is_prepared_and_listed(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from shardwise.data.prepare.parts import Flaw, Part, import_parquet
 from shardwise.errors import a_or_an, did_you_mean
 
 _MOST_NAMES = 10  # of fields in a message
+_OF_A_LIST = "if the file is one list, `jq -c '.[]'` makes lines of it"
 _JSON_NAMES = {dict: "object", list: "list", str: "text", bool: "truth value", int: "number", float: "number"}
 
 
@@ -22,7 +23,7 @@ def documents(part: Part, field: str) -> Iterator[tuple[str, bytes, int] | Flaw]
             continue
         text, raw = found
         if text.isspace() or not text:
-            yield Flaw(part.path, line, "the document is empty: remove it, or leave it out with on_error=skip")
+            yield Flaw(part.path, line, "the document is empty: remove it")
         else:
             yield text, raw, line
 
@@ -58,18 +59,20 @@ def _of_line(raw: bytes, field: str) -> tuple[str, bytes] | _Wrong:
     except UnicodeDecodeError as error:
         return _not_utf8(error)
     except ValueError as error:
-        if raw.strip() in (b"[", b"{"):
+        if raw.lstrip().startswith(b"["):
+            return _Wrong(f"begins a list of several lines, and each line must hold a whole object: {_OF_A_LIST}")
+        if raw.strip() == b"{":
             return _Wrong(
-                f"begins a JSON value of several lines, and each line must hold a whole object: convert the file to "
-                f"JSON lines, with `jq -c '{'.[]' if raw.strip() == b'[' else '.'}'` for example"
+                "begins a JSON value of several lines, and each line must hold a whole object: convert the file to "
+                "JSON lines, with `jq -c '.'` for example"
             )
-        return _Wrong(f"is not one JSON object ({error}): correct the line; each line must hold a whole object")
+        told = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        return _Wrong(f"is not one JSON object ({told}): correct the line; each line must hold a whole object")
     except RecursionError:
         return _Wrong("is not one JSON object that can be read: its brackets are nested too deep")
     if not isinstance(row, dict):
-        return _Wrong(
-            f"is {_json_name(row)}, and must be an object with the field {field}: JSON lines have one on each line"
-        )
+        remedy = _OF_A_LIST if isinstance(row, list) else "JSON lines have one on each line"
+        return _Wrong(f"is {_json_name(row)}, and must be an object with the field {field}: {remedy}")
     if field not in row:
         return _missing(field, list(row))
     return _checked(row[field], field)

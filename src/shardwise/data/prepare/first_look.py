@@ -13,7 +13,7 @@ from shardwise.data.prepare.job import Job
 from shardwise.data.prepare.options import OnError
 from shardwise.data.prepare.parts import Flaw, Position
 from shardwise.data.prepare.work import SKIPPED
-from shardwise.errors import DataError, count
+from shardwise.errors import DataError
 
 CUT = "cut_texts=10000 to cut it at empty lines"
 
@@ -52,9 +52,11 @@ def refuse_all_left_out(output: Path, flaws: Iterable[Flaw]) -> None:
         reasons[flaw.rule.partition(" (")[0].partition(":")[0].partition(";")[0]] += 1
     if first is not None:
         told = ", ".join(f"{number:,} × {rule}" for rule, number in reasons.most_common(3))
+        total = reasons.total()
+        left_out = "the only document or file" if total == 1 else f"all {total:,} documents or files"
         raise DataError(
-            f"on_error=skip leaves out all {count(reasons.total(), 'document')} or files ({told}), and nothing is left "
-            f"to prepare: correct them, or name the field by field=…; the first is {first}; all are listed in {listed}"
+            f"on_error=skip leaves out {left_out} ({told}), and nothing is left to prepare: correct the inputs, "
+            f"or name the field by field=…; the first is {first}; all are listed in {listed}"
         )
 
 
