@@ -204,7 +204,9 @@ class VisionTransformer(nn.Module):
             raise ConfigError(f"{image_size=} is not a multiple of {patch_size=}; use an image_size of {near}, or a "
                               f"patch_size that divides {image_size}")  # fmt: skip
         if dim % n_heads:
-            raise ConfigError(f"{dim=} is not a multiple of {n_heads=}; change dim or n_heads")
+            near = max(1, round(dim / n_heads)) * n_heads
+            heads = min((n for n in range(1, abs(dim) + 1) if dim % n == 0), key=lambda n: abs(n - n_heads))
+            raise ConfigError(f"{dim=} is not a multiple of {n_heads=}; use a dim of {near}, or an n_heads of {heads}")
         self.num_classes, self.in_channels, self.image_size = num_classes, in_channels, image_size
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
         self.pos_embed = nn.Parameter(torch.empty(1, (image_size // patch_size) ** 2 + 1, dim))

@@ -166,7 +166,13 @@ class Transformer(nn.Module):
             if value < 1:
                 raise ConfigError(f"model.{name}={value}: must be at least 1")
         if dim % (2 * n_heads):
-            raise ConfigError(f"{dim=} is not a multiple of 2 * n_heads = {2 * n_heads}; change dim or n_heads")
+            near = max(1, round(dim / (2 * n_heads))) * 2 * n_heads
+            fitting = [n for n in range(n_kv_heads, dim + 1, n_kv_heads) if dim % (2 * n) == 0]
+            heads = [f" or model.n_heads={n}" for n in sorted(fitting, key=lambda n: abs(n - n_heads))[:1]]
+            raise ConfigError(
+                f"model.{dim=} is not a multiple of 2 * model.n_heads = {2 * n_heads}; use model.dim={near}"
+                f"{''.join(heads)}"
+            )
         if n_heads % n_kv_heads:
             raise ConfigError(f"{n_heads=} is not a multiple of {n_kv_heads=}; use a divisor of {n_heads}")
         scaling = None if rope_scaling is None else {name: float(value) for name, value in rope_scaling.items()}

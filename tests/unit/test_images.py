@@ -136,7 +136,7 @@ def test_shapes_and_where_the_stride_is() -> None:
         ConfigError, match="image_size=225 is not a multiple of patch_size=16; use an image_size of 224"
     ):
         VisionTransformer(10, image_size=225)
-    with pytest.raises(ConfigError, match="dim=16.*n_heads=3"):
+    with pytest.raises(ConfigError, match="dim=16 is not .* n_heads=3; use a dim of 15, or an n_heads of 2$"):
         vit(n_heads=3)
     with pytest.raises(ConfigError, match="block='wide' must be one of basic, bottleneck"):
         tiny(block="wide")

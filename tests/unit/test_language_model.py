@@ -55,6 +55,19 @@ def test_shapes_and_the_longest_sequence() -> None:
     assert {type(block).__name__ for block in model.blocks} == set(model._no_split_modules)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "remedy"),
+    [
+        ({"dim": 64, "n_heads": 3, "n_kv_heads": 1}, "model.dim=66 or model.n_heads=2"),
+        ({"dim": 64, "n_heads": 6, "n_kv_heads": 2}, "model.dim=60 or model.n_heads=4"),
+        ({"dim": 7, "n_heads": 2, "n_kv_heads": 1}, "model.dim=8"),
+    ],
+)
+def test_heads_that_do_not_fit_are_told_with_sizes_that_do(sizes: dict[str, int], remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"is not a multiple of 2 .* = {2 * sizes['n_heads']}; use {remedy}$"):
+        small(**sizes)
+
+
 def test_the_future_does_not_reach_the_past() -> None:
     model, tokens = small(), drawn(1, 32)
     changed = tokens.clone()
