@@ -47,7 +47,7 @@ from shardwise.run_dir.files import (
     write_whole,
 )
 from shardwise.run_dir.job_folder import has_begun, job_folder, note_begun, write_job_file
-from shardwise.run_dir.resume import find_checkpoint, resumption
+from shardwise.run_dir.resume import choose_again, find_checkpoint, resumption
 from shardwise.run_dir.sweep import report_sweep
 from shardwise.viewer.at_end import leave_report
 from shardwise.weights.safetensors import check_weights
@@ -208,19 +208,19 @@ def start(job: Job, plan: Plan, single: bool) -> int:
     fresh = not run_dir.exists()
     earlier: dict[Path, Path] = {}  # record's path → new path of the earlier record that was there
     if os.environ.get("RANK", "0") == "0":
-        notices = resumption(plan, job.config.resume)
-        records = {CONFIG: job.yaml, PLAN: plan.to_json()}
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             begun = has_begun(plan.run_dir)
             locked = lock_run_dir(run_dir, plan.stage, is_requeued=begun)
+            plan = choose_again(plan)  # the process that had the lock may have saved once more
+            notices = resumption(plan, job.config.resume)
             note_begun(plan.run_dir)
             if plan.stage == "fit" and job.config.resume is None and not begun:
                 # Of two runs with one name the first gets it. An earlier start that trained nothing gives the name
                 # up, if the lock shows that it is over.
                 may_be_there = locked and not was_trained(run_dir)
                 (run_dir / PLAN).touch(exist_ok=may_be_there)
-            for name, text in records.items():
+            for name, text in {CONFIG: job.yaml, PLAN: plan.to_json()}.items():
                 path = run_dir / stage_file(name, plan.stage)
                 if (kept := keep_earlier(path, text)) is not None:
                     earlier[path] = kept

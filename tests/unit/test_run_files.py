@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from shardwise.checkpoint.retention import read_best, write_best
+from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
+from shardwise.plan import Host, make_plan
 from shardwise.run_dir import files
-from shardwise.run_dir.resume import resolve_resume, resumption
+from shardwise.run_dir.resume import choose_again, find_checkpoint, resolve_resume, resumption
 from tests.harness.rooms import MODULES
 
 RUN = Path("run")
@@ -123,6 +125,25 @@ def test_a_damaged_best_json_is_kept_and_named(
     write_best(best, "loss", 0.5)
     assert read_best(tmp_path, "loss", keeps=True) == (0.5, str(best))
     assert read_best(tmp_path, "another", keeps=True) == (None, None) and place.exists()
+
+
+def test_a_run_goes_on_from_what_was_saved_while_it_started(tmp_path: Path) -> None:
+    """Between its choice and its lock on the folder, the process that it takes over from may save once more."""
+
+    def save(step: int) -> str:
+        (folder := files.checkpoint_path(tmp_path / "run", step)).mkdir(parents=True)
+        (folder / files.MANIFEST).write_text(json.dumps({"files": {}, "format": 2}))
+        return str(folder)
+
+    host, first = Host(cuda_devices=0), save(4)
+    words = [f"runs_dir={tmp_path}", "name=run", "accelerator=cpu"]
+    newest, named = (
+        find_checkpoint(make_plan(compose([*words, f"resume={resume}"]).jobs[0].config, host), host)
+        for resume in ("auto", first)
+    )
+    assert newest.resume == named.resume == first and choose_again(newest) == newest
+    second = save(8)
+    assert choose_again(newest).resume == second and choose_again(named).resume == first
 
 
 def test_the_best_checkpoint_is_never_guessed(tmp_path: Path) -> None:

@@ -113,6 +113,18 @@ def find_checkpoint(plan: Plan, host: Host) -> Plan:
     if begun and plan.stage == "fit" and (resume is None or newest_whole(plan.run_dir) is not None):
         plan = plan.going_on_from("auto", may_fall_back=True)
     plan = plan.going_on_from(resolve_resume(plan.resume, plan.run_dir, plan.stage, first and not begun))
+    return _up_to_early_stop(plan)
+
+
+def choose_again(plan: Plan) -> Plan:
+    """The Plan from the newest checkpoint that is there now, if it goes on from the newest one."""
+    newest = newest_whole(plan.run_dir) if plan.may_fall_back and plan.stage == "fit" else None
+    if newest is None or str(newest) == plan.resume:
+        return plan
+    return _up_to_early_stop(plan.going_on_from(str(newest)))
+
+
+def _up_to_early_stop(plan: Plan) -> Plan:
     stop = _early_stop(plan)
     return plan if stop is None else dataclasses.replace(plan, max_steps=stop["step"])
 
