@@ -55,7 +55,7 @@ def renew_references(module: LightningModule, find: Callable[[Any], Any] = curre
 
     `find`: what now stands in the place of a parameter.
     """
-    callbacks = [] if module._trainer is None else module.trainer.callbacks  # type: ignore[attr-defined]
+    callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
     for holder in (*module.modules(), *callbacks):
         _renew_attributes(holder, _WITHIN, find)
 

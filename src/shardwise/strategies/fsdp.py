@@ -26,12 +26,11 @@ from torch.optim import Optimizer
 
 from shardwise.distributed.collectives import broadcast_from_rank_zero, sum_over
 from shardwise.distributed.dtensor import listing_whole, reading_whole, whole_tensor
-from shardwise.distributed.parameters import keep_notes, refuse_gradient_hooks, renew_optimizer, renew_references
+from shardwise.distributed.parameters import keep_notes, refuse_gradient_hooks, renew_references
 from shardwise.distributed.symmetric_memory import let_compiler_copy
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.hook_analysis import LOOK_AT_GRADIENTS
 from shardwise.lightning_internals.logged import LoggedValue, take_logged_by
-from shardwise.optim.optimizers import check_by_hand, check_of_parts, steps_on_shards
 from shardwise.parallel.functional_calls import refuse_functional_calls
 from shardwise.parallel.parallelize import roots_of
 from shardwise.parallel.precision import dtype_of, mixed_precision_policy
@@ -42,7 +41,7 @@ from shardwise.strategies.base import PlannedStrategy
 from shardwise.strategies.fsdp_copies import copy_between_ranks, settle_copies
 from shardwise.strategies.fsdp_frozen import keep_frozen
 from shardwise.strategies.sharded_state import DTensorState
-from shardwise.strategies.step_on_shards import step_on_shards
+from shardwise.strategies.step_on_shards import hand_over
 from shardwise.strategies.whole_in_hooks import whole_in_place_of_shards
 from shardwise.strategies.whole_weights import InnerBackwards, explain, show_outputs
 from shardwise.weights.initialize import Materializer
@@ -139,13 +138,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             renew_references(self.module)
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
-                renew_optimizer(optimizer, self.module_name, self.plan.strategy.name)
-                if self.sharded.tensor_parallel is not None:
-                    check_of_parts(optimizer)
-                if not self.module.automatic_optimization:
-                    check_by_hand(optimizer, self.plan.strategy.name)
-                elif steps_on_shards(optimizer):
-                    step_on_shards(optimizer, self.sharded)
+                hand_over(optimizer, self.sharded, self.module, self.module_name, self.plan.strategy.name)
         self.setup_precision_plugin()
         refuse_gradient_hooks(self.module, self.module_name, self.plan.strategy.name)
         self._read_initial_weights()

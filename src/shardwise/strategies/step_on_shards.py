@@ -4,14 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.distributed.dtensor import local_part
 from shardwise.distributed.matrices import ShardedMatrices
-from shardwise.optim.optimizers import use_matrices
+from shardwise.distributed.parameters import renew_optimizer
+from shardwise.optim.optimizers import check_by_hand, check_of_parts, steps_on_shards, use_matrices
 from shardwise.strategies.sharded_state import DTensorState
+
+
+def hand_over(optimizer: Optimizer, state: DTensorState, module: LightningModule, whose: str, strategy: str) -> None:
+    """Give an optimizer that the module has made the shards, local parts of them where it treats weights one by one.
+
+    Raises:
+        ConfigError: it needs whole tensors, or has state of them.
+    """
+    renew_optimizer(optimizer, whose, strategy)
+    if state.tensor_parallel is not None:
+        check_of_parts(optimizer)
+    if not module.automatic_optimization:
+        check_by_hand(optimizer, strategy)
+    elif steps_on_shards(optimizer):
+        step_on_shards(optimizer, state)
 
 
 def step_on_shards(optimizer: Optimizer, state: DTensorState) -> None:

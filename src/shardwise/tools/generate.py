@@ -231,14 +231,9 @@ class Writer:
         generators = [torch.Generator(self.device).manual_seed(seed) for seed in seeds]
         ended = [False] * len(prompts)
         for drawn in continue_texts(
-            self.model,
-            prompts,
-            self.config.max_new_tokens,
-            _sampling(self.config),
-            device=self.device,
-            generator=generators,
-            vocab_size=self.tokenizer.vocab_size,
-        ):
+            self.model, prompts, self.config.max_new_tokens, _sampling(self.config), device=self.device,
+            generator=generators, vocab_size=self.tokenizer.vocab_size,
+        ):  # fmt: skip
             ended = [was or token == self.tokenizer.end_of_document for was, token in zip(ended, drawn, strict=True)]
             yield [None if is_over else token for is_over, token in zip(ended, drawn, strict=True)]
             if all(ended):
