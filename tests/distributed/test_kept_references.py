@@ -59,6 +59,14 @@ class OptimizerInInit(Plain):
         return self.made
 
 
+class StateInInit(OptimizerInInit):
+    """Adagrad makes its state when it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = torch.optim.Adagrad(self.trained(), 0.1)  # type: ignore[assignment]
+
+
 class GroupsInInit(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -174,6 +182,7 @@ def run_all(folder: Path) -> dict[tuple[str, ...], Any]:
     found |= {
         ("NormedSteps", strategy): train(folder, "NormedSteps", strategy) for strategy in ("ddp", "fsdp", "zero1")
     }
+    found |= {("StateInInit", strategy): train(folder, "StateInInit", strategy) for strategy in ("ddp", "fsdp")}
     found |= {("Joins", "fsdp"): train(folder, "Joins", "fsdp")}
     for forgets in ("false", "true"):
         found["Joins", "ddp", forgets] = train(folder, "Joins", "ddp", unused, f"module.forgets={forgets}")
@@ -203,6 +212,14 @@ def test_what_is_kept_follows_the_weights(found: Any, name: str, strategy: str) 
 
 def test_a_weight_in_a_list_is_the_weight(found: Any) -> None:
     assert_alike(found["TiedInList", "ddp"], found["TiedByName", "ddp"])
+
+
+def test_state_of_whole_weights_is_refused(found: Any) -> None:
+    assert not isinstance(found["StateInInit", "ddp"], str)
+    assert found["StateInInit", "fsdp"] == (
+        "Adagrad was built before the weights were sharded, and has state of whole ones: build it in "
+        "configure_optimizers, or use strategy=ddp"
+    )
 
 
 def test_a_layer_joins_the_optimizer_in_mid_run(found: Any) -> None:

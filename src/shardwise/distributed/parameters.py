@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError
 _OF_DTENSORS = ("_local_tensor", "_spec")
 _REPLACED_BY = "shardwise_replaced_by"
 _WITHIN = 3  # a list of pairs in a dict
-_LONGEST = 10_000  # a longer list is one of samples
+_MANY = 100  # items, of which the first tells whether they are weights or samples
 _KNOWN = ("builtins", "torch.", "lightning.", "shardwise.", "deepspeed.")  # whose objects keep no weights of a module's
 
 
@@ -56,7 +56,8 @@ def renew_references(module: LightningModule, find: Callable[[Any], Any] = curre
     `find`: what now stands in the place of a parameter.
     """
     callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
-    for holder in (*module.modules(), *callbacks):
+    theirs = [one for one in callbacks if not type(one).__module__.startswith(_KNOWN)]
+    for holder in (*module.modules(), *theirs):
         _renew_attributes(holder, _WITHIN, find)
 
 
@@ -66,8 +67,8 @@ def _renew_attributes(holder: Any, within: int, find: Callable[[Any], Any]) -> N
             vars(holder)[name] = new
 
 
-def renew_optimizer(optimizer: Optimizer, whose: str, strategy: str) -> None:
-    """Let an optimizer that was built before the weights were sharded have the shards. `whose`: the module's name.
+def renew_optimizer(optimizer: Optimizer) -> None:
+    """Let an optimizer that was built before the weights were sharded have the shards.
 
     Raises:
         ConfigError: it has state of the whole weights already.
@@ -76,8 +77,8 @@ def renew_optimizer(optimizer: Optimizer, whose: str, strategy: str) -> None:
         new = [current(p) for p in group["params"]]
         if any(a is not b and a in optimizer.state for a, b in zip(group["params"], new, strict=True)):
             raise ConfigError(
-                f"{whose} builds {type(optimizer).__name__} before {strategy} shards the weights, and it has state of "
-                f"whole ones: build it in configure_optimizers"
+                f"{type(optimizer).__name__} was built before the weights were sharded, and has state of whole ones: "
+                f"build it in configure_optimizers, or use strategy=ddp"
             )
         group["params"] = new
 
@@ -85,20 +86,34 @@ def renew_optimizer(optimizer: Optimizer, whose: str, strategy: str) -> None:
 def _renewed(value: Any, within: int, find: Callable[[Any], Any]) -> Any:
     if isinstance(value, nn.Parameter):
         return find(value)
-    if not within or isinstance(value, (Tensor, nn.Module, type)):
+    if not within or not (items := _items(value)):
         return value
-    if type(value) in (list, tuple) and len(value) <= _LONGEST:
-        new = [_renewed(one, within - 1, find) for one in value]
-        if any(a is not b for a, b in zip(new, value, strict=True)):
+    if len(items) > _MANY and not _holds_weights(items[0], within - 1):
+        return value
+    if type(value) in (list, tuple):
+        new = [_renewed(one, within - 1, find) for one in items]
+        if any(a is not b for a, b in zip(new, items, strict=True)):
             if isinstance(value, tuple):
                 return tuple(new)
             value[:] = new  # others may have the same list
-    elif type(value) is dict and len(value) <= _LONGEST:
-        for key, one in value.items():
-            value[key] = _renewed(one, within - 1, find)
-    elif hasattr(value, "__dict__") and not type(value).__module__.startswith(_KNOWN):
+    elif type(value) is dict:
+        value.update({key: _renewed(one, within - 1, find) for key, one in value.items()})
+    else:
         _renew_attributes(value, within - 1, find)
     return value
+
+
+def _items(value: Any) -> list[Any]:
+    """What a list, a tuple, a dict or an object of the user's has in it."""
+    if type(value) in (list, tuple):
+        return list(value)
+    if isinstance(value, (Tensor, nn.Module, type)) or type(value).__module__.startswith(_KNOWN):
+        return list(value.values()) if type(value) is dict else []
+    return list(vars(value).values()) if hasattr(value, "__dict__") else []
+
+
+def _holds_weights(value: Any, within: int) -> bool:
+    return isinstance(value, nn.Parameter) or (within > 0 and any(_holds_weights(v, within - 1) for v in _items(value)))
 
 
 def is_hooked_behind_sums(parameter: Tensor) -> bool:

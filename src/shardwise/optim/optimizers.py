@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -219,9 +220,10 @@ class NewWeights:
 
     def forget_gradients(self, optimizers: list[Optimizer]) -> None:
         """In front of a step."""
-        there = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-        if len(there) != len(self._known):
-            for p in there if self._known else ():
-                if id(p) not in self._known:
-                    p.grad = None
-            self._known = {id(p) for p in there}
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        if sum(map(len, groups)) == len(self._known):
+            return
+        for p in chain.from_iterable(groups) if self._known else ():
+            if id(p) not in self._known:
+                p.grad = None
+        self._known = {id(p) for p in chain.from_iterable(groups)}

@@ -138,7 +138,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             renew_references(self.module)
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
-                hand_over(optimizer, self.sharded, self.module, self.module_name, self.plan.strategy.name)
+                hand_over(optimizer, self.sharded, self.plan.strategy.name)
         self.setup_precision_plugin()
         refuse_gradient_hooks(self.module, self.module_name, self.plan.strategy.name)
         self._read_initial_weights()

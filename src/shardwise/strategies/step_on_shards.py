@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -16,16 +15,16 @@ from shardwise.optim.optimizers import check_by_hand, check_of_parts, steps_on_s
 from shardwise.strategies.sharded_state import DTensorState
 
 
-def hand_over(optimizer: Optimizer, state: DTensorState, module: LightningModule, whose: str, strategy: str) -> None:
-    """Give an optimizer that the module has made the shards, local parts of them where it treats weights one by one.
+def hand_over(optimizer: Optimizer, state: DTensorState, strategy: str) -> None:
+    """Give an optimizer that the module has made the shards, and local parts of them if it treats weights one by one.
 
     Raises:
         ConfigError: it needs whole tensors, or has state of them.
     """
-    renew_optimizer(optimizer, whose, strategy)
+    renew_optimizer(optimizer)
     if state.tensor_parallel is not None:
         check_of_parts(optimizer)
-    if not module.automatic_optimization:
+    if not state.module.automatic_optimization:
         check_by_hand(optimizer, strategy)
     elif steps_on_shards(optimizer):
         step_on_shards(optimizer, state)

@@ -78,7 +78,7 @@ class _WholeWeights:
             keep_notes(p, self.wholes[of])
         renew_references(self.module)  # what the hook has kept, or has given to an optimizer
         for optimizer in self.state.optimizers():
-            renew_optimizer(optimizer, type(self.module).__name__, "FSDP")
+            renew_optimizer(optimizer)
             getattr(optimizer, "take_shards", lambda: None)()
         for group in self.groups:  # a backward pass may follow, which gathers on other streams
             _let_gathers_wait(group)

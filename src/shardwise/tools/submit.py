@@ -131,9 +131,7 @@ def make_command(options: Options, overrides: Sequence[str]) -> tuple[list[str],
         if plans[0].accelerator in ("cuda", "xpu"):
             words.append(f"--gpus-per-node={devices}")
     if template.stem == "generic" and cluster.cpu_cores is not None:  # the other templates say it for their machine
-        share = max(
-            devices, cluster.devices_per_node or 1
-        )  # who takes a part of a node's GPUs leaves others their CPUs
+        share = max(devices, cluster.devices_per_node or 1)  # who takes some of the GPUs leaves others their CPUs
         words.append(f"--cpus-per-task={max(1, cluster.cpu_cores // share)}")
     words += [f"--{key.replace('_', '-')}={value}" for key in _SBATCH if (value := getattr(options, key)) is not None]
     if len(jobs) > 1:
