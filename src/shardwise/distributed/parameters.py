@@ -18,6 +18,7 @@ from shardwise.errors import ConfigError
 _OF_DTENSORS = ("_local_tensor", "_spec")
 _REPLACED_BY = "shardwise_replaced_by"
 _WITHIN = 3  # a list of pairs in a dict
+_PLAIN = {bool, int, float, str, type(None)}
 _MANY = 100  # items, of which the first tells whether they are weights or samples
 _KNOWN = ("builtins", "torch.", "lightning.", "shardwise.", "deepspeed.")  # whose objects keep no weights of a module's
 
@@ -63,7 +64,11 @@ def renew_references(module: LightningModule, find: Callable[[Any], Any] = curre
 
 def _renew_attributes(holder: Any, within: int, find: Callable[[Any], Any]) -> None:
     for name, value in list(vars(holder).items()):
-        if not name.startswith("_") and (new := _renewed(value, within, find)) is not value:
+        if (
+            not name.startswith("_")
+            and type(value) not in _PLAIN
+            and (new := _renewed(value, within, find)) is not value
+        ):
             vars(holder)[name] = new
 
 
