@@ -78,6 +78,7 @@ USED = {
     "nn/flash_attention_4.py": "_flash_attn_bwd _flash_attn_fwd",
     "nn/peers.py": "_c10d_functional",
     "optim/adamw.py": "_foreach_add_",
+    "optim/fused_adamw.py": "_fused_adamw_",
     "optim/clipping.py": "_foreach_div_ _global_optimizer_pre_hooks _optimizer_step_pre_hooks",
     "optim/deepspeed_operators.py": "_get_build_directory",
     "parallel/activation_checkpointing.py": "_cdata _higher_order_ops _pytree _schema",
@@ -429,6 +430,7 @@ NAMES = {
         "(self, optimizer, inv_scale, found_inf, allow_fp16)",
     ),
     "_amp_foreach_non_finite_check_and_unscale_": name("torch", "the kernel that GradScaler uses"),
+    "_fused_adamw_": name("torch", "what a step of torch.optim.AdamW calls; there is no other place for a kernel"),
     "_foreach_add_": name("torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"),
     "_foreach_clamp_max_": name(
         "torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"

@@ -1,0 +1,88 @@
+"""AdamW's step over all weights of a large model in one kernel, in place of the kernel that torch's fused AdamW has.
+
+torch's takes up to 320 pieces of 65,536 elements at a time, one launch behind the other, and writes gradients that it
+divides by the clipping. It moves memory at three quarters of the speed that a copy has. This one is launched once, and
+writes gradients only where clipping changes them. It computes the same, up to the rounding of fp32.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LEAST = 2**25  # elements, below which a step is short and the host's part of it counts
+CHUNK = 8192  # elements that one program of the kernel has
+BLOCK = 2048  # of them at once
+WARPS = 8
+
+
+@functools.cache
+def use_one_kernel() -> None:
+    """Let torch's fused AdamW step large models of fp32 weights with the kernel below, where Triton is installed."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return
+    plain: Any = torch._fused_adamw_
+
+    def fused_adamw_(params: list[Tensor], grads: list[Tensor], first: list[Tensor], second: list[Tensor],
+                     largest: list[Tensor], steps: list[Tensor], **options: Any) -> None:  # fmt: skip
+        takes = not largest and takes_all([params, grads, first, second], options)
+        if takes:
+            step_at_once(params, grads, first, second, steps, **options)
+        else:
+            plain(params, grads, first, second, largest, steps, **options)
+
+    torch._fused_adamw_ = fused_adamw_  # type: ignore[assignment]
+
+
+def takes_all(tensors: list[list[Tensor]], options: dict[str, Any]) -> bool:
+    """Whether the kernel can have this step. `tensors`: weights, gradients, and both moments."""
+    return (
+        sum(p.numel() for p in tensors[0]) >= LEAST
+        and not options["amsgrad"]
+        and not options["maximize"]
+        and not isinstance(options["lr"], Tensor)
+        and all(t.is_contiguous() and t.dtype == torch.float32 and t.is_cuda for kind in tensors for t in kind)
+    )
+
+
+def step_at_once(
+    params: list[Tensor], grads: list[Tensor], first: list[Tensor], second: list[Tensor], steps: list[Tensor], *,
+    lr: float, beta1: float, beta2: float, weight_decay: float, eps: float,
+    grad_scale: Tensor | None = None, found_inf: Tensor | None = None, **_: Any,
+) -> None:  # fmt: skip
+    """As `torch._fused_adamw_`. `steps`: of each weight, with this one counted."""
+    from shardwise.optim.fused_adamw_kernel import adamw
+
+    device = params[0].device
+    pointers = [tensor.data_ptr() for kind in (params, grads, first, second) for tensor in kind]
+    sizes = tuple(p.numel() for p in params)
+    addresses = torch.tensor(pointers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    addresses = addresses.to(device, non_blocking=True)
+    chunks, lengths = _chunks(sizes, device)
+    counted = torch.stack(steps).double()
+    seen = [-torch.expm1(counted * (math.log(beta) if beta else -math.inf)) for beta in (beta1, beta2)]
+    rates, roots = (lr / seen[0]).float(), seen[1].sqrt().float()
+    nothing = torch.zeros((), device=device) if found_inf is None else found_inf
+    divisor = torch.ones((), device=device) if grad_scale is None else grad_scale
+    adamw[(len(chunks) // 2,)](
+        addresses, chunks, lengths, rates, roots, nothing, divisor, len(params), 1 - lr * weight_decay, beta1,
+        1 - beta1, beta2, 1 - beta2, eps, CHUNK=CHUNK, BLOCK=BLOCK, ALIGNED=all(p % 16 == 0 for p in pointers),
+        num_warps=WARPS,
+    )  # fmt: skip
+    torch.autograd.graph.increment_version([*params, *first, *second])  # as torch's own do
+
+
+@functools.lru_cache(maxsize=4)
+def _chunks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """For each program which weight it has a part of, and which part; and the weights' sizes."""
+    counts = torch.tensor([-(-size // CHUNK) for size in sizes])
+    which = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    part = torch.arange(len(which)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    chunks = torch.stack([which, part], dim=1).flatten().to(device, torch.int32)
+    return chunks, torch.tensor(sizes, dtype=torch.int64, device=device)
