@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 LEAST = 2**25  # elements, below which a step is short and the host's part of it counts
 CHUNK = 8192  # elements that one program of the kernel has
@@ -47,7 +47,19 @@ def takes_all(tensors: list[list[Tensor]], options: dict[str, Any]) -> bool:
         and not options["amsgrad"]
         and not options["maximize"]
         and not isinstance(options["lr"], Tensor)
-        and all(t.is_contiguous() and t.dtype == torch.float32 and t.is_cuda for kind in tensors for t in kind)
+        and all(is_plain(t) for kind in tensors for t in kind)
+        and not torch.compiler.is_compiling()  # torch has its own way to compile an optimizer
+        and not torch.cuda.is_current_stream_capturing()  # a graph would keep the addresses
+    )
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the kernel may go through the tensor's memory from its first element to its last."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.is_cuda
+        and tensor.dtype == torch.float32
+        and tensor.is_contiguous()
     )
 
 
