@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 LEAST = 2**25  # elements, below which a step is short and the host's part of it counts
-CHUNK = 8192  # elements that one program of the kernel has
-BLOCK = 2048  # of them at once
-WARPS = 8
+CHUNK = 1024  # elements that one program of the kernel has
+BLOCK = 1024  # of them at once
+WARPS = 4
 
 
 @functools.cache
