@@ -43,7 +43,11 @@ def llama(*ranks: int) -> list[str]:
         told |= {(count, cell) for cell in race["cells"]}
         goals = {cell.name: cell.goal for cell in cells_on(race["ranks"])}
         limit = "H200" in gpus_of(race)  # whose ceilings are known
-        rows = [_cell(cell, peer, ours, goals.get(cell), limit) for cell, peer, ours in both]
+        failed = {card["cell"] for card in race["cards"] if card["who"] == OURS and "error" in card}
+        rows = [
+            _cell(cell, peer, ours, goals.get(cell), limit, "failed" if cell in failed else "not run")
+            for cell, peer, ours in both
+        ]
         heads = ["", peer_of(race), "ours", "ratio", "goal", "limit", "ours of the limit", "peak reserved GiB, both",
                  "words"]  # fmt: skip
         if len(found) > 1 and rows:
@@ -62,15 +66,21 @@ def peer_of(race: dict[str, Any]) -> str:
 
 
 def _cell(
-    cell: str, peer: dict[str, Any] | None, ours: dict[str, Any] | None, goal: float | None, has_limit: bool
+    cell: str,
+    peer: dict[str, Any] | None,
+    ours: dict[str, Any] | None,
+    goal: float | None,
+    has_limit: bool,
+    without: str,
 ) -> list[Any]:
+    """`without`: what became of ours where no run of it has a speed."""
     said = None if goal is None else f"{goal:.2f}"
     if not peer and not ours:
         return [cell, *["not run"] * 2, None, said, *[None] * 4]
     speeds = [None if card is None else card["tokens_per_second_per_gpu"] for card in (peer, ours)]
     limit = ours["limit"]["tokens_per_second_per_gpu"] if ours is not None and has_limit else None
     memory = " / ".join(_gib(card) for card in (peer, ours))
-    words = "failed" if ours is None else " ".join(f"`{word}`" for word in ours["words"].split())
+    words = f"ours: {without}" if ours is None else " ".join(f"`{word}`" for word in ours["words"].split())
     return [cell, *(_thousands(speed) for speed in speeds), _share(speeds[1], speeds[0], 3), said, _thousands(limit),
             _share(speeds[1], limit, 2), memory, words]  # fmt: skip
 

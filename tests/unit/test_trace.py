@@ -330,16 +330,21 @@ def test_the_slow_rank_has_the_shortest_collectives() -> None:
     usual = {"span": 100.0, "compute": 60.0, "communication": 40.0, "exposed_communication": 30.0}
     ranks = [rank(number, **usual) for number in range(4)]
     assert summarize_ranks(ranks).slow_rank is None and summarize_ranks(ranks[:1]).slow_rank is None
-    late = rank(2, **usual | {"communication": 20.0, "idle": 20.0, "waiting_for_data": 18.0, "launching": 2.0})
+    short = {"communication": 20.0, "exposed_communication": 10.0}
+    late = rank(2, **usual | short | {"idle": 20.0, "waiting_for_data": 18.0, "launching": 2.0})
     said = summarize_ranks([ranks[0], ranks[1], late, ranks[3]])
     assert (said.slow_rank, said.reason, said.idle_cause) == (2, "late", "waiting_for_data")
     assert said.others_wait_ms == 20 and "rank 2 is slow" in said.text and "waiting for data" in said.text
-    said = summarize_ranks([ranks[0], rank(1, **usual | {"communication": 20.0, "compute": 80.0}), *ranks[2:]])
+    said = summarize_ranks([ranks[0], rank(1, **usual | short | {"compute": 80.0}), *ranks[2:]])
     assert (said.slow_rank, said.reason, said.idle_cause) == (1, "slow_gpu", None)
     assert json.loads(said.to_json())["ranks"][1]["compute_ms"] == 80
-    both = rank(2, **usual | {"communication": 5.0, "compute": 68.0, "idle": 27.0, "launching": 27.0})
+    less = {"communication": 5.0, "exposed_communication": 0.0}
+    both = rank(2, **usual | less | {"compute": 68.0, "idle": 27.0, "launching": 27.0})
     said = summarize_ranks([*ranks[:2], both])  # it computes longer, and above all it is late
     assert (said.slow_rank, said.reason, said.idle_cause) == (2, "late", "launching")
+    hidden = rank(0, **usual | {"communication": 20.0, "exposed_communication": 28.0, "compute": 61.0, "idle": 11.0})
+    said = summarize_ranks([hidden, *ranks[1:]])  # the others compute while they wait
+    assert said.slow_rank is None and said.others_wait_ms == 2 and "alike" in said.text
     with pytest.raises(ValueError, match="each rank once"):
         summarize_ranks([ranks[0], ranks[0]])
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import functools
 import math
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from shardwise.accelerator import records_graph
 
 LEAST = 2**25  # elements, below which a step is short and the host's part of it counts
 CHUNK = 1024  # elements that one program of the kernel has
@@ -23,9 +26,7 @@ WARPS = 4
 @functools.cache
 def use_one_kernel() -> None:
     """Let torch's fused AdamW step large models of fp32 weights with the kernel below, where Triton is installed."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
+    if find_spec("triton") is None:
         return
     plain: Any = torch._fused_adamw_
 
@@ -49,7 +50,7 @@ def takes_all(tensors: list[list[Tensor]], options: dict[str, Any]) -> bool:
         and not isinstance(options["lr"], Tensor)
         and all(is_plain(t) for kind in tensors for t in kind)
         and not torch.compiler.is_compiling()  # torch has its own way to compile an optimizer
-        and not torch.cuda.is_current_stream_capturing()  # a graph would keep the addresses
+        and not records_graph()  # it would keep the addresses
     )
 
 

@@ -46,7 +46,7 @@ class RanksSummary:
     slow_rank: int | None  # None: the ranks are alike, there is one rank, or nothing communicates
     reason: str | None  # "slow_gpu": its kernels take longer; "late": it is idle for longer; "unknown": neither
     idle_cause: str | None  # of a late rank: what it waits for most beyond the others, one of idle.CAUSES
-    others_wait_ms: float  # how much longer the collectives of the median rank take than the slow one's
+    others_wait_ms: float  # how much longer the median rank does nothing but communicate than the slow one
     text: str  # a sentence that says it
 
     def to_json(self) -> str:
@@ -74,8 +74,12 @@ def summarize_ranks(summaries: Sequence[ProfileSummary]) -> RanksSummary:
     if not others or not any(one.step.communication_ms for one in ordered):
         said = "one rank was profiled" if not others else "no rank communicates"
         return RanksSummary(ranks, None, None, None, 0.0, f"{said}: there is nothing to compare")
-    median = float(np.median([one.step.communication_ms for one in others]))
-    waits = median - slow.step.communication_ms
+    median, exposed = (
+        float(np.median([getattr(one.step, name) for one in others]))
+        for name in ("communication_ms", "exposed_communication_ms")
+    )
+    # A rank that computes meanwhile loses nothing by a collective that takes longer.
+    waits = min(median - slow.step.communication_ms, exposed - slow.step.exposed_communication_ms)
     if waits < DIFFERS * median or waits < MATTERS * slow.step.span_ms:
         return RanksSummary(ranks, None, None, None, waits, "the ranks are alike: no rank waits for another")
     reason, cause, why = _reason(slow, others)
