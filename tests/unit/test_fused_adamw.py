@@ -19,6 +19,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch, "_fused_adamw_", lambda *_, **__: made.append("torch's"))
     monkeypatch.setattr(fused_adamw, "step_at_once", lambda *_, **__: made.append("one"))
     monkeypatch.setattr(fused_adamw, "is_plain", lambda tensor: tensor.dtype == torch.float32)  # here is no GPU
+    monkeypatch.setattr(fused_adamw, "current_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(fused_adamw, "LEAST", 10)
     return made
 
@@ -41,7 +42,9 @@ def test_the_kernel_has_steps_of_large_models_in_fp32(calls: list[str], monkeypa
     step(maximize=True)
     step(lr=torch.tensor(0.1))
     step(dtype=torch.float64)
-    assert calls[2:] == ["torch's"] * 5
+    monkeypatch.setattr(fused_adamw, "current_device", lambda: torch.device("cuda", 1))
+    step()
+    assert calls[2:] == ["torch's"] * 6
 
 
 def test_without_triton_torchs_kernel_stays(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

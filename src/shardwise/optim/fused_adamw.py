@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.accelerator import records_graph
+from shardwise.accelerator import current_device, records_graph
 
 LEAST = 2**25  # elements, below which a step is short and the host's part of it counts
 CHUNK = 1024  # elements that one program of the kernel has
@@ -48,6 +48,7 @@ def takes_all(tensors: list[list[Tensor]], options: dict[str, Any]) -> bool:
         and not options["amsgrad"]
         and not options["maximize"]
         and not isinstance(options["lr"], Tensor)
+        and tensors[0][0].device == current_device()  # where Triton launches; torch calls this for each device
         and all(is_plain(t) for kind in tensors for t in kind)
         and not torch.compiler.is_compiling()  # torch has its own way to compile an optimizer
         and not records_graph()  # it would keep the addresses
