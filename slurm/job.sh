@@ -44,9 +44,10 @@ read_number() { # FILE
 begin() { # OVERRIDE...
     local run_id=slurm-$id
     job=$PWD/runs/jobs/$run_id
+    set_aside
     mkdir -p "$job" || { say "cannot write $job: submit from a folder that all nodes share"; exit 2; }
     if [[ -e $job/done ]]; then
-        say "$run_id is done already"
+        say "$run_id is done already: to train further, sbatch again with its name=, resume=auto and a larger max_steps="
         exit 0
     fi
 
@@ -104,6 +105,14 @@ begin() { # OVERRIDE...
 
     look_at_nodes ${cluster:+"$cluster"} "$@"
     [[ -z $told ]] || end 140
+}
+
+set_aside() { # Another job's folder. Slurm gives its numbers out again when its controller is reset
+    local number=1
+    [[ ${SLURM_RESTART_COUNT:-0} == 0 && -e $job/starts ]] || return 0
+    while [[ -e $job-earlier-$number ]]; do number=$((number + 1)); done
+    mv "$job" "$job-earlier-$number" || { say "cannot move $job, which is another job's, out of the way"; exit 2; }
+    say "an earlier job had this number: its folder is $job-earlier-$number now"
 }
 
 look_at_nodes() { # OVERRIDE...

@@ -66,6 +66,7 @@ class Options:
 
 _SBATCH = ("time", "partition", "account", "qos", "reservation", "job_name")
 _SIGNAL_SECONDS = 300  # slurm/*.sbatch ask by --signal for a signal this long before the end
+_CLOCKS_SECONDS = 60  # by which the clocks of a file server and of this machine may differ
 _TRUTH = {"true": True, "false": False}
 
 
@@ -90,6 +91,7 @@ def run(words: list[str]) -> int:
         return 0
     if shutil.which("sbatch") is None:
         raise ConfigError("there is no sbatch here: submit from a login node of the cluster, or --dry-run")
+    begin = time.time()
     done = subprocess.run(command, env=os.environ | more, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise ConfigError(f"sbatch refuses the job (exit code {done.returncode}); its own words are above")
@@ -97,7 +99,7 @@ def run(words: list[str]) -> int:
     log = f"slurm-{job}_<member>.log" if len(plans) > 1 else f"slurm-{job}.log"
     print(f"job {job}; its log is {Path.cwd() / log}", flush=True)
     if options.follow:
-        return _follow(job)
+        return _follow(job, begin)
     return 0
 
 
@@ -181,13 +183,13 @@ def _seconds(time_limit: str) -> int | None:
     return ((days * 24 + rest[0]) * 60 + rest[1]) * 60 + rest[2]
 
 
-def _follow(job: str) -> int:
+def _follow(job: str, since: float) -> int:
     """Print the log while it grows, over requeues, until the job is over; returns its exit code.
 
-    Ctrl-C ends this, not the job.
+    Ctrl-C ends this, not the job. Files from before `since` are those of an earlier job with the same number.
     """
     log, done = Path(f"slurm-{job}.log"), Path("runs/jobs") / f"slurm-{job}" / "done"
-    offset = 0
+    first = offset = 0 if _is_newer(log, since) or not log.exists() else log.stat().st_size
     while True:
         queue = subprocess.run(
             ["squeue", "--noheader", f"--jobs={job}", "--format=%T"], capture_output=True, text=True, check=False
@@ -200,6 +202,12 @@ def _follow(job: str) -> int:
                 print(content.decode(errors="replace"), end="", flush=True)
         # If the controller does not answer, that does not mean that the job has ended
         if "Invalid job id" in queue.stderr or (queue.returncode == 0 and not queue.stdout.strip()):
-            ended = re.findall(r"exit code (\d+)", log.read_text(errors="replace")) if log.exists() else []
-            return 0 if done.exists() else int((ended or ["1"])[-1])
+            text = log.read_bytes()[first:].decode(errors="replace") if log.exists() else ""
+            ended = re.findall(r"exit code (\d+)", text)
+            return 0 if _is_newer(done, since) else int((ended or ["1"])[-1])
         time.sleep(1)
+
+
+def _is_newer(path: Path, since: float) -> bool:
+    """Whether a file is there and was written after `since`. A file server's clock may be a little behind."""
+    return path.exists() and path.stat().st_mtime > since - _CLOCKS_SECONDS

@@ -1,0 +1,73 @@
+"""What a job's folder says of an earlier job: Slurm gives numbers out again when its controller is reset."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwise.config.paths import ROOT
+from shardwise.tools.submit import _follow
+
+SRUN = """#!/bin/bash
+[[ $* != *train.py* ]] || { echo "trains"; touch "$SHARDWISE_JOB_DIR/done"; }
+"""
+
+
+def programs(folder: Path, **texts: str) -> str:
+    """A PATH on which these programs come first."""
+    (folder / "bin").mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    return f"{folder / 'bin'}:{os.environ['PATH']}"
+
+
+def batch(folder: Path, *, restarts: int | None) -> str:
+    """What the batch script of job 17 prints, run as Slurm would; `restarts`: how often Slurm has started it again."""
+    environment = {
+        "PATH": programs(folder, srun=SRUN), "SHARDWISE_HOME": str(ROOT), "SLURM_SUBMIT_DIR": str(folder),
+        "SLURM_JOB_ID": "17", "SLURM_NODEID": "0", "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "1",
+        "SLURM_CPUS_ON_NODE": "1", "SLURM_JOB_NODELIST": "node1", "PYTHON": "python3",
+    }  # fmt: skip
+    if restarts is not None:  # Slurm does not set it in a job's first start
+        environment["SLURM_RESTART_COUNT"] = str(restarts)
+    done = subprocess.run(
+        ["bash", str(ROOT / "slurm/generic.sbatch"), "max_steps=2"],
+        env=environment, cwd=folder, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("restarts", [None, 0])
+def test_a_new_job_with_the_number_of_an_earlier_one_trains(tmp_path: Path, restarts: int | None) -> None:
+    assert "trains" in batch(tmp_path, restarts=restarts)
+    again = batch(tmp_path, restarts=1)
+    assert "trains\n" not in again and "slurm-17 is done already" in again and "resume=auto" in again
+    for number in (1, 2):
+        new = batch(tmp_path, restarts=restarts)
+        assert "trains" in new and "start 1 of slurm-17" in new
+        kept = tmp_path / f"runs/jobs/slurm-17-earlier-{number}"
+        assert f"an earlier job had this number: its folder is {kept} now" in new and (kept / "done").exists()
+
+
+def test_who_follows_a_job_is_not_told_of_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The new job was cancelled before it began, say."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", programs(tmp_path, squeue="#!/bin/bash\n"))
+    log, done = tmp_path / "slurm-17.log", tmp_path / "runs/jobs/slurm-17/done"
+    done.parent.mkdir(parents=True)
+    done.touch()
+    log.write_text("shardwise: exit code 3: of before\n")
+    assert _follow("17", time.time()) == 0  # as they were written just now
+    assert capsys.readouterr().out == "shardwise: exit code 3: of before\n"
+    for path in (log, done):
+        os.utime(path, (time.time() - 3600,) * 2)
+    assert _follow("17", time.time()) == 1
+    assert capsys.readouterr().out == ""
