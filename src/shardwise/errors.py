@@ -96,6 +96,14 @@ def a_or_an(noun: str) -> str:
     return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"
 
 
+def class_name(made: object) -> str:
+    """The name of an object's class as its author wrote it: FSDP2 puts FSDPModel, of its own, in the place of Model."""
+    kind = type(made)
+    while len(kind.__bases__) == 2 and kind.__bases__[0].__module__.startswith("torch.distributed.fsdp"):
+        kind = kind.__bases__[1]
+    return kind.__name__
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint to append to a message: the most similar known word, or nothing."""
     near = difflib.get_close_matches(word, list(known), n=1)

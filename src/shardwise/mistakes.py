@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from shardwise.errors import class_name
+
 ROOT = Path(__file__).resolve().parents[2]
 _OURS = (str(ROOT / "train.py"), str(Path(__file__).resolve().parent) + os.sep)
 _STANDARD = tuple(str(Path(sysconfig.get_paths()[word])) + os.sep for word in ("stdlib", "platstdlib"))
@@ -107,8 +109,19 @@ def _of_the_call(error: Exception) -> list[Frame]:
     ]
 
 
+def _with_the_authors_class(error: Exception) -> str:
+    """The text of an error; where torch says that a module lacks an attribute, with the name of the author's class."""
+    text, innermost = str(error), error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    if isinstance(error, AttributeError) and innermost is not None and "self" in innermost.tb_frame.f_locals:
+        made = innermost.tb_frame.f_locals["self"]
+        text = text.replace(f"'{type(made).__name__}' object", f"'{class_name(made)}' object")
+    return text
+
+
 def _message(error: Exception) -> str:
-    text = str(error)
+    text = _with_the_authors_class(error)
     if _WORKER in text:  # the message is at the end of the worker's traceback
         text = text.rpartition(f"\n{type(error).__name__}: ")[2]
     text = " ".join(text.split())

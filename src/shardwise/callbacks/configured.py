@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from shardwise.config.lightning_callbacks import LIGHTNING, WORKS
 from shardwise.config.targets import build, check, locate
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, class_name
 from shardwise.plan import Plan
 
 
@@ -65,7 +65,7 @@ def leave_out_model_checkpoints(module: LightningModule) -> None:
             best = f"; checkpoint.monitor={left_out.monitor} checkpoint.mode={left_out.mode} keeps the best"
             if os.environ["RANK"] == "0":
                 print(
-                    f"{type(left_out).__name__} of {type(module).__name__}.configure_callbacks is left out: the run "
+                    f"{type(left_out).__name__} of {class_name(module)}.configure_callbacks is left out: the run "
                     f"saves its checkpoints by itself{best if left_out.monitor else ''}",
                     flush=True,
                 )

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, class_name
 from shardwise.plan import Plan
 from shardwise.plan.plan import FINDER_STEPS
 from shardwise.run_dir.files import LEARNING_RATES, LEARNING_RATES_PICTURE
@@ -45,7 +45,7 @@ class LearningRateFinder(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not pl_module.automatic_optimization:
             raise ConfigError(
-                f"find_learning_rate=true: {type(pl_module).__name__} optimizes by hand, and which rate belongs to its "
+                f"find_learning_rate=true: {class_name(pl_module)} optimizes by hand, and which rate belongs to its "
                 f"loss is not known; try rates by a sweep, e.g. -m module.lr=1e-4,1e-3"
             )
         trainer.strategy.lr_scheduler_configs = []  # schedules would set other rates

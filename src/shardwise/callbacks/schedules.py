@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, class_name
 from shardwise.plan import Plan
 
 
@@ -60,7 +60,7 @@ def check_schedules_last(trainer: Trainer, plan: Plan) -> None:
         give = f"give max_steps={last}" + (" max_epochs=null" if plan.max_steps is None else "")
         if plan.resume is None:
             raise ConfigError(
-                f"{type(module).__name__}.configure_optimizers: {lasts}; {give}, or "
+                f"{class_name(module)}.configure_optimizers: {lasts}; {give}, or "
                 f"total_steps=self.trainer.estimated_stepping_batches there"
             )
         raise ConfigError(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, class_name
 from shardwise.protocols import loss_weight_of
 
 
@@ -28,7 +28,7 @@ def weigher_of(module: Any) -> Callable[[Any], float] | None:
         if not isinstance(number, (int, float)) or not 0 <= number < math.inf:
             given = f"a tensor of shape {tuple(weight.shape)}" if hasattr(number, "shape") else repr(number)
             raise ConfigError(
-                f"{type(module).__name__}.loss_weight gave {given}: it must give one number from 0 on, how many tokens "
+                f"{class_name(module)}.loss_weight gave {given}: it must give one number from 0 on, how many tokens "
                 f"of the batch count, say"
             )
         return number

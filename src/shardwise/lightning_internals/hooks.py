@@ -20,7 +20,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, class_name
 from shardwise.lightning_internals.drawn_alike import draw_alike_in_steps, drawn_alike, is_of_training
 from shardwise.lightning_internals.hook_analysis import (
     LOOK_AT_GRADIENTS,
@@ -86,7 +86,7 @@ def _fetcher(trainer: Any, stage: Any) -> _DataFetcher:
         return _original_fetcher(trainer, stage)
     if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
         raise ConfigError(
-            f"{type(trainer.lightning_module).__name__}.training_step takes dataloader_iter: a step's micro-batches "
+            f"{class_name(trainer.lightning_module)}.training_step takes dataloader_iter: a step's micro-batches "
             f"are weighed before the first of them is computed, so they are fetched here; take batch and batch_idx"
         )
     return WindowFetcher()
@@ -156,7 +156,7 @@ def _around(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[A
     if trainer.world_size > 1 and (
         of_gradients or (is_of_training(hook_name) and _seen_here(trainer, host, hook_name) is not None)
     ):
-        more = [*more, drawn_alike(trainer, f"{hook_name} of {type(host).__name__}", whole=not of_gradients)]
+        more = [*more, drawn_alike(trainer, f"{hook_name} of {class_name(host)}", whole=not of_gradients)]
     return _all_of(around, *more) if more else around
 
 
@@ -176,7 +176,7 @@ def _looks(trainer: Any, host: Any, hook_name: str) -> bool:
         known[key] = may_look(hook_name) and strategy.reduce_boolean_decision(name is not None, all=False)
         of_each_batch = "batch" in hook_name or hook_name == "on_before_zero_grad"
         if known[key] and of_each_batch and strategy.is_global_zero:
-            print(_cost(strategy.plan, f"{hook_name} of {type(host).__name__}", name), flush=True)
+            print(_cost(strategy.plan, f"{hook_name} of {class_name(host)}", name), flush=True)
     return bool(known[key])
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.states import TrainerFn
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, class_name
 from shardwise.lightning_internals.results import step_logging
 
 _IS_OVER = re.compile(r"Tried to step \d+ times\. The specified number of total steps is (\d+)")  # OneCycleLR says it
@@ -64,7 +64,7 @@ class WindowLoop(_TrainingEpochLoop):
         except ValueError as error:
             if (over := _IS_OVER.match(str(error))) is None:
                 raise
-            name = type(self.trainer.lightning_module).__name__
+            name = class_name(self.trainer.lightning_module)
             last = self.trainer.global_step - 1  # the schedule has not been called too often there
             raise ConfigError(
                 f"{name}.configure_optimizers: OneCycleLR with total_steps={over[1]} lasts to step {last}, and this "

@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from shardwise.errors import class_name
 from shardwise.lightning_internals.hooks import install_fast_hooks
 from shardwise.lightning_internals.logged import LoggedResults
 from shardwise.lightning_internals.loops import OneStepABatch, ResumingLoop, WindowLoop
@@ -112,7 +113,7 @@ def early_stop(trainer: Trainer) -> dict[str, Any] | None:
         return None
     who = trainer._stopper
     reason = getattr(who, "stopping_reason_message", None)  # EarlyStopping has it
-    name = type(who).__name__
+    name = class_name(who)
     return {
         "step": trainer.global_step,
         "by": name if isinstance(who, (Callback, LightningModule)) else f"should_stop, set in {name}",

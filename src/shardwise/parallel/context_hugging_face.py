@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, class_name
 from shardwise.parallel.context_parallel import ContextParallel, sum_losses
 from shardwise.parallel.hugging_face_models import (
     CHANGES_WITH_LENGTH,
@@ -62,7 +62,7 @@ class _Divided:
     """One model whose sequences are divided."""
 
     def __init__(self, model: Any, parts: ContextParallel) -> None:
-        self.model, self.parts, self.name = model, parts, type(model).__name__
+        self.model, self.parts, self.name = model, parts, class_name(model)
         self.rule = f"strategy.context_parallel_size={parts.ranks}: {self.name}"
         check_divisible(model, self.rule)
         self._forward, self._signature = model.forward, inspect.signature(model.forward)

@@ -36,7 +36,7 @@ from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
 from shardwise.distributed.collectives import largest_over
 from shardwise.distributed.dtensor import shard_groups
-from shardwise.errors import ConfigError, count, did_you_mean
+from shardwise.errors import ConfigError, class_name, count, did_you_mean
 from shardwise.plan.float8 import USUAL
 from shardwise.plan.plan import Float8
 
@@ -69,7 +69,7 @@ class Float8Layers:
         if not self.layers:
             lower = "lower precision.fp8.min_features, or " if any(r.startswith("fewer") for r in self.kept) else ""
             raise ConfigError(
-                f"precision=fp8: no linear layer of {type(root).__name__} can multiply in fp8 "
+                f"precision=fp8: no linear layer of {class_name(root)} can multiply in fp8 "
                 f"({self._kept_words() or 'it has none'}); {lower}use precision=bf16"
             )
         self.share = sum(layer.weight.numel() for layer in self.layers) / sum(p.numel() for p in root.parameters())

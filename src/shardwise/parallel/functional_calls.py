@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.nn.utils import stateless
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, class_name
 
 # A layer → for which of its parameters, why, and what to use
 _own_weights: WeakKeyDictionary[nn.Module, tuple[Callable[[nn.Parameter], bool], str]] = WeakKeyDictionary()
@@ -47,6 +47,6 @@ def _check(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     for part in (*name.split(".")[:-1], None):
         when, why = _own_weights.get(layer, (_never, ""))
         if when(parameter):
-            raise ConfigError(f"functional_call replaces {name} of {type(module).__name__}: {why}")
+            raise ConfigError(f"functional_call replaces {name} of {class_name(module)}: {why}")
         if part is not None:
             layer = getattr(layer, part)

@@ -19,7 +19,7 @@ from shardwise import accelerator
 from shardwise.distributed.collectives import largest_over, sum_over
 from shardwise.distributed.dtensor import local_part, shard_groups
 from shardwise.distributed.mesh import Mesh
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, class_name
 from shardwise.optim.clipping import after_step, clip_by_norm
 from shardwise.optim.optimizers import step_without_closure
 from shardwise.parallel.precision import cast_floating, dtype_of
@@ -125,7 +125,7 @@ class PlannedPrecision(LightningPrecision):
         if self.verdict.step_skipped is True:
             optimizer._opt_called = True  # type: ignore[attr-defined] # else the schedule would warn at the first step
         else:
-            step_without_closure(optimizer, type(model).__name__, **kwargs)
+            step_without_closure(optimizer, class_name(model), **kwargs)
         after_step(optimizer)
         if self.scaler is not None:
             self.scaler.update()

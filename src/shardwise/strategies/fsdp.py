@@ -28,7 +28,7 @@ from shardwise.distributed.collectives import broadcast_from_rank_zero, sum_over
 from shardwise.distributed.dtensor import listing_whole, reading_whole, whole_tensor
 from shardwise.distributed.parameters import keep_notes, refuse_gradient_hooks, renew_references
 from shardwise.distributed.symmetric_memory import let_compiler_copy
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, class_name
 from shardwise.lightning_internals.hook_analysis import LOOK_AT_GRADIENTS
 from shardwise.lightning_internals.logged import LoggedValue, take_logged_by
 from shardwise.parallel.functional_calls import refuse_functional_calls
@@ -195,7 +195,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         within = {id(p) for root in roots_of(module) for p in root.parameters()}
         if any(id(p) not in within and not self._keeps_whole(p) for p in module.parameters()):  # it optimizes by hand
             raise ConfigError(
-                f"{type(module).__name__} optimizes by hand and owns parameters itself: {self.plan.strategy.name} "
+                f"{class_name(module)} optimizes by hand and owns parameters itself: {self.plan.strategy.name} "
                 f"would go on with their old values within a step; move them into a layer, or use strategy=ddp"
             )
         policy = mixed_precision_policy(self.plan.precision, is_root=True)

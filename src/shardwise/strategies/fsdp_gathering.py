@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, _fully_shard
 
 from shardwise.distributed.mesh import limit_wait
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, class_name
 from shardwise.parallel.units import Units
 from shardwise.plan import Plan
 from shardwise.strategies.whole_weights import free_layers, groups_of
@@ -29,12 +29,12 @@ def check_prefetch(module: LightningModule, units: Units, plan: Plan) -> None:
     given = " ".join(f"strategy.{word}={value}" for word, value in words.items() if value is not None)
     if given and not module.automatic_optimization:
         raise ConfigError(
-            f"{given}: {type(module).__name__} optimizes by hand, and may change weights that were gathered ahead; "
+            f"{given}: {class_name(module)} optimizes by hand, and may change weights that were gathered ahead; "
             f"leave it out"
         )
     if given and not units.modules:
         raise ConfigError(
-            f"{given}: layers that repeat are gathered ahead, and {type(module).__name__} has none: leave it out, or "
+            f"{given}: layers that repeat are gathered ahead, and {class_name(module)} has none: leave it out, or "
             f"name layers by their classes, e.g. units=[Block]"
         )
 

@@ -7,14 +7,14 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, class_name
 
 
 class OwnBuffers:
     """Sees on the last stage, which runs all of a step but the layers, what the step does with buffers of `module`."""
 
     def __init__(self, module: LightningModule) -> None:
-        self.module_name = type(module).__name__
+        self.module_name = class_name(module)
         self._read: set[str] = set()
         self._read_before: set[str] = set()  # before the layers
         self._at_layers: dict[str, Any] = {}  # what tells whether a buffer was written since

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.distributed.parameters import keep_attributes
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, class_name
 from shardwise.parallel.pipeline.absent import NOT_HERE, absent, check_present
 from shardwise.parallel.pipeline.ownership import Ownership
 from shardwise.parallel.pipeline.stub import Stub
@@ -50,7 +50,7 @@ class Stages:
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.module, self.device, self.name = module, device, type(module).__name__
+        self.module, self.device, self.name = module, device, class_name(module)
         self.ownership = Ownership(module, units, split, own)
         self.names, self.layers = [name for name, _ in units.modules], [unit for _, unit in units.modules]
         self.twins = {name: _on_meta(layer, dtype) for name, layer, _ in self.ownership.outside}
