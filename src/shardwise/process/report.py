@@ -16,6 +16,7 @@ from shardwise.mistakes import describe_mistake, would_fail_again
 from shardwise.plan import Plan
 from shardwise.process.console import console
 from shardwise.process.watchdog import progress
+from shardwise.run_dir.checkpoints import newest_whole
 from shardwise.run_dir.events import append_event
 from shardwise.run_dir.files import rank_log
 from shardwise.run_dir.job_folder import claim_exit_code
@@ -46,7 +47,9 @@ def report(error: Exception, plan: Plan | None = None) -> int:
         elif (mistake := describe_mistake(error, _package(plan))) is not None:
             trained = plan is not None and plan.stage == "fit" and (plan.resume is not None or progress.trained)
             code = int(ExitCode.crash if trained or not would_fail_again(error) else ExitCode.user_error)
-            text = mistake if plan is None else mistake + _keep_traceback(error, plan)
+            goes_on = _how_to_go_on(plan)
+            text = mistake + (f"  {goes_on}\n" if goes_on else "")
+            text += "" if plan is None else _keep_traceback(error, plan)
             is_alone = True
         else:
             rank = f"rank {os.environ['RANK']}:\n" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
@@ -54,10 +57,23 @@ def report(error: Exception, plan: Plan | None = None) -> int:
             # Another rank's message goes into its own log anyway
             if plan is not None and (not rank or os.environ["RANK"] == "0"):
                 text += _keep_traceback(error, plan)
+    if code == ExitCode.user_error and (goes_on := _how_to_go_on(plan)) and goes_on not in text:
+        text = f"{text.rstrip().rstrip('.')}; {goes_on}\n"
     send_report(code, text, is_alone)
     if plan is not None and plan.stage == "fit":
         append_event(plan.run_dir, "error", None, text[-_MOST:].strip(), rank=int(os.environ.get("RANK", "0")))
     return code
+
+
+def _how_to_go_on(plan: Plan | None) -> str:
+    """What is left of a run that a mistake has ended in mid-training, in words; "" if it has trained nothing."""
+    if plan is None or plan.stage != "fit" or plan.quick_check or not progress.trained:
+        return ""
+    if (newest := newest_whole(plan.run_dir)) is not None:
+        return f"{plan.goes_on_by} goes on from {newest.name}"
+    if not plan.checkpoint.saves:
+        return "nothing was saved, as checkpoint=none asks for: another name= begins anew"
+    return f"no checkpoint was saved yet: {plan.goes_on_by} begins anew"
 
 
 def _package(plan: Plan | None) -> str | None:
