@@ -135,6 +135,7 @@ class TextData(LightningDataModule):
             )
         unvalidated = stage == "fit" and getattr(self.trainer, "limit_val_batches", 0) == 0
         self.train, self.validation_sets = self._train(), self._validation(may_lack=unvalidated)
+        self.has_held_out_data = bool(self.validation_sets)
         if stage == "fit" and getattr(self.trainer, "is_global_zero", False):
             for line in self.described():
                 print(line, flush=True)
@@ -143,8 +144,8 @@ class TextData(LightningDataModule):
         """A line for the user about each text that is trained on."""
         read = [TokenShards(directory, "train") for directory in self.training_directories()]
         return [
-            f"reads {shards.directory}: {count(len(shards), 'token')}, vocabulary {shards.vocab_size:,}, of "
-            f"{shards.description}"
+            f"reads {shards.directory}: {count(len(shards), 'token')}, vocabulary {shards.vocab_size:,}"
+            f"{shards.description and ', of ' + shards.description}"
             for shards in read
         ]
 
@@ -172,8 +173,7 @@ class TextData(LightningDataModule):
     def test_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
         return self.val_dataloader()
 
-    def predict_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
-        return self.val_dataloader()
+    predict_dataloader = test_dataloader
 
     def baselines(self) -> dict[str, float]:
         """The losses, in nats per token, that counting reaches on the validation split. The model must be better.
@@ -188,8 +188,8 @@ class TextData(LightningDataModule):
         return {f"{word} {name}": loss for name, loss in losses.items()}
 
     def _train(self) -> Dataset[Any]:
-        sequences: Any = self._sequences(TokenShards(self.directory, "train"))
-        return cast(Dataset[Any], sequences)  # not derived from it: shards are also read where torch is not installed
+        # Not derived from Dataset: shards are also read where torch is not installed
+        return cast(Dataset[Any], self._sequences(TokenShards(self.directory, "train")))
 
     def _validation(self, *, may_lack: bool = False) -> dict[str, Dataset[Any]]:
         found: dict[str, Dataset[Any]] = {}

@@ -72,6 +72,10 @@ class StreamedText(LightningDataModule):
         # The text is read from its start each time, by one process, so that its order is always the same.
         return self._stream(self.validation_source, min(1, self.num_workers), keep_last=True)
 
+    @property
+    def has_held_out_data(self) -> bool:
+        return self.validation_directory is not None or self.validation_source is not None
+
     def test_dataloader(self) -> DataLoader[Any]:
         return self.val_dataloader()
 

@@ -109,6 +109,9 @@ class Data(Protocol):
     """The tokenizer that made its tokens (`Tokenizer` of data/tokenizer.py), or None. Its files go into the run's
     folder and into its checkpoints. It is asked for after `setup`."""
 
+    has_held_out_data: bool
+    """Whether there are samples for stages other than training. It is asked for after `setup`; without it there are."""
+
     def baselines(self) -> dict[str, float]:
         """Losses to draw beside the run's curve: of a model that only counts, say."""
 
@@ -271,6 +274,10 @@ def gathered_weights(trainer: Any) -> AbstractContextManager[Any]:
 
 def tokenizer_of_data(data: Any) -> Any:
     return getattr(data, "tokenizer", None)
+
+
+def has_held_out_data(data: Any) -> bool:
+    return bool(getattr(data, "has_held_out_data", True))
 
 
 def baselines_of(data: Any) -> dict[str, float]:

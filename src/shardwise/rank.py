@@ -26,6 +26,7 @@ from shardwise.errors import count
 from shardwise.parallel.precision import set_matmul_mode
 from shardwise.plan import Plan
 from shardwise.process.watchdog import progress
+from shardwise.protocols import has_held_out_data
 from shardwise.run_dir.checkpoints import list_checkpoints, step_of
 from shardwise.run_dir.files import stage_results, write_whole
 from shardwise.trainer import build_data, build_module, build_trainer
@@ -83,10 +84,10 @@ def run_stage(plan: Plan, *more: Callback) -> None:
     getattr(trainer, plan.stage)(module, datamodule=data, ckpt_path=plan.resume, weights_only=True, **quiet)
     if plan.stage == "fit":
         if plan.quick_check:
-            defined = {stage: is_defined(stage, module, data) for stage in _OTHER_STAGES}
+            lacking = {stage: lacks(stage, module, data) for stage in _OTHER_STAGES}
             del trainer, module, data  # the other stages have a model of their own in memory
             for stage in _OTHER_STAGES:
-                check_stage(plan, stage, defined[stage])
+                check_stage(plan, stage, lacking[stage])
         return
     lines = {"weights": plan.resume or plan.init_from or "as constructed"}
     if plan.stage == "predict":
@@ -99,22 +100,24 @@ def run_stage(plan: Plan, *more: Callback) -> None:
         print_table(lines)
 
 
-def is_defined(stage: str, module: LightningModule, data: LightningDataModule | None) -> bool:
-    """Whether module and data have what a stage needs."""
+def lacks(stage: str, module: LightningModule, data: LightningDataModule | None) -> str | None:
+    """Why a stage cannot run, in words: of what it needs module and data lack something; None: it can."""
     loader = f"{stage}_dataloader"
-    return is_overridden(f"{stage}_step", module) and (is_overridden(loader, data) or is_overridden(loader, module))
+    if not is_overridden(f"{stage}_step", module) or not (is_overridden(loader, data) or is_overridden(loader, module)):
+        return "is not defined"
+    return None if has_held_out_data(data) else "has no data, since none were held out from training"
 
 
-def check_stage(plan: Plan, stage: Literal["test", "predict"], defined: bool) -> None:
+def check_stage(plan: Plan, stage: Literal["test", "predict"], lacking: str | None) -> None:
     """Run a few batches of test or predict with a module made anew: a strategy cannot shard one a second time."""
-    if defined:
+    if lacking is None:
         collect_garbage(plan)
         plan = dataclasses.replace(plan, stage=stage)
         module = build_module(plan)
         more = {"verbose": False} if stage == "test" else {"return_predictions": False}
         getattr(build_trainer(plan, module), stage)(module, datamodule=build_data(plan), **more)
     if dist.get_rank() == 0:
-        print(f"quick check: {stage} {'runs' if defined else 'is not defined'}", flush=True)
+        print(f"quick check: {stage} {lacking or 'runs'}", flush=True)
 
 
 def collect_garbage(plan: Plan) -> None:
@@ -134,6 +137,7 @@ def quiet_lightning() -> None:
         ".*Checkpoint directory .* exists and is not empty.*",
         ".*GPU available but not used.*",
         ".*number of training batches .* is smaller than the logging interval.*",  # StepLog has its own interval
+        ".*callbacks used to create the checkpoint need to be provided.*",  # see checkpoint/left_behind.py
         ".*predict returned None.*",  # a padding batch has no predictions
         ".*`IterableDataset` has `__len__` defined.*",  # if the data end earlier, they do so on all ranks
         ".*RNN module weights are not part of single contiguous chunk.*",  # under fsdp they cannot be

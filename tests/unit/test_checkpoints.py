@@ -8,7 +8,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.checkpoint.left_behind import tell_kept
 from shardwise.checkpoint.verify import named_unchanged
@@ -51,10 +53,12 @@ def test_a_run_that_goes_on_with_other_values_says_which(tmp_path: Path) -> None
     assert resumption(plan()) == resumption(dataclasses.replace(plan("seed=1"), stage="validate")) == []
     assert resumption(plan("micro_batch_size=2", "data.num_workers=3")) == []  # the same samples all the same
     told = resumption(plan("seed=1", "optimizer.lr=0.5", "resume_allow=[seed]"))
-    assert told == [
-        f"goes on with other values than its checkpoint was trained with: optimizer.lr "
-        f"{json.dumps(plan().optimizer['lr'])} → 0.5; seed 0 → 1"
-    ]
+    # Of the same optimizer's values the ranks say whether they hold: `tell_kept`
+    assert told == ["goes on with other values than its checkpoint was trained with: seed 0 → 1"]
+    assert resumption(plan("optimizer.lr=0.5")) == []
+    none = dataclasses.replace(plan(), resume=None)
+    assert resumption(none) == resumption(dataclasses.replace(none, stage="test"), "auto") == []
+    assert resumption(none, "auto") == [f"resume=auto: {none.run_dir} holds no checkpoint, so the run begins anew"]
     for stage in ("fit", "validate"):
         began = dataclasses.replace(plan("init_from=/weights"), stage=stage)  # type: ignore[arg-type]
         assert resumption(began) == ["the weights are those of step-00000012.ckpt: init_from=/weights is not read"]
@@ -64,7 +68,7 @@ def test_a_run_that_goes_on_with_other_values_says_which(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("words", "is_told"),
     [([], False), (["seed=1"], False), (["optimizer.lr=0.5"], True), (["schedule.warmup_steps=3"], True),
-     (["resume_allow=[optimizer]"], True)],
+     (["resume_allow=[optimizer]"], True), (["optimizer.betas=[0.5,0.6]"], True)],
 )  # fmt: skip
 def test_a_run_says_that_its_optimizers_state_is_kept_when_it_is(
     tmp_path: Path, words: list[str], is_told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -73,11 +77,19 @@ def test_a_run_says_that_its_optimizers_state_is_kept_when_it_is(
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     made = [make_plan(compose(["name=run", "max_steps=20", *w]).jobs[0].config, Host(0)) for w in ([], words)]
     (tmp_path / "plan.json").write_text(made[0].to_json())
-    tell_kept(dataclasses.replace(made[1], resume=str(tmp_path)))
-    kept = "the checkpoint's optimizer state, its learning rate included, is kept\n"
-    assert capsys.readouterr().out == (kept if is_told else "")
-    tell_kept(dataclasses.replace(made[1], resume=str(tmp_path / "of another version"), resume_allow=()))
-    assert capsys.readouterr().out == ""
+    options = {key: value for key, value in (made[0].optimizer or {}).items() if key != "_target_"}
+    kept = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], **options)
+    LambdaLR(kept, lambda step: 0.1)  # whose rate is another one than optimizer.lr at each step
+    tell_kept(dataclasses.replace(made[1], resume=str(tmp_path)), [kept])
+    told = capsys.readouterr().out
+    assert told.startswith("the checkpoint's optimizer state, its learning rate included, is kept") == is_told
+    said = {"optimizer.lr=0.5": "optimizer.lr=0.5 (it is 0.003) has no effect",
+            "optimizer.betas=[0.5,0.6]": "optimizer.betas=[0.5, 0.6] (it is [0.9, 0.95]) has no effect"}  # fmt: skip
+    without = [said[word] for word in words if word in said]
+    assert told.count("no effect") == len(without) and all(one in told for one in without)
+    unknown = dataclasses.replace(made[1], resume=str(tmp_path / "of another version"), resume_allow=())
+    tell_kept(unknown, [kept])
+    assert bool(capsys.readouterr().out) == bool(without)  # what holds is known all the same
 
 
 @pytest.mark.parametrize(

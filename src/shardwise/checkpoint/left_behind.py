@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shardwise.checkpoint.optimizers import optimizer_difference
@@ -34,10 +39,52 @@ def takes_optimizers(plan: Plan, state: ShardedState, saved: list[dict[str, Any]
     return difference is None
 
 
-def tell_kept(plan: Plan) -> None:
+def tell_kept(plan: Plan, optimizers: Sequence[Optimizer]) -> None:
     """Say that the saved state is used, where the user may think otherwise. Call it when the state is restored."""
-    if dist.get_rank() == 0 and ("optimizer" in plan.resume_allow or changes_optimizer(plan)):
-        print("the checkpoint's optimizer state, its learning rate included, is kept", flush=True)
+    if dist.get_rank() != 0:
+        return
+    without = _without_effect(plan, [group for one in optimizers for group in one.param_groups])
+    if not (without or "optimizer" in plan.resume_allow or changes_optimizer(plan)):
+        return
+    line = "the checkpoint's optimizer state, its learning rate included, is kept"
+    if without:
+        line += (
+            f": {' and '.join(without)} {'have' if len(without) > 1 else 'has'} no effect; a new run from its weights "
+            f"takes such values: shardwise export {plan.resume} format=safetensors, then init_from= and another name="
+        )
+    print(line, flush=True)
+
+
+def tell_left_callbacks(saved: Mapping[str, Any], trainer: Trainer) -> None:
+    """Name the callbacks of which the checkpoint has the state, and which this run does not have as they were."""
+    left = sorted(map(str, saved.keys() - {callback.state_key for callback in trainer.callbacks}))  # type: ignore[attr-defined]
+    if left and dist.get_rank() == 0:
+        print(
+            f"the checkpoint has the state of {', '.join(left)}, which this run has not, or with other values: that "
+            f"state is left behind",
+            flush=True,
+        )
+
+
+def _without_effect(plan: Plan, groups: list[dict[str, Any]]) -> list[str]:
+    """The values of `optimizer.*` that no group of the optimizer has, each with the one that holds."""
+    found = []
+    for key, given in (plan.optimizer or {}).items():
+        kept = "initial_lr" if key == "lr" and plan.schedule is not None else key  # the schedule's highest rate
+        held = [_plain(group[kept]) for group in groups if kept in group]
+        if held and not any(_are_alike(value, given) for value in held):
+            found.append(f"optimizer.{key}={json.dumps(given)} (it is {json.dumps(held[0])})")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    value = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _are_alike(value: Any, given: Any) -> bool:
+    numbers = isinstance(value, (int, float)) and isinstance(given, (int, float))
+    return value == given or (numbers and math.isclose(value, given, rel_tol=1e-6))  # a rate may be kept in fp32
 
 
 def moved_on(configs: Sequence[LRSchedulerConfig], saved: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwise.checkpoint.encoding import SHARD
-from shardwise.checkpoint.left_behind import moved_on, takes_optimizers, tell_kept
+from shardwise.checkpoint.left_behind import moved_on, takes_optimizers, tell_kept, tell_left_callbacks
 from shardwise.checkpoint.metadata import read_metadata
 from shardwise.checkpoint.optimizers import describe_state, restore_own, restore_state
 from shardwise.checkpoint.plain import Packed, describe_left_out, pack
@@ -224,8 +224,9 @@ class TrainState:
             if optimizers:
                 restore_state(self.sharded, rest["optimizers"])
                 self.precision.load_loss_scale(rest["loss_scale"])
-                tell_kept(self.plan)
+                tell_kept(self.plan, self.sharded.module_optimizers())
             if self.is_training:
+                tell_left_callbacks(rest.get("callbacks", {}), self.module.trainer)
                 if not optimizers:
                     rest["lr_schedulers"] = moved_on(self.module.trainer.lr_scheduler_configs, rest["lr_schedulers"])
                 before, now = rest["accumulate_grad_batches"], self.plan.accumulate_grad_batches

@@ -18,7 +18,14 @@ from shardwise.checkpoint.plain import unpack
 from shardwise.distributed.collectives import gather_objects
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
-from shardwise.run_dir.checkpoints import another_than, damage, list_checkpoints, mark_damaged, named_checkpoint
+from shardwise.run_dir.checkpoints import (
+    another_than,
+    damage,
+    list_checkpoints,
+    mark_damaged,
+    named_checkpoint,
+    none_is_whole,
+)
 from shardwise.run_dir.files import CHECKPOINTS, MANIFEST, TRAINER_STATE, rank_state, unsafe_file
 
 _T = TypeVar("_T")
@@ -45,16 +52,17 @@ def verify_resume(plan: Plan) -> Plan:
     Raises:
         ConfigError: the named checkpoint is damaged, or all are; the message says which file.
     """
-    notices = []
+    notices, damaged = [], {}
     # Rank 0 decides: on a shared file system another rank may still see an older listing
     plan = plan.going_on_from(_of_rank_zero(plan.resume))
     while plan.resume is not None and (found := _damage(Path(plan.resume))):
         reason = f"{plan.resume} is damaged: {found}"
         if not plan.may_fall_back:
             raise ConfigError(f"resume={reason}; {another_than(Path(plan.resume))}")
+        damaged[Path(plan.resume).name] = found
         before = _of_rank_zero([p for p in list_checkpoints(plan.run_dir) if p.name < Path(plan.resume).name])
         if not before:
-            raise ConfigError(f"resume=auto: {reason}, and there is none before it; another name= starts anew")
+            raise ConfigError(f"resume=auto: {none_is_whole(plan.run_dir, damaged)}")
         if dist.get_rank() == 0 and plan.stage == "fit" and found.endswith(_CHANGED):
             mark_damaged(Path(plan.resume), found)
         notices.append(f"{reason}; going on from {before[-1].name}")

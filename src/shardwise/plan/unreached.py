@@ -14,9 +14,12 @@ def explain_unreached(plan: Plan) -> list[str]:
     warmup = schedule.get("warmup_steps")
     ours = str(schedule.get("_target_")).startswith("shardwise.schedules.")
     if ours and isinstance(warmup, int) and steps is not None and warmup > steps:
+        peak = f"optimizer.lr={optimizer.get('lr')}"
+        if plan.resume is not None:  # the checkpoint's holds, which is not known here
+            peak = "the rate that its run began with"
         lines.append(
             f"schedule.warmup_steps={warmup} is more than max_steps={steps}: the learning rate rises to the end, and "
-            f"reaches {steps / warmup:.3g} of optimizer.lr={optimizer.get('lr')}"
+            f"reaches {steps / warmup:.3g} of {peak}"
         )
     unmeasured = ""
     if plan.max_validation_batches == 0:

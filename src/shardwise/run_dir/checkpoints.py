@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,13 @@ def another_than(checkpoint: Path) -> str:
     """What to give in place of a checkpoint that cannot be read."""
     whole = newest_whole(checkpoint.parents[1]) if checkpoint.parent.name == CHECKPOINTS else None
     return "give another" if whole in (None, checkpoint) else f"the newest whole one of that run is {whole}"
+
+
+def none_is_whole(run_dir: str | Path, known: Mapping[str, str] | None = None) -> str:
+    """What is wrong with each checkpoint, the newest first. `known`: what reading has found, by checkpoints' names."""
+    paths = reversed(list_checkpoints(run_dir))
+    each = [f"{path.name}: {found}" for path in paths if (found := (known or {}).get(path.name) or damage(path))]
+    return f"no checkpoint of {run_dir} is whole ({'; '.join(each)}); another name= starts anew"
 
 
 def newest_whole(run_dir: str | Path) -> Path | None:

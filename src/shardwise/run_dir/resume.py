@@ -18,6 +18,7 @@ from shardwise.run_dir.checkpoints import (
     damage,
     list_checkpoints,
     newest_whole,
+    none_is_whole,
     step_of,
     stopped_before,
     was_trained,
@@ -47,11 +48,7 @@ def resolve_resume(resume: str | None, run_dir: str | Path, stage: str, may_be_t
                 _check_kept_none(Path(run_dir) / CHECKPOINTS / BEST)
             found = found or newest_whole(run_dir)
             if found is None and list_checkpoints(run_dir):
-                last = list_checkpoints(run_dir)[-1]
-                raise ConfigError(
-                    f"resume={resume}: no checkpoint of {run_dir} is whole ({last.name}: {damage(last)}); another "
-                    f"name= starts anew"
-                )
+                raise ConfigError(f"resume={resume}: {none_is_whole(run_dir)}")
             if found is None and stage != "fit":
                 raise ConfigError(
                     f"resume={resume}: {run_dir} holds no checkpoint to {stage}; name= a run that has one"
@@ -138,7 +135,8 @@ def _early_stop(plan: Plan) -> dict[str, Any] | None:
 
 
 def resumption(plan: Plan, given: str | None = None) -> list[str]:
-    """Lines for the user about a run that goes on: values that differ from its checkpoint's, or nothing left to do.
+    """Lines for the user about a run that goes on: values that differ from its checkpoint's, or nothing left to do;
+    or that there is no checkpoint.
 
     `given`: the value of `resume=`, of which the Plan has the checkpoint.
 
@@ -146,7 +144,8 @@ def resumption(plan: Plan, given: str | None = None) -> list[str]:
         ConfigError: the run would see other samples, or in another order, and `resume_allow` does not allow that.
     """
     if plan.resume is None:
-        return []
+        is_told = given == "auto" and plan.stage == "fit"
+        return [f"resume=auto: {plan.run_dir} holds no checkpoint, so the run begins anew"] if is_told else []
     notices = []
     if plan.init_from is not None:
         notices.append(f"the weights are those of {Path(plan.resume).name}: init_from={plan.init_from} is not read")
@@ -171,7 +170,11 @@ def resumption(plan: Plan, given: str | None = None) -> list[str]:
         }
     changed = list(differences({k: before[k] for k in _RUN_KEYS if k in before}, {k: now[k] for k in _RUN_KEYS}))
     if before.get("module") and changed:
-        notices.append("goes on with other values than its checkpoint was trained with: " + "; ".join(changed))
+        same_kind = _target(before.get("optimizer")) == _target(now["optimizer"])
+        # The checkpoint's options of the optimizer hold, which `tell_kept` says when it knows them
+        hold = [line for line in changed if not (same_kind and line.startswith("optimizer."))]
+        if hold:
+            notices.append("goes on with other values than its checkpoint was trained with: " + "; ".join(hold))
         for name in ("data", "global_batch_size", "seed"):
             lines = [line for line in changed if line.startswith((f"{name} ", f"{name}."))]
             if lines and name not in plan.resume_allow:
@@ -192,18 +195,26 @@ def resumption(plan: Plan, given: str | None = None) -> list[str]:
 
 
 def changes_optimizer(plan: Plan) -> bool:
-    """Whether the run has another optimizer or schedule, or other values of them, than its checkpoint has on record."""
+    """Whether the run has another optimizer or schedule, or other values of them, than its checkpoint has on record.
+
+    A module with an optimizer of its own may take such values as its arguments.
+    """
     try:
         before = json.loads((Path(plan.resume or "") / PLAN).read_text())
     except (OSError, ValueError):
         return False
-    return any(key in before and before[key] != getattr(plan, key) for key in ("optimizer", "schedule"))
+    keys = ("module", "optimizer", "schedule") if plan.optimizer is None else ("optimizer", "schedule")
+    return any(key in before and before[key] != getattr(plan, key) for key in keys)
 
 
 # The keys of a Plan whose values a run should keep when it goes on
 _RUN_KEYS = ("module", "data", "optimizer", "schedule", "seed", "global_batch_size", "gradient_clip_val", "ema_decay")
 # The keys of `data` that change how batches are loaded, not which samples come
 _LOADER_KEYS = ("batch_size", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+
+
+def _target(node: dict[str, Any] | None) -> Any:
+    return None if node is None else node.get("_target_")
 
 
 def _words_of(before: dict[str, Any], now: dict[str, Any], run_dir: str | Path) -> str:
