@@ -40,7 +40,8 @@ def read_initial(state: ShardedState, module: LightningModule, plan: Plan) -> st
             for chunk in chunks:
                 if chunk.values.is_floating_point() != ("F" in source.dtype):
                     raise ConfigError(
-                        f"{option}: {names[name]} is of {source.dtype} there and {chunk.values.dtype} here"
+                        f"{option}: {names[name]} is of {source.dtype} there and {chunk.values.dtype} here; give other "
+                        f"weights, of this type"
                     )
                 region = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.values.shape, strict=True))
                 # A scalar cannot be sliced.
@@ -71,5 +72,8 @@ def _names(
         if len(found.keys() & foreign.values()) > len(found.keys() & expected.keys()):
             names |= foreign
     if difference := unlike({names[name]: shape for name, shape in expected.items()}, found, "this model", "the files"):
-        raise ConfigError(f"{option}: is of another model: {difference}")
+        raise ConfigError(
+            f"{option} is of another model: {difference}; the model's options (model=, model.dim=, module.… and so on) "
+            f"must be those of these weights, or give other weights"
+        )
     return names
