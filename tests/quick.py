@@ -31,6 +31,10 @@ RUNS: dict[str, list[str]] = {
     "loss without all logits": ["test_loss.py"],
     "packed documents": ["test_documents.py"],
     "mixture of corpora": ["test_mixture.py"],
+    "what is said": [
+        "test_plain_words.py::test_a_mistake_in_mid_training_says_how_to_go_on",
+        "test_plain_words.py::test_a_run_that_goes_on_says_of_each_value_of_its_optimizer_whether_it_holds",
+    ],
     "images": ["test_digits.py::test_digits_are_learned_alike_under_every_strategy"],
     "own module": [
         "test_anybodys_module.py::test_every_strategy_equals_the_plain_loop[ConvNet]",

@@ -72,7 +72,8 @@ def test_a_class_method_of_lightnings_other_name_with_loaders_of_its_own(home: P
     done = check(run(home, *WORDS, *words))
     assert done.stdout.count(ALIAS) == 1
     assert (
-        "layers: none: 0.0% of 5 parameters" in done.stdout and "the other 5 are gathered as one piece" in done.stdout
+        "layers that repeat: none, with 0.0% of 5 parameters" in done.stdout
+        and "the other 5 are gathered as one piece" in done.stdout
     )
     assert len(metrics(home / "runs/own", "train/loss")) == 2
 

@@ -98,7 +98,7 @@ def test_the_models_own_word_comes_first() -> None:
 
     units = find_units(nn.Sequential(Declares()))
     assert names(units) == ["0.decoder.layer0", "0.decoder.layer1", "0.decoder.layer2"]
-    assert units.rule == "_no_split_modules"
+    assert units.rule == "named by _no_split_modules"
     assert names(find_units(Declares(), ["Block"])) == ["encoder.0", "encoder.1", "encoder.2"]  # the user's word first
 
 
@@ -106,7 +106,7 @@ def test_a_word_of_the_model_that_matches_nothing_is_passed_over() -> None:
     class Mistaken(Translator):
         _no_split_modules = ("T5Block",)
 
-    assert find_units(Mistaken()).rule == "repeated among siblings"
+    assert find_units(Mistaken()).rule == "found by their class"
 
 
 def test_an_mlp_is_sharded_by_its_linears() -> None:

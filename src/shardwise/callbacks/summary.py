@@ -98,6 +98,8 @@ class Summary(Callback):
     ) -> dict[str, str]:
         """The lines of the table: names in words, numbers with their units."""
         speeds = [(unit, summary[f"{unit}_per_second"]), ("samples", summary["samples_per_second"])]
+        if speeds[0][1] == speeds[1][1]:  # a unit such as images, of which each is a sample
+            del speeds[1]
         seconds, first = summary["training_seconds"], summary["first_step_seconds"]
         made, measured_steps = summary["steps_this_process"], summary["measured_steps_this_process"]
         which = f"the {count(made, 'step')}"
@@ -118,7 +120,7 @@ class Summary(Callback):
         if summary["data_wait"] is not None:
             lines["waiting for data"] = f"{summary['data_wait']:.1%} of the time"
         if summary["goodput"] is not None:
-            lines["goodput"] = f"{summary['goodput']:.1%} of the time since the run was first started became steps"
+            lines["goodput"] = f"{summary['goodput']:.1%} of the time since the run first started went into its steps"
         if (ran := summary["attention"]) is not None:
             lines["attention"] = "; ".join(f"{' and '.join(kernels)} ({where})" for where, kernels in ran.items())
         if summary["graphs_compiled"] is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from importlib import import_module
 from typing import Any
 
 from shardwise.plan import Plan
@@ -21,6 +22,9 @@ def import_deepspeed(plan: Plan) -> Any:
     # ZeRO-3 looks for tensors in what a layer returns, and an object with __slots__ has no __dict__ to look in.
     parameter_offload.vars = lambda output: getattr(output, "__dict__", {})
     watch_builds()
+    # These print, by no log: that an operator is built, and how much memory is in use at each step of the set-up
+    for name in ("deepspeed.comm.torch", "deepspeed.runtime.utils"):
+        import_module(name).print = lambda *_: None  # type: ignore[attr-defined]
     deepspeed.utils.logging.logger.setLevel(logging.WARNING)
     return deepspeed
 

@@ -37,7 +37,7 @@ class Units:
     def __str__(self) -> str:
         counts = Counter(type(module).__name__ for _, module in self.modules)
         layers = ", ".join(f"{count} × {name}" for name, count in counts.items()) or "none"
-        return f"{layers}: {self.share:.1%} of {self.total:,} parameters ({self.rule})"
+        return f"{layers}, with {self.share:.1%} of {self.total:,} parameters ({self.rule})"
 
 
 def find_units(root: nn.Module, names: Sequence[str] | None = None, needed_by: Sequence[str] = ()) -> Units:
@@ -86,7 +86,7 @@ def units_for(module: nn.Module, plan: Plan) -> tuple[Units, str | None]:
     gathers = plan.strategy.zero_stage == 3 or plan.strategy.name.startswith("fsdp")
     if not (gathers or needed_by or plan.units is not None):
         return units, None
-    message = f"layers: {units}"
+    message = f"layers that repeat: {units}"
     if gathers and plan.units is None and units.share < 0.5:
         message += (
             f"; the other {units.rest:,} are gathered as one piece; units=[Name] names layers to gather "
@@ -104,9 +104,9 @@ def _find(root: nn.Module, names: Sequence[str] | None) -> Units:
         return _units(root, found, "named in units")
     declared = {name for module in root.modules() for name in no_split_modules_of(module)}
     if declared and (found := list(_outermost(root, declared))):
-        rule = "_no_split_modules"
+        rule = "named by _no_split_modules"
     else:
-        rule = "repeated among siblings"
+        rule = "found by their class"
         found = list(_repeated(root, "", leaves=False)) or list(_repeated(root, "", leaves=True))
     return _units(root, found, rule)
 

@@ -7,6 +7,7 @@ import json
 import os
 from collections import Counter
 from dataclasses import dataclass, field
+from shutil import which
 from typing import Any
 
 from shardwise.errors import count
@@ -158,6 +159,7 @@ def _machine_rows(machine: Machine) -> list[tuple[str, ...]]:
     built = ", ".join(f"{key} {value}" for key, value in machine.torch_built_for.items()) or "the CPU"
     torch = machine.versions["torch"]
     limit = f", {_gib(machine.memory_limit_gib)} for this container" if machine.memory_limit_gib else ""
+    without = "sbatch fails here: sbatch --version says why" if which("sbatch") else "no sbatch here"
     left = f"{_gib(machine.runs_dir_gib)} free" if machine.runs_dir_is_writable else "cannot be written"
     return [
         *(("accelerators" if number == 0 else "", text) for number, text in enumerate(gpus)),
@@ -165,7 +167,7 @@ def _machine_rows(machine: Machine) -> list[tuple[str, ...]]:
         ("memory", f"{_gib(machine.memory_gib)}, {_gib(machine.free_memory_gib)} free{limit}"),
         ("shared memory", _gib(machine.shared_memory_gib)),
         ("runs_dir", f"{machine.runs_dir}: {left}"),
-        ("Slurm", machine.slurm or "no sbatch here"),
+        ("Slurm", machine.slurm or without),
         ("system", machine.system),
         ("Python", str(machine.versions["python"])),
         ("torch", f"{torch}, built for {built}" if torch else "not installed"),
