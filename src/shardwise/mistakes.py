@@ -13,11 +13,10 @@ import re
 import sysconfig
 import traceback
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-
-from shardwise.errors import class_name
 
 ROOT = Path(__file__).resolve().parents[2]
 _OURS = (str(ROOT / "train.py"), str(Path(__file__).resolve().parent) + os.sep)
@@ -46,16 +45,22 @@ class Frame:
         return line if self.function == "<module>" else f"{self.function}, {line}"
 
 
-def describe_mistake(error: Exception, package: str | None) -> str | None:
+def _class_of(made: object) -> str:
+    return type(made).__name__
+
+
+def describe_mistake(
+    error: Exception, package: str | None, class_name: Callable[[object], str] = _class_of
+) -> str | None:
     """The error and the author's line that it came from; None: it did not come from the author's code.
 
-    `package`: the top-level package of the module.
+    `package`: the top-level package of the module. `class_name`: the name of an object's class as its author wrote it.
     """
     frames = [*_frames(error), *_of_the_call(error)]
     found = [] if _is_of_the_machine(error) else [f for f in frames if is_authors(f.file, package)]
     if not found:
         return None
-    lines = [f"error: {type(error).__name__}: {_message(error)}", f"  in {found[-1]}"]
+    lines = [f"error: {type(error).__name__}: {_message(error, class_name)}", f"  in {found[-1]}"]
     if found[0].function != found[-1].function:
         lines.append(f"  called by {found[0]}")
     lines += [f"  {note}" for note in getattr(error, "__notes__", ()) if note.startswith(NOTE)]
@@ -109,7 +114,7 @@ def _of_the_call(error: Exception) -> list[Frame]:
     ]
 
 
-def _with_the_authors_class(error: Exception) -> str:
+def _with_the_authors_class(error: Exception, class_name: Callable[[object], str]) -> str:
     """The text of an error; where torch says that a module lacks an attribute, with the name of the author's class."""
     text, innermost = str(error), error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
@@ -120,8 +125,8 @@ def _with_the_authors_class(error: Exception) -> str:
     return text
 
 
-def _message(error: Exception) -> str:
-    text = _with_the_authors_class(error)
+def _message(error: Exception, class_name: Callable[[object], str]) -> str:
+    text = _with_the_authors_class(error, class_name)
     if _WORKER in text:  # the message is at the end of the worker's traceback
         text = text.rpartition(f"\n{type(error).__name__}: ")[2]
     text = " ".join(text.split())

@@ -99,7 +99,7 @@ USED = {
     "parallel/pipeline/stub.py": "_parameters",
     "parallel/precision.py": "_NormBase _parameters _pytree",
     "parallel/tensor_parallel.py": "_parameters",
-    "parallel/units.py": "_no_split_modules _parameters",
+    "parallel/units.py": "_parameters",
     "preflight/judge.py": "_C _distributed_c10d",
     "preflight/measure.py": "_C _distributed_c10d",
     "preflight/place.py": "_C _distributed_c10d",

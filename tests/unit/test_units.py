@@ -58,7 +58,8 @@ def test_encoder_and_decoder() -> None:
     assert all(model.get_submodule(name) is module for name, module in units.modules)
     assert units.covered == 3 * count(Block()) + 2 * count(Block())
     assert units.total == count(model)
-    assert str(units).startswith("3 × Block, 2 × DecoderBlock: ") and f"of {count(model):,} parameters" in str(units)
+    assert str(units).startswith("3 × Block, 2 × DecoderBlock, with ")
+    assert f"of {count(model):,} parameters" in str(units)
 
 
 def test_every_stage_of_a_resnet_even_those_with_one_block() -> None:
@@ -165,7 +166,7 @@ def test_no_repeated_layers_are_refused_only_where_a_word_would_do_nothing(model
 def test_one_piece() -> None:
     units = find_units(Translator(), [])
     assert (units.modules, units.covered, units.share) == ((), 0, 0.0)
-    assert str(units).startswith("none: 0.0% of ")
+    assert str(units).startswith("none, with 0.0% of ")
 
 
 def test_nothing_to_learn_is_no_error() -> None:

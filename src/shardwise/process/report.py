@@ -11,7 +11,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from shardwise.errors import ExitCode, Left, OutOfMemoryError, RunStopped
+from shardwise.errors import ExitCode, Left, OutOfMemoryError, RunStopped, class_name
 from shardwise.mistakes import describe_mistake, would_fail_again
 from shardwise.plan import Plan
 from shardwise.process.console import console
@@ -44,7 +44,7 @@ def report(error: Exception, plan: Plan | None = None) -> int:
             path = f" {error.filename2 or error.filename}" if error.filename else ""
             code, goes_on = int(ExitCode.crash), "resume=auto" if plan is None else plan.goes_on_by
             text = f"error: cannot write{path}: {error.strerror}; make room, then {goes_on}\n"
-        elif (mistake := describe_mistake(error, _package(plan))) is not None:
+        elif (mistake := describe_mistake(error, _package(plan), class_name)) is not None:
             trained = plan is not None and plan.stage == "fit" and (plan.resume is not None or progress.trained)
             code = int(ExitCode.crash if trained or not would_fail_again(error) else ExitCode.user_error)
             goes_on = _how_to_go_on(plan)
