@@ -37,6 +37,11 @@ def test_parts_of_a_tensor_axis_are_not_read(tmp_path: Path, module: str) -> Non
         spawn(2, run, tmp_path, module, TENSOR)
 
 
+def test_rows_of_parts_of_a_tensor_axis_are_not_written(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="DividedWrites or a callback writes into a part of a gradient or weight"):
+        spawn(2, run, tmp_path, "DividedWrites", TENSOR)
+
+
 def test_parts_of_a_tensor_axis_may_be_changed(tmp_path: Path) -> None:
     spawn(2, run, tmp_path, "DividedChanges", TENSOR)
 

@@ -46,6 +46,7 @@ USED = {
     "checkpoint/state.py": "_buffers _non_persistent_buffers_set _orig_mod",
     "data/user_loader.py": "_get_iterator _iterator",
     "distributed/mesh.py": "_random _set_pg_timeout",
+    "distributed/views.py": "_local_tensor _python_dispatch _pytree _schema",
     "distributed/parameters.py": "_backward_hooks _local_tensor _post_accumulate_grad_hooks _spec",
     "distributed/process_group.py": "_C _distributed_c10d",
     "launch/local.py": "_C _distributed_c10d",
@@ -79,7 +80,10 @@ USED = {
     "nn/peers.py": "_c10d_functional",
     "optim/adamw.py": "_foreach_add_",
     "optim/fused_adamw.py": "_fused_adamw_",
-    "optim/clipping.py": "_foreach_div_ _global_optimizer_pre_hooks _optimizer_step_pre_hooks",
+    "optim/clipping.py": (
+        "_foreach_div_ _global_optimizer_post_hooks _global_optimizer_pre_hooks _optimizer_step_post_hooks "
+        "_optimizer_step_pre_hooks"
+    ),
     "optim/deepspeed_operators.py": "_get_build_directory",
     "parallel/activation_checkpointing.py": "_cdata _higher_order_ops _pytree _schema",
     "parallel/compile.py": "_dynamo _functorch _micro_pipeline_tp",
@@ -118,7 +122,7 @@ USED = {
     "strategies/base.py": "_forward_redirection",
     "strategies/ddp.py": "_compute_bucket_assignment_by_size _ddp_kwargs _setup_model",
     "strategies/fsdp.py": (
-        "_device_mesh _fsdp_param_group _get_fsdp_state _get_total_norm _lazy_init _setup_distributed _unsharded_param"
+        "_device_mesh _fsdp_param_group _get_fsdp_state _lazy_init _setup_distributed _unsharded_param"
     ),
     "strategies/fsdp_copies.py": (
         "_all_gather_process_group _foreach_copy_ _fsdp_collectives _fsdp_param_group _fully_shard _get_fsdp_state "
@@ -132,7 +136,9 @@ USED = {
     "strategies/pipelined_buffers.py": "_buffers _version",
     "strategies/step_on_shards.py": "_local_tensor",
     "strategies/fsdp_gathering.py": "_fully_shard _get_fsdp_state _get_post_forward_mesh_info",
-    "strategies/lost_writes.py": "_dynamo",
+    "strategies/lost_writes.py": ("_base _dynamo _local_tensor _optimizer_step_post_hooks _optimizer_step_pre_hooks"),
+    "strategies/of_parts.py": "_get_total_norm",
+    "strategies/fsdp_scalars.py": "_post_accumulate_grad_hooks",
     "strategies/whole_weights.py": (
         "_fsdp_common _fsdp_param_group _fsdp_param_groups _fully_shard _get_fsdp_state _is_root _is_view "
         "_pre_backward _root_post_backward_final_callback _state_ctx _training_state"
@@ -407,6 +413,7 @@ NAMES = {
     "_backward_hooks": name("torch.Tensor", "a tensor with hooks is pickled without them"),
     "_version": name("torch.Tensor", "whether somebody has written into it"),
     "_is_root": name(STATE, "a pass with nothing to differentiate ends as others do, which the root does"),
+    "_base": name("torch.Tensor", "of which weight a tensor is a part, where a write into it would be lost"),
     "_is_view": name("torch.Tensor", "a hook on a view is lost when somebody writes into it"),
     "_get_iterator": name("torch.utils.data.DataLoader", "whether a subclass iterates in its own way", "(self)"),
     "_iterator": name("torch.utils.data.DataLoader", "a copy of a loader has an iterator of its own"),
@@ -460,6 +467,12 @@ NAMES = {
     ),
     "_global_optimizer_pre_hooks": name(
         "torch.optim.optimizer", "a hook may look at gradients before a step; torch tells nobody that there is one"
+    ),
+    "_global_optimizer_post_hooks": name(
+        "torch.optim.optimizer", "a hook may write into weights behind a step; torch tells nobody that there is one"
+    ),
+    "_optimizer_step_post_hooks": name(
+        "torch.optim.Optimizer", "a hook may write into weights behind a step; torch tells nobody that there is one"
     ),
     "_optimizer_step_pre_hooks": name(
         "torch.optim.Optimizer", "a hook may look at gradients before a step; torch tells nobody that there is one"

@@ -16,6 +16,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -23,6 +24,9 @@ from torchmetrics import Metric
 _OF_GRADIENTS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
 # In these they have been computed, and may be changed.
 LOOK_AT_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+# In these, weights and gradients are in the strategy's hands. The last ones are called where Lightning's do all, too.
+NOT_GATHERED = (*LOOK_AT_GRADIENTS, "on_before_backward", "optimizer_step", "lr_scheduler_step")
+_OF_LIGHTNING = ("configure_gradient_clipping", "optimizer_step", "lr_scheduler_step")
 # The others look at a batch, or run when there are no weights yet.
 _OTHERS = (*_OF_GRADIENTS, "on_before_batch_transfer", "on_after_batch_transfer", "on_exception")
 _WALKS = {
@@ -43,6 +47,11 @@ _NO_WEIGHTS = (bool, int, float, complex, str, bytes, Metric, Trainer)
 def may_look(hook: str) -> bool:
     """Whether a hook of this name can look at weights. Every rank calls such a hook (unlike `prepare_data`)."""
     return hook.startswith("on_") and hook not in _OTHERS
+
+
+def runs_own_code(hook: str, module: LightningModule) -> bool:
+    """Whether `hook`, one of `NOT_GATHERED`, runs code that is not Lightning's, if it is called."""
+    return hook not in _OF_LIGHTNING or is_overridden(hook, module) or hook in vars(module)
 
 
 def may_run_layers(hook: str, automatic: bool) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 _DEVICES = ("cuda", "cpu")  # on which the kernels divide; Apple's take the divisor and do nothing with it
 
@@ -52,3 +52,10 @@ def _divides(optimizer: Optimizer, gradients: list[Tensor], divisor: Tensor) -> 
 def _hooks_of_others(optimizer: Optimizer) -> int:
     own = hasattr(optimizer, "sharded_parameters")  # strategies/step_on_shards.py has one
     return len(optimizer._optimizer_step_pre_hooks) - own + len(_global_optimizer_pre_hooks)
+
+
+def has_hooks_of_others(optimizer: Optimizer) -> bool:
+    """Whether hooks that shardwise has not registered run before or after each step of `optimizer`."""
+    own = hasattr(optimizer, "sharded_parameters")
+    behind = len(optimizer._optimizer_step_post_hooks) - own + len(_global_optimizer_post_hooks)
+    return _hooks_of_others(optimizer) + behind > 0

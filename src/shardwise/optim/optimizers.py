@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -64,8 +65,10 @@ def step_without_closure(optimizer: Optimizer, module_name: str, **arguments: An
     Raises:
         ConfigError: the optimizer asks for the closure.
     """
+    around = getattr(optimizer, "around_step", nullcontext)  # what the strategy puts around it
     try:
-        optimizer.step(**arguments)
+        with around():
+            optimizer.step(**arguments)
     except Exception as error:
         if "closure" not in str(error):
             raise

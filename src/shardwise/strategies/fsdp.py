@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -24,22 +24,25 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.distributed.collectives import broadcast_from_rank_zero, sum_over
+from shardwise.distributed.collectives import broadcast_from_rank_zero
 from shardwise.distributed.dtensor import listing_whole, reading_whole, whole_tensor
 from shardwise.distributed.parameters import keep_notes, refuse_gradient_hooks, renew_references
 from shardwise.distributed.symmetric_memory import let_compiler_copy
+from shardwise.distributed.views import assigning_whole
 from shardwise.errors import ConfigError, class_name
-from shardwise.lightning_internals.hook_analysis import LOOK_AT_GRADIENTS
+from shardwise.lightning_internals.hook_analysis import LOOK_AT_GRADIENTS, NOT_GATHERED
 from shardwise.lightning_internals.logged import LoggedValue, take_logged_by
 from shardwise.parallel.functional_calls import refuse_functional_calls
 from shardwise.parallel.parallelize import roots_of
 from shardwise.parallel.precision import dtype_of, mixed_precision_policy
 from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.plan import Plan
-from shardwise.strategies import fsdp_gathering
+from shardwise.strategies import fsdp_gathering, of_parts
 from shardwise.strategies.base import PlannedStrategy
 from shardwise.strategies.fsdp_copies import copy_between_ranks, settle_copies
 from shardwise.strategies.fsdp_frozen import keep_frozen
+from shardwise.strategies.fsdp_scalars import FsdpPrecision, Scalars
+from shardwise.strategies.fsdp_views import ShardsInHooks
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.step_on_shards import hand_over
 from shardwise.strategies.whole_in_hooks import whole_in_place_of_shards
@@ -52,7 +55,9 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(timeout=timedelta(minutes=plan.strategy.timeout_minutes))
-        self._use(plan)
+        self._use(plan, FsdpPrecision)
+        assert isinstance(self.precision_plugin, FsdpPrecision)
+        self.precision_plugin.settle_by(self._settle_last)
         self._sync_is_blocked = False  # whether the current micro-batch's gradients are not reduced yet
 
     def setup_environment(self) -> None:
@@ -67,37 +72,23 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     hides_weights = True
 
     def around_hook(self, hook: str, *, looks: bool) -> AbstractContextManager[None]:
-        if hook not in LOOK_AT_GRADIENTS:
+        if hook not in NOT_GATHERED:
             return super().around_hook(hook, looks=looks)
-        return listing_whole() if self.sharded.tensor_parallel is None else self._refuse_norms(hook)
-
-    @contextmanager
-    def _refuse_norms(self, hook: str) -> Iterator[None]:
-        """A rank of a tensor axis has parts of some gradients: what is computed of them differs between ranks."""
-
-        def refuse(*_: Any, **__: Any) -> Any:
-            raise self._refusal(f"{hook} of {self.module_name}")
-
-        with (
-            reading_whole(refuse),
-            listing_whole(refuse),
-            patch.object(torch.nn.utils.clip_grad, "_get_total_norm", refuse),
-        ):
-            yield
-
-    def _refusal(self, who: str) -> ConfigError:
-        return ConfigError(
-            f"{who} reads numbers of gradients or weights, of which each rank has a part under "
-            f"strategy.tensor_parallel_size: leave it out (train/gradient_norm is logged anyway, and "
-            f"self.clip_gradients clips by the whole norm), or use strategy.tensor_parallel_size=1"
+        if hook not in LOOK_AT_GRADIENTS:
+            return self._shards.around_hook(hook)
+        numbers = (
+            listing_whole()
+            if self.sharded.tensor_parallel is None
+            else of_parts.refused(f"{hook} of {self.module_name}")
         )
+        return self._shards.around_hook(hook, numbers)
 
     def _read_whole_numbers(self) -> None:
         """From here to the end of the run, numbers that are read of weights and gradients are those of whole ones."""
 
         def read(part: DTensor) -> Tensor:
             if self.sharded.tensor_parallel is not None:
-                raise self._refusal(self.module_name)
+                raise of_parts.read_by(self.module_name)
             return part.full_tensor()
 
         reading = ExitStack()
@@ -106,7 +97,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     def _take_logged(self, logged: LoggedValue) -> Any:
         if self.sharded.tensor_parallel is not None and isinstance(logged.value, DTensor):
-            raise self._refusal(f"{logged.hook} of {self.module_name}")
+            raise of_parts.read_by(f"{logged.hook} of {self.module_name}")
         return super()._take_logged(replace(logged, value=whole_tensor(logged.value)))
 
     @contextmanager
@@ -130,15 +121,20 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         self.accelerator.setup(trainer)
         self._read_whole_numbers()
         self.at_teardown(keep_frozen())
+        assigning = ExitStack()
+        assigning.enter_context(assigning_whole())
+        self.at_teardown(assigning.close)
         if not self.plan.topology.is_data_parallel_only:
             take_logged_by(trainer, self._take_logged)
         self._shard()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             renew_references(self.module)
-            self.setup_optimizers(trainer)
+            with self._shards.writable():
+                self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 hand_over(optimizer, self.sharded, self.plan.strategy.name)
+                optimizer.around_step = partial(self._shards.around_step, optimizer)  # type: ignore[attr-defined]
         self.setup_precision_plugin()
         refuse_gradient_hooks(self.module, self.module_name, self.plan.strategy.name)
         self._read_initial_weights()
@@ -156,6 +152,9 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         if divided is not None:
             divided.wrap(module)
         self._share_draws(module, units, divided)
+        self._shards = ShardsInHooks(
+            module, None if divided is None else partial(of_parts.refuse_writes, self.module_name)
+        )
         self._parallelize(module, units, casts_inputs=False)
         fsdp_gathering.check_prefetch(module, units, self.plan)
         materializer = Materializer(module, self.root_device, self.plan.seed, self.mesh.group("stage"))
@@ -177,6 +176,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         for layer in module.modules():
             if isinstance(layer, FSDPModule) and (group := layer._get_fsdp_state()._fsdp_param_group):
                 _reduce_unused_as_zero(group)
+                self._shards.watch_hooks(group)
             if isinstance(layer, nn.RNNBase):
                 layer.flatten_parameters = _do_not_flatten  # type: ignore[method-assign]
         if self.float8 is not None:  # before the roots begin: FSDP2 looks then who gathers in fp8
@@ -189,6 +189,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         self._backwards = InnerBackwards(module, module.automatic_optimization)
         broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("stage"))
         self._begin_roots()
+        ranks = self.mesh.group("loss") if self.plan.topology.loss_size > 1 else None
+        self._scalars = Scalars(module, ranks, dtype_of(self.plan.precision.reduce_dtype))
 
     def _shard_roots(self, module: LightningModule) -> None:
         """Shard what is outside of units."""
@@ -256,21 +258,27 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         backward = super().backward
-        with self._explaining():
+        with self._explaining(), self._shards.paused():
             loss: Tensor = self._backwards.run(lambda: backward(closure_loss, optimizer, *args, **kwargs))
+        return loss
+
+    def _settle_last(self) -> None:
         if not self._sync_is_blocked:
             self._settle_gradients()
-        return loss
 
     def _settle_gradients(self) -> None:
         """Do what FSDP2 does not do for gradients, once a step, after the last backward pass. Collective."""
-        self._average_whole_gradients()
+        self._scalars.average()
         if self.sharded.tensor_parallel is not None:
             self.sharded.tensor_parallel.sum_gradients(dtype_of(self.plan.precision.reduce_dtype))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._explaining():
+        with self._explaining(), self._shards.paused():
             return super().training_step(*args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._shards.paused():
+            return super().optimizer_step(*args, **kwargs)
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -285,6 +293,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._backwards.begin_batch()
+        self._scalars.hold_hooks()
         if self.sharded.tensor_parallel is not None:
             self.sharded.tensor_parallel.begin_batch()
         super().on_train_batch_start(batch, batch_idx)
@@ -292,19 +301,6 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     def _note_step(self, *_: Any) -> None:
         super()._note_step()
         self._backwards.reshard()  # a layer that is still gathered, for a hook, say, would use its old weights
-
-    def _average_whole_gradients(self) -> None:
-        """Average the gradients of parameters that FSDP2 does not shard. Collective."""
-        module = self.module
-        wholes = [p for p in module.parameters() if p.requires_grad and p.ndim == 0]
-        ranks = self.plan.topology.loss_size
-        if not wholes or ranks == 1:
-            return
-        gradients = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in wholes])
-        gradients = gradients.to(dtype_of(self.plan.precision.reduce_dtype)) / ranks
-        sum_over(self.mesh.group("loss"), gradients)
-        for p, gradient in zip(wholes, gradients.unbind(), strict=True):
-            p.grad = gradient.to(p.dtype)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from shardwise import accelerator
 from shardwise.data.agreement import smallest
 from shardwise.distributed.collectives import sum_over
 from shardwise.distributed.mesh import Mesh
+from shardwise.lightning_internals.hook_analysis import NOT_GATHERED, runs_own_code
 from shardwise.nn.sequence_parts import whole_sequences
 from shardwise.plan import Plan
 from shardwise.step.layers_in_hooks import LayersInHooks
@@ -46,7 +47,14 @@ class GatheringHooks(Strategy):
 
     def around_hook(self, hook: str, *, looks: bool) -> AbstractContextManager[None]:
         """What is put around a hook of the module or of a callback. `looks`: at weights, on one rank or another."""
-        return self.whole_parameters(hook) if looks else nullcontext()
+        return self.whole_parameters(hook) if looks else self.watched_hook(hook)
+
+    def watched_hook(self, hook: str) -> AbstractContextManager[Any]:
+        """What is put around a hook in which weights are not whole: it may write into them in vain."""
+        module = self.lightning_module
+        if self.lost_writes is None or module is None or hook not in NOT_GATHERED or not runs_own_code(hook, module):
+            return nullcontext()
+        return self.lost_writes.in_hook(hook, from_the_start=self.plan.resume is None)
 
     def watch_writes(self, module: LightningModule) -> None:
         """Refuse what the module would write into its weights in vain. They are sharded by now."""
@@ -59,6 +67,17 @@ class GatheringHooks(Strategy):
             return run(*args, **kwargs)
         with self.lost_writes.in_step(from_the_start=self.plan.resume is None):
             return run(*args, **kwargs)
+
+    def watched_set_up(self) -> AbstractContextManager[Any]:
+        """What is put around `configure_optimizers` if training does not begin with the weights that are there then."""
+        is_kept = self.plan.strategy.zero_stage < 3 and not self.plan.precision.is_mixed
+        if self.lost_writes is None or is_kept or self.plan.resume is not None:
+            return nullcontext()
+        return self.lost_writes.in_set_up()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self.lost_writes is None else self.lost_writes.outside_hooks():
+            return super().optimizer_step(*args, **kwargs)
 
     def outside_steps(self) -> list[AbstractContextManager[None]]:
         """What is put around hooks of the module and of callbacks, in which layers may run on anything."""

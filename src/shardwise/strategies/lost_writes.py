@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ConfigError
@@ -37,6 +39,8 @@ class LostWrites:
         self.module, self.strategy, self.zero_stage = module, strategy, zero_stage
         self._sharded = set[str]()  # by FSDP2
         self._batches = 0
+        self._hooks: list[_Watch] = []  # around those that run
+        self._outside: list[_Watch] = []  # those of them in which Lightning's own code runs now
 
     def in_step(self, *, from_the_start: bool) -> AbstractContextManager[Any]:
         """Put around each training_step. `from_the_start`: the run has not been resumed.
@@ -49,7 +53,49 @@ class LostWrites:
             self._sharded = {name for name, p in self.module.named_parameters() if isinstance(p, DTensor)}
         if not from_the_start or not _FIRST <= number <= _LAST or torch._dynamo.utils.counters["frames"]:
             return nullcontext()
-        return _Watch(self)
+        return _Watch(self, "training_step")
+
+    @contextmanager
+    def in_hook(self, hook: str, *, from_the_start: bool) -> Iterator[None]:
+        """Put around a hook in which weights are not whole. It is watched as steps are."""
+        # The number is that of the batch that comes next, or of the one that has begun
+        if not from_the_start or not _FIRST <= self._batches <= _LAST or torch._dynamo.utils.counters["frames"]:
+            yield
+            return
+        self._hooks.append(_Watch(self, hook))
+        try:
+            with self._hooks[-1]:
+                yield
+        finally:
+            self._hooks.pop()
+
+    @contextmanager
+    def outside_hooks(self) -> Iterator[None]:
+        """Put around what Lightning does inside a hook (`optimizer_step`)."""
+        before, self._outside = self._outside, list(self._hooks)
+        try:
+            yield
+        finally:
+            self._outside = before
+
+    def watches(self, watch: _Watch) -> bool:
+        """Whether what runs now is the code that `watch` is put around."""
+        return watch not in self._outside
+
+    def watch_step_hooks(self, optimizer: Optimizer, *, from_the_start: bool) -> None:
+        """Watch hooks that the module has registered on its optimizer's step."""
+
+        def watched(hook: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.in_hook("a hook on the optimizer's step", from_the_start=from_the_start):
+                return hook(*args, **kwargs)
+
+        hooks: Any
+        for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+            hooks.update({key: partial(watched, hook) for key, hook in hooks.items()})
+
+    def in_set_up(self) -> AbstractContextManager[Any]:
+        """Put around `configure_optimizers`, where weights are not what training begins with."""
+        return _Watch(self, "configure_optimizers")
 
     def check(self, name: str, what: str) -> None:
         """Raises ConfigError if a write into this weight is lost. ZeRO-1 and 2 leave frozen ones alone."""
@@ -63,42 +109,62 @@ class LostWrites:
             f"{what}: {self.strategy} computes with a copy of it there, and would lose what is written; {remedy}"
         )
 
+    def loses_part(self, line: str) -> ConfigError:
+        """The error for a write into a part of a shard, of which torch makes a gathered copy."""
+        return ConfigError(
+            f"training_step writes into a part of a weight or gradient ({line}): under {self.strategy} that is a copy, "
+            f"and what is written is lost; write into gradients in on_before_optimizer_step and into weights in "
+            f"on_train_batch_end, or use strategy=ddp"
+        )
+
 
 class _Watch(TorchFunctionMode):
-    def __init__(self, writes: LostWrites) -> None:
+    def __init__(self, writes: LostWrites, where: str) -> None:
         super().__init__()
-        self.writes = writes
+        self.writes, self.where = writes, where
         self._names = {id(p): name for name, p in writes.module.named_parameters()}
         # id of p.data → itself, p. A reference that held it would hold the weights that DeepSpeed gathers.
         self._data: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (written := _written(function, args, kwargs)) is not None and (line := _users_line()) is not None:
-            sets_data = getattr(function, "__name__", "") == "__set__"
+        written = _written(function, args, kwargs) if self.writes.watches(self) else None
+        if written is not None and (line := _users_line()) is not None:
             for tensor in written if isinstance(written, (list, tuple)) else [written]:
-                self._check(tensor, sets_data, line)
+                self._check(tensor, line)
         result = function(*args, **kwargs)
         if getattr(function, "__self__", None) is Tensor.data and isinstance(result, Tensor):
             self._data[id(result)] = weakref.ref(result), args[0]
         return result
 
-    def _check(self, tensor: Any, sets_data: bool, line: str) -> None:
+    def _check(self, tensor: Any, line: str) -> None:
         if not isinstance(tensor, Tensor):
             return
+        if isinstance(tensor, DTensor):
+            if _is_copied_part(tensor):
+                raise self.writes.loses_part(line)
+            return  # a write into the shard itself is kept
+        name = self._name(tensor) or self._name(tensor._base) or self._sharing(tensor)
+        if name is not None:
+            self.writes.check(name, f"{self.where} writes into the weight {name} ({line})")
+
+    def _name(self, tensor: Tensor | None) -> str | None:
+        """The name of the weight that `tensor` is, or whose `data` it is."""
         found = self._data.get(id(tensor))
-        weight = found[1] if found is not None and found[0]() is tensor else tensor
-        name = self._names.get(id(weight)) or self._sharing(weight)
-        if name is None or (isinstance(weight, DTensor) and not sets_data):  # a write into the shard itself is kept
-            return
-        self.writes.check(name, f"training_step writes into the weight {name} ({line})")
+        return self._names.get(id(found[1] if found is not None and found[0]() is tensor else tensor))
 
     def _sharing(self, tensor: Tensor) -> str | None:
         """The name of the weight whose memory, or a part of it, `tensor` is. Weights gathered by now count."""
-        if isinstance(tensor, DTensor) or not (memory := _memory(tensor)):
+        if not (memory := _memory(tensor)):
             return None
         named = self.writes.module.named_parameters()
         return next((name for name, p in named if not isinstance(p, DTensor) and _memory(p) == memory), None)
+
+
+def _is_copied_part(tensor: DTensor) -> bool:
+    """Whether it is called a view of another DTensor and has other memory."""
+    base = tensor._base
+    return isinstance(base, DTensor) and _memory(tensor._local_tensor) != _memory(base._local_tensor)
 
 
 def _memory(tensor: Tensor) -> int:

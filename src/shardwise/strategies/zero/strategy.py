@@ -76,7 +76,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         self._parallelize(module, self.units, casts_inputs=True)
         initial = InitialValues(self.plan, self.mesh.group("world"))
         self._make(deepspeed, module, config, initial if training and self.plan.precision.is_mixed else None)
-        with full_shapes(module):
+        with full_shapes(module), self.watched_set_up():
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module) if training else ([], [])
         if not module.automatic_optimization or len(optimizers) > 1:
             what = f"has {len(optimizers)} optimizers" if module.automatic_optimization else "optimizes by hand"
@@ -87,6 +87,8 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         group_names: list[list[str]] = []
         if training:
             self._check_support(module, optimizers[0])
+            if self.lost_writes is not None:
+                self.lost_writes.watch_step_hooks(optimizers[0], from_the_start=self.plan.resume is None)
             names = {id(p): name for name, p in module.named_parameters()}
             for group in optimizers[0].param_groups:  # DeepSpeed cannot shard a parameter without elements
                 group["params"] = [p for p in group["params"] if count_elements(p)]
