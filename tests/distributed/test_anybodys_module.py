@@ -42,7 +42,7 @@ REFUSED = [
     ("Factored", "zero3", "Adafactor is not known to treat every weight by itself"),
     ("Searches", "ddp", "Searches uses LBFGS, which asks for the loss several times a step"),
     ("Penalized", "fsdp", "Penalized.training_step computes with weights outside the layers that own them"),
-    ("Penalized", "zero3", "Penalized.training_step computes with weights outside the layers that own them"),
+    ("Penalized", "zero3", "Penalized.training_step (modules.py, line "),
     ("Alone", "ddp compile=layer", "compile=layer acts on the layers that repeat, and Alone has none"),
     ("Silent", "fsdp", "Silent.training_step returned None"),
     ("Detached", "ddp", "Detached.training_step returned a loss that has no gradient: it does not depend on the param"),

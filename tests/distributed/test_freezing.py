@@ -24,6 +24,7 @@ FROZEN_LATER = {  # hook → strategies that must have the same weights in the e
         "fused": ["strategy=ddp", UNUSED, "+optimizer.fused=true"],  # as on GPUs
         "fsdp": ["strategy=fsdp"],
         "zero2": ["strategy=zero2", UNUSED],
+        "zero3": ["strategy=zero3", UNUSED],
     }
     for hook in ("on_fit_start", "on_train_batch_start")
 }
@@ -211,7 +212,7 @@ def thawed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("hook", FROZEN_LATER)
-@pytest.mark.parametrize("name", ["fused", "fsdp", "zero2"])
+@pytest.mark.parametrize("name", ["fused", "fsdp", "zero2", "zero3"])
 def test_what_a_hook_freezes_is_frozen(runs: Any, hook: str, name: str) -> None:
     ddp, found = runs[0][f"{hook} ddp"], runs[0][f"{hook} {name}"]
     for parameter, tensor in ddp.items():

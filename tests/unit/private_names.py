@@ -152,7 +152,11 @@ USED = {
         "_get_fp32_opt_state_partition _hp_mapping _partition_all_parameters "
         "_reassign_or_swap_out_partitioned_parameters"
     ),
-    "strategies/zero/strategy.py": "_foreach_norm _init_optimizers_and_lr_schedulers",
+    "strategies/zero/step_hooks.py": (
+        "_global_optimizer_post_hooks _global_optimizer_pre_hooks _optimizer_step_post_hooks _optimizer_step_pre_hooks"
+    ),
+    "strategies/zero/hooks.py": "_foreach_norm",
+    "strategies/zero/strategy.py": "_init_optimizers_and_lr_schedulers",
     "strategies/zero/unused_parameters.py": "_pytree",
     "tools/bench_reader.py": "_exit",
     "weights/initialize.py": "_buffers _parameters",

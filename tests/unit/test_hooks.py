@@ -18,7 +18,7 @@ from recipes.language_modeling.model import Transformer
 from recipes.language_modeling.module import LanguageModel
 from shardwise.config.compose import compose
 from shardwise.lightning_internals import hooks
-from shardwise.lightning_internals.hook_analysis import looks_at_weights
+from shardwise.lightning_internals.hook_analysis import OF_STEPS, looks_at_weights, reads_in_step
 from shardwise.nn.mean_metric import ExactMean
 from shardwise.plan import Host, make_plan
 
@@ -292,6 +292,78 @@ def test_weights_that_are_reached_under_another_name_are_found() -> None:
 ])  # fmt: skip
 def test_a_hook_that_sees_weights_in_16_bits_is_told_so(words: list[str], is_rounded: bool) -> None:
     plan = make_plan(compose(["name=run", "accelerator=cpu", "devices=2", *words]).jobs[0].config, Host(0))
-    told = hooks._cost(plan, "on_train_batch_end of Mine", "parameters")
+    told = hooks.cost_of_looking(plan, "on_train_batch_end of Mine", "parameters")
     assert "on_train_batch_end of Mine may look at weights (it uses parameters)" in told
     assert ("it sees weights in 16 bits, and writes them so" in told) == is_rounded
+
+
+class Steps(Own):
+    """Sets a rate in one hook of a step, and looks at weights in others."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        for group in scheduler.optimizer.param_groups:
+            self.decay(group)
+
+    def decay(self, group: Any) -> None:
+        for p in group["params"]:
+            p.mul_(0.9)
+
+    def on_before_backward(self, loss: Any) -> None:
+        self.helper()
+
+
+def test_hooks_of_steps_look_where_a_strategy_makes_weights_whole() -> None:
+    module = Steps()
+    for hook, name in {"optimizer_step": None, "lr_scheduler_step": "params", "on_before_backward": "net",
+                       "optimizer_zero_grad": None, "on_after_backward": None}.items():  # fmt: skip
+        assert looks_at_weights(module, hook, module, also=OF_STEPS) == name, hook
+        assert looks_at_weights(module, hook, module) is None
+
+
+class Penalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x)
+
+    def penalty(self) -> Any:
+        return sum(p.norm() for p in self.parameters())
+
+
+class Reads(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Penalized()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch).sum() + self.net.penalty()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch.to(next(self.parameters()).dtype)
+        return self.net(x) + self.net.inner.weight.sum()
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        for group in self.trainer.optimizers[0].param_groups:
+            blend(group["params"])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return blend(self)
+
+
+def test_steps_that_read_weights_beside_their_layers_are_found() -> None:
+    module = Reads()
+    found = {
+        "training_step": "parameters",
+        "validation_step": None,
+        "test_step": "params",
+        "predict_step": "parameters",
+    }
+    assert {step: reads_in_step(module, step) for step in found} == found
+    assert reads_in_step(Own(), "training_step") is None

@@ -17,6 +17,7 @@ from shardwise.optim.adamw import AdamW8bit, AdamWBf16
 from shardwise.optim.clipping import after_step, clip_by_norm
 from shardwise.optim.matrices import choose_matrices, describe_choice, muon_groups
 from shardwise.optim.muon import Muon, orthogonalize
+from shardwise.optim.optimizers import treats_weights_one_by_one
 from shardwise.optim.quantization import dequantize, quantize, shares, table
 from shardwise.plan.optimizer_bytes import block_length
 
@@ -327,3 +328,36 @@ def test_what_a_fused_step_cannot_do_or_others_would_see_is_clipped_at_once(monk
     assert clipped(torch.float32, torch.optim.AdamW, hook=True, fused=True)
     monkeypatch.setattr(clipping, "_DEVICES", ("cuda",))  # this one's kernel ignores the divisor
     assert clipped(torch.float32, torch.optim.AdamW, fused=True)
+
+
+def test_a_step_that_only_calls_torchs_is_elementwise() -> None:
+    class Calls(torch.optim.AdamW):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            """Of others' code: nothing of its own."""
+            return super().step(closure)
+
+    class Sets(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            self.param_groups[0]["lr"] = 0.5
+            return super().step(closure)
+
+    class CallsWhatSets(Sets):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    class Hides(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            loss = super().step(closure)
+            _ = [p.zero_() for p in self.state]
+            return loss
+
+    class NeedsWholes(torch.optim.LBFGS):
+        def step(self, closure: Any) -> Any:
+            return super().step(closure)
+
+    found = {Calls: True, Sets: False, CallsWhatSets: False, Hides: False, NeedsWholes: False, torch.optim.SGD: True}
+    for _ in range(2):  # torch wraps the step of a class when it makes the first optimizer of it
+        for kind, elementwise in found.items():
+            made: Any = kind
+            assert treats_weights_one_by_one(made([torch.nn.Parameter(torch.zeros(1))], lr=0.1)) is elementwise, kind

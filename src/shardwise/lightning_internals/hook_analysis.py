@@ -9,7 +9,7 @@ import dis
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import fields, is_dataclass
 from functools import cached_property, partial, partialmethod
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -27,6 +27,8 @@ LOOK_AT_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure
 # In these, weights and gradients are in the strategy's hands. The last ones are called where Lightning's do all, too.
 NOT_GATHERED = (*LOOK_AT_GRADIENTS, "on_before_backward", "optimizer_step", "lr_scheduler_step")
 _OF_LIGHTNING = ("configure_gradient_clipping", "optimizer_step", "lr_scheduler_step")
+# Hooks of a step itself, in which weights are whole under some strategies only (`weights_in_steps`).
+OF_STEPS = (*_OF_GRADIENTS, "optimizer_zero_grad", "optimizer_step", "lr_scheduler_step")
 # The others look at a batch, or run when there are no weights yet.
 _OTHERS = (*_OF_GRADIENTS, "on_before_batch_transfer", "on_after_batch_transfer", "on_exception")
 _WALKS = {
@@ -34,6 +36,11 @@ _WALKS = {
     "named_children", "get_parameter", "get_submodule", "apply", "param_groups", "_parameters", "_modules", "model",
     "__dict__", "deepcopy", "weight", "bias", "requires_grad_", "getattr", "vars", "attrgetter",
 }  # fmt: skip
+_GROUPS = "param_groups"  # a hook of steps sets learning rates there, and looks at weights by this key of theirs:
+_OF_GROUPS = "params"
+# What reads weights in a step other than by calling layers. (ZeRO-3 gathers the `weight` of a layer when it is asked.)
+_READS = {"parameters", "named_parameters", "state_dict", "get_parameter", "_parameters", "deepcopy"}
+_OF_ANY_WEIGHT = ("dtype", "device")  # next(self.parameters()).dtype, which is known without its values
 _LIBRARIES = {"lightning", "torch", "torchmetrics", "shardwise", "deepspeed", "numpy", "wandb", "tensorboard"}
 # These do not know torch's weights, but may be used in a hook.
 _LIBRARIES |= {"hydra", "matplotlib", "omegaconf", "pandas", "PIL", "psutil", "rich", "scipy", "sklearn", "tqdm"}
@@ -62,20 +69,52 @@ def may_run_layers(hook: str, automatic: bool) -> bool:
     return may_look(hook) or (automatic and hook in (*_OF_GRADIENTS, "lr_scheduler_step"))
 
 
-def looks_at_weights(host: LightningModule | Callback, hook: str, module: LightningModule) -> str | None:
-    """The name in the code of `hook` of `host` by which it may look at weights of `module`; none if it cannot."""
-    if not may_look(hook):
-        return None
+def looks_at_weights(
+    host: LightningModule | Callback, hook: str, module: LightningModule, *, also: tuple[str, ...] = ()
+) -> str | None:
+    """The name in the code of `hook` of `host` by which it may look at weights of `module`; none if it cannot.
+
+    `also`: hooks of steps in which a strategy makes weights whole.
+    """
+    if hook in also:
+        return looks_in_step(getattr(host, hook), host, module)
+    return _Search(_weights_of(module), module).reaches(getattr(host, hook), host) if may_look(hook) else None
+
+
+def looks_in_step(function: Any, host: Any, module: LightningModule) -> str | None:
+    """The same of a function that is called in each step."""
+    return _Search(_weights_of(module), module, _WALKS - {_GROUPS}, {_OF_GROUPS}).reaches(function, host)
+
+
+def reads_in_step(module: LightningModule, step: str) -> str | None:
+    """The name by which a step, or a method of a layer that it calls, may read weights beside calling layers."""
+    search = _Search(set(), module, _READS, {_OF_GROUPS})
+    if found := search.reaches(getattr(module, step), module):
+        return found
+    called = {name for function, _ in list(search.seen) for _, name in _names(function.__code__)} - {"forward"}
+    layers = {
+        type(layer): layer for layer in module.modules() if layer is not module and not _is_of_a_library(type(layer))
+    }
+    methods = ((vars(kind)[name], layer) for kind, layer in layers.items() for name in called & vars(kind).keys())
+    found_there = (search.reaches(code, layer) for method, layer in methods if (code := _code_of(method)) is not None)
+    return next(filter(None, found_there), None)
+
+
+def _weights_of(module: LightningModule) -> set[str]:
     names = {name for name, _ in module.named_parameters(recurse=False)}
-    names |= {name for name, child in module.named_children() if any(True for _ in child.parameters())}
-    return _Search(names, module).reaches(getattr(host, hook), host)
+    return names | {name for name, child in module.named_children() if any(True for _ in child.parameters())}
 
 
 class _Search:
-    """Follows names. `weights`: those of the parameters and layers of `module`, whose methods any host may call."""
+    """Follows names. `weights`: those of the parameters and layers of `module`, whose methods any host may call.
 
-    def __init__(self, weights: set[str], module: LightningModule) -> None:
-        self.weights, self.module = weights, module
+    `walks`: names by which weights are reached, `keys`: texts by which they are.
+    """
+
+    def __init__(
+        self, weights: set[str], module: LightningModule, walks: Set[str] = _WALKS, keys: Set[str] = frozenset()
+    ) -> None:
+        self.weights, self.module, self.walks, self.keys = weights, module, walks, keys
         self.seen: set[tuple[Any, int]] = set()  # a function, and the id of the host with which it was followed
 
     def reaches(self, function: Any, host: Any) -> str | None:
@@ -91,13 +130,19 @@ class _Search:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if _is_filled(cell) and (reached := self._by_value(cell.cell_contents, name, host)):
                 return reached
+        if self.keys and (key := next((text for text in _texts(function.__code__) if text in self.keys), None)):
+            return key
         names = list(_names(function.__code__))
-        for operation, name in names:
-            if name in _WALKS:
+        for number, (operation, name) in enumerate(names):
+            if name in self.walks and not self._asks_for_dtype(names[max(number - 4, 0) : number + 2]):
                 return name
             if reached := self._by_name(operation, name, function, names, host):
                 return reached
         return None
+
+    def _asks_for_dtype(self, names: list[tuple[str, str]]) -> bool:
+        """Whether these names, of which the last is behind `parameters`, do so. Hooks have weights in any case."""
+        return self.walks is not _WALKS and ("LOAD_GLOBAL", "next") in names and names[-1][1] in _OF_ANY_WEIGHT
 
     def _by_name(
         self, operation: str, name: str, function: FunctionType, names: list[tuple[str, str]], host: Any
@@ -172,6 +217,14 @@ def _names(code: CodeType) -> Iterator[tuple[str, str]]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def _texts(code: CodeType) -> Iterator[str]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _texts(constant)
+        elif isinstance(constant, str):
+            yield constant
 
 
 def _named(instructions: list[dis.Instruction]) -> tuple[str, str] | None:

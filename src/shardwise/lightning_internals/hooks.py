@@ -154,7 +154,8 @@ def _around(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[A
     more = strategy.outside_steps() if runs else []
     of_gradients = hook_name in LOOK_AT_GRADIENTS
     if trainer.world_size > 1 and (
-        of_gradients or (is_of_training(hook_name) and _seen_here(trainer, host, hook_name) is not None)
+        of_gradients
+        or (may_look(hook_name) and is_of_training(hook_name) and _seen_here(trainer, host, hook_name) is not None)
     ):
         more = [*more, drawn_alike(trainer, f"{hook_name} of {class_name(host)}", whole=not of_gradients)]
     return _all_of(around, *more) if more else around
@@ -173,10 +174,12 @@ def _looks(trainer: Any, host: Any, hook_name: str) -> bool:
     known, key = trainer._looking_hooks, (id(host), hook_name)
     if key not in known:
         name, strategy = _seen_here(trainer, host, hook_name), trainer.strategy
-        known[key] = may_look(hook_name) and strategy.reduce_boolean_decision(name is not None, all=False)
-        of_each_batch = "batch" in hook_name or hook_name == "on_before_zero_grad"
+        in_step = hook_name in strategy.weights_in_steps
+        may = may_look(hook_name) or in_step
+        known[key] = may and strategy.reduce_boolean_decision(name is not None, all=False)
+        of_each_batch = in_step or "batch" in hook_name or hook_name == "on_before_zero_grad"
         if known[key] and of_each_batch and strategy.is_global_zero:
-            print(_cost(strategy.plan, f"{hook_name} of {class_name(host)}", name), flush=True)
+            print(cost_of_looking(strategy.plan, f"{hook_name} of {class_name(host)}", name), flush=True)
     return bool(known[key])
 
 
@@ -184,12 +187,13 @@ def _seen_here(trainer: Any, host: Any, hook_name: str) -> str | None:
     """The name by which the hook may look at weights, as far as this rank knows."""
     known, key = trainer._looking_hooks, (id(host), hook_name, "here")
     if key not in known:
-        known[key] = looks_at_weights(host, hook_name, trainer.lightning_module)
+        also = trainer.strategy.weights_in_steps
+        known[key] = looks_at_weights(host, hook_name, trainer.lightning_module, also=also)
     name: str | None = known[key]
     return name
 
 
-def _cost(plan: Any, hook: str, name: str | None) -> str:
+def cost_of_looking(plan: Any, hook: str, name: str | None) -> str:
     """What a hook of every batch that may look at weights costs. `name`: what it looks at, if this rank knows it."""
     strategy, does, takes = plan.strategy, "gathers all weights for it", "time and memory"
     rounded = ""

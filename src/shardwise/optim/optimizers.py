@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -31,8 +33,22 @@ _ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, op
 def treats_weights_one_by_one(optimizer: Optimizer) -> bool:
     """Whether the optimizer gives the same result if its parameters are cut into any pieces."""
     # A subclass may have a step of its own, such as one that looks at the norm of each gradient.
-    known = isinstance(optimizer, _ELEMENTWISE) and type(optimizer).step.__module__.startswith("torch.optim.")
+    known = isinstance(optimizer, _ELEMENTWISE) and _step_is_of_torch(type(optimizer))
     return known or type(optimizer).__module__.startswith("deepspeed.") or is_elementwise(optimizer)
+
+
+def _step_is_of_torch(kind: type[Optimizer]) -> bool:
+    """Whether torch's own step runs: a step that names nothing but `super().step` can only call it."""
+    for parent in kind.__mro__:
+        step = inspect.unwrap(vars(parent).get("step", Optimizer))
+        if str(step.__module__).startswith("torch.optim.") and step is not Optimizer:
+            return True
+        if isinstance(step, FunctionType):
+            code = step.__code__
+            has_more = any(isinstance(constant, CodeType) for constant in code.co_consts)
+            if has_more or not set(code.co_names) <= {"super", "step"}:
+                return False
+    return False
 
 
 def steps_on_shards(optimizer: Optimizer) -> bool:
@@ -208,6 +224,7 @@ def step_schedules_unless(module: LightningModule, skipped: Callable[[], bool]) 
     """Keep the module's schedules where they are after a step that was skipped."""
     schedule_step = module.lr_scheduler_step
 
+    @wraps(schedule_step)  # whose code tells whether it looks at weights
     def unless_skipped(*args: Any, **kwargs: Any) -> None:
         if not skipped():
             schedule_step(*args, **kwargs)

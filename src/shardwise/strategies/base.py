@@ -203,7 +203,7 @@ class PlannedStrategy(
         return output
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.watched(self._run_step, "training_step", *args, **kwargs)
+        output = self.watched("training_step", lambda: self._run_step("training_step", *args, **kwargs))
         if self.module.automatic_optimization:
             self.recorder.forward_ended(is_first=not self.window.losses)
             check_output(output, self.module_name, has_own_backward=is_overridden("backward", self.module))
@@ -224,7 +224,7 @@ class PlannedStrategy(
     def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._begin_evaluation()
         if not self._paddings.popleft():
-            return self._run_step(name, *args, **kwargs)
+            return self.watched(name, lambda: self._run_step(name, *args, **kwargs))
         with unrecorded(self.module):
             self._run_step(name, *args, **kwargs)
         return None

@@ -17,12 +17,13 @@ from shardwise import accelerator
 from shardwise.data.agreement import smallest
 from shardwise.distributed.collectives import sum_over
 from shardwise.distributed.mesh import Mesh
-from shardwise.lightning_internals.hook_analysis import NOT_GATHERED, runs_own_code
+from shardwise.lightning_internals.hook_analysis import reads_in_step
 from shardwise.nn.sequence_parts import whole_sequences
 from shardwise.plan import Plan
 from shardwise.step.layers_in_hooks import LayersInHooks
-from shardwise.strategies.lost_writes import LostWrites
+from shardwise.strategies.lost_writes import LostWrites, tell_of_reads
 
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _SPARE = 0.1  # of all memory is left for what the forward passes need
 
 
@@ -33,7 +34,9 @@ class GatheringHooks(Strategy):
     mesh: Mesh
     layers_in_hooks: LayersInHooks | None = None  # in low precision
     hides_weights: bool
+    weights_in_steps: tuple[str, ...] = ()  # hooks of steps around which it makes weights whole, as around all others
     lost_writes: LostWrites | None = None  # finds writes into weights that this strategy would lose
+    reads: dict[str, str]  # under ZeRO: the steps that may read weights → the name by which they do
     context: Any = None  # how sequences are divided over ranks, if they are
 
     def file_group(self) -> dist.ProcessGroup | None:
@@ -47,26 +50,25 @@ class GatheringHooks(Strategy):
 
     def around_hook(self, hook: str, *, looks: bool) -> AbstractContextManager[None]:
         """What is put around a hook of the module or of a callback. `looks`: at weights, on one rank or another."""
-        return self.whole_parameters(hook) if looks else self.watched_hook(hook)
-
-    def watched_hook(self, hook: str) -> AbstractContextManager[Any]:
-        """What is put around a hook in which weights are not whole: it may write into them in vain."""
-        module = self.lightning_module
-        if self.lost_writes is None or module is None or hook not in NOT_GATHERED or not runs_own_code(hook, module):
-            return nullcontext()
-        return self.lost_writes.in_hook(hook, from_the_start=self.plan.resume is None)
+        return self.whole_parameters(hook) if looks else nullcontext()
 
     def watch_writes(self, module: LightningModule) -> None:
         """Refuse what the module would write into its weights in vain. They are sharded by now."""
-        if self.hides_weights and self.plan.compile.name == "none":
-            self.lost_writes = LostWrites(module, self.plan.strategy.name, self.plan.strategy.zero_stage)
+        stage, name, compiler = self.plan.strategy.zero_stage, self.plan.strategy.name, self.plan.compile.name
+        steps = {step: reads_in_step(module, step) for step in _STEPS} if stage else {}
+        self.reads = {step: found for step, found in steps.items() if found is not None}
+        if self.hides_weights and compiler == "none":
+            self.lost_writes = LostWrites(module, name, stage, self.reads if stage == 3 else {})
+        elif self.reads and stage == 3:
+            step, found = next(iter(self.reads.items()))
+            tell_of_reads(module, name, step, found, f"compile={compiler}")
 
-    def watched(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `run`, which is a training step."""
+    def watched(self, step: str, run: Callable[[], Any]) -> Any:
+        """Call `run`, which is a step of this name."""
         if self.lost_writes is None:
-            return run(*args, **kwargs)
-        with self.lost_writes.in_step(from_the_start=self.plan.resume is None):
-            return run(*args, **kwargs)
+            return run()
+        with self.lost_writes.in_step(step, from_the_start=self.plan.resume is None):
+            return run()
 
     def watched_set_up(self) -> AbstractContextManager[Any]:
         """What is put around `configure_optimizers` if training does not begin with the weights that are there then."""
@@ -74,10 +76,6 @@ class GatheringHooks(Strategy):
         if self.lost_writes is None or is_kept or self.plan.resume is not None:
             return nullcontext()
         return self.lost_writes.in_set_up()
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self.lost_writes is None else self.lost_writes.outside_hooks():
-            return super().optimizer_step(*args, **kwargs)
 
     def outside_steps(self) -> list[AbstractContextManager[None]]:
         """What is put around hooks of the module and of callbacks, in which layers may run on anything."""

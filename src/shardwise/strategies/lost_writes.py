@@ -1,24 +1,26 @@
-"""Finds writes into weights that a strategy would lose.
+"""Finds writes into weights that a strategy would lose, and reads of weights that are not there.
 
 Where weights are sharded, a layer computes with a copy that is freed behind it, and ZeRO's next step overwrites trained
 weights. So what code of a step writes into them, as MoCo's key encoder or `nn.Embedding(max_norm=…)` does, is
-not kept, and the run would go on as another model.
+not kept, and the run would go on as another model. ZeRO-3 leaves an empty tensor where it has freed a weight: its norm
+would be 0.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ConfigError
@@ -29,73 +31,49 @@ _TORCH = Path(torch.__file__).parent
 _OTHERS = ("deepspeed", "lightning", "shardwise")  # who write into weights as they must
 _OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "pow", "mod", "and", "or")}
 _OPERATORS.add("__setitem__")
+# What an empty weight has in common with the whole one. Of attributes, only these few are not.
+_SAME_WHERE_EMPTY = {"requires_grad_", "is_floating_point", "is_complex", "element_size", "register_hook", "get_device",
+                     "register_post_accumulate_grad_hook", "retain_grad", "__hash__", "__repr__", "__format__",
+                     "data_ptr", "untyped_storage", "is_pinned", "is_inference", "has_names", "type"}  # fmt: skip
+_OF_VALUES = {getattr(Tensor, name) for name in ("data", "shape", "ndim", "T", "mT", "H", "mH", "real", "imag")}
 
 
 class LostWrites:
     """What a strategy puts around training steps, in which no weight is whole."""
 
-    def __init__(self, module: nn.Module, strategy: str, zero_stage: int) -> None:
-        """`zero_stage`: of DeepSpeed; 0: FSDP2 has sharded the module."""
+    def __init__(self, module: nn.Module, strategy: str, zero_stage: int, reads: Mapping[str, str]) -> None:
+        """`zero_stage`: of DeepSpeed; 0: FSDP2 has sharded the module. `reads`: the steps (`training_step`) whose code
+        may read weights that are not there → the name by which they may: all of these are watched.
+        """
+        self.reads = reads
         self.module, self.strategy, self.zero_stage = module, strategy, zero_stage
         self._sharded = set[str]()  # by FSDP2
-        self._batches = 0
-        self._hooks: list[_Watch] = []  # around those that run
-        self._outside: list[_Watch] = []  # those of them in which Lightning's own code runs now
+        self._batches, self._told = 0, False
 
-    def in_step(self, *, from_the_start: bool) -> AbstractContextManager[Any]:
-        """Put around each training_step. `from_the_start`: the run has not been resumed.
+    def in_step(self, step: str, *, from_the_start: bool) -> AbstractContextManager[Any]:
+        """Put around each `training_step`, and around other steps. `from_the_start`: the run has not been resumed.
 
         Only some of the first steps are watched, as each call of torch takes a little longer, and none if something is
         compiled: the compiler would compile it once more. A resumed run computes its steps as it did before.
         """
-        number, self._batches = self._batches, self._batches + 1
-        if number == 0:
-            self._sharded = {name for name, p in self.module.named_parameters() if isinstance(p, DTensor)}
-        if not from_the_start or not _FIRST <= number <= _LAST or torch._dynamo.utils.counters["frames"]:
+        number = self._batches
+        if step == "training_step":
+            self._batches += 1
+            if number == 0:
+                self._sharded = {name for name, p in self.module.named_parameters() if isinstance(p, DTensor)}
+        is_one_of_the_first = step == "training_step" and from_the_start and _FIRST <= number <= _LAST
+        if not (is_one_of_the_first or step in self.reads):
             return nullcontext()
-        return _Watch(self, "training_step")
-
-    @contextmanager
-    def in_hook(self, hook: str, *, from_the_start: bool) -> Iterator[None]:
-        """Put around a hook in which weights are not whole. It is watched as steps are."""
-        # The number is that of the batch that comes next, or of the one that has begun
-        if not from_the_start or not _FIRST <= self._batches <= _LAST or torch._dynamo.utils.counters["frames"]:
-            yield
-            return
-        self._hooks.append(_Watch(self, hook))
-        try:
-            with self._hooks[-1]:
-                yield
-        finally:
-            self._hooks.pop()
-
-    @contextmanager
-    def outside_hooks(self) -> Iterator[None]:
-        """Put around what Lightning does inside a hook (`optimizer_step`)."""
-        before, self._outside = self._outside, list(self._hooks)
-        try:
-            yield
-        finally:
-            self._outside = before
-
-    def watches(self, watch: _Watch) -> bool:
-        """Whether what runs now is the code that `watch` is put around."""
-        return watch not in self._outside
-
-    def watch_step_hooks(self, optimizer: Optimizer, *, from_the_start: bool) -> None:
-        """Watch hooks that the module has registered on its optimizer's step."""
-
-        def watched(hook: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.in_hook("a hook on the optimizer's step", from_the_start=from_the_start):
-                return hook(*args, **kwargs)
-
-        hooks: Any
-        for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
-            hooks.update({key: partial(watched, hook) for key, hook in hooks.items()})
+        if not torch._dynamo.utils.counters["frames"]:
+            return _Watch(self, step, reads=self.zero_stage == 3)
+        if step in self.reads and not self._told:
+            self._told = True
+            tell_of_reads(self.module, self.strategy, step, self.reads[step], "what torch.compile has compiled")
+        return nullcontext()
 
     def in_set_up(self) -> AbstractContextManager[Any]:
         """Put around `configure_optimizers`, where weights are not what training begins with."""
-        return _Watch(self, "configure_optimizers")
+        return _Watch(self, "configure_optimizers", reads=False)
 
     def check(self, name: str, what: str) -> None:
         """Raises ConfigError if a write into this weight is lost. ZeRO-1 and 2 leave frozen ones alone."""
@@ -117,21 +95,42 @@ class LostWrites:
             f"on_train_batch_end, or use strategy=ddp"
         )
 
+    def refuse_read(self, name: str, what: str) -> None:
+        raise ConfigError(
+            f"{type(self.module).__name__}.{what} reads the weight {name}, which is not there: {self.strategy} gathers "
+            f"weights for the layers that run and for hooks; read weights in a hook, where they are whole "
+            f"(on_train_batch_start, on_validation_batch_end); a loss of weights needs strategy=zero2 or ddp"
+        )
+
+
+def tell_of_reads(module: nn.Module, strategy: str, step: str, name: str, compiler: str) -> None:
+    """Say that reads of weights that are not there are not found."""
+    if dist.get_rank() == 0:
+        print(
+            f"{step} of {type(module).__name__} may read weights (it uses {name}): {strategy} has those of the layers "
+            f"that run alone, others are empty there, and beside {compiler} that is not checked; read weights in a "
+            f"hook, where they are whole (on_train_batch_start, on_validation_batch_end)",
+            flush=True,
+        )
+
 
 class _Watch(TorchFunctionMode):
-    def __init__(self, writes: LostWrites, where: str) -> None:
+    def __init__(self, writes: LostWrites, where: str, *, reads: bool) -> None:
         super().__init__()
-        self.writes, self.where = writes, where
+        self.writes, self.where, self.reads = writes, where, reads
         self._names = {id(p): name for name, p in writes.module.named_parameters()}
         # id of p.data → itself, p. A reference that held it would hold the weights that DeepSpeed gathers.
         self._data: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        written = _written(function, args, kwargs) if self.writes.watches(self) else None
-        if written is not None and (line := _users_line()) is not None:
+        if (written := _written(function, args, kwargs)) is not None and (line := _users_line()) is not None:
             for tensor in written if isinstance(written, (list, tuple)) else [written]:
                 self._check(tensor, line)
+        if self.reads and _reads_values(function):
+            for tensor in chain.from_iterable(map(_listed, (*args, *kwargs.values()))):
+                if id(tensor) in self._names and _is_freed(tensor) and (line := _users_line()) is not None:
+                    self.writes.refuse_read(self._names[id(tensor)], f"{self.where} ({line})")
         result = function(*args, **kwargs)
         if getattr(function, "__self__", None) is Tensor.data and isinstance(result, Tensor):
             self._data[id(result)] = weakref.ref(result), args[0]
@@ -189,6 +188,22 @@ def _written(function: Any, args: Any, kwargs: Any) -> Any:
     if name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES:
         return args[0] if args else kwargs.get("input")
     return None
+
+
+def _reads_values(function: Any) -> bool:
+    """Whether this call of torch needs the values or the shape of its tensors."""
+    if getattr(function, "__name__", "") == "__get__":
+        return getattr(function, "__self__", None) in _OF_VALUES
+    return getattr(function, "__name__", "") not in (*_SAME_WHERE_EMPTY, "__set__")
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _is_freed(weight: Any) -> bool:
+    """Whether ZeRO-3 has freed this weight, or has not yet received it."""
+    return hasattr(weight, "ds_status") and weight.ds_status.name != "AVAILABLE"
 
 
 def _users_line() -> str | None:

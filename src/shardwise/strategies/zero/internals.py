@@ -139,6 +139,8 @@ def gathered(engine: Any, module: LightningModule, trained: list[nn.Parameter]) 
     whole = GatheredParameters([*frozen, *absent], modifier_rank=0)
     whole.__enter__()
     yield  # an error ends the run: DeepSpeed would refuse to free the layers that it left, and hide it
+    for p in (p for p in (*frozen, *absent) if p.ndim == 0):
+        p.data = p.data.reshape(1)  # DeepSpeed sends bytes, and torch cannot view a tensor without dimensions as such
     whole.__exit__(None, None, None)
     for p in available:  # DeepSpeed keeps a small one whole, and would gather its shard the next time
         shard = p.ds_tensor

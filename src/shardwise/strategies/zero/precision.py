@@ -17,6 +17,7 @@ from shardwise.plan import Plan
 from shardwise.step.precision_plugin import PlannedPrecision
 from shardwise.step.verdict import StepVerdict
 from shardwise.strategies.zero.internals import finish_writes
+from shardwise.strategies.zero.step_hooks import StepHooks
 
 
 class ZeroPrecision(PlannedPrecision):
@@ -25,12 +26,16 @@ class ZeroPrecision(PlannedPrecision):
     def __init__(self, plan: Plan, verdict: StepVerdict) -> None:
         super().__init__(plan, verdict)
         self.is_in_backward = False  # whether the step's own backward pass is running
+        self._step_hooks: StepHooks | None = None
         self._engine: Any = None
         self._explain: Callable[[], Exception] = RuntimeError
 
     def use(self, engine: Any, weights_are_sharded: Callable[[], Exception]) -> None:
         """Use `engine`. `weights_are_sharded`: makes the error for a step that needs a weight which is not there."""
         self._engine, self._explain = engine, weights_are_sharded
+
+    def call_around_steps(self, hooks: StepHooks) -> None:
+        self._step_hooks = hooks
 
     @property
     def loss_scale(self) -> float | None:
@@ -93,26 +98,28 @@ class ZeroPrecision(PlannedPrecision):
         self.gradients = []
         if not self.plan.precision.loss_scaling:
             self._engine.optimizer.check_grad_overflow = False  # see `watch_gradients`
-        self._engine.step()
-        finish_writes(self._engine.optimizer)
+        assert self._step_hooks is not None
+        with self._step_hooks.around(counts=lambda: bool(self._engine.skipped_steps == before)):
+            self._engine.step()
+            finish_writes(self._engine.optimizer)
         self.verdict.decide(skipped=self._engine.skipped_steps > before)
         norm = self._engine.get_global_grad_norm()
         self.gradient_norm = torch.as_tensor(float("inf") if norm is None else norm)
         return result
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        with _GradientsOutOfReach("on_after_backward", self.plan.strategy.name):
+        with GradientsOutOfReach("on_after_backward", self.plan.strategy.name):
             return super().post_backward(tensor, module)
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
-        with _GradientsOutOfReach("on_before_optimizer_step", self.plan.strategy.name):
+        with GradientsOutOfReach("on_before_optimizer_step", self.plan.strategy.name):
             super()._after_closure(model, optimizer)
 
     def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing, since the engine's step clips."""
 
 
-class _GradientsOutOfReach(TorchFunctionMode):
+class GradientsOutOfReach(TorchFunctionMode):
     """Refuses that a hook reads a parameter's gradient: there is none, or only that of one micro-batch."""
 
     def __init__(self, hook: str, strategy: str) -> None:

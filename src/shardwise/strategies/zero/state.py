@@ -96,7 +96,10 @@ class ZeroState(DTensorState):
         trained = self.trained_names()
         for name, p in self.module.named_parameters():
             if name in trained:
+                is_trained_now = p.requires_grad
+                p.requires_grad_(True)  # DeepSpeed finds no master of a weight that a hook has frozen
                 master = safe_get_full_fp32_param(p).detach().cpu().clone()
+                p.requires_grad_(is_trained_now)
                 # With bf16_true it gives fp32 copies of bf16 masters.
                 whole[name] = master.view(getattr(p, "ds_shape", p.shape)).to(self.flats[0].dtype)
             else:

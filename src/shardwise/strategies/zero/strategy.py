@@ -8,7 +8,6 @@ masters from rounded weights and skip a step in silence. This package undoes eac
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -26,23 +25,23 @@ from torch.optim import Optimizer
 
 from shardwise.distributed.collectives import broadcast_from_rank_zero
 from shardwise.errors import ConfigError
-from shardwise.lightning_internals.drawn_alike import is_of_training
-from shardwise.lightning_internals.hooks import current_hook
+from shardwise.lightning_internals.hook_analysis import looks_in_step
+from shardwise.lightning_internals.hooks import cost_of_looking, current_hook
 from shardwise.optim.deepspeed import import_deepspeed
 from shardwise.optim.optimizers import treats_weights_one_by_one
 from shardwise.parallel.functional_calls import refuse_functional_calls
 from shardwise.parallel.precision import dtype_of
 from shardwise.plan import Plan
-from shardwise.strategies.base import PlannedStrategy
 from shardwise.strategies.whole_weights import gives_tensors, tensors_in_objects, weights_are_sharded
 from shardwise.strategies.zero.engine import engine_config
 from shardwise.strategies.zero.frozen import FrozenUnderZero
+from shardwise.strategies.zero.groups import ParameterGroups
+from shardwise.strategies.zero.hooks import HooksUnderZero
 from shardwise.strategies.zero.initial import InitialValues
 from shardwise.strategies.zero.internals import (
     before_freeing,
     count_elements,
     full_shapes,
-    gathered,
     keep_gradients_until_reduced,
     kept_gathered,
     leaf_gradients_reduced_singly,
@@ -51,13 +50,14 @@ from shardwise.strategies.zero.internals import (
     without_broadcast,
     without_nested_tensors,
 )
-from shardwise.strategies.zero.precision import ZeroPrecision
+from shardwise.strategies.zero.precision import GradientsOutOfReach, ZeroPrecision
 from shardwise.strategies.zero.state import ZeroState
+from shardwise.strategies.zero.step_hooks import StepHooks
 from shardwise.strategies.zero.unused_parameters import gathered_as_one, touch_all
 from shardwise.weights.initialize import Materializer
 
 
-class ZeroStrategy(PlannedStrategy, DDPStrategy):
+class ZeroStrategy(HooksUnderZero, DDPStrategy):
     """Uses DDPStrategy for the processes and their group only. DeepSpeed wraps the module."""
 
     def __init__(self, plan: Plan) -> None:
@@ -87,8 +87,6 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         group_names: list[list[str]] = []
         if training:
             self._check_support(module, optimizers[0])
-            if self.lost_writes is not None:
-                self.lost_writes.watch_step_hooks(optimizers[0], from_the_start=self.plan.resume is None)
             names = {id(p): name for name, p in module.named_parameters()}
             for group in optimizers[0].param_groups:  # DeepSpeed cannot shard a parameter without elements
                 group["params"] = [p for p in group["params"] if count_elements(p)]
@@ -121,9 +119,21 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         keep_gradients_until_reduced(engine_optimizer)
         self.optimizers = [engine_optimizer]
         self.zero_state.use(engine_optimizer, group_names)
-        self._frozen = FrozenUnderZero(self.zero_state, self.plan.strategy.name)
+        name = self.plan.strategy.name
+        self._frozen = FrozenUnderZero(self.zero_state, name)
+        self.groups = ParameterGroups(self.zero_state, self.module_name, name)
+        step_hooks = StepHooks(
+            self.groups.optimizer, name, lambda hook: looks_in_step(hook, self.module, self.module),
+            partial(self.reduce_boolean_decision, all=False), self.whole_parameters, self._tell_of_cost,
+            lambda where: GradientsOutOfReach(where, name),
+        )  # fmt: skip
+        self.zero_precision.call_around_steps(step_hooks)
         self.zero_precision.watch_gradients(engine_optimizer)
         initial.fill(self.zero_state.master_parts(), self.zero_state.trained_names(), self.root_device)
+
+    def _tell_of_cost(self, hook: str, name: str | None) -> None:
+        if self.is_global_zero:
+            print(cost_of_looking(self.plan, hook, name), flush=True)
 
     def _make_sharded_state(self, module: LightningModule) -> ZeroState:
         # Before an average, for example, replaces the weights, what hooks have written into them is checked.
@@ -230,47 +240,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
     def engine(self) -> Any:
         return self.model
 
-    hides_weights = True
     scales_by_gradient = False  # the engine starts its backward pass by itself
-    _before_evaluation: dict[str, float] | None = None  # the norm of each trained weight
-
-    @contextmanager
-    def whole_parameters(self, hook: str) -> Iterator[None]:
-        """Gather the weights for a hook. It may write into frozen parameters, such as an average.
-
-        DeepSpeed's next step overwrites trained ones: who sets others for an evaluation puts them back at its end.
-        """
-        trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        with self._gathered(list(trained.values())):
-            before = _norms(trained)
-            yield
-            after = _norms(trained)
-        if is_of_training(hook) or hook.endswith("model_train"):  # that one comes at the end of an evaluation
-            self._refuse_writes(before, after, hook)
-        else:
-            self._before_evaluation = self._before_evaluation or before
-
-    def on_validation_end(self) -> None:
-        """Check the weights, after the hooks of module and callbacks."""
-        super().on_validation_end()
-        self._check_evaluation()
-
-    def _check_evaluation(self) -> None:
-        before, self._before_evaluation = self._before_evaluation, None
-        if before is not None:
-            trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-            with self._gathered(list(trained.values())):
-                self._refuse_writes(before, _norms(trained), "validation, and does not put back what was there")
-
-    def _refuse_writes(self, before: dict[str, float], after: dict[str, float], where: str) -> None:
-        # NaN differs from itself, and is no sign of a write.
-        changed = [name for name, norm in after.items() if norm != before[name] and not math.isnan(norm)]
-        if changed and self.state.is_training:
-            raise ConfigError(
-                f"{self.module_name} or a callback writes into {', '.join(changed[:4])} in {where}: under "
-                f"{self.plan.strategy.name} trained weights are in DeepSpeed's hands, and this would be lost; use "
-                f"strategy=ddp or fsdp"
-            )
 
     def _bytes_to_gather(self) -> int:
         if self.plan.strategy.zero_stage < 3:
@@ -280,20 +250,3 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
 
     def _gathering(self) -> AbstractContextManager[None]:
         return kept_gathered(self.model, self.module)
-
-    @contextmanager
-    def _gathered(self, trained: list[nn.Parameter]) -> Iterator[None]:
-        if self.plan.strategy.zero_stage < 3:
-            yield
-            return
-        with gathered(self.model, self.module, trained):
-            yield
-
-
-def _norms(parameters: dict[str, nn.Parameter]) -> dict[str, float]:
-    """One number for each tensor, which shows a write through p.data."""
-    filled = {name: p.detach() for name, p in parameters.items() if p.numel()}
-    if not filled:
-        return {}
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(filled.values()))])
-    return dict(zip(filled, norms.tolist(), strict=True))
