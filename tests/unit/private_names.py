@@ -136,7 +136,7 @@ USED = {
     "strategies/pipelined_buffers.py": "_buffers _version",
     "strategies/step_on_shards.py": "_local_tensor",
     "strategies/fsdp_gathering.py": "_fully_shard _get_fsdp_state _get_post_forward_mesh_info",
-    "strategies/lost_writes.py": ("_base _dynamo _local_tensor _optimizer_step_post_hooks _optimizer_step_pre_hooks"),
+    "strategies/lost_writes.py": "_base _dynamo _local_tensor",
     "strategies/of_parts.py": "_get_total_norm",
     "strategies/fsdp_scalars.py": "_post_accumulate_grad_hooks",
     "strategies/whole_weights.py": (
