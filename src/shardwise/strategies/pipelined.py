@@ -158,6 +158,9 @@ class PipelinedStrategy(PipelinedLogs):
         self.window.end()
         return closure_loss.detach()
 
+    def _settle_last(self) -> None:
+        """Not behind the backward pass of each stage: `backward` does it once, when all have ended."""
+
     def shapes(self, micro_batch: int) -> Hashable:
         return shapes_in(self.window.batches[micro_batch])
 
