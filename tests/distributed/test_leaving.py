@@ -134,6 +134,7 @@ def test_a_tracker_that_is_gone_does_not_take_its_run_along(home: Path) -> None:
 def test_what_broke_is_said_once_and_the_rest_is_in_files(home: Path) -> None:
     done = check(run(home, *BROKEN, "+module.does=raises", "name=raised"), 1)
     said = 'error: ValueError: broken by hand\n  in training_step, odd.py line 14: raise ValueError("broken by hand")\n'
+    said += "  name=raised resume=auto goes on from step-00000002.ckpt\n"
     assert done.stderr == said + "  the whole traceback is in runs/raised/logs/rank-00001.log\n"
     assert "Traceback (most recent call last)" in log(home, "raised", 1)
 
