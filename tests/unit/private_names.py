@@ -70,9 +70,10 @@ USED = {
     "lightning_internals/logged.py": "_ResultCollection _results",
     "lightning_internals/results.py": (
         "_LoggerConnector _Metadata _ResultMetric _Sync _callback_metrics _combined_loader "
-        "_computed _copy_state_dict _current_fx_name _defaults _first_loop_iter _forked_name _forward_cache _get_cache "
-        "_logger_connector _results _update_count"
+        "_current_fx_name _defaults _first_loop_iter _forked_name _forward_cache _get_cache _logger_connector _results "
+        "_update_count"
     ),
+    "lightning_internals/padding.py": "_ResultMetric _copy_state_dict _defaults _reductions _results _update_count",
     "lightning_internals/resume_validation.py": "_call_lightning_module_hook _first_loop_iter _logger_connector",
     "metrics/wandb_logger.py": "_wandb_init",
     "nn/attention.py": "_fused_sdp_choice",
@@ -246,7 +247,7 @@ NAMES = {
     "_get_cache": name(f"{LOGGING}.result._ResultCollection", "its value", "(result_metric, on_step)"),
     "_forward_cache": name(METRIC, "the value of the last micro-batch"),
     "_update_count": name(METRIC, "a padding batch leaves no trace in metrics"),
-    "_computed": name(METRIC, "a padding batch leaves no trace in metrics"),
+    "_reductions": name(METRIC, "whether a list without a padding batch's elements can be gathered"),
     "_copy_state_dict": name(METRIC, "a padding batch leaves no trace in metrics", "(self)"),
     "_defaults": name(
         METRIC, "a padding batch leaves no trace in metrics; and which of a metric's attributes are state"

@@ -38,6 +38,7 @@ _original_module_hook, _original_strategy_hook = call._call_lightning_module_hoo
 # LightningModule's own versions of these hooks do nothing.
 _EMPTY = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward",
           "on_after_backward", "on_before_optimizer_step")  # fmt: skip
+_ENDS_OF_EVALUATION = ("on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
 _END = "on_train_batch_end"  # checkpoints are saved after the module's own hook
 
 
@@ -246,6 +247,8 @@ def _module_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any
             output = _original_module_hook(trainer, hook_name, *args, **kwargs)
         else:
             output = _named(module, hook_name, module, *args, **kwargs)
+    if hook_name in _ENDS_OF_EVALUATION and hasattr(trainer, "_callbacks_with"):
+        trainer.strategy.end_evaluation_batch()  # callbacks have been called before
     if hook_name == "on_train_batch_start" and output == -1 and hasattr(trainer, "_callbacks_with"):
         raise ConfigError(
             f"{trainer.strategy.module_name}.on_train_batch_start returned -1, which skips the rest of the epoch: here "

@@ -251,30 +251,6 @@ def restore_logged(trainer: Trainer, saved: dict[str, Any]) -> None:
 
 
 @contextmanager
-def unrecorded(module: LightningModule) -> Iterator[None]:
-    """Run a step whose results do not count.
-
-    What it logs is registered with a weight of zero, so that a rank that runs only padding takes part in the reductions
-    at the end of the epoch.
-    """
-    results: dict[str, Any] = {} if module.trainer._results is None else module.trainer._results  # predict has none
-    known = set(map(id, results.values()))
-    metrics = [m for m in (*module.modules(), *results.values()) if isinstance(m, Metric)]
-    states = [(m, m._copy_state_dict(), m._update_count, m._computed) for m in metrics]
-    yield
-    for metric, state, count, computed in states:
-        for name, value in state.items():
-            if value == [] and (added := getattr(metric, name)):
-                value = [tensor[:0] for tensor in added]  # empty, but with the dtype that other ranks gather
-            setattr(metric, name, value)
-        metric._update_count, metric._computed = max(1, count), computed  # torchmetrics warns at 0
-    for result in results.values():
-        if isinstance(result, _ResultMetric) and id(result) not in known and result.is_tensor:
-            for name, default in result._defaults.items():
-                setattr(result, name, torch.full_like(getattr(result, name), float(cast(Tensor, default))))
-
-
-@contextmanager
 def in_micro_batch(trainer: Trainer, number: int, micro_batches: int, batch: Any) -> Iterator[None]:
     """Let `self.log` take what it is given for a value of that micro-batch of the window, the last of which is current.
 

@@ -7,7 +7,6 @@ hooks that it implements differently.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,7 +30,6 @@ from shardwise.distributed.process_group import group_timeout
 from shardwise.distributed.rng import derived_seed, random_state, seed_streams, set_random_state
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals import counters
-from shardwise.lightning_internals.results import unrecorded
 from shardwise.optim.optimizers import check_one_owner, step_schedules_unless
 from shardwise.parallel.activation_checkpointing import explain, without_caches
 from shardwise.parallel.parallelize import copy_outside_units, parallelize
@@ -49,6 +47,7 @@ from shardwise.strategies.checkpoint_hooks import CheckpointHooks
 from shardwise.strategies.copied_parameters import CopiedParameters
 from shardwise.strategies.divided_sequences import DividedSequences
 from shardwise.strategies.gathered import GatheringHooks
+from shardwise.strategies.padded_evaluations import PaddedEvaluations
 from shardwise.strategies.refusals import ChecksLoaders, FrozenForGood, refuse_parameters
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.whole_weights import check_loss
@@ -56,7 +55,13 @@ from shardwise.weights.init_from import read_initial
 
 
 class PlannedStrategy(
-    CheckpointHooks, CopiedParameters, DividedSequences, GatheringHooks, ChecksLoaders, ParallelStrategy
+    CheckpointHooks,
+    CopiedParameters,
+    DividedSequences,
+    GatheringHooks,
+    ChecksLoaders,
+    PaddedEvaluations,
+    ParallelStrategy,
 ):
     """The hooks that are the same under every strategy. Each strategy mixes them into one of Lightning's."""
 
@@ -75,7 +80,7 @@ class PlannedStrategy(
         self.learning_rate = float("nan")  # that of the first parameter group in the last step
         self._outside_units: list[ParameterSites] = []  # copied in low precision in each step
         self._frozen = FrozenForGood()
-        self._paddings: deque[bool] = deque()  # whether each evaluation batch that the loader gave is padding
+        self._prepare_padding()
         self._prepare_evaluations()
         self._transfer: BatchTransfer | None = None
         self._file_group: dist.ProcessGroup | None = None
@@ -178,6 +183,7 @@ class PlannedStrategy(
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         self._seed_batch()
+        self._begin_padding(self.module.trainer)
         if self._transfer is None:
             data = getattr(self.module.trainer, "datamodule", None)
             self._transfer = BatchTransfer(self.root_device, self.module, *([data] if data else []))
@@ -220,14 +226,6 @@ class PlannedStrategy(
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("predict_step", *args, **kwargs)
-
-    def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        self._begin_evaluation()
-        if not self._paddings.popleft():
-            return self.watched(name, lambda: self._run_step(name, *args, **kwargs))
-        with unrecorded(self.module):
-            self._run_step(name, *args, **kwargs)
-        return None
 
     def on_train_start(self) -> None:
         # Every rank built the model from the same random stream, but dropout must differ between ranks.
