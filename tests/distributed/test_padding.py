@@ -144,7 +144,7 @@ def plan_for(folder: Path, *words: str) -> Plan:
         f"+callbacks.counts._target_={__name__}.Counts", "data.batch_size=${micro_batch_size}",
         f"runs_dir={folder.parent}", f"name={folder.name}", "accelerator=cpu", f"devices={RANKS}",
         f"max_epochs={EPOCHS}", "global_batch_size=4", "micro_batch_size=2", "checkpoint=none",
-        "checkpoint.monitor=null", *words,
+        "checkpoint.monitor=null", "strategy.timeout_minutes=1", *words,
     ]  # fmt: skip
     return make_plan(compose(argv).jobs[0].config, Host(cuda_devices=0))
 
