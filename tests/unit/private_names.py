@@ -91,6 +91,7 @@ USED = {
     "parallel/context_hugging_face.py": "_attn_implementation _global_mapping",
     "parallel/context_parallel.py": "_c10d_functional",
     "parallel/hugging_face_models.py": "_attn_implementation _supports_attention_backend",
+    "parallel/divided_layer_checks.py": "_backward_hooks _backward_pre_hooks _dynamo _forward_hooks _forward_pre_hooks",
     "parallel/float8.py": (
         "_aot_autograd _axiswise_dim _data _dynamo _foreach_norm _functorch _local_tensor _orig_dtype _parameters "
         "_scale"
@@ -415,7 +416,10 @@ NAMES = {
     "_modules": name(MODULE, "a hook that reaches for it may look at weights"),
     "_orig_mod": name("torch._dynamo.OptimizedModule", "torch.compile(layer) puts it into the names of weights"),
     "_non_persistent_buffers_set": name(MODULE, "which buffers a checkpoint leaves out"),
-    "_backward_hooks": name("torch.Tensor", "a tensor with hooks is pickled without them"),
+    "_backward_hooks": name("torch.Tensor " + MODULE, "a tensor with hooks is pickled without them; hooks on parts"),
+    "_backward_pre_hooks": name(MODULE, "hooks that would see a part of a gradient are refused"),
+    "_forward_hooks": name(MODULE, "hooks that would see a part of an output are refused"),
+    "_forward_pre_hooks": name(MODULE, "hooks that would see a part of an input are refused"),
     "_version": name("torch.Tensor", "whether somebody has written into it"),
     "_is_root": name(STATE, "a pass with nothing to differentiate ends as others do, which the root does"),
     "_base": name("torch.Tensor", "of which weight a tensor is a part, where a write into it would be lost"),

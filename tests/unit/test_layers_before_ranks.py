@@ -132,7 +132,11 @@ class Large(LightningModule):
         ),
         ("Loose", TENSOR, "tensor_parallel_layers says nothing of model, which owns model.scale: name it, 'norm' for"),
         ("Packed", TENSOR, "blocks.0.attention.wq is 'column' and has 72 outputs, and the 'row' behind it takes 24: "),
-        ("Stretches", TENSOR, "model.blocks.0.feed_forward.w2 is 'row' and owns scale, besides a weight and a bias; "),
+        (
+            "Stretches",
+            TENSOR,
+            r"feed_forward.w2 \(Stretched\) owns scale besides a weight and a bias, and each .* plain nn.Linear is ",
+        ),
         ("Odd", TENSOR, r"^strategy.tensor_parallel_size=2 does not divide the 45 rows of model.blocks.1.feed_forward"),
         ("Shallow", PIPELINE, "^strategy.pipeline_parallel_size=2 makes 2 stages .* and LanguageModel has 1"),
     ],

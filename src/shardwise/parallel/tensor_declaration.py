@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ConfigError, a_or_an
-from shardwise.parallel.divided_layers import BY_SAMPLE, CLASSES, COLUMNS, WORDS
+from shardwise.parallel.divided_layers import BY_SAMPLE, CLASSES, WORDS
 from shardwise.protocols import tensor_parallel_layers_of
 
 # A parameter's id → the layers that own it: name, word, and the parameter's name there
@@ -58,7 +58,7 @@ def check_said(module: nn.Module, owners: Owners, names: dict[int, str]) -> None
         ConfigError
     """
     for of, sites in owners.items():
-        for layer, word, key in sites:
+        for layer, word, _ in sites:
             if word == "gather":
                 raise ConfigError(
                     f"{type(module).__name__}.tensor_parallel_layers: {layer} is 'gather' and owns {names[of]}, which "
@@ -68,11 +68,6 @@ def check_said(module: nn.Module, owners: Owners, names: dict[int, str]) -> None
                 raise ConfigError(
                     f"{type(module).__name__}.tensor_parallel_layers says nothing of {layer or 'the module'}, which "
                     f"owns {names[of]}: name it, 'norm' for a layer with whole weights that sees a part of the sequence"
-                )
-            if word in (*COLUMNS, "row") and key not in ("weight", "bias"):
-                raise ConfigError(
-                    f"tensor_parallel_layers: {layer} is {word!r} and owns {key}, besides a weight and a bias; keep it "
-                    f"in a layer of its own"
                 )
 
 

@@ -21,6 +21,7 @@ from shardwise.distributed.dtensor import local_part
 from shardwise.distributed.parameters import keep_notes
 from shardwise.errors import ConfigError
 from shardwise.nn.peers import Between, Peers, share_of
+from shardwise.parallel.divided_layer_checks import check_layers, withhold_inputs
 from shardwise.parallel.divided_layers import (
     BY_SAMPLE,
     DIVIDES_ACTIVATIONS,
@@ -73,10 +74,19 @@ class TensorParallel:
         }
         self._done: set[int] = set()  # ids of layers
         self._copies: CheckedCopies | None = None
-        self._loss_is_checked = False
+        self._layers_are_checked = self._loss_is_checked = False
 
     def begin_batch(self) -> None:
-        """Before each training step: all of its passes divide the same dim."""
+        """Before each training step: all of its passes divide the same dim.
+
+        Raises:
+            ConfigError: a layer was changed after set-up, or has a hook that would see a part of something.
+        """
+        if not self._layers_are_checked:
+            self._layers_are_checked = True
+            check_layers(self.module, self.layers, self.peers.size, are_wrapped=True)
+            for name, layer in self.module.named_modules():
+                withhold_inputs(layer, name, self.layers.get(name, ""))
         self._between.begin_batch()
 
     def check_loss(self, loss: Tensor) -> None:
@@ -113,6 +123,7 @@ class TensorParallel:
         for inner, layer in part.named_modules(prefix=name):
             if (word := self.layers.get(inner)) is not None:
                 WRAPPERS[self._embedding if word == BY_SAMPLE else word](layer, self.peers, self._between)
+                withhold_inputs(layer, inner, word)
 
     def draw_apart(self, draws: OwnDraws, units: Units) -> None:
         """Let each rank draw its own random numbers where it has a part of the sequence or of the heads."""
@@ -197,6 +208,7 @@ def divided_layers(layers: dict[str, str]) -> dict[str, int]:
 def find_division(module: nn.Module, ranks: int) -> Division:
     """Raises: ConfigError: the module does not say what its layers are, or says what they cannot be."""
     layers, follows_plan = layers_of(module, ranks)
+    check_layers(module, layers, ranks)
     names = {id(p): name for name, p in module.named_parameters()}
     owners: Owners = {}
     dims, seen_in_part = dict[str, int](), set[str]()

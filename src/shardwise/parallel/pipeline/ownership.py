@@ -42,9 +42,10 @@ class Ownership:
                     f"no stage of a pipeline can own it: move them into a layer of their own, or {_ONE}"
                 )
             if first < order[dotted] < last:
+                behind = next(unit for unit, _ in units.modules if order[unit] > order[dotted])
                 raise ConfigError(
-                    f"{name}: {dotted} is defined between the layers that repeat: two stacks of layers are not one "
-                    f"pipeline; {_ONE}"
+                    f"{name}: {dotted} is defined between the layers that repeat, of which {behind} is behind it: two "
+                    f"stacks of layers, such as those of a model and of its teacher, are not one pipeline; {_ONE}"
                 )
             self.outside.append((dotted, layer, 0 if order[dotted] < first else self.count - 1))
         self._check_ties(name, module, inside)
