@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from recipes.language_modeling.model import Transformer
 from recipes.language_modeling.module import LanguageModel
 from shardwise.config.compose import compose
+from shardwise.errors import ConfigError
+from shardwise.parallel.pipeline.ownership import Ownership
 from shardwise.parallel.units import find_units
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.plan.decoder import decoder_of
@@ -65,3 +67,12 @@ def test_an_embedding_costs_nothing_and_a_head_what_it_multiplies() -> None:
     assert decoder_of(made) is None
     assert cut(Own([1000, 1000, 4, 4], 1), made) == (2, 2)
     assert cut(Own([4, 4, 4, 4], 8), made) == (3, 1)
+
+
+def test_a_second_model_is_named() -> None:
+    module = Own([4, 4], head=4)
+    module.teacher = Own([4, 4], head=4)
+    with pytest.raises(
+        ConfigError, match=r"^Own: head is defined .* of which teacher.layers.0 is behind it: two stacks"
+    ):
+        Ownership(module, find_units(module), (2, 2), [0])
