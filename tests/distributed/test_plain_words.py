@@ -46,10 +46,7 @@ LR = [*WORDS, "module._target_=mine.Unoptimized", "devices=1", "global_batch_siz
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = make_home(tmp_path_factory.mktemp("words"))
-    with (home / "mine.py").open("a") as file:
-        file.write(PICKY)
-    return home
+    return make_home(tmp_path_factory.mktemp("words"), PICKY)
 
 
 @pytest.mark.parametrize(

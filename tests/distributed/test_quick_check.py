@@ -34,10 +34,7 @@ class All(Data):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = make_home(tmp_path_factory.mktemp("quick"))
-    with (home / "mine.py").open("a") as file:
-        file.write(STAGES)
-    return home
+    return make_home(tmp_path_factory.mktemp("quick"), STAGES)
 
 
 def test_a_quick_check_runs_every_stage_and_keeps_nothing(home: Path) -> None:

@@ -24,7 +24,7 @@ from shardwise.metrics.telemetry import Gpu
 from shardwise.run_dir.events import read_events
 from shardwise.run_dir.rows import read_rows
 from tests.harness.cells import cell_plan, fit
-from tests.harness.commands import MINE, OWN, make_home, run
+from tests.harness.commands import OWN, make_home, run
 from tests.harness.nvml import PCI, UUID, FakeNvml, answering
 from tests.harness.processes import spawn
 
@@ -168,8 +168,7 @@ class Killer(Callback):
 
 
 def test_the_launcher_removes_the_files_of_a_killed_rank(tmp_path: Path) -> None:
-    home = make_home(tmp_path)
-    (home / "mine.py").write_text(MINE + KILLER)
+    home = make_home(tmp_path, KILLER)
     (home / "site").mkdir()
     words = ["callbacks.killer._target_=mine.Killer", "max_steps=9", "log_every_n_steps=1", "checkpoint=none",
              "metrics.prometheus=textfile", "metrics.prometheus_directory=site", "name=killed"]  # fmt: skip

@@ -59,10 +59,10 @@ class Data(LightningDataModule):
 """
 
 
-def make_home(folder: Path) -> Path:
-    """A user's folder: mine.py and token shards of 20 training and 7 validation sequences."""
+def make_home(folder: Path, more: str = "") -> Path:
+    """A user's folder: mine.py, with `more` in it, and token shards of 20 training and 7 validation sequences."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "mine.py").write_text(MINE)
+    (folder / "mine.py").write_text(MINE + more)
     tokens = np.random.default_rng(0).integers(97, 123, 2000)
     write_token_shards(
         folder / "shards",

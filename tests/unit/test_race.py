@@ -357,6 +357,11 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     lines = performance.TABLES["race_1"]()
     assert [line for line in lines if line.startswith("On ")] == ["On 1 × NVIDIA H200:", "On 1 × NVIDIA H100:"]
     assert sum(line.startswith("| micro-batch 4 |") for line in lines) == 1, "not run in one table, and run in another"
+    theirs = card_of("torchtitan 0.2.2", 50_000.0, environment=other["environment"])
+    for more, said in (([], "not run"), ([card_of("ours", 9e9, error="out of memory")], "failed")):
+        results.write(tmp_path / "race-h100-x1.json", content | {"cards": [theirs, *more]})
+        row = [line for line in performance.TABLES["race_1"]() if line.startswith("| micro-batch 2 |")][1]
+        assert row == f"| micro-batch 2 | 50,000 | | | 1.08 | | | 42.0 / – | ours: {said} |"
     (tmp_path / "race-h100-x1.json").unlink()
     results.write(tmp_path / "race-h200-x1.json", content | {"tiny": True})
     assert performance.TABLES["race_1"]() == ["Not run yet."]

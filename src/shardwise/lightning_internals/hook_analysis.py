@@ -58,7 +58,12 @@ def may_look(hook: str) -> bool:
 
 def runs_own_code(hook: str, module: LightningModule) -> bool:
     """Whether `hook`, one of `NOT_GATHERED`, runs code that is not Lightning's, if it is called."""
-    return hook not in _OF_LIGHTNING or is_overridden(hook, module) or hook in vars(module)
+    return hook not in _OF_LIGHTNING or has_own(hook, module)
+
+
+def has_own(hook: str, module: LightningModule) -> bool:
+    """Whether the module has overridden the hook, in its class or by an attribute."""
+    return is_overridden(hook, module) or hook in vars(module)
 
 
 def may_run_layers(hook: str, automatic: bool) -> bool:

@@ -24,6 +24,7 @@ from shardwise.errors import ConfigError, class_name
 from shardwise.lightning_internals.drawn_alike import draw_alike_in_steps, drawn_alike, is_of_training
 from shardwise.lightning_internals.hook_analysis import (
     LOOK_AT_GRADIENTS,
+    has_own,
     looks_at_weights,
     may_look,
     may_run_layers,
@@ -109,9 +110,9 @@ def _callback_hooks(trainer: Any, hook_name: str, *args: Any, monitoring_callbac
     if hook_name == "on_train_start":  # after the set-up all hooks are known
         known.clear()
         module = trainer.lightning_module
-        idle = {name for name in _EMPTY if not _has(module, name)}
+        idle = {name for name in _EMPTY if not has_own(name, module)}
         if module.automatic_optimization and not (
-            _has(module, "optimizer_step") or _has(module, "optimizer_zero_grad")
+            has_own("optimizer_step", module) or has_own("optimizer_zero_grad", module)
         ):
             idle.add("optimizer_zero_grad")  # the strategy does it after each step
         trainer._idle_hooks = idle
@@ -216,14 +217,9 @@ def _is_fast(trainer: Any) -> bool:
     return hasattr(trainer, "_callbacks_with") and isinstance(trainer.profiler, Unprofiled)
 
 
-def _has(module: LightningModule, hook_name: str) -> bool:
-    """Whether the module has overridden the hook, in its class or by an attribute."""
-    return is_overridden(hook_name, module) or hook_name in vars(module)
-
-
 def is_hooked(trainer: Any, hook_name: str) -> bool:
     """Whether a callback or the module does something in this hook."""
-    return any(_having(trainer, hook_name)) or _has(trainer.lightning_module, hook_name)
+    return any(_having(trainer, hook_name)) or has_own(hook_name, trainer.lightning_module)
 
 
 def current_hook(module: LightningModule) -> str | None:

@@ -18,13 +18,7 @@ from shardwise.errors import ConfigError, class_name
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _MOST = 10_000  # a container of more elements has data in it, and no metrics
-_LIBRARIES = {
-    "builtins",
-    "lightning",
-    "shardwise",
-    "torch",
-    "torchmetrics",
-}  # their objects have none of a user's
+_LIBRARIES = ("builtins", "lightning", "shardwise", "torch", "torchmetrics")  # their objects have none of a user's
 
 
 class PaddingBatch:

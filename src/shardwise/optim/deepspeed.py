@@ -24,7 +24,7 @@ def import_deepspeed(plan: Plan) -> Any:
     watch_builds()
     # These print, by no log: that an operator is built, and how much memory is in use at each step of the set-up
     for name in ("deepspeed.comm.torch", "deepspeed.runtime.utils"):
-        vars(import_module(name))["print"] = lambda *_: None
+        vars(import_module(name))["print"] = lambda *_, **__: None
     deepspeed.utils.logging.logger.setLevel(logging.WARNING)
     return deepspeed
 

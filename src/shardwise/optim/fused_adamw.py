@@ -32,8 +32,7 @@ def use_one_kernel() -> None:
 
     def fused_adamw_(params: list[Tensor], grads: list[Tensor], first: list[Tensor], second: list[Tensor],
                      largest: list[Tensor], steps: list[Tensor], **options: Any) -> None:  # fmt: skip
-        takes = not largest and takes_all([params, grads, first, second], options)
-        if takes:
+        if not largest and takes_all([params, grads, first, second], options):
             step_at_once(params, grads, first, second, steps, **options)
         else:
             plain(params, grads, first, second, largest, steps, **options)
