@@ -19,7 +19,6 @@ from shardwise.accelerator import current_device, records_graph
 
 LEAST = 2**25  # elements, below which a step is short and the host's part of it counts
 CHUNK = 1024  # elements that one program of the kernel has
-BLOCK = 1024  # of them at once
 WARPS = 4
 
 
@@ -85,7 +84,7 @@ def step_at_once(
     divisor = torch.ones((), device=device) if grad_scale is None else grad_scale
     adamw[(len(chunks) // 2,)](
         addresses, chunks, lengths, rates, roots, nothing, divisor, len(params), 1 - lr * weight_decay, beta1,
-        1 - beta1, beta2, 1 - beta2, eps, CHUNK=CHUNK, BLOCK=BLOCK, ALIGNED=all(p % 16 == 0 for p in pointers),
+        1 - beta1, beta2, 1 - beta2, eps, CHUNK=CHUNK, ALIGNED=all(p % 16 == 0 for p in pointers),
         num_warps=WARPS,
     )  # fmt: skip
     torch.autograd.graph.increment_version([*params, *first, *second])  # as torch's own do

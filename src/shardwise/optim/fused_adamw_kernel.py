@@ -7,7 +7,7 @@ import triton.language as tl
 @triton.jit  # type: ignore[untyped-decorator]
 def adamw(  # type: ignore[no-untyped-def]
     addresses, chunks, lengths, rates, roots, nothing, divisor, count, keep, beta1, rest1, beta2, rest2, eps,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     if tl.load(nothing) == 0:
         which = tl.load(chunks + 2 * tl.program_id(0))
@@ -21,30 +21,26 @@ def adamw(  # type: ignore[no-untyped-def]
             m, v = tl.multiple_of(m, 16), tl.multiple_of(v, 16)
         length = tl.load(lengths + which)
         rate, root, by = tl.load(rates + which), tl.load(roots + which), tl.load(divisor)
-        whole = begin + CHUNK <= length
-        for i in range(0, CHUNK, BLOCK):
-            at = begin + i + tl.arange(0, BLOCK)
-            if whole:
-                weight, gradient = tl.load(p + at), tl.load(g + at)
-                first, second = tl.load(m + at), tl.load(v + at)
-            else:
-                inside = at < length
-                weight, gradient = tl.load(p + at, mask=inside), tl.load(g + at, mask=inside)
-                first, second = tl.load(m + at, mask=inside), tl.load(v + at, mask=inside)
-            gradient = tl.div_rn(gradient, tl.full([BLOCK], 1.0, tl.float32) * by)
-            first = beta1 * first + rest1 * gradient
-            second = beta2 * second + rest2 * gradient * gradient
-            weight = keep * weight - rate * first / (tl.sqrt_rn(second) / root + eps)
-            if whole:
-                tl.store(p + at, weight)
-                tl.store(m + at, first)
-                tl.store(v + at, second)
-                if by != 1:
-                    tl.store(g + at, gradient)
-            else:
-                inside = at < length
-                tl.store(p + at, weight, mask=inside)
-                tl.store(m + at, first, mask=inside)
-                tl.store(v + at, second, mask=inside)
-                if by != 1:
-                    tl.store(g + at, gradient, mask=inside)
+        at = begin + tl.arange(0, CHUNK)
+        if begin + CHUNK <= length:  # without a mask the loads are of 16 bytes
+            _step(p + at, g + at, m + at, v + at, None, rate, root, by, keep, beta1, rest1, beta2, rest2, eps, CHUNK)
+        else:
+            inside = at < length
+            _step(p + at, g + at, m + at, v + at, inside, rate, root, by, keep, beta1, rest1, beta2, rest2, eps, CHUNK)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _step(  # type: ignore[no-untyped-def]
+    p, g, m, v, inside, rate, root, by, keep, beta1, rest1, beta2, rest2, eps, CHUNK: tl.constexpr
+):  # fmt: skip
+    weight, gradient = tl.load(p, mask=inside), tl.load(g, mask=inside)
+    first, second = tl.load(m, mask=inside), tl.load(v, mask=inside)
+    gradient = tl.div_rn(gradient, tl.full([CHUNK], 1.0, tl.float32) * by)
+    first = beta1 * first + rest1 * gradient
+    second = beta2 * second + rest2 * gradient * gradient
+    weight = keep * weight - rate * first / (tl.sqrt_rn(second) / root + eps)
+    tl.store(p, weight, mask=inside)
+    tl.store(m, first, mask=inside)
+    tl.store(v, second, mask=inside)
+    if by != 1:
+        tl.store(g, gradient, mask=inside)
