@@ -58,6 +58,8 @@ STEPS = WARM_UP + QUIET + (SAVES - 1) * STRIDE + BEHIND
 class Watch(Callback):
     """Saves at its steps, after every other callback. Does not wait for the device between the steps that it times."""
 
+    ends_step = True  # the step is recorded before it is saved, as in a run's own saving
+
     def __init__(self, plan: Plan, device: torch.device, one_at_a_time: bool) -> None:
         self.saving, self.device, self.run_dir = Saving(plan), device, plan.run_dir
         self.one_at_a_time = one_at_a_time
