@@ -121,8 +121,8 @@ class Guard(Callback):
             self.read_all(trainer)
             raise NonFiniteError(
                 f"{self.scaler_skips} steps in a row had gradients that are not finite, and the loss scale is down to "
-                f"{strategy.planned_precision.loss_scale:g}: it is not the scale; use precision=bf16, or a smaller "
-                f"optimizer.lr"
+                f"{strategy.planned_precision.loss_scale:g}: it is not the scale; use precision=bf16, or start "
+                f"a new run with a smaller optimizer.lr"
             )
 
     def _read(self, trainer: Trainer, step: StepRecord) -> None:
@@ -165,8 +165,8 @@ class Guard(Callback):
         if len(guard.pass_over) >= guard.max_in_a_row:
             raise NonFiniteError(
                 f"{message} {len(self.before)}, after {count(len(guard.pass_over), 'window')} passed over: "
-                f"guard.max_in_a_row={guard.max_in_a_row}; use a smaller optimizer.lr, or look at the data "
-                f"(guard.jsonl names its samples)"
+                f"guard.max_in_a_row={guard.max_in_a_row}; start a new run with a smaller optimizer.lr, or look at the "
+                f"data (guard.jsonl names its samples)"
             )
         self.saving.wait_for_save(trainer)
         self._print(trainer, f"{message} {len(self.before)}: back to the last checkpoint, without its window")
@@ -189,7 +189,7 @@ class Guard(Callback):
             more = f"at most guard.max_in_a_row={guard.max_in_a_row} are passed over"
         raise NonFiniteError(
             f"{message}{row}. {saved} Every sample is named in {Path(self.plan.run_dir) / GUARD}. "
-            f"{more}; a smaller optimizer.lr, gradient_clip_val= or precision=bf16 may avoid them"
+            f"{more}; gradient_clip_val=, precision=bf16 or a new run with a smaller optimizer.lr may avoid them"
         )
 
     def _stop_after_step(self, trainer: Trainer, step: StepRecord, loss: float) -> None:
