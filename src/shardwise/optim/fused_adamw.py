@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.accelerator import current_device, records_graph
 
-LEAST = 2**25  # elements, below which a step is short and the host's part of it counts
+LEAST = 2**29  # elements, below which the kernel gains less than the host takes longer to launch it
 CHUNK = 1024  # elements that one program of the kernel has
 WARPS = 4
 
