@@ -69,6 +69,16 @@ def test_rows_may_have_several_dims_and_no_target_may_count() -> None:
     assert not loss and of_hidden.shape == (0, 12) and not of_weight.any()
 
 
+@pytest.mark.parametrize("target", [-1, -101, 7, 2**40])
+def test_a_target_that_is_not_of_the_vocabulary_is_refused(target: int) -> None:
+    hidden, weight = torch.randn(4, 3), torch.randn(7, 3)
+    targets = torch.tensor([0, 6, target, -100])
+    with pytest.raises(ConfigError, match=f"a target is {target}: targets are from 0 to 6, and -100 where none"):
+        linear_cross_entropy(hidden, weight, targets)
+    with pytest.raises(IndexError):  # torch's own
+        linear_cross_entropy(hidden, weight, targets, loss="full")
+
+
 def test_in_16_bits_chunks_lose_no_more_than_the_whole() -> None:
     """The weight's gradient adds up in fp32 over 64 chunks: in bf16 its small parts would be lost."""
     inputs = drawn(512, 16, 64, torch.bfloat16)

@@ -53,7 +53,7 @@ def linear_cross_entropy(
 
     Raises:
         ConfigError: "fused" cannot run here, or a gradient of "chunked" or "fused" is differentiated, or `weight` has
-            other tokens than `part`.
+            other tokens than `part`, or a target is no token (on GPUs CUDA asserts it; "full" with `part` gives nan).
     """
     if part is not None and len(weight) != part.tokens:
         raise ConfigError(
@@ -67,6 +67,7 @@ def linear_cross_entropy(
         if part is not None:
             counts = targets.flatten() != IGNORE
             losses = part.losses(logits.flatten(0, -2), targets.flatten())
+            losses = torch.where(_within(targets.flatten(), part.whole), losses, torch.nan)
             summed: Tensor = torch.where(counts, losses, 0.0).sum() / (1 if reduction == "sum" else counts.sum())
             return summed
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction=reduction)
@@ -111,6 +112,7 @@ def _summed(
     that divide the `vocabulary`; "": nobody does.
     """
     part = VocabularyPart(Peers(group, rank, ranks), vocabulary) if group else None
+    _check(targets, vocabulary or len(weight))
     rows = _rows_of(loss, hidden, weight, part)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     losses = hidden.new_empty(len(hidden), dtype=wide)
@@ -197,6 +199,21 @@ def _compiled_scaling() -> Callable[..., Tensor]:
         return (gradient * scale.reshape(1, 1)).to(dtype)
 
     return torch.compile(scaled, dynamic=True)
+
+
+def _within(targets: Tensor, vocabulary: int) -> Tensor:
+    """Which targets are of the vocabulary, or do not count."""
+    return (targets == IGNORE) | ((targets >= 0) & (targets < vocabulary))
+
+
+def _check(targets: Tensor, vocabulary: int) -> None:
+    """Refuse other targets, without waiting for a GPU."""
+    good = _within(targets, vocabulary)
+    message = f"targets are from 0 to {vocabulary - 1}, and -100 where none counts"
+    if targets.is_cuda:
+        torch._assert_async(good.all(), message)
+    elif not good.all():
+        raise ConfigError(f"a target is {targets[~good][0]}: {message}")
 
 
 def rows_of_a_chunk(rows: int, vocabulary: int, logits: int) -> int:
