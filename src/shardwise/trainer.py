@@ -26,6 +26,7 @@ from shardwise.errors import ConfigError, a_or_an
 from shardwise.lightning_internals.hooks import Unprofiled
 from shardwise.lightning_internals.patches import StoppableTrainer, is_constructed, prepare_trainer
 from shardwise.metrics.loggers import build_loggers
+from shardwise.optim.fused_adamw import use_one_kernel
 from shardwise.optim.matrices import choose_matrices, describe_choice
 from shardwise.optim.optimizers import configure_optimizers, muon_matrices
 from shardwise.optim.ownership import check_ownership
@@ -99,6 +100,8 @@ def build_module(plan: Plan) -> LightningModule:
         module.configure_optimizers = one_optimizer(module)  # type: ignore[method-assign]
     if not module.automatic_optimization:
         _check_by_hand(plan, type(module).__name__)
+    if plan.accelerator == "cuda":
+        use_one_kernel()  # in whatever fused AdamW the module makes
     return module
 
 

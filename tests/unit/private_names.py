@@ -78,6 +78,7 @@ USED = {
     "metrics/wandb_logger.py": "_wandb_init",
     "nn/attention.py": "_fused_sdp_choice",
     "nn/flash_attention_4.py": "_flash_attn_bwd _flash_attn_fwd",
+    "nn/linear_cross_entropy.py": "_assert_async",
     "nn/peers.py": "_c10d_functional",
     "optim/adamw.py": "_foreach_add_",
     "optim/fused_adamw.py": "_fused_adamw_",
@@ -446,6 +447,7 @@ NAMES = {
         "(self, optimizer, inv_scale, found_inf, allow_fp16)",
     ),
     "_amp_foreach_non_finite_check_and_unscale_": name("torch", "the kernel that GradScaler uses"),
+    "_assert_async": name("torch", "a condition that a GPU checks without the host waiting for it"),
     "_fused_adamw_": name("torch", "what a step of torch.optim.AdamW calls; there is no other place for a kernel"),
     "_foreach_add_": name("torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"),
     "_foreach_clamp_max_": name(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise import trainer
+from shardwise.config.compose import compose
 from shardwise.optim import fused_adamw
 from shardwise.optim.fused_adamw import is_plain, use_one_kernel
+from shardwise.plan import Host, make_plan
 
 
 @pytest.fixture
@@ -52,6 +56,18 @@ def test_without_triton_torchs_kernel_stays(calls: list[str], monkeypatch: pytes
     use_one_kernel.__wrapped__()
     step()
     assert calls == ["torch's"]
+
+
+@pytest.mark.parametrize(("accelerator", "there"), [("cuda", 1), ("cpu", 0)])
+def test_it_is_there_for_a_modules_own_optimizer(
+    accelerator: str, there: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(trainer, "use_one_kernel", lambda: calls.append(1))
+    words = ["recipe=custom", "module._target_=tests.configs.foreign.Own", "data._target_=tests.configs.foreign.Data"]
+    config = compose([*words, f"runs_dir={tmp_path}", f"accelerator={accelerator}", "devices=1"]).jobs[0].config
+    trainer.build_module(make_plan(config, Host(cuda_devices=1, run_id="r")))
+    assert len(calls) == there
 
 
 def test_a_plain_tensor_lies_on_a_gpu() -> None:

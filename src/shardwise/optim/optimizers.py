@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardwise.config.bind import remedy_for_text
 from shardwise.config.targets import locate
 from shardwise.errors import ConfigError, describe_error
-from shardwise.optim.fused_adamw import use_one_kernel
 from shardwise.optim.matrices import LAYERS, muon_groups
 from shardwise.optim.muon import Matrices, Muon
 from shardwise.plan import Plan
@@ -152,8 +151,6 @@ def configure_optimizers(plan: Plan, module: nn.Module, matrices: Collection[str
         whole = () if plan.strategy.name.startswith("fsdp") else (torch.optim.SGD,)
         if optimizer_class in (torch.optim.Adam, torch.optim.AdamW, *whole):
             arguments.setdefault("fused", True)
-        if optimizer_class is torch.optim.AdamW:
-            use_one_kernel()
     groups = parameter_groups(module, arguments.get("weight_decay", 0.0))
     if optimizer_class is Muon:
         groups = muon_groups(groups, [p for name, p in module.named_parameters() if name in matrices])
