@@ -109,7 +109,7 @@ RUNS: dict[str, list[str]] = {
     "random numbers for weights": ["test_drawn_alike.py"],
     "streams": ["test_streams.py::test_a_resumed_run_reads_on_where_it_was[state]"],
     "streams of text": ["test_document_stream.py"],
-    "metrics": ["test_rows.py", "test_meter.py"],
+    "metrics": ["test_rows.py", "test_meter.py", "test_held_metrics.py"],
     "telemetry, Prometheus": ["test_telemetry.py"],
     "verdicts": [
         "test_verdicts.py::test_a_fault_has_its_verdict_and_no_other[slow loader of one rank]",

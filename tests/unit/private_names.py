@@ -542,6 +542,10 @@ NAMES = {
 
 # Functions whose name is not private, but which are replaced, or which nobody has promised to keep: why, and arguments.
 CALLED = {
+    f"{METRIC}.sync": (
+        "metrics gather among ranks that see different samples",
+        "(self, dist_sync_fn=None, process_group=None, should_sync=True, distributed_available=None)",
+    ),
     f"{FSDP}._fsdp_param.FSDPParam.to_unsharded": ("what is frozen while a layer is gathered stays so", "(self)"),
     f"{FSDP}._fsdp_param.FSDPParam.to_sharded": ("what is frozen while a layer is gathered stays so", "(self)"),
     f"{FSDP}._fsdp_param.FSDPParam.to_sharded_post_forward": (

@@ -14,10 +14,11 @@ from shardwise import accelerator
 from shardwise.distributed.process_group import group_timeout, made_once, own_group
 from shardwise.plan import Plan
 
-GroupName = Literal["world", "data", "loss", "stage", "tensor", "context", "pipeline"]
+GroupName = Literal["world", "data", "samples", "loss", "stage", "tensor", "context", "pipeline"]
 # A group's name → the axes on which its ranks differ
 _AXES: dict[str, tuple[str, ...]] = {
     "data": ("replicate", "shard", "context"),
+    "samples": ("replicate", "shard"),
     "loss": ("replicate", "shard", "context"),
     "stage": ("replicate", "shard", "context", "tensor"),
     "tensor": ("tensor",),
@@ -31,11 +32,12 @@ class Mesh:
 
     `world`: every rank.
     `data`: ranks that read different samples, or parts of samples; their losses are weighed with each other.
+    `samples`: ranks that read different samples.
     `loss`: ranks among which losses and gradients are averaged.
     `stage`: ranks that have the same layers, and so the same buffers.
     `tensor`, `context`, `pipeline`: the ranks of one axis, which see the same samples.
 
-    On a mesh that has only the axes `replicate` and `shard`, the first four are all ranks.
+    On a mesh that has only the axes `replicate` and `shard`, the first five are all ranks.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -55,7 +57,7 @@ class Mesh:
         """The group of that name which this rank is in. The process group must have begun."""
         assert dist.group.WORLD is not None
         if name == "world" or self.topology.is_data_parallel_only:
-            assert name in ("world", "data", "loss", "stage")
+            assert name in ("world", "data", "samples", "loss", "stage")
             return dist.group.WORLD
         return self._groups[_AXES[name]]
 

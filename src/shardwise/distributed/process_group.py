@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -11,12 +12,14 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 import torchmetrics.metric
 from torch._C._distributed_c10d import HashStore
+from torchmetrics import Metric
 
 from shardwise import accelerator
 from shardwise.plan import Plan
 from shardwise.run_dir.files import nccl_trace
 
 Made = TypeVar("Made")
+_own_sync = Metric.sync
 # The process group of all ranks → what `made_once` has made in its life
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Any]] = WeakKeyDictionary()
 
@@ -40,6 +43,20 @@ def keep_nccl_record(run_dir: str) -> None:
 def leave_metrics_alone() -> None:
     """Let torchmetrics gather nothing: it would do so in a group of one rank too."""
     torchmetrics.metric.jit_distributed_available = lambda: False
+
+
+def gather_metrics_among(group: dist.ProcessGroup | None) -> None:
+    """Let metrics of torchmetrics that name no group gather among `group`; None: among all ranks, as they do.
+
+    It holds for the class until it is called again: a metric may be kept in a dict, an object or a callback, or be made
+    in a hook, and `on_fit_end` comes when the strategy is torn down already.
+    """
+
+    @functools.wraps(_own_sync)
+    def sync(metric: Metric, dist_sync_fn: Any = None, process_group: Any = None, *more: Any, **named: Any) -> None:
+        _own_sync(metric, dist_sync_fn, process_group or metric.process_group or group, *more, **named)
+
+    Metric.sync = _own_sync if group is None else sync  # type: ignore[assignment, method-assign]
 
 
 def init_process_group(plan: Plan) -> None:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
@@ -16,7 +16,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Sync,
 )
 from torch import Tensor
-from torchmetrics import Metric
 
 from shardwise.lightning_internals.logged import LoggedResults
 from shardwise.plan import Plan
@@ -265,10 +264,3 @@ def in_micro_batch(trainer: Trainer, number: int, micro_batches: int, batch: Any
     finally:
         results.go_to(*last)
         module._current_fx_name = name
-
-
-def use_group_in_metrics(module: LightningModule, group: Any) -> None:
-    """Let the metrics of a module gather what they have seen among the ranks of `group`, not among all ranks."""
-    for layer in module.modules():
-        if isinstance(layer, Metric) and layer.process_group is None:
-            layer.process_group = group

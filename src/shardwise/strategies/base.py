@@ -81,7 +81,7 @@ class PlannedStrategy(
         self._outside_units: list[ParameterSites] = []  # copied in low precision in each step
         self._frozen = FrozenForGood()
         self._prepare_padding()
-        self._prepare_evaluations()
+        self._prepare_sequences()
         self._transfer: BatchTransfer | None = None
         self._file_group: dist.ProcessGroup | None = None
         self._closing: list[Callable[[], Any]] = []

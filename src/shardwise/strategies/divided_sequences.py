@@ -19,9 +19,9 @@ from shardwise.data.loaders import TrainLoader
 from shardwise.data.loss_weight import weigher_of
 from shardwise.distributed.collectives import largest_over, sum_over
 from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.process_group import gather_metrics_among
 from shardwise.distributed.rng import derived_seed, seed_streams
 from shardwise.lightning_internals.logged import LoggedValue
-from shardwise.lightning_internals.results import use_group_in_metrics
 from shardwise.nn.sequence_parts import use_sequence_parts
 from shardwise.parallel.context_hugging_face import divide_models
 from shardwise.parallel.context_parallel import ContextParallel
@@ -58,7 +58,8 @@ class DividedSequences:
     _batch_rank: int | None = None  # the rank by which a batch's stream is seeded, once it is known
     _evaluated: Any = None  # the batch that is evaluated, on the host
 
-    def _prepare_evaluations(self) -> None:
+    def _prepare_sequences(self) -> None:
+        gather_metrics_among(None)  # an earlier run of this process may have had other groups
         self._cut_for_evaluation: deque[Any] = deque()  # the batches that the loader gave, on the host
 
     def _divide_sequences(self, module: LightningModule) -> None:
@@ -74,6 +75,11 @@ class DividedSequences:
         self.context = parts
         use_sequence_parts(parts)
         self.at_teardown(partial(use_sequence_parts, None))
+
+    def _count_samples_once(self) -> None:
+        """Let metrics of torchmetrics add up what different samples have given, or different parts of samples."""
+        if not self.plan.topology.is_data_parallel_only:
+            gather_metrics_among(self.mesh.group("samples" if self._sharing_batches > 1 else "loss"))
 
     def _share_draws(self, module: LightningModule, units: Units, divided: TensorParallel | None) -> None:
         """Let ranks that run the same step on the same batch draw the same, and layers in which they have parts not.
@@ -179,8 +185,6 @@ class DividedSequences:
         return 1.0 if weight is None else float(weight(self._evaluated))
 
     def _begin_batch(self, batch: Any, *_: Any) -> None:
-        if not self.plan.topology.is_data_parallel_only:
-            use_group_in_metrics(self.module, self.mesh.group("loss"))
         if self.context is not None:
             self.context.begin_batch(batch)
 

@@ -147,6 +147,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         self.plan = settle_copies(self.plan, self.mesh, self.device_mesh, self.root_device)
         units = self.units
         self._divide_sequences(module)
+        self._count_samples_once()
         divided = self._divide_layers(module)
         self._prepare_float8(module, divided)
         if divided is not None:

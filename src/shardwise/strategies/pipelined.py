@@ -20,7 +20,7 @@ from shardwise.distributed.collectives import sum_over
 from shardwise.distributed.dtensor import local_part
 from shardwise.distributed.process_group import group_timeout
 from shardwise.errors import ConfigError
-from shardwise.lightning_internals.results import in_micro_batch, use_group_in_metrics
+from shardwise.lightning_internals.results import in_micro_batch
 from shardwise.parallel.activation_checkpointing import explain
 from shardwise.parallel.pipeline.engine import Engine
 from shardwise.parallel.pipeline.links import Links
@@ -145,7 +145,6 @@ class PipelinedStrategy(PipelinedLogs):
         self._step_name, self._optimizer = "training_step", optimizer
         self._place = f"step {self.module.trainer.global_step + 1}"
         self._gradients.begin_step()
-        use_group_in_metrics(self.module, self.mesh.group("loss"))
         self._refresh_float8()
         with self._explaining(), self.streams.apart():
             self._backwards.run(lambda: self.engine.run(self.schedule, self))
@@ -239,7 +238,6 @@ class PipelinedStrategy(PipelinedLogs):
 
     def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._step_name = name
-        use_group_in_metrics(self.module, self.mesh.group("loss"))
         result = super()._evaluate("pipelined_evaluation", *args, **kwargs)
         self._check_metrics()
         return result if self._is_last else None
