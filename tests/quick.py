@@ -99,6 +99,7 @@ RUNS: dict[str, list[str]] = {
     "checkpoints of a pipeline": ["test_pipeline_checkpoints.py"],
     "spikes of the loss": ["test_guard.py::test_a_leap_is_told_or_passed_over"],
     "fp16's loss scale": ["test_loss_scale.py"],
+    "fp64": ["test_fp64.py::test_weights_and_buffers_are_those_of_lightning[2]"],
     "fp8": [
         "test_float8.py::test_replicas_of_shards_equal_it_too",
         "test_divided_float8.py::test_a_rank_computes_torchaos_product_of_its_part",

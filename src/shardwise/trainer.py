@@ -32,7 +32,7 @@ from shardwise.optim.optimizers import configure_optimizers, muon_matrices
 from shardwise.optim.ownership import check_ownership
 from shardwise.parallel.hugging_face_models import hugging_face_models
 from shardwise.parallel.parallelize import find_float8
-from shardwise.parallel.precision import default_dtype, set_parameter_dtype
+from shardwise.parallel.precision import default_dtype, set_dtypes
 from shardwise.parallel.tensor_parallel import find_division
 from shardwise.parallel.units import find_units, units_for
 from shardwise.plan import Plan
@@ -88,7 +88,7 @@ def build_module(plan: Plan) -> LightningModule:
     check_takes_loss(plan, module)
     if (choose_loss := choose_loss_of(module)) is not None:
         choose_loss(plan.loss.name)
-    set_parameter_dtype(module, plan.precision)
+    set_dtypes(module, plan.precision)
     check_takes_attention(plan, module)
     check_takes_context(plan, module, has_models=bool(hugging_face_models(module)))
     if (choose_attention := choose_attention_of(module)) is not None:

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.parallel.precision import cast_forward, cast_parameters, keep_statistics_in_fp32, parameter_sites
+from shardwise.config.compose import compose
+from shardwise.parallel.precision import (
+    cast_forward,
+    cast_parameters,
+    keep_statistics_in_fp32,
+    parameter_sites,
+    set_dtypes,
+)
+from shardwise.plan import Host, make_plan
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -154,3 +162,21 @@ def test_batch_norm_keeps_weights_and_statistics_in_fp32(monkeypatch: pytest.Mon
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {FP32}
     assert model.norm.weight.grad is not None
     model.eval()(x)
+
+
+@pytest.mark.parametrize(("precision", "buffers"), [("fp64", torch.float64), ("bf16_true", FP32), ("fp32", FP32)])
+def test_buffers_are_cast_under_fp64_alone(precision: str, buffers: torch.dtype) -> None:
+    model = Model()
+    shared = model.blocks[0].shift
+    model.blocks[1].register_buffer("shift", shared)  # type: ignore[arg-type]
+    model.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
+    model.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+    set_dtypes(
+        model, make_plan(compose(["name=x", f"precision={precision}"]).jobs[0].config, Host(cuda_devices=0)).precision
+    )
+    weights = {"fp64": torch.float64, "bf16_true": BF16, "fp32": FP32}[precision]
+    assert {p.dtype for p in model.parameters()} == {weights, torch.int64}
+    assert {name: b.dtype for name, b in model.named_buffers()} == {
+        "blocks.0.shift": buffers, "phase": torch.complex64, "steps": torch.int64,
+    }  # fmt: skip
+    assert model.blocks[1].shift is shared and model.head.weight is model.embedding.weight, "ties are kept"

@@ -2,7 +2,7 @@
 
 With `bf16` the optimizer holds fp32 masters. When a unit (or the root) runs, it computes on bf16 copies of its
 parameters, and its floating-point inputs are cast to bf16. Autograd carries the gradients back to fp32, where they
-accumulate and are reduced. Buffers are never cast. FSDP2 does this itself (`mixed_precision_policy`), DeepSpeed keeps
+accumulate and are reduced. Buffers are not cast. FSDP2 does this itself (`mixed_precision_policy`), DeepSpeed keeps
 the copies beside sharded masters, and `cast_forward` does it under ddp, so that all run the same kernels on the same
 numbers. Autocast around the step casts what enters a layer of the root in fp32, such as images, and keeps losses in
 fp32.
@@ -133,7 +133,7 @@ def keep_statistics_in_fp32(root: nn.Module) -> None:
 
 @contextmanager
 def default_dtype(precision: Precision) -> Iterator[None]:
-    """Make new tensors in fp64 under fp64, else in fp32. Buffers keep that dtype (see `set_parameter_dtype`)."""
+    """Make new tensors in fp64 under fp64, else in fp32. Buffers keep that dtype (see `set_dtypes`)."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if precision.parameter_dtype == "float64" else torch.float32)
     try:
@@ -142,9 +142,18 @@ def default_dtype(precision: Precision) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def set_parameter_dtype(module: nn.Module, precision: Precision) -> None:
-    """Cast parameters to the dtype of the precision. Buffers stay as they are."""
+def set_dtypes(module: nn.Module, precision: Precision) -> None:
+    """Cast parameters to the dtype of the precision, and under fp64 buffers as well, as Lightning does.
+
+    No layer computes with both fp64 and fp32. In 16 bits buffers stay as they are: they add up statistics.
+    """
     dtype = dtype_of(precision.parameter_dtype)
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+    for tensor in (*module.parameters(), *(module.buffers() if dtype == torch.float64 else ())):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)  # what refers to the tensor sees it
+
+
+def cast_late_layers(module: nn.Module, precision: Precision) -> None:
+    """Cast what `setup` and `configure_model` have made, too. Where weights are fp32, Lightning leaves it alone."""
+    if precision.parameter_dtype != "float32":
+        set_dtypes(module, precision)

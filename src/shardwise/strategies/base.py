@@ -33,7 +33,7 @@ from shardwise.lightning_internals import counters
 from shardwise.optim.optimizers import check_one_owner, step_schedules_unless
 from shardwise.parallel.activation_checkpointing import explain, without_caches
 from shardwise.parallel.parallelize import copy_outside_units, parallelize
-from shardwise.parallel.precision import ParameterSites
+from shardwise.parallel.precision import ParameterSites, cast_late_layers
 from shardwise.parallel.units import Units, units_for
 from shardwise.plan import Plan
 from shardwise.protocols import flops_of
@@ -92,6 +92,7 @@ class PlannedStrategy(
     def _begin_setup(self, module: LightningModule) -> None:
         """Do the part of the set-up that does not depend on how the module is sharded."""
         self.module_name = type(module).__name__  # kept, since FSDP2 changes the class
+        cast_late_layers(module, self.plan.precision)
         refuse_parameters(module, self.plan)
         self.units, message = units_for(module, self.plan)
         _tell(message)
