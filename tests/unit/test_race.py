@@ -99,6 +99,16 @@ def test_the_words_of_all_runs_are_known(tmp_path: Path) -> None:
     assert race_cells.axes_in("--parallelism.tensor_parallel_degree 2 --parallelism.data_parallel_shard_degree 4") == 2
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_every_run_can_be_tried_out_on_a_cpu(tmp_path: Path, ranks: int) -> None:
+    options = {"accelerator": "cpu", "commit": "a", "out": tmp_path, "only": "", "within": 9, "tiny": True}
+    made = race.Race(SimpleNamespace(ranks=ranks, **options))
+    for run in made.runs():
+        plan = make_plan(compose([*made.words_of(run), "accelerator=cpu"]).jobs[0].config, Host(0, run_id="run"))
+        chunks = plan.topology.pipeline * (plan.strategy.pipeline_chunks or 1)
+        assert plan.module["model"]["n_layers"] % chunks == 0, run.words
+
+
 def test_torchtitans_log_is_read() -> None:
     found = titan.read_log(THEIRS, warm_up=8, tokens=16_000)
     assert found == {"steps_ms": [320.0, 400.0], "peak_reserved_gib": 46.8, "losses": [12.2, 11.9, 11.7, 11.5]}
