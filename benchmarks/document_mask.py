@@ -183,7 +183,7 @@ def main() -> None:
         for one in [NONE, VARLEN, MASK, FLEX] if device.type == "cuda" else [NONE, MASK]:
             section = f"compile={'layer' if compiled else 'none'}, {mean} tokens a document"
             parts.part(section, one, lambda o=one, m=mean, c=compiled: compare(size, device, o, m, c))  # type: ignore[misc]
-    print(f"written: {parts.path}", flush=True)
+    parts.end()
 
 
 if __name__ == "__main__":

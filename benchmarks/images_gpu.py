@@ -6,7 +6,8 @@
     python benchmarks/images_gpu.py --accelerator cpu --tiny    tries it out anywhere
 
 Writes benchmarks/results/images-<gpu>.json after every part, so that a run that is cut short leaves what it has. A part
-that fails or takes too long is recorded with its error, and the next one starts.
+that fails or takes too long is recorded with its error, and the next one starts; what was recorded before stays until
+its replacement is measured. --missing goes on with a run that was cut short.
 """
 
 from __future__ import annotations
@@ -196,7 +197,12 @@ def measure_jpegs(parts: results.Parts, size: Size, arguments: argparse.Namespac
              f"data.num_workers={size.jpeg_workers}", f"max_steps={clock.steps}"]  # fmt: skip
     samples = (clock.steps + queue) * size.batch
 
+    def write() -> dict[str, Any]:
+        return write_shards(shards, size.jpegs, size.jpeg_size, size.classes, samples)
+
     def plan_of(run: str) -> Plan:
+        if not shards.exists():  # --only or --missing has left the part out that writes them
+            write()
         return resolve([*words, f"data.directory={shards}"], arguments.accelerator, folder, run)
 
     def measure() -> dict[str, Any]:
@@ -204,12 +210,11 @@ def measure_jpegs(parts: results.Parts, size: Size, arguments: argparse.Namespac
         record = dataclasses.asdict(plan) | {"run_dir": "runs/jpeg", "data": plan.data | {"directory": "shards"}}
         said = {"command": f"python train.py {' '.join(words)} data.directory=shards", "plan": record}
         result = through_trainer(plan, clock)
-        rows = parts.section("resnet50") if "resnet50" in arguments.sections else {}  # of this run
+        rows = parts.section("resnet50") if "resnet50" in arguments.sections else {}
         plain = rows.get("plain, compiled", {}).get("images_per_second")
         return said | result | {"ratio_to_plain": ratio(result, plain), "warm_up_steps": clock.start}
 
-    made = parts.part("jpeg", "shards", lambda: write_shards(shards, size.jpegs, size.jpeg_size, size.classes, samples))
-    if made["ok"]:
+    if parts.part("jpeg", "shards", write).get("ok", True):
         parts.part("jpeg", "decoding alone", lambda: decoding_alone(plan_of("decoding"), queue, size.timed))
         input_path = f"JPEGs in tar shards, {size.jpeg_workers} workers, pinned"
         parts.part("jpeg", "trainer, compile=model", measure, input=input_path)
@@ -247,7 +252,8 @@ def head_of(arguments: argparse.Namespace, size: Size, environment: dict[str, An
 def main() -> None:
     parser = results.command_line(__doc__)
     parser.add_argument("--tiny", action="store_true", help="sizes for trying it out on a CPU")
-    parser.add_argument("--sections", default="resnet50,vit_b16,vit_l16,jpeg")
+    sections = (*MODELS, "jpeg")
+    parser.add_argument("--sections", type=results.names(sections), default=",".join(sections))
     parser.add_argument("--only", default="", help="a regular expression: parts to measure; the others stay")
     parser.add_argument("--missing", action="store_true", help="only parts that this commit has not measured yet")
     arguments = parser.parse_args()
@@ -268,9 +274,7 @@ def main() -> None:
                        arguments.accelerator, folder, "group")  # fmt: skip
         init_process_group(plan)
         try:
-            for section in arguments.sections.split(","):
-                if not arguments.only and not arguments.missing:
-                    parts.content["sections"][section] = {}
+            for section in arguments.sections:
                 if section == "jpeg":
                     measure_jpegs(parts, size, arguments, folder)
                 else:
@@ -278,7 +282,7 @@ def main() -> None:
         finally:
             torch.distributed.destroy_process_group()
             end_workers()
-    print(f"written: {parts.path}", flush=True)
+    parts.end()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -78,7 +79,9 @@ class Race:
         self.options, self.ranks = options, options.ranks
         self.environment, device = results.measured_on(options.accelerator, options.commit)
         self.path = options.out / f"race-{device}-x{self.ranks}{'-tiny' if options.tiny else ''}.json"
-        before, cells = results.earlier(self.path), cells_on(self.ranks)
+        read = itemgetter("cell", "who", "words", "commit", "machine")  # of a card, and of a breakdown
+        before = results.earlier(self.path, lambda had: list(map(read, [*had["cards"], *had["breakdowns"].values()])))
+        cells = cells_on(self.ranks)
         only = results.chosen(options.only, (cell.name for cell in cells))
         self.cells = [cell for cell in cells if cell.name in only]
         self.machine = describe_gpus(options.accelerator, self.ranks)
@@ -271,8 +274,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model, for trying it out")
     parser.add_argument("--only", default="", help="a regular expression: cells to run, the others stay as recorded")
     parser.add_argument("--again", action="store_true", help="runs that this commit has a card of are made again")
-    parser.add_argument("--timeout", type=float, default=240, help="seconds for one run")
-    parser.add_argument("--within", type=float, default=1e9, help="seconds for all runs; call it again for the rest")
+    parser.add_argument("--timeout", type=results.seconds, default=240, help="seconds for one run")
+    parser.add_argument("--within", type=results.seconds, default=1e9, help="seconds for all; again for the rest")
     parser.add_argument("--breakdown", action="store_true", help="a profile of our fastest recorded run of each cell")
     options = parser.parse_args()
     results.end_on_signals()

@@ -16,7 +16,7 @@ PARTS = {"parity": "parity", "modules": "modules", "beside_ddp": "other strategi
 
 
 def page() -> list[str]:
-    images = [result for result in read("images") if not result["tiny"]]
+    images = read("images")
     lines = [
         "# On GPUs",
         "",

@@ -15,7 +15,7 @@ QUIET = (
 
 def page() -> list[str]:
     """No lines where nothing has been measured."""
-    if not (results := [result for result in read("overhead") if not result["tiny"]]):
+    if not (results := read("overhead")):
         return []
     return [
         "# What the Trainer costs",

@@ -19,7 +19,7 @@ NOT_YET = ["Not run yet."]
 
 def races(*ranks: int) -> list[dict[str, Any]]:
     """results/race-<gpu>-x<ranks>.json, without those of models that are too small to say anything."""
-    return [race for race in read("race") if not race["tiny"] and (not ranks or race["ranks"] in ranks)]
+    return [race for race in read("race") if not ranks or race["ranks"] in ranks]
 
 
 def fastest(race: dict[str, Any], cell: str, *, is_ours: bool) -> dict[str, Any] | None:
@@ -167,7 +167,7 @@ def _since(race: dict[str, Any], cell: str, found: dict[str, Any]) -> str:
 def images() -> list[str]:
     """The rounds in which the Trainer and plain loops took turns; beside the fastest of these."""
     rows = []
-    for result in (one for one in read("images") if not one["tiny"]):
+    for result in read("images"):
         for section, name in IMAGES.items():
             parts = result["sections"].get(section, {})
             turns = {what: row for what, row in parts.items() if what.startswith("in turn") and row.get("ok")}
