@@ -7,7 +7,7 @@
 A 124 M language model and ResNet-50, random data in memory, AdamW, accumulation 2, the same settings for both. The
 result also has what fp16 does when the gradients of one rank overflow in one step. Llama runs once more as a user would
 run it, compiled and with the fast kernels. Writes
-benchmarks/results/breadth-<gpu>-x<ranks>.json. `--accelerator cpu --tiny` is for trying it out.
+benchmarks/results/breadth-<gpu>-x<ranks>.json. `--accelerator cpu --tiny` tries it out, with a file of its own.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ from lightning.pytorch import Callback  # noqa: E402
 from benchmarks.harness import results, trainers  # noqa: E402
 from benchmarks.harness.breadth_cells import (  # noqa: E402
     COMPILED,
-    LARGE,
     MODELS,
     OURS,
     STOCK,
     STRATEGIES,
     TINY,
+    cell_of,
+    cells_for,
     fast_words,
     in_one_process,
+    rows_of,
+    with_rows,
 )
 from benchmarks.harness.clock import StepTimer  # noqa: E402
 from benchmarks.harness.device import device_of, free_memory, peaks_gib, two_and_all  # noqa: E402
@@ -55,7 +58,7 @@ STEPS, WARM_UP = 11, 5  # of two batches each; writes into weights are looked fo
 ACCUMULATE = 2
 NOTHING_ELSE = ["checkpoint=none", "schedule=none", "log_every_n_steps=1000", "validate_every_n_steps=1000000"]
 
-KEYS = ("who", "model", "strategy", "precision")  # of a cell
+WHO = (OURS, COMPILED, STOCK)
 STOCK_PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
@@ -201,8 +204,9 @@ def overflow_under(strategy: str, folder: Path, ranks: int, options: dict[str, A
 def measure(ranks: int, options: dict[str, Any], folder: Path, commit: str | None) -> Iterator[list[dict[str, Any]]]:
     """The rows of one model and one contender at a time."""
     for model in options["models"]:
-        for who in (OURS, COMPILED, STOCK):
-            for number, cells in enumerate(in_one_process(model, cells_for(who, model, options))):
+        for who in WHO:
+            wanted = [cell for cell in options["cells"] if cell[:2] == (who, model)]
+            for number, cells in enumerate(in_one_process(model, wanted)):
                 place = folder / re.sub(r"[^a-z0-9]+", "-", f"{model}-{who}-{number}".lower())
                 place.mkdir(parents=True)
                 try:
@@ -210,35 +214,6 @@ def measure(ranks: int, options: dict[str, Any], folder: Path, commit: str | Non
                 except AssertionError as error:
                     print(f"{who} {model}: {str(error)[-2000:]}", flush=True)
                 yield [row | {"commit": commit} for row in rows_of(cells, noted(place))]
-
-
-def cells_for(who: str, model: str, options: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    cuda = options["accelerator"] == "cuda"
-    if model in LARGE:
-        here = LARGE[model] if cuda else ("ddp",) if who == STOCK else ("fsdp", "ddp")
-        cells = [(who, model, strategy, "bf16") for strategy in here]
-        return [cell for cell in cells if re.search(options["only"], " ".join(cell))]
-    if who == COMPILED:
-        return []
-    return [
-        (who, model, strategy, precision)
-        for precision in ("fp32", "bf16", "fp16")
-        for strategy in STRATEGIES
-        if precision == "bf16" or "offloaded" not in strategy
-        if cuda or (precision == "bf16" and (who == OURS or strategy == "ddp"))
-        if re.search(options["only"], f"{who} {model} {strategy} {precision}")
-    ]
-
-
-def rows_of(cells: list[tuple[str, str, str, str]], measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was measured, and a row for each cell that did not come to it."""
-    done = set(map(cell_of, measured))
-    missing = (dict(zip(KEYS, cell, strict=True)) for cell in cells if cell not in done)
-    return [*measured, *(row | {"error": "did not end"} for row in missing)]
-
-
-def cell_of(row: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(row[key] for key in KEYS)
 
 
 def show(ranks: int, row: dict[str, Any]) -> None:
@@ -260,26 +235,36 @@ def overflow_rows(ranks: int, folder: Path, options: dict[str, Any]) -> dict[str
     return {"overflow": rows}
 
 
+def look_at(before: dict[str, Any]) -> None:
+    list(map(cell_of, before["cells"])), {} | before["settings"]["models"]
+
+
 def main() -> None:
     parser = results.command_line(__doc__)
     parser.add_argument("--ranks", type=results.numbers, help="comma-separated; default: 2 and all")
-    parser.add_argument("--models", default="gpt2_124m,resnet50")
+    parser.add_argument("--models", type=results.names(MODELS), default="gpt2_124m,resnet50")
     parser.add_argument("--tiny", action="store_true", help="small models, for trying it out")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for the cells of one process")
+    parser.add_argument("--timeout", type=results.seconds, default=300, help="seconds for the cells of one process")
     parser.add_argument(
         "--only", default="", help="a regular expression: cells to measure, the others stay as recorded"
     )
     arguments = parser.parse_args()
+    results.end_on_signals()
     environment, device = results.measured_on(arguments.accelerator, arguments.commit)
-    options = vars(arguments) | {"models": arguments.models.split(",")}
-    words = {m: [*MODELS[m], *(TINY[m] if arguments.tiny else [])] for m in options["models"]}
-    for number in arguments.ranks or two_and_all():
-        path = arguments.out / f"breadth-{device}-x{number}.json"
-        before = results.earlier(path)
-        with tempfile.TemporaryDirectory() as name:
+    words = {m: [*MODELS[m], *(TINY[m] if arguments.tiny else [])] for m in arguments.models}
+    cells = [cell for model in words for who in WHO for cell in cells_for(who, model, arguments.accelerator)]
+    only = results.chosen(arguments.only, map(" ".join, cells))
+    options = vars(arguments) | {"cells": [cell for cell in cells if " ".join(cell) in only]}
+    name = f"breadth-{device}-x{{}}{'-tiny' if arguments.tiny else ''}.json"
+    paths = {number: arguments.out / name.format(number) for number in arguments.ranks or two_and_all()}
+    earlier = {number: results.earlier(path, look_at) for number, path in paths.items()}
+    failed = False
+    for number, before in earlier.items():
+        with tempfile.TemporaryDirectory() as folder:
             result: dict[str, Any] = {
                 "command": f"python benchmarks/breadth_gpu.py --ranks {number}",
                 "ranks": number,
+                "tiny": arguments.tiny,
                 "environment": environment,
                 "settings": {"steps": STEPS, "warm_up": WARM_UP, "accumulate_grad_batches": ACCUMULATE,
                              "models": before.get("settings", {}).get("models", {}) | words},
@@ -287,13 +272,17 @@ def main() -> None:
                 "cells": before.get("cells", []),
             }  # fmt: skip
             if "gpt2_124m" in words:
-                result |= overflow_rows(number, Path(name), options)
-            for cells in measure(number, options, Path(name), environment["commit"]):
-                again = set(map(cell_of, cells))
-                result["cells"] = [c for c in result["cells"] if cell_of(c) not in again] + cells
-                results.write(path, result)
-                for row in cells:
+                overflowed = overflow_rows(number, Path(folder), options)
+                result |= overflowed
+                failed |= not overflowed
+            for rows in measure(number, options, Path(folder), environment["commit"]):
+                result["cells"] = with_rows(result["cells"], rows)
+                results.write(paths[number], result)
+                failed |= any("error" in row for row in rows)
+                for row in rows:
                     show(number, row)
+    if failed:
+        sys.exit("error: a cell failed, see above; what was measured of it before is still in the file")
 
 
 if __name__ == "__main__":

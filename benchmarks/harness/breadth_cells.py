@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from benchmarks.harness import trainers
 from benchmarks.harness.data import NO_CORPUS
 
@@ -48,6 +50,44 @@ STRATEGIES: dict[str, list[str]] = {
     "zero2, optimizer offloaded": ["strategy=zero2", "strategy.offload_optimizer=true"],
     "zero3, all offloaded": ["strategy=zero3", "strategy.offload_optimizer=true", "strategy.offload_parameters=true"],
 }
+
+
+KEYS = ("who", "model", "strategy", "precision")  # of a cell
+
+
+def cells_for(who: str, model: str, accelerator: str) -> list[tuple[str, str, str, str]]:
+    cuda = accelerator == "cuda"
+    if model in LARGE:
+        here = LARGE[model] if cuda else ("ddp",) if who == STOCK else ("fsdp", "ddp")
+        return [(who, model, strategy, "bf16") for strategy in here]
+    if who == COMPILED:
+        return []
+    return [
+        (who, model, strategy, precision)
+        for precision in ("fp32", "bf16", "fp16")
+        for strategy in STRATEGIES
+        if precision == "bf16" or "offloaded" not in strategy
+        if cuda or (precision == "bf16" and (who == OURS or strategy == "ddp"))
+    ]
+
+
+def cell_of(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(row[key] for key in KEYS)
+
+
+def rows_of(cells: list[tuple[str, str, str, str]], measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was measured, and a row for each cell that did not come to it."""
+    done = set(map(cell_of, measured))
+    missing = (dict(zip(KEYS, cell, strict=True)) for cell in cells if cell not in done)
+    return [*measured, *(row | {"error": "did not end"} for row in missing)]
+
+
+def with_rows(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was recorded, with these rows in the place of earlier ones. A failure takes nothing away."""
+    measured = {cell_of(row) for row in before if "error" not in row}
+    rows = [row for row in rows if "error" not in row or cell_of(row) not in measured]
+    again = set(map(cell_of, rows))
+    return [*(row for row in before if cell_of(row) not in again), *rows]
 
 
 def in_one_process(model: str, cells: list[tuple[str, str, str, str]]) -> list[list[tuple[str, str, str, str]]]:

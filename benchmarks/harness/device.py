@@ -15,8 +15,9 @@ def device_of(accelerator: str) -> torch.device:
 
 
 def two_and_all() -> list[int]:
-    """On how many GPUs of this machine a benchmark runs, one after the other, where nothing is said."""
-    there = torch.cuda.device_count()
+    """On how many GPUs of this machine a benchmark runs, one after the other, where nothing is said. Without GPUs: two
+    processes."""
+    there = torch.cuda.device_count() or 2
     return sorted({min(2, there), there})
 
 
