@@ -176,3 +176,16 @@ def test_a_failure_takes_no_row_away(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert [file.name for file in tmp_path.glob("*.json")] == [path.name], "rows of a small model lie apart"
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     assert results.read("breadth") == [], "and are on no page"
+
+
+def test_a_signal_ends_it_as_an_exception_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`on_ranks` ends its ranks where an exception leaves it."""
+
+    def on_ranks(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(breadth_gpu, "on_ranks", on_ranks)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with pytest.raises(SystemExit, match=results.ENDED):
+        call(monkeypatch, "breadth_gpu", tmp_path, *ONE)
+    signal.signal(signal.SIGTERM, before)
