@@ -103,6 +103,8 @@ def _claim(path: Path) -> None:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         sys.exit(f"error: another process writes {path}: wait until it has ended, or give another --out")
+    except OSError:  # a file system without locks, such as Lustre without its option `flock`
+        pass
 
 
 def end_on_signals() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -112,6 +113,14 @@ def test_a_second_process_does_not_take_the_same_file(tmp_path: Path) -> None:
     second = subprocess.run([sys.executable, "-c", there], capture_output=True, text=True, env=environment)
     assert second.returncode == 1
     assert second.stderr == f"error: another process writes {path}: wait until it has ended, or give another --out\n"
+
+
+def test_a_file_system_without_locks_needs_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(results.fcntl, "lockf", refuse)
+    assert results.earlier(tmp_path / "race-x.json") == {}
 
 
 # images_gpu.py
