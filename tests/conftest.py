@@ -1,6 +1,9 @@
 """Shared by all tests."""
 
+import resource
 import signal
+from collections import Counter
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -52,8 +55,44 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = kept
 
 
+def cpu_seconds() -> float:
+    """Of this process and of all that it has started and waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    item.stash[BEGAN] = cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    if call.when == "teardown":
+        item.user_properties.append(("cpu_seconds", cpu_seconds() - item.stash[BEGAN]))
+    return (yield)
+
+
+BEGAN = pytest.StashKey[float]()
+USED: dict[str, float] = {}  # CPU seconds of each test; a clock would measure what else the machine does
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    for name, value in report.user_properties:
+        if name == "cpu_seconds" and isinstance(value, float):
+            USED[report.nodeid] = value
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Prints what a test said that was repeated: `--reruns` in the Makefile."""
+    """Prints where the time goes, and what a test said that was repeated: `--reruns` in the Makefile."""
+    files: Counter[str] = Counter()
+    for test, used in USED.items():
+        files[test.partition("::")[0]] += used  # type: ignore[assignment]
+    for what, slowest in (("files", files.most_common(15)), ("tests", Counter(USED).most_common(15))):
+        terminalreporter.section(f"slowest {what}, CPU seconds of {sum(USED.values()):.0f}")
+        for name, used in slowest:
+            terminalreporter.write_line(f"{used:7.1f}  {name}")
     for report in terminalreporter.stats.get("rerun", []):
         terminalreporter.section(f"repeated: {report.nodeid}")
         terminalreporter.write_line(report.longreprtext)

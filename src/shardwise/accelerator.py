@@ -1,4 +1,4 @@
-"""The device that a rank computes on: memory, streams, random numbers (longer than 300 lines: it is one list).
+"""The device that a rank computes on: memory, streams, random numbers.
 
 No other file says `torch.cuda`. A function that gets a `device` works on CUDA (which is also AMD's ROCm:
 `torch.version.hip`), on xpu and, unless its docstring says otherwise, on mps. On CUDA each function is a call of

@@ -1,4 +1,4 @@
-"""What a module, its data and its optimizer may define beyond Lightning (longer than 300 lines: it is one list).
+"""What a module, its data and its optimizer may define beyond Lightning.
 
 All of it is optional. A user's class needs none of these as a base class: a method or attribute of the name is enough.
 Every other file asks here whether it is there. recipes/README.md says the same for users.

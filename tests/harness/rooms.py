@@ -1,6 +1,7 @@
 """The rooms of shardwise, their floors, and who imports whom: read by a test and by docs/architecture.md's picture."""
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +17,18 @@ MODULES = {module_name(path, SRC): path for path in sorted((SRC / "shardwise").r
 RECIPES = {module_name(path, ROOT): path for path in sorted((ROOT / "recipes").rglob("*.py"))}
 
 
-def imports(path: Path, everywhere: bool = True) -> set[str]:
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(path)))
+
+
+@functools.cache
+def imports(path: Path, everywhere: bool = True) -> frozenset[str]:
     """Dotted names that a file imports: `from a import b` is both a and a.b. Not `everywhere`: those run on import."""
 
     def walk(node: ast.AST) -> set[str]:
@@ -31,7 +43,7 @@ def imports(path: Path, everywhere: bool = True) -> set[str]:
                 found |= walk(child)
         return found
 
-    return walk(ast.parse(path.read_text()))
+    return frozenset(walk(tree_of(path)))
 
 
 # Rooms (a folder of shardwise, or a file in its root) on floors, the lowest first
@@ -64,4 +76,4 @@ def room_of(module: str) -> str:
 
 def own_imports(module: str) -> set[str]:
     """Modules of shardwise that a module imports, within functions too, and without itself."""
-    return (imports(MODULES[module]) & MODULES.keys()) - {module, "shardwise"}
+    return set(imports(MODULES[module]) & MODULES.keys()) - {module, "shardwise"}

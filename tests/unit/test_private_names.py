@@ -277,30 +277,25 @@ def test_every_name_of_the_table_is_used_and_has_a_reason() -> None:
     assert all(len(name.why.split()) > 1 for name in NAMES.values())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_name_exists_in_the_installed_version_and_takes_what_it_took(name: str) -> None:
-    entry = NAMES[name]
-    if entry.with_cuda and torch.version.cuda is None:
-        pytest.skip("torch is built without CUDA")
-    for path in filter(is_installed, entry.of):
-        package = path.partition(".")[0]
-        assert is_in(path, name), f"{path}.{name} has vanished since {package} {SEEN_IN[package]}: {entry.why}"
-        if entry.takes:
-            taken = arguments_of(getattr(find(path), name))
-            assert taken == entry.takes, f"{path}.{name} took {entry.takes} and takes {taken} now: {entry.why}"
+def test_a_name_exists_in_the_installed_version_and_takes_what_it_took() -> None:
+    wrong = []
+    for name, entry in NAMES.items():
+        if entry.with_cuda and torch.version.cuda is None:
+            continue
+        for path in filter(is_installed, entry.of):
+            package = path.partition(".")[0]
+            if not is_in(path, name):
+                wrong.append(f"{path}.{name} has vanished since {package} {SEEN_IN[package]}: {entry.why}")
+            elif entry.takes and (taken := arguments_of(getattr(find(path), name))) != entry.takes:
+                wrong.append(f"{path}.{name} took {entry.takes} and takes {taken} now: {entry.why}")
+    for path, (why, takes) in CALLED.items():
+        if is_installed(path) and (taken := arguments_of(find(path))) != takes:
+            wrong.append(f"{path} took {takes} and takes {taken} now: {why}")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", CALLED)
-def test_what_is_called_or_replaced_takes_what_it_took(path: str) -> None:
-    why, takes = CALLED[path]
-    if is_installed(path):
-        taken = arguments_of(find(path))
-        assert taken == takes, f"{path} took {takes} and takes {taken} now: {why}"
-
-
-@pytest.mark.parametrize("name", PUT_ON_OTHERS)
-def test_what_is_put_on_an_object_of_others_hides_nothing_there(name: str) -> None:
-    assert not is_in(PUT_ON_OTHERS[name], name)
+def test_what_is_put_on_an_object_of_others_hides_nothing_there() -> None:
+    assert not [name for name, path in PUT_ON_OTHERS.items() if is_in(path, name)]
 
 
 def test_the_versions_are_those_that_are_pinned() -> None:

@@ -1,4 +1,4 @@
-"""A table of every name of Lightning's, and what it is here (longer than 300 lines: it is one table).
+"""A table of every name of Lightning's, and what it is here.
 
 Each has the same name here, or another option, or is refused for a reason. docs/lightning.md is made from this table,
 and messages on the command line use it. This file imports neither torch nor Lightning.

@@ -1,4 +1,4 @@
-"""Lightning's hooks, the same under every strategy (longer than 300 lines: Lightning has so many).
+"""Lightning's hooks, the same under every strategy.
 
 Each hook calls the room that does the work: `step/` makes one optimizer step, `checkpoint/` saves and restores a run's
 state, `data/` gives batches, `parallel/` prepares layers. A strategy says how parameters are sharded, and overrides the

@@ -1,4 +1,4 @@
-"""`fsdp` and `fsdp_hybrid`: FSDP2's `fully_shard` (longer than 300 lines: one order of set-up).
+"""`fsdp` and `fsdp_hybrid`: FSDP2's `fully_shard`.
 
 It shards parameters, gradients and optimizer state.
 Each unit is gathered just before it runs and freed after; its gradients are reduce-scattered as soon as they exist.
