@@ -1,4 +1,4 @@
-"""What `make test` runs: all units, and one honest run of every strategy and feature. `make test-all` runs all tests.
+"""What `make test` runs: units, and one honest run of every strategy and feature. `make test-all` runs all tests.
 
 A plain `pytest`, or one that names folders, runs this tier; one that names a file or a test runs all of it, and
 `--tier=all` runs everything. tests/unit/test_tiers.py holds that every strategy and every file of tests is in here.
@@ -6,10 +6,20 @@ A plain `pytest`, or one that names folders, runs this tier; one that names a fi
 
 from __future__ import annotations
 
-UNITS = ("tests/unit", "tests/configs")  # all of them
+UNITS = ("tests/unit", "tests/configs")  # all of them, but for
+HEAVY = {
+    "tests/unit/test_upstream.py::test_the_symptom_is_still_there": "minutes of programs, for the day of a new version",
+    "tests/unit/test_activation_checkpointing.py::test_a_compiled_layer_computes_again_only_what_a_gradient_needs":
+        "two minutes of compiling",
+    "tests/unit/test_parallelize.py::test_compiled_units_give_the_same_numbers[plain]": "half a minute of compiling",
+    "tests/unit/test_parallelize.py::test_compiled_units_give_the_same_numbers[selective]": "the same",
+    "tests/unit/test_bench_data.py::test_the_data_of_two_ranks_are_read": "a minute of processes",
+    "tests/unit/test_race.py::test_the_words_of_all_runs_are_known": "a minute of composing",
+    "tests/unit/test_verdicts.py::test_the_run_can_take_each_override_that_a_verdict_names[cuda]": "half a minute",
+}  # fmt: skip
 FOLDER = "tests/distributed"  # of the files below
 
-# Strategy or feature → tests that run it in real processes. Without [a case] all cases are meant.
+# Strategy or feature → tests that run it in real processes, never a whole file. Without [a case] all cases are meant.
 RUNS: dict[str, list[str]] = {
     # Each against a plain loop, then stopped and resumed to the bit
     **{
@@ -28,9 +38,9 @@ RUNS: dict[str, list[str]] = {
     "two devices, one word": ["test_launch.py::test_two_devices_need_one_word"],
     "torchrun": ["test_launch.py::test_torchrun_standalone"],
     "experiments of conf/": ["test_experiments.py::test_an_experiment_runs"],
-    "loss without all logits": ["test_loss.py"],
-    "packed documents": ["test_documents.py"],
-    "mixture of corpora": ["test_mixture.py"],
+    "loss without all logits": ["test_loss.py::test_chunks_train_as_the_plain_loop_does[fsdp-fp64-True]"],
+    "packed documents": ["test_documents.py::test_documents_are_kept_apart_under_every_strategy"],
+    "mixture of corpora": ["test_mixture.py::test_a_mixture_goes_on_elsewhere_in_its_order"],
     "what is said": [
         "test_plain_words.py::test_a_mistake_in_mid_training_says_how_to_go_on",
         "test_plain_words.py::test_a_run_that_goes_on_says_of_each_value_of_its_optimizer_whether_it_holds",
@@ -41,12 +51,12 @@ RUNS: dict[str, list[str]] = {
         "test_anybodys_module.py::test_validation_is_the_same_on_one_rank_and_two[ConvNet]",
         "test_door.py::test_a_class_method_of_lightnings_other_name_with_loaders_of_its_own",
     ],
-    "manual optimization": ["test_by_hand.py"],
-    "scalar parameters": ["test_scalars.py"],
+    "manual optimization": ["test_by_hand.py::test_what_a_module_does_by_hand_equals_the_plain_loop"],
+    "scalar parameters": ["test_scalars.py::test_every_strategy_trains_them_with_the_same_numbers"],
     "Lightning's hooks": ["test_like_lightning.py::test_hooks_come_in_lightnings_order_and_as_often[1]"],
     "numbers of gradients": ["test_gradient_hooks.py::test_what_is_read_is_of_whole_tensors[Reads]"],
     "callbacks, early stop": ["test_callbacks.py::test_an_early_stop_is_told_and_its_count_survives_a_resume[fsdp]"],
-    "attention kernels": ["test_attention.py"],
+    "attention kernels": ["test_attention.py::test_the_kernel_changes_no_number_and_stands_in_the_summary"],
     "context parallelism": [
         "test_context_parallel.py::test_parts_of_sequences_equal_the_plain_loop_by_heads_and_by_keys",
         "test_context_logs.py::test_a_logged_value_is_that_of_whole_sequences[by keys]",
@@ -78,7 +88,7 @@ RUNS: dict[str, list[str]] = {
         "test_saving.py::test_a_save_that_fails_on_one_rank_costs_that_save",
         "test_saving.py::test_what_is_damaged_is_named_and_passed_over",
     ],
-    "content of the module's own": ["test_own_content.py"],
+    "content of the module's own": ["test_own_content.py::test_what_is_put_into_a_checkpoint_is_there_again"],
     "weights of another run, export": [
         "test_initial_weights.py::test_exported_under_one_strategy_and_begun_with_under_another"
     ],
@@ -87,8 +97,8 @@ RUNS: dict[str, list[str]] = {
         "test_average.py::test_a_resumed_run_has_the_average_of_an_uninterrupted_one[fsdp]",
     ],
     "average of the module's own": ["test_own_average.py::test_an_average_of_the_modules_own_goes_on_as_it_was"],
-    "optimizers of a user's": ["test_optimizer_state.py"],
-    "samplers": ["test_sampler_order.py"],
+    "optimizers of a user's": ["test_optimizer_state.py::test_a_run_goes_on_with_all_that_an_optimizer_keeps"],
+    "samplers": ["test_sampler_order.py::test_a_sampler_gives_every_rank_the_same_order"],
     "guard": [
         "test_guard.py::test_a_step_that_is_not_finite_changes_nothing[fsdp, adamw fused-gradient]",
         "test_guard.py::test_too_many_in_a_row_stop_the_run",
@@ -96,9 +106,9 @@ RUNS: dict[str, list[str]] = {
     "guard in a pipeline": [
         "test_pipeline_guard.py::test_a_skipped_step_is_skipped_by_every_stage[gradient-3-pipeline]"
     ],
-    "checkpoints of a pipeline": ["test_pipeline_checkpoints.py"],
+    "checkpoints of a pipeline": ["test_pipeline_checkpoints.py::test_a_resumed_run_never_stopped"],
     "spikes of the loss": ["test_guard.py::test_a_leap_is_told_or_passed_over"],
-    "fp16's loss scale": ["test_loss_scale.py"],
+    "fp16's loss scale": ["test_loss_scale.py::test_strategies_agree"],
     "fp64": ["test_fp64.py::test_weights_and_buffers_are_those_of_lightning[2]"],
     "fp8": [
         "test_float8.py::test_replicas_of_shards_equal_it_too",
@@ -107,25 +117,28 @@ RUNS: dict[str, list[str]] = {
     "schedules": ["test_schedules.py::test_the_best_and_the_last_are_the_same_files"],
     "learning-rate finder": ["test_learning_rate.py::test_its_rates_and_losses_are_lightnings_under_every_strategy"],
     "quick check": ["test_quick_check.py::test_a_quick_check_runs_every_stage_and_keeps_nothing"],
-    "random numbers for weights": ["test_drawn_alike.py"],
+    "random numbers for weights": ["test_drawn_alike.py::test_copies_of_weights_stay_the_same[fsdp]"],
     "streams": ["test_streams.py::test_a_resumed_run_reads_on_where_it_was[state]"],
-    "streams of text": ["test_document_stream.py"],
-    "metrics": ["test_rows.py", "test_meter.py", "test_held_metrics.py"],
-    "telemetry, Prometheus": ["test_telemetry.py"],
+    "streams of text": ["test_document_stream.py::test_a_resumed_run_reads_on_in_the_text"],
+    "metrics": [
+        "test_rows.py::test_a_step_has_one_row_with_the_modules_values_of_the_whole_window",
+        "test_meter.py::test_tokens_are_those_of_all_ranks[fsdp]",
+        "test_held_metrics.py::test_each_sample_is_counted_once",
+    ],
+    "telemetry, Prometheus": ["test_telemetry.py::test_a_row_has_mean_and_extremes_with_their_ranks"],
     "verdicts": [
         "test_verdicts.py::test_a_fault_has_its_verdict_and_no_other[slow loader of one rank]",
         "test_verdicts.py::test_a_healthy_run_has_none[healthy]",
         "test_verdicts.py::test_a_verdict_is_in_tensorboard_and_in_wandb_without_a_network",
     ],
-    "hooks that look at weights": ["test_looking_hooks.py"],
-    "hooks that freeze": ["test_freezing.py"],
-    "writes into weights in a step": ["test_lost_writes.py"],
+    "hooks that look at weights": ["test_looking_hooks.py::test_a_hook_sees_the_weights_as_they_are[fsdp]"],
+    "hooks that freeze": ["test_freezing.py::test_weights_that_are_frozen_for_a_moment_are_trained[before]"],
     "signals": ["test_leaving.py::test_a_single_signal_saves_and_leaves[2]"],
     "out of memory": [
         "test_out_of_memory.py::test_a_single_rank_within_the_launchers_process[training-training, in step 2]"
     ],
     "the engines' knobs": ["test_engine_knobs.py::test_a_run_goes_on_with_other_sub_groups"],
-    "profile": ["test_profile.py"],
+    "profile": ["test_profile.py::test_a_profile_changes_no_bit_and_names_every_phase"],
     "preflight": [
         "test_preflight.py::test_nodes_that_are_well",
         "test_preflight.py::test_alone_it_starts_its_own_processes",
@@ -137,7 +150,8 @@ LEFT_OUT = {
     "tests/distributed/test_resume.py": "a minute; test_exact_resume and test_experiments are in",
     "tests/distributed/test_parts_of_shards.py": "a minute and a half; test_gradient_hooks is in",
     "tests/distributed/test_kept_references.py": "half a minute; test_own_average is in",
-    "tests/distributed/test_weights_in_steps.py": "two minutes; test_looking_hooks and test_lost_writes are in",
+    "tests/distributed/test_weights_in_steps.py": "two minutes; test_looking_hooks is in",
+    "tests/distributed/test_lost_writes.py": "half a minute; test_looking_hooks is in",
     "tests/distributed/test_notes.py": "half a minute of runs for one case each; test_anybodys_module is in",
     "tests/distributed/test_copies.py": "half a minute; test_parity is in",
     "tests/distributed/test_overlap.py": "half a minute of compiling; test_tensor_parallel is in",
@@ -158,7 +172,9 @@ LEFT_OUT = {
 
 def is_quick(test: str) -> bool:
     """Whether the test of this id belongs to the tier."""
-    return test.startswith(tuple(f"{folder}/" for folder in UNITS)) or any(names(one, test) for one in listed())
+    if test.startswith(tuple(f"{folder}/" for folder in UNITS)):
+        return not any(names(one, test) for one in HEAVY)
+    return any(names(one, test) for one in listed())
 
 
 def listed() -> list[str]:
