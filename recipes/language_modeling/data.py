@@ -100,6 +100,11 @@ class TextData(LightningDataModule):
             return max(int(load_index(folder)["vocab_size"]) for folder in there)
         return None if self.tokenizer is None else self.tokenizer.vocab_size
 
+    @property
+    def vocab_size_to_be(self) -> int | None:
+        """The same before the shards of a text are there: one process finds them and another makes them."""
+        return self.vocab_size if self.own_text is None else self.own_text.tokens
+
     def directories(self) -> dict[str, Path]:
         """All folders of shards that are read, by the option that names them."""
         named = {f"data.validation.{name}": folder for name, folder in self.validation_directories.items() if name}

@@ -48,9 +48,20 @@ class LanguageModel(LightningModule):
         self.loss_name = "full"
 
     @staticmethod
+    def link_arguments(node: dict[str, Any], data: Any) -> dict[str, Any]:
+        """The arguments, with the data's number of tokens where `model.vocab_size` is null."""
+        model = node["model"]
+        if model.get("vocab_size", 0) is not None:
+            return node
+        tokens = data.vocab_size_to_be if isinstance(data, TextData) else getattr(data, "vocab_size", None)
+        return {**node, "model": {**model, "vocab_size": tokens}}
+
+    @staticmethod
     def check_data(node: Mapping[str, Any], data: Any) -> None:
         """Refuses data with tokens or sequences that are too large for the model, before any rank starts."""
         sizes = {name: node["model"].get(name) for name in ("vocab_size", "max_seq_len")}
+        if sizes["vocab_size"] is None and "vocab_size" in node["model"]:
+            raise ConfigError("model.vocab_size=null: the data do not say how many tokens there are; give the number")
         if isinstance(data, TextData | StreamedText) and None not in sizes.values():
             data.check_fits(**sizes)
 
@@ -262,3 +273,4 @@ class LanguageModel(LightningModule):
         # All ranks have the same value already. sync_dist=True keeps Lightning from warning.
         self.log(f"{prefix}/loss", loss, sync_dist=True)
         self.log(f"{prefix}/bits_per_token", loss / math.log(2), sync_dist=True)
+        self.log(f"{prefix}/perplexity", loss.exp(), sync_dist=True)

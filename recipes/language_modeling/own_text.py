@@ -12,6 +12,7 @@ from shardwise.data.prepare.inputs import find_inputs, split_words
 from shardwise.data.prepare.options import PrepareConfig
 from shardwise.data.prepare.run import prepare
 from shardwise.data.shard_index import INDEX, load_index
+from shardwise.data.tokenizer import BYTES, load_tokenizer
 from shardwise.errors import ConfigError, DataError
 
 STDLIB = "python_stdlib"  # the only corpus that has a name
@@ -35,6 +36,13 @@ class OwnText:
         told = hashlib.sha256("\0".join([*given, str(self.tokenizer), str(self.vocab_size)]).encode())
         name = "".join(letter if letter.isalnum() else "-" for letter in Path(given[0]).name) if given else ""
         return Path("data") / f"{name.strip('-') or 'text'}-{told.hexdigest()[:8]}"
+
+    @property
+    def tokens(self) -> int:
+        """The size of the vocabulary; of a trained one the size that was asked for, which a short text may not fill."""
+        if self.tokenizer == "train":
+            return self.vocab_size or VOCABULARY
+        return load_tokenizer(self.tokenizer or BYTES).vocab_size
 
     def prepare(self, directory: Path) -> None:
         """Make the shards, unless they are there already. Several processes may do so at once.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from shardwise.config.compose import Job, compose
@@ -26,7 +27,7 @@ from shardwise.process.console import outlive_console
 from shardwise.process.parent import die_with_parent
 from shardwise.process.report import report
 from shardwise.process.signals import ignore_save_signal
-from shardwise.protocols import check_data_of, check_of
+from shardwise.protocols import check_data_of, check_of, link_arguments_of
 from shardwise.run_dir import prometheus_files
 from shardwise.run_dir.checkpoints import list_checkpoints, was_trained
 from shardwise.run_dir.command import record_command
@@ -151,16 +152,18 @@ def check_targets(plans: list[Plan]) -> list[Plan]:
             )
         if plan.precision.fp8 is not None and find_spec("torchao") is None:
             raise ConfigError("precision=fp8 needs torchao, which is not installed: pip install -e '.[torchao]'")
-        check(plan.module, "module", LightningModule)
         if plan.data is not None:
             check(plan.data, "data", LightningDataModule)
+        target, data = locate(plan.module["_target_"], "module"), build(plan.data, "data")
+        if (link := link_arguments_of(target)) is not None:
+            plan = replace(plan, module=link(plan.module, data))
+        check(plan.module, "module", LightningModule)
         check_callbacks(plan)
         check_loggers(plan)
         if plan.optimizer is not None:
             check(plan.optimizer, "optimizer", Optimizer, positional=1)  # the argument is the parameters
         if plan.schedule is not None:
             check(plan.schedule, "schedule", positional=1, supplied=("total_steps",))  # the argument is the step
-        target = locate(plan.module["_target_"], "module")
         if isinstance(target, type):
             check_ownership(plan, target)
             check_stages(plan, target)
@@ -169,7 +172,6 @@ def check_targets(plans: list[Plan]) -> list[Plan]:
             check_takes_context(plan, target)
         made.append(plan)
         try_optimizer(plan)
-        data = build(plan.data, "data")
         if os.environ.get("RANK", "0") == "0":
             prometheus_files.check_directory(plan)
         if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -230,6 +230,12 @@ def check_data_of(module_class: Any) -> Callable[[dict[str, Any], Any], None] | 
     return found if callable(found) else None
 
 
+def link_arguments_of(module_class: Any) -> Callable[[dict[str, Any], Any], dict[str, Any]] | None:
+    """As LightningCLI's: arguments of the module that follow from the data."""
+    found = getattr(module_class, "link_arguments", None)
+    return found if callable(found) else None
+
+
 def several_passes_of(module_class: Any, node: Mapping[str, Any]) -> str | None:
     found = getattr(module_class, "several_passes", None)
     return found(node) if callable(found) else None

@@ -145,7 +145,11 @@ def test_exported_under_one_strategy_and_begun_with_under_another(runs: Any, tmp
     assert main(["export", str(folder / str(number)), "format=safetensors", f"out={tmp_path}/ours"]) == 0
     assert main(["export", str(folder / str(number)), "format=hf", f"out={tmp_path}/theirs"]) == 0
     tied = make_llama(tmp_path / "tied", tie_word_embeddings=True)
+    [checkpoint] = (folder / str(number) / "checkpoints").glob("step-*")
     cells = {
+        "checkpoint": ["strategy=fsdp", f"init_from={checkpoint}"],
+        "checkpoint, pipeline": ["strategy=fsdp", *SIZE, f"init_from={checkpoint}"],
+        "checkpoint, zero3": ["strategy=zero3", "precision=bf16", f"init_from={checkpoint}"],
         "tied": ["strategy=zero3", "model.tie_embeddings=true", f"init_from={tmp_path}/tied"],
         "ours": ["strategy=fsdp", f"init_from={tmp_path}/ours/model.safetensors"],
         "theirs": ["strategy=zero1", "precision=bf16", f"init_from={tmp_path}/theirs"],

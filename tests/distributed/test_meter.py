@@ -18,6 +18,7 @@ from shardwise.metrics.meter import SPENT, Meter, Sums, process_start
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.run_dir.rows import read_rows
 from shardwise.step.record import Readback, StepRecord, Tick
+from shardwise.trainer import build_module
 from tests.harness.cells import cell_plan, fit, masked_tokens
 from tests.harness.modules import samples
 from tests.harness.processes import spawn
@@ -87,9 +88,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_tokens_are_those_of_all_ranks(folder: Path, strategy: str) -> None:
     valid = [int((row["targets"] != -100).sum()) for row in masked_tokens(50)]
+    parameters = sum(p.numel() for p in build_module(cell_plan(folder / "built", 1)).parameters())
     summary = json.loads((folder / strategy / "summary.json").read_text())
     # MaskedTokens are read in order: 8 sequences a step
     assert summary["tokens_this_process"] == sum(valid[:32])
+    assert summary["parameters"] == summary["trained_parameters"] == parameters  # whole, not this rank's part
     first, second, last = rows_of(folder / strategy)
     assert [int(row["step"]) for row in (first, second, last)] == [1, 2, 4]
     for row, steps, tokens in ((first, 1, valid[:8]), (second, 1, valid[8:16]), (last, 2, valid[16:32])):

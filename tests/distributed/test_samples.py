@@ -71,12 +71,13 @@ def run_all(folder: Path) -> dict[str, Any]:
             patch.object(LanguageModel, "_samples", counted(LanguageModel._samples, gathers)),
         ):
             found[name] = {**fit(plan), "gathers": gathers}
-    resume = [*words, "max_steps=4", f"data.directory={folder}/shards/bpe",
-              f"resume={folder}/ddp/checkpoints/step-00000003.ckpt"]  # fmt: skip
-    found["goes on"] = {
-        allow: outcome(cell_plan(folder / f"goes-on{allow}", 2, *resume, f"resume_allow=[{allow}]"))
-        for allow in ("", "data")
-    }
+    checkpoint = f"{folder}/ddp/checkpoints/step-00000003.ckpt"
+    for option in ("resume", "init_from"):
+        begin = [*words, "max_steps=4", f"data.directory={folder}/shards/bpe", f"{option}={checkpoint}"]
+        found[option] = {
+            allow: outcome(cell_plan(folder / f"{option}-{len(allow)}", 2, *begin, f"resume_allow=[{allow}]"))
+            for allow in ("data", "data,tokenizer")
+        }
     return found
 
 
@@ -158,12 +159,14 @@ def test_samples_are_text_by_the_tokenizer_of_the_data_which_the_run_keeps(runs:
     assert not (folder / "numbers/tokenizer").exists()
 
 
-def test_a_run_does_not_go_on_with_data_of_another_tokenizer(runs: Any) -> None:
-    _, [found, other] = runs
-    said = found["goes on"][""]
-    assert "its tokens are those of the tokenizer bytes (256 tokens), and the data's are those of" in said
-    assert "(258 tokens), where a token stands for another text; give data of the same tokenizer" in said
-    assert found["goes on"]["data"] == "1 steps" and other["goes on"][""] == said
+@pytest.mark.parametrize(("option", "steps"), [("resume", 1), ("init_from", 4)])
+def test_weights_of_another_tokenizer_are_refused(runs: Any, option: str, steps: int) -> None:
+    folder, [found, other] = runs
+    theirs = folder / "ddp/checkpoints/step-00000003.ckpt/tokenizer"
+    said = found[option]["data"]
+    assert f"was trained with the tokenizer {theirs}/tokenizer.json, and the data's tokens are those of" in said
+    assert f"prepare the data with tokenizer={theirs}, or give resume_allow=[tokenizer]" in said
+    assert found[option]["data,tokenizer"] == f"{steps} steps" and other[option]["data"] == said
 
 
 def tokenizer_of_checkpoint(checkpoint: Path) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -274,6 +275,20 @@ def test_words_that_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "p.jsonl is no UTF-8 text" in refused(capsys, run, f"input={file}")
     assert main(["generate", "--help"]) == 0
     assert "top_p=0.9" in capsys.readouterr().out
+
+
+def test_chat_continues_each_line_and_a_line_that_is_too_long_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_of(tmp_path, trained_tokenizer(), 300)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"once\n\n{'a ' * 99}\nupon"))
+    assert main(["chat", str(tmp_path), "max_new_tokens=5", "temperature=0"]) == 0
+    out, err = capsys.readouterr()
+    expected = [written(capsys, str(tmp_path), f"prompt={p}", "max_new_tokens=5", "temperature=0")
+                for p in ("once", "upon")]  # fmt: skip
+    assert out == "".join(expected) and "the model sees at most 48: shorten it" in err
+    assert main(["chat", str(tmp_path), "prompt=once"]) == 2
+    assert "chat reads prompts line by line" in capsys.readouterr().err
 
 
 def test_a_model_of_256_tokens_without_a_tokenizer_has_bytes(

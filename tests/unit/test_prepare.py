@@ -97,6 +97,27 @@ def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("out") / "shards", corpus, tokenizer="train", vocab_size=400, shard_tokens=9000)
 
 
+def test_without_a_tokenizer_one_is_trained_and_what_follows_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"title": f"T{number}", "text": text} for number, text in enumerate(texts(40))]
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("b.md").write_text("# A note\n\nof some words\n")
+    held_out = sorted(held_out_number(f"{row['title']}\n\n{row['text']}".encode()) for row in rows)
+    share = (held_out[0] + held_out[1]) / 2  # one document is below it
+    words = ["a.jsonl", "field=title,text", "output=my text", f"validation={share}", "processes=1"]
+    assert tools.main(["prepare", *words]) == 0
+    out = capsys.readouterr().err
+    assert "trains a tokenizer with 1,024 tokens, which suits" in out
+    assert "validation is one document of" in out and f"give a larger validation= (now {share})" in out
+    assert out.endswith("python train.py data=token_shards data.directory='my text'\n")
+    assert set(read_back(Path("my text"))) < {f"{row['title']}\n\n{row['text']}" for row in rows}
+    assert read_back(make(Path("notes"), "b.md", validation=0)) == ["# A note\n\nof some words\n"]
+    with pytest.raises(DataError, match="a.jsonl:1: has no field body; it has title, text"):
+        make(Path("other"), "a.jsonl", field="text,body")
+
+
 def test_every_format_becomes_documents_in_the_order_of_the_files(corpus: Path, tmp_path: Path) -> None:
     made = make(tmp_path / "shards", corpus)
     everything = [*texts(300, 1), *texts(300, 2), *texts(300, 2), *texts(40, 3), *texts(100, 4)]

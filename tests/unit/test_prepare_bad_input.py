@@ -94,22 +94,20 @@ def test_bad_content_stops_with_its_place_or_is_left_out_and_listed(
     assert report["skipped"] == len(rows) and f"{path}" in (tmp_path / "s/report.md").read_text()
 
 
-# words, and what the message says; TMP is a folder with good.jsonl (20 documents), one.txt, notes.md and a folder `other`
+# words, and what the message says; TMP is a folder with good.jsonl (20 documents), one.txt, notes.rst and a folder `other`
 WORDS: list[tuple[str, str]] = [
     ("tokenizer=bytes output=TMP/s", "there is no input: name files, folders or patterns"),
     ("TMP/good.jsonl tokenizer=bytes", "output has no value"),
-    ("TMP/good.jsonl output=TMP/s", "tokenizer has no value"),
     ("TMP/god.jsonl tokenizer=bytes output=TMP/s", "input=TMP/god.jsonl: there is no such file or folder"),
     ("input=TMP/*.gz tokenizer=bytes output=TMP/s", "input=TMP/*.gz: no file matches this pattern"),
-    ("TMP/other tokenizer=bytes output=TMP/s", "no file there has one of the endings .txt, .jsonl"),
-    ("TMP/notes.md tokenizer=bytes output=TMP/s", "notes.md: the ending says how a file is read, and must be one of .txt"),
+    ("TMP/other tokenizer=bytes output=TMP/s", "no file there has one of the endings .txt, .md, .jsonl"),
+    ("TMP/notes.rst tokenizer=bytes output=TMP/s", "notes.rst: the ending says how a file is read, and must be one of .txt"),
     ("TMP/one.txt,TMP/one.txt tokenizer=bytes output=TMP/s", "one.txt is named twice among the inputs"),
     ("TMP/gone.txt tokenizer=bytes output=TMP/s", "gone.txt cannot be read (No such file or directory): correct or remove it"),
     ("TMP/good.jsonl tokenizer=bytes output=TMP/other", "other exists and holds something other than token shards: remove"),
-    ("TMP/good.jsonl tokenizer=bytes output=TMP/notes.md", "notes.md exists and holds something other than token shards"),
-    ("TMP/good.jsonl tokenizer=bytes output=TMP/notes.md/s", "cannot be made (Not a directory): give an output="),
+    ("TMP/good.jsonl tokenizer=bytes output=TMP/notes.rst", "notes.rst exists and holds something other than token shards"),
+    ("TMP/good.jsonl tokenizer=bytes output=TMP/notes.rst/s", "cannot be made (Not a directory): give an output="),
     ("TMP/good.jsonl tokenizer=bytes output=TMP/s vocab_size=9", "vocab_size=9 belongs to tokenizer=train"),
-    ("TMP/good.jsonl tokenizer=train output=TMP/s", "tokenizer=train needs the size of its vocabulary: give vocab_size=8192"),
     ("TMP/good.jsonl tokenizer=train vocab_size=256 output=TMP/s", "vocab_size=256: must be at least 257, which are the 256"),
     ("TMP/good.jsonl tokenizer=train vocab_size=1000000000 output=TMP/s", "must be at most 4194304; 8192 suits a small"),
     ("TMP/good.jsonl tokenizer=train vocab_size=300 end_of_document=x output=TMP/s", "names the token that ends a document"),
@@ -143,10 +141,10 @@ def test_words_that_cannot_work_are_one_message(
     write_lines(tmp_path / "good.jsonl", texts(20))
     (tmp_path / "one.txt").write_text("one text")
     (tmp_path / "empty.jsonl").write_text("\n")
-    (tmp_path / "notes.md").write_text("notes")
+    (tmp_path / "notes.rst").write_text("notes")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     (tmp_path / "other").mkdir()
-    (tmp_path / "other/notes.md").write_text("notes")
+    (tmp_path / "other/notes.rst").write_text("notes")
     (tmp_path / "two.txt").write_text("another text")
     (tmp_path / "link").symlink_to("other2")
     os.mkfifo(tmp_path / "pipe.txt")

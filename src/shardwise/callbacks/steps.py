@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -217,6 +218,9 @@ class StepLog(Callback):
             self.bar.set_postfix(texts)
         else:
             of = "" if trainer.max_steps < 0 else f"/{trainer.max_steps}"
+            if trainer.max_steps > step and "train/step_seconds" in metrics:  # the bar shows this by itself
+                left = round(metrics["train/step_seconds"] * (trainer.max_steps - step))
+                texts["left"] = str(timedelta(seconds=left))
             print(f"step {step}{of}  " + "  ".join(f"{k} {v}" for k, v in texts.items()), flush=True)
 
     def write(self, text: str) -> None:

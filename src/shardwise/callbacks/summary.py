@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,15 @@ class Summary(Callback):
 
     def __init__(self, plan: Plan, steps: StepLog, saving: Saving, energy: Energy, verdicts: Verdicts) -> None:
         self.plan, self.steps, self.saving, self.energy, self.verdicts = plan, steps, saving, energy, verdicts
+        self.parameters: dict[str, int] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        shapes = strategy_of(trainer).sharded.whole_shapes()
+        sizes = {p: prod(shapes.get(name, p.shape)) for name, p in pl_module.named_parameters()}
+        trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
+        self.parameters = {"parameters": sum(sizes.values()), "trained_parameters": trained}
+        if trainer.is_global_zero:
+            print(f"parameters: {sum(sizes.values()):,}, of which {trained:,} are trained", flush=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -46,6 +56,7 @@ class Summary(Callback):
         memory = memory_counts(strategy_of(trainer).root_device)
         measured = final_metrics(trainer, rows)
         summary: dict[str, Any] = {
+            **self.parameters,
             "steps": trainer.global_step,
             "stopped_early": self._stop(trainer),
             "samples": trainer.strategy.train_loader.consumed,  # type: ignore[attr-defined]
@@ -107,6 +118,7 @@ class Summary(Callback):
             which = f"{measured_steps:,} of {which}"
         rest = f"; a profile disturbed the other {made - measured_steps:,}" if measured_steps < made else ""
         lines = {
+            "parameters": f"{summary['parameters']:,}, of which {summary['trained_parameters']:,} are trained",
             "trained": f"{count(summary['steps'], 'step')}, {count(summary['samples'], 'sample')}",
             "time": f"{seconds:,.1f} s in {which} of this process, the first {first:,.1f} s{rest}",
             "speed": ", ".join(f"{speed:,.0f} {word}/s" for word, speed in speeds if speed)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from shardwise.data.tokenizer import Tokenizer, digest, saved_tokenizer
+from shardwise.data.tokenizer import FILE, Tokenizer, same_tokens, tokenizer_beside
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 from shardwise.protocols import tokenizer_of_data
@@ -15,28 +15,30 @@ from shardwise.run_dir.files import tokenizer_folder, write_whole
 
 
 class KeepTokenizer(Callback):
-    """Refuses to go on from a checkpoint whose tokens are of another tokenizer than the data's."""
+    """Refuses weights that were trained with another tokenizer than the data's."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         tokenizer: Tokenizer | None = tokenizer_of_data(getattr(trainer, "datamodule", None))
-        if stage != "fit" or tokenizer is None:
+        if tokenizer is None:
             return
-        if self.plan.resume is not None and "data" not in self.plan.resume_allow:
-            _check_same(tokenizer, self.plan.resume)
-        if trainer.is_global_zero:
+        if "tokenizer" not in self.plan.resume_allow:
+            _check_same(tokenizer, self.plan)
+        if stage == "fit" and trainer.is_global_zero:
             _write(tokenizer, tokenizer_folder(self.plan.run_dir))
 
 
-def _check_same(tokenizer: Tokenizer, resume: str) -> None:
-    before = saved_tokenizer(Path(resume))
-    if before is not None and digest(before) != digest(tokenizer):
+def _check_same(tokenizer: Tokenizer, plan: Plan) -> None:
+    option = "resume" if plan.resume is not None else "init_from"
+    weights = plan.resume or plan.init_from
+    before = None if weights is None else tokenizer_beside(Path(weights))
+    if before is not None and not same_tokens(before.read_text(encoding="utf-8"), tokenizer.files()[FILE]):
         raise ConfigError(
-            f"resume={resume}: its tokens are those of the tokenizer {before.name} ({before.vocab_size} tokens), and "
-            f"the data's are those of {tokenizer.name} ({tokenizer.vocab_size} tokens), where a token stands for "
-            f"another text; give data of the same tokenizer, or resume_allow=[data]"
+            f"{option}={weights} was trained with the tokenizer {before}, and the data's tokens are those of "
+            f"{tokenizer.name}, where a number stands for another text: prepare the data with "
+            f"tokenizer={before.parent}, or give resume_allow=[tokenizer] if this is meant"
         )
 
 

@@ -126,13 +126,16 @@ class RunConfig:
         form="auto|best|PATH",
     )
     resume_allow: list[str] = option(
-        [], "what may be another there: data, global_batch_size, optimizer, seed", form="[seed,…]"
+        [], "what may be another there: data, global_batch_size, optimizer, seed, tokenizer", form="[seed,…]"
     )
     trust: bool = option(
         False, "read what a checkpoint holds as a pickle, which may run any code: docs/checkpointing.md"
     )
     init_from: str | None = option(
-        None, "start from the weights of a .safetensors file, or of a folder of them", form="PATH"
+        None,
+        "start from the weights of a .safetensors file, of a folder of them, of a run (its newest checkpoint), or of a "
+        "checkpoint",
+        form="PATH",
     )
     seed: int = option(0, "of initial weights, of the order of samples, and of every random number")
     dry_run: bool = option(False, "print config and Plan, start nothing")

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from shardwise.data.shard_index import TOKENIZER
 from shardwise.errors import ConfigError, count
+from shardwise.run_dir.checkpoints import run_of
 from shardwise.run_dir.files import tokenizer_folder
 
 FILE = "tokenizer.json"  # Hugging Face's name, which from_pretrained looks for
@@ -93,6 +94,21 @@ def saved_tokenizer(*folders: Path) -> Tokenizer | None:
     """The tokenizer in the first of `folders`, checkpoints or runs, that holds one; None: none does."""
     found = next((path for path in map(tokenizer_folder, folders) if (path / FILE).is_file()), None)
     return None if found is None else load_tokenizer(found)
+
+
+def tokenizer_beside(weights: Path) -> Path | None:
+    """The tokenizer.json of a checkpoint, an export or another model's weights; None: none lies there."""
+    folder = weights if weights.is_dir() else weights.parent
+    places = (tokenizer_folder(folder), folder, tokenizer_folder(run_of(folder)))
+    return next((path for place in places if (path := place / FILE).is_file()), None)
+
+
+def same_tokens(one: str, other: str) -> bool:
+    """Whether each number is the same text's in both, given the contents of their tokenizer.json."""
+    import tokenizers
+
+    first, second = (tokenizers.Tokenizer.from_str(content).get_vocab() for content in (one, other))
+    return bool(first == second)
 
 
 class ByteTokenizer:

@@ -20,7 +20,7 @@ from shardwise.plan.topology import Topology
 
 FINDER_STEPS = 100  # the steps of find_learning_rate=true
 
-RESUME_ALLOW = ("data", "global_batch_size", "optimizer", "seed")
+RESUME_ALLOW = ("data", "global_batch_size", "optimizer", "seed", "tokenizer")
 
 Launcher = Literal["local", "torchrun", "slurm"]
 StageName = Literal["fit", "validate", "test", "predict"]

@@ -17,6 +17,7 @@ from shardwise.run_dir.checkpoints import (
     best_whole,
     damage,
     list_checkpoints,
+    named_checkpoint,
     newest_whole,
     none_is_whole,
     step_of,
@@ -110,7 +111,20 @@ def find_checkpoint(plan: Plan, host: Host) -> Plan:
     if begun and plan.stage == "fit" and (resume is None or newest_whole(plan.run_dir) is not None):
         plan = plan.going_on_from("auto", may_fall_back=True)
     plan = plan.going_on_from(resolve_resume(plan.resume, plan.run_dir, plan.stage, first and not begun))
-    return _up_to_early_stop(plan)
+    return _up_to_early_stop(_initial_checkpoint(plan))
+
+
+def _initial_checkpoint(plan: Plan) -> Plan:
+    """The Plan with the checkpoint whose weights it starts from, where `init_from` names a run or a checkpoint."""
+    if plan.init_from is None or plan.resume is not None:
+        return plan
+    if not any((Path(plan.init_from) / name).exists() for name in (CHECKPOINTS, MANIFEST)):
+        return plan
+    try:
+        newest, _ = named_checkpoint(plan.init_from)
+    except ConfigError as error:
+        raise ConfigError(f"init_from={error}") from None
+    return dataclasses.replace(plan, init_from=str(newest))
 
 
 def choose_again(plan: Plan) -> Plan:

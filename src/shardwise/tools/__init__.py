@@ -20,6 +20,7 @@ from shardwise.process.signals import Stopped, in_words
 
 TOOLS = {
     "bench-data": "is a run's data fast enough for its model, and with how many workers?",
+    "chat": "a run's model continues what you type, line by line",
     "doctor": "what is this machine, what is installed, and what keeps a run from training?",
     "export": "a run's weights for others to read: safetensors, Hugging Face, torch",
     "generate": "text that a run's model writes, from a prompt or a file of them",

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 HELP = """\
 usage: shardwise generate RUN prompt="Once upon a time" [key=value …]
        shardwise generate RUN input=prompts.txt [output=texts.jsonl] [key=value …]
+       shardwise chat RUN [key=value …]
+
+chat keeps the model loaded, and continues each line that you type, until Ctrl-D.
 
 RUN: a run's folder, runs/<id>, whose newest whole checkpoint is taken, or a checkpoint, step-….ckpt or best-….ckpt.
 The text is shown as it is written. It ends at the token that ends a document, or after max_new_tokens.
@@ -83,8 +86,8 @@ class GenerateConfig:
     tokenizer: str | None = None
 
 
-def run(words: list[str]) -> None:
-    """Continue texts as `words` say.
+def run(words: list[str], *, chats: bool = False) -> None:
+    """Continue texts as `words` say. `chats`: the prompts are the lines of standard input, one after the other.
 
     Raises:
         ConfigError: a word is wrong, a file cannot be read or written, or the run's module cannot continue texts.
@@ -95,8 +98,10 @@ def run(words: list[str]) -> None:
     if len(alone) != 1:
         hint = f'give the text to continue as prompt="{alone[1]}"' if len(alone) == 2 else "--help shows how"
         raise ConfigError(f"generate takes one run or checkpoint, and got {' '.join(alone) or 'none'}; {hint}")
-    _check(config)
-    numbered = {1: config.prompt} if config.prompt is not None else read_prompts(str(config.input))
+    _check(config, chats)
+    numbered: dict[int, str] = {}
+    if not chats:
+        numbered = {1: config.prompt} if config.prompt is not None else read_prompts(str(config.input))
     prompts = list(numbered.values())
     if (last := config.seed + len(prompts) - 1) >= 2**64:
         raise ConfigError(f"seed={config.seed}: the seeds go up to {last}, and must be below 2^64; give a smaller one")
@@ -109,6 +114,9 @@ def run(words: list[str]) -> None:
         return Writer(checkpoint, node, config)
 
     writer = with_checkpoint(alone[0], load)
+    if chats:
+        _chat(writer)
+        return
     tokens = writer.encode(numbered)
     if writer.tokenizer.name != BYTES and any(prompt.endswith(" ") for prompt in prompts):
         sys.stderr.write(
@@ -120,8 +128,10 @@ def run(words: list[str]) -> None:
         _write_lines(writer, prompts, tokens, config)
 
 
-def _check(config: GenerateConfig) -> None:
-    if (config.prompt is None) == (config.input is None):
+def _check(config: GenerateConfig, chats: bool) -> None:
+    if chats and (config.prompt is not None or config.input is not None):
+        raise ConfigError("chat reads prompts line by line: leave prompt= and input= out, or use shardwise generate")
+    if not chats and (config.prompt is None) == (config.input is None):
         raise ConfigError('give prompt="…", or input=FILE with one prompt each line, and not both')
     if config.output is not None and config.input is None:
         raise ConfigError(f"output={config.output} is for input=FILE: a single prompt's text is shown as it is written")
@@ -238,6 +248,24 @@ class Writer:
             yield [None if is_over else token for is_over, token in zip(ended, drawn, strict=True)]
             if all(ended):
                 return
+
+
+def _chat(writer: Writer) -> None:
+    """Continue each line of standard input. A line that cannot be continued gets a message, and the next is read."""
+    is_typed = sys.stdin.isatty()
+    while True:
+        if is_typed:
+            sys.stderr.write("> ")
+            sys.stderr.flush()
+        if not (line := sys.stdin.readline()):
+            return
+        if prompt := line.rstrip("\n"):
+            try:
+                [tokens] = writer.encode({1: prompt})
+            except ConfigError as error:
+                sys.stderr.write(f"{error}\n")
+            else:
+                _show(writer, prompt, tokens)
 
 
 def _show(writer: Writer, prompt: str, tokens: list[int]) -> None:

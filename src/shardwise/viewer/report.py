@@ -95,6 +95,8 @@ def headline_of(run: RunRecord) -> list[str]:
     found = [name for name in named if name]
     if ranks:
         found.append(count(int(ranks), f"{decided.get('accelerator', '')} rank".strip()))
+    if isinstance(parameters := run.summary.get("parameters"), int):
+        found.append(f"{parameters:,} parameters, {run.summary.get('trained_parameters', parameters):,} trained")
     if run.starts:
         found.append(f"started {_date(run.starts[0])}")
     gpus = run.environment.get("gpus")

@@ -1,4 +1,4 @@
-"""Reads the weights that a run starts from (`init_from=`): each rank reads its own chunks, from safetensors."""
+"""Reads the weights that a run starts from (`init_from=`), safetensors or a checkpoint: each rank its own chunks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from shardwise.checkpoint.chunks import Chunk, whole
+from shardwise.checkpoint.chunks import Chunk, ChunkedTensor, whole
+from shardwise.checkpoint.dcp import read_tensors
+from shardwise.checkpoint.metadata import read_metadata
 from shardwise.checkpoint.state import ShardedState, persistent_buffers, unlike
 from shardwise.errors import ConfigError, count
 from shardwise.plan import Plan
 from shardwise.protocols import hugging_face_names_of
-from shardwise.weights.safetensors import Stored, list_weights
+from shardwise.run_dir.files import MANIFEST
+from shardwise.weights.safetensors import list_weights
 
 
 def read_initial(state: ShardedState, module: LightningModule, plan: Plan) -> str:
@@ -27,9 +30,11 @@ def read_initial(state: ShardedState, module: LightningModule, plan: Plan) -> st
     from safetensors import SafetensorError, safe_open
 
     assert plan.init_from is not None
-    option = f"init_from={plan.init_from}"
-    stored = list_weights(Path(plan.init_from), option)
-    names = _names(state, module, plan, stored, option)
+    path, option = Path(plan.init_from), f"init_from={plan.init_from}"
+    if (path / MANIFEST).is_file():
+        return _read_checkpoint(path, state, module, plan, option)
+    stored = list_weights(path, option)
+    names = _names(state, module, plan, {name: tensor.shape for name, tensor in stored.items()}, option)
     with ExitStack() as files, torch.no_grad():
         opened: dict[Path, Any] = {}
 
@@ -60,11 +65,23 @@ def read_initial(state: ShardedState, module: LightningModule, plan: Plan) -> st
     return f"{count(len(names), 'tensor')}, {count(values, 'value')}, of {plan.init_from}"
 
 
+def _read_checkpoint(path: Path, state: ShardedState, module: LightningModule, plan: Plan, option: str) -> str:
+    metadata = read_metadata(path)
+    known: dict[str, Any] = metadata.state_dict_metadata
+    found = {name.removeprefix("model."): tuple(m.size) for name, m in known.items() if name.startswith("model.")}
+    names = _names(state, module, plan, found, option)
+    tensors = {f"model.{names[name]}": whole(buffer) for name, buffer in persistent_buffers(module)}
+    tensors |= {f"model.{names[shard.name]}": ChunkedTensor(shard.shape, shard.chunks(shard.values))
+                for shard in state.parameter_shards()}  # fmt: skip
+    read_tensors(path, tensors, None, metadata)
+    return f"{count(len(names), 'tensor')} of {path}"
+
+
 def _names(
-    state: ShardedState, module: LightningModule, plan: Plan, stored: dict[str, Stored], option: str
+    state: ShardedState, module: LightningModule, plan: Plan, found: dict[str, tuple[int, ...]], option: str
 ) -> dict[str, str]:
     """Map this model's names to those in the files: the same, or Hugging Face's names if the module defines them."""
-    expected, found = state.whole_shapes(), {name: tensor.shape for name, tensor in stored.items()}
+    expected = state.whole_shapes()
     names = {name: name for name in expected}
     theirs = hugging_face_names_of(module)
     if expected.keys() != found.keys() and theirs is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
-from shardwise.run_dir.files import CHECKPOINTS, MANIFEST
+from shardwise.run_dir.files import MANIFEST
 
 INDEX = "model.safetensors.index.json"
 
@@ -79,11 +79,6 @@ def _files(path: Path, option: str) -> list[Path]:
         if path.suffix != ".safetensors":
             raise ConfigError(f"{option} is no .safetensors file" + _remedy([path]))
         return [path]
-    if (path / MANIFEST).is_file() or (path / CHECKPOINTS).is_dir():
-        raise ConfigError(
-            f"{option} is {'a checkpoint' if (path / MANIFEST).is_file() else 'a run'}: start from what `shardwise "
-            f"export {path} format=safetensors` makes of it, or go on with it by resume="
-        )
     if (path / INDEX).is_file():
         return _indexed(path / INDEX, option)
     if found := sorted(path.glob("*.safetensors")):
@@ -189,7 +184,7 @@ def check_weights(plan: Plan) -> None:
     """Check that the files of `init_from=` can be read, if the run starts from them."""
     from importlib.util import find_spec
 
-    if plan.init_from is None or plan.resume is not None:
+    if plan.init_from is None or plan.resume is not None or (Path(plan.init_from) / MANIFEST).is_file():
         return
     if find_spec("safetensors") is None:
         raise ConfigError("init_from needs safetensors, which is not installed: pip install -r requirements.txt")

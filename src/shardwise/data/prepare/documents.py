@@ -15,7 +15,10 @@ _JSON_NAMES = {dict: "object", list: "list", str: "text", bool: "truth value", i
 
 
 def documents(part: Part, field: str) -> Iterator[tuple[str, bytes, int] | Flaw]:
-    """(text, its UTF-8, line) of each document, in their order, and a flaw in the place of what is none."""
+    """(text, its UTF-8, line) of each document, in their order, and a flaw in the place of what is none.
+
+    `field`: the name of one, or several with commas between, whose texts an empty line separates.
+    """
     read = {"lines": _of_lines, "text": _of_text, "rows": _of_rows}[part.kind]
     for line, found in read(part, field):
         if isinstance(found, _Wrong):
@@ -73,9 +76,7 @@ def _of_line(raw: bytes, field: str) -> tuple[str, bytes] | _Wrong:
     if not isinstance(row, dict):
         remedy = _OF_A_LIST if isinstance(row, list) else "JSON lines have one on each line"
         return _Wrong(f"is {_json_name(row)}, and must be an object with the field {field}: {remedy}")
-    if field not in row:
-        return _missing(field, list(row))
-    return _checked(row[field], field)
+    return _joined(row, field)
 
 
 def _of_rows(part: Part, field: str) -> _Found:
@@ -83,11 +84,12 @@ def _of_rows(part: Part, field: str) -> _Found:
     try:
         with parquet.ParquetFile(part.path) as file:
             names = file.schema_arrow.names
-            if field not in names:
-                yield 0, _missing(field, names)
+            wanted = field.split(",")
+            if lacking := [name for name in wanted if name not in names]:
+                yield 0, _missing(lacking[0], names)
                 return
             assert isinstance(part.content, int)
-            rows = file.read_row_group(part.content, columns=[field]).column(0).to_pylist()
+            rows = file.read_row_group(part.content, columns=wanted).to_pylist()
     except UnicodeDecodeError as error:
         yield part.first, _not_utf8(error)
         return
@@ -95,8 +97,20 @@ def _of_rows(part: Part, field: str) -> _Found:
         said = (str(error).splitlines() or [type(error).__name__])[0]
         yield part.first, _Wrong(f"the row group that begins here is damaged ({said}); copy the file again")
         return
-    for row, value in enumerate(rows, part.first):
-        yield row, _checked(value, field)
+    for number, row in enumerate(rows, part.first):
+        yield number, _joined(row, field)
+
+
+def _joined(row: dict[str, Any], field: str) -> tuple[str, bytes] | _Wrong:
+    """The texts of the fields as one document."""
+    texts = []
+    for name in field.split(","):
+        found = _checked(row[name], name) if name in row else _missing(name, list(row))
+        if isinstance(found, _Wrong):
+            return found
+        texts.append(found[0])
+    text = "\n\n".join(texts)
+    return text, text.encode()
 
 
 def _checked(value: Any, field: str) -> tuple[str, bytes] | _Wrong:

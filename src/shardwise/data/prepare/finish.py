@@ -72,7 +72,7 @@ def write_results(job: Job, work: Work, splits: dict[str, Any], tokenizer: Token
             "tokens_per_second": sum(totals.tokens.values()) / seconds,
             "bare_tokenizer_bytes_per_second": bare,
         },
-        "notes": _notes(job, tokenizer, vocab_size, totals.skipped),
+        "notes": _notes(job, tokenizer, vocab_size, totals),
     }
     write_report(work.shards, report, splits)
     index = {"version": VERSION, "dtype": dtype_for(vocab_size), "vocab_size": vocab_size}
@@ -81,10 +81,19 @@ def write_results(job: Job, work: Work, splits: dict[str, Any], tokenizer: Token
     write_index(work.shards, index | {"splits": splits}, tokenizer)
 
 
-def _notes(job: Job, tokenizer: Tokenizer, vocab_size: int, skipped: int) -> list[str]:
+FEW_TOKENS = 10_000  # of the only document of a validation split
+
+
+def _notes(job: Job, tokenizer: Tokenizer, vocab_size: int, totals: Totals) -> list[str]:
     notes, wanted = [], job.config.vocab_size or 0
-    if skipped:
-        notes.append(f"{count(skipped, 'document')} or file left out, with the reasons, in skipped.jsonl")
+    if totals.skipped:
+        notes.append(f"{count(totals.skipped, 'document')} or file left out, with the reasons, in skipped.jsonl")
+    if totals.documents.get(VALIDATION) == 1 and totals.tokens[VALIDATION] < FEW_TOKENS:
+        cut = f" and {CUT}" * job.has_whole_texts
+        notes.append(
+            f"validation is one document of {count(totals.tokens[VALIDATION], 'token')}, whose loss says little of "
+            f"others: give a larger validation= (now {job.config.validation}){cut}, or more documents"
+        )
     if job.other_endings:
         notes.append(f"{count(len(job.other_endings), 'file')} with other endings left out")
     if tokenizer.vocab_size < wanted:

@@ -12,9 +12,9 @@ from pathlib import Path
 from shardwise.data.shard_index import INDEX
 from shardwise.errors import ConfigError, count
 
-KINDS = {".txt": "text", ".jsonl": "lines", ".json": "lines", ".ndjson": "lines", ".parquet": "rows"}
+KINDS = {".txt": "text", ".md": "text", ".jsonl": "lines", ".json": "lines", ".ndjson": "lines", ".parquet": "rows"}
 PACKED = (".gz", ".zst")
-ENDINGS = ".txt, .jsonl, .json, .ndjson (also with .gz or .zst behind), .parquet"
+ENDINGS = ".txt, .md, .jsonl, .json, .ndjson (also with .gz or .zst behind), .parquet"
 
 
 @dataclass(frozen=True)

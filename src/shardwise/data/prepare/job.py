@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.data.prepare.inputs import InputFile, find_inputs
-from shardwise.data.prepare.options import PrepareConfig
+from shardwise.data.prepare.options import PrepareConfig, fitting_vocabulary
 from shardwise.data.prepare.parts import Part, Position, read_parts
 from shardwise.data.prepare.progress import say
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
@@ -24,6 +24,7 @@ class Job:
     tokenizer: Tokenizer | None
     part_bytes: int
     quiet: bool
+    is_size_given: bool = True  # of a trained tokenizer's vocabulary
 
     @staticmethod
     def make(given: list[str], config: PrepareConfig, part_bytes: int, quiet: bool) -> Job:
@@ -32,6 +33,8 @@ class Job:
         if tokenizer is not None:
             job.vocab_size(tokenizer)
         job.files, job.other_endings = find_inputs(given)
+        if config.is_trained and config.vocab_size is None:
+            job.config, job.is_size_given = replace(config, vocab_size=fitting_vocabulary(job.size)), False
         return job
 
     def vocab_size(self, tokenizer: Tokenizer) -> int:

@@ -13,12 +13,21 @@ from shardwise.errors import ConfigError
 
 TRAIN = "train"  # the tokenizer that is trained on the inputs
 SMALLEST_VOCABULARY = 257  # of such a tokenizer: the bytes, and the token that ends a document
+_FITTING = ((10**6, 1024), (10**7, 2048), (10**8, 8192), (10**9, 16_384))  # below so many bytes → tokens
 LARGEST_VOCABULARY = 4_194_304  # the trainer reserves memory for all of it, and aborts the process if there is none
 
 
 class OnError(Enum):
     stop = "stop"
     skip = "skip"
+
+
+def fitting_vocabulary(size: int) -> int:
+    """The size of a trained tokenizer's vocabulary for `size` bytes of text, if none is given.
+
+    A model of a small text sees each token often enough to learn it only if there are few.
+    """
+    return next((tokens for limit, tokens in _FITTING if size < limit), 32_768)
 
 
 def check_output(output: str) -> None:
@@ -34,7 +43,7 @@ class PrepareConfig:
     """The words of the command. `input` has the paths, patterns and folders as they were given."""
 
     output: str = MISSING
-    tokenizer: str = MISSING
+    tokenizer: str = TRAIN
     vocab_size: int | None = None
     field: str = "text"
     validation: float = 0.01
@@ -75,14 +84,14 @@ class PrepareConfig:
                     f"own: leave it out, or give tokenizer=train"
                 )
             return
-        if self.vocab_size is None:
-            raise ConfigError("tokenizer=train needs the size of its vocabulary: give vocab_size=8192, for example")
-        if self.vocab_size < SMALLEST_VOCABULARY:
+        if self.vocab_size is None:  # it follows from the size of the inputs
+            pass
+        elif self.vocab_size < SMALLEST_VOCABULARY:
             raise ConfigError(
                 f"vocab_size={self.vocab_size}: must be at least {SMALLEST_VOCABULARY}, which are the 256 bytes and "
                 f"the token that ends a document; 8192 suits a small model"
             )
-        if self.vocab_size > LARGEST_VOCABULARY:
+        elif self.vocab_size > LARGEST_VOCABULARY:
             raise ConfigError(
                 f"vocab_size={self.vocab_size}: must be at most {LARGEST_VOCABULARY}; 8192 suits a small model"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections import deque
 from collections.abc import Iterator
@@ -114,14 +115,20 @@ def _make(job: Job, folder: Path, output: Path) -> None:
         raise DataError(f"{output} has been made by another process: remove it, or give another output=")
     for line in summary(json.loads((output / REPORT).read_text(encoding="utf-8"))):
         job.say(line)
-    job.say(f"{output} holds the shards and {PAGE}")
+    job.say(f"{output} holds the shards and {PAGE}; to train on them:")
+    job.say(f"python train.py data=token_shards data.directory={shlex.quote(str(output))}")
 
 
 def _trained(job: Job, folder: Path) -> Tokenizer:
     """The tokenizer that is trained on the inputs, once."""
     place, wanted = folder / TRAINED, job.config.vocab_size or 0
     if not place.exists():
-        job.say(f"trains a tokenizer with {count(wanted, 'token')}")
+        chosen = (
+            ""
+            if job.is_size_given
+            else f", which suits {magnitude(job.size, 'B')} of text; vocab_size= sets another number"
+        )
+        job.say(f"trains a tokenizer with {count(wanted, 'token')}{chosen}")
         beside = partial_path(place)
         shutil.rmtree(beside, ignore_errors=True)
         save_tokenizer(train_tokenizer(job), beside)
