@@ -1,6 +1,5 @@
 """Shared by all tests."""
 
-import resource
 import signal
 from collections import Counter
 from collections.abc import Generator
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from tests import quick
+from tests.harness import processes
 from tests.harness.patience import alarm
 
 # Cores are shared with other work: how long an example takes says nothing.
@@ -55,22 +55,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = kept
 
 
-def cpu_seconds() -> float:
-    """Of this process and of all that it has started and waited for."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+def used_so_far() -> float:
+    return processes.cpu_seconds() + sum(processes.used_by_ranks)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    item.stash[BEGAN] = cpu_seconds()
+    item.stash[BEGAN] = used_so_far()
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     if call.when == "teardown":
-        item.user_properties.append(("cpu_seconds", cpu_seconds() - item.stash[BEGAN]))
+        item.user_properties.append(("cpu_seconds", used_so_far() - item.stash[BEGAN]))
     return (yield)
 
 

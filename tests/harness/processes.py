@@ -6,6 +6,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import socket
 import tempfile
@@ -49,7 +50,18 @@ def spawn(ranks: int, function: Callable[..., Any], *arguments: Any, timeout_sec
             for process in processes:
                 process.kill()
                 process.join()
-        return [pickle.loads((Path(folder) / f"{rank}.pkl").read_bytes()) for rank in range(ranks)]
+        found = [pickle.loads((Path(folder) / f"{rank}.pkl").read_bytes()) for rank in range(ranks)]
+        used_by_ranks.append(sum(seconds for _, seconds in found))
+        return [result for result, _ in found]
+
+
+used_by_ranks: list[float] = []  # CPU seconds of the ranks of each `spawn`: a fork server is their parent
+
+
+def cpu_seconds() -> float:
+    """Of this process and of all that it has started and waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def fork_server() -> Any:
@@ -86,7 +98,7 @@ def _rank(rank: int, ranks: int, port: int, folder: str, function: Callable[...,
 
         torch.set_num_threads(1)
         result = function(*arguments)
-        (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps(result))
+        (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps((result, cpu_seconds())))
     except BaseException:
         errors.write_text(traceback.format_exc())
         raise
