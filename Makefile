@@ -9,7 +9,7 @@ TEST_WORKERS ?= 2
 PYTEST = $(VENV)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile \
 	--reruns 1 --only-rerun 'Connection (reset|closed) by peer'
 
-.PHONY: train test test-quick test-all test-rest test-slurm check fix parity parity-gpu checkpoint-matrix chaos gpu-test bench-llm bench-strategies bench-images overhead \
+.PHONY: train test test-quick test-all test-rest test-long test-slurm check fix parity parity-gpu checkpoint-matrix chaos gpu-test bench-llm bench-strategies bench-images overhead \
 	clean
 
 train: $(VENV)/.run
@@ -22,10 +22,13 @@ test: $(VENV)/.dev
 test-quick: $(VENV)/.dev
 	$(PYTEST) $(ARGS)
 
-# Everything: `make test`, then the rest of the matrix, with chaos and a real Slurm.
-test-all: test test-rest
+# Everything: `make test`, then the rest of the matrix, with chaos and a real Slurm, then what CI leaves out.
+test-all: test test-rest test-long
 
-# What `make test` leaves out. Its Slurm of four emulated nodes is installed for it: root, on Debian or Ubuntu.
+test-long: $(VENV)/.dev
+	$(PYTEST) --tier=long $(ARGS)
+
+# What `make test` leaves out and CI runs. Its Slurm of four emulated nodes is installed for it: root, on Debian or Ubuntu.
 test-rest: $(VENV)/.dev
 	SHARDWISE_TEST_SLURM=1 $(PYTEST) --tier=rest $(ARGS)
 

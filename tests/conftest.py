@@ -34,8 +34,8 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--tier", choices=["quick", "rest", "all"],
-        help="which tests of the named folders: tests/quick.py's (the default), all others, or all",
+        "--tier", choices=["quick", "rest", "long", "all"],
+        help="which tests of the named folders, by tests/quick.py: quick (the default), rest, long, or all",
     )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if gone:
             raise pytest.UsageError(f"tests/quick.py lists what is no test: {', '.join(gone)}")
     if tier != "all":
-        kept = [item for item in items if quick.is_quick(item.nodeid) == (tier == "quick")]
+        kept = [item for item in items if quick.tier_of(item.nodeid) == tier]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
 

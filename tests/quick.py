@@ -169,6 +169,30 @@ LEFT_OUT = {
     "tests/foreign_packages/test_foreign_packages.py": "minutes; test_anybodys_module is in",
 }
 
+_CHAOS = "tests/distributed/test_chaos.py::test_a_run_that_is_interrupted_again_and_again_is_the_one_that_was_not"
+_FOREIGN = "tests/foreign_packages/test_foreign_packages.py::test_"
+_PACKAGES = ("gluonts", "chemprop", "rl4co", "pytorch-tabular")
+# Of the rest, what `make test-all` alone runs, and CI does not: files, functions or cases, and why
+LONG = {
+    **dict.fromkeys((f"{_CHAOS}[{case}]" for case in ("ddp", "pipeline", "tensor")), "two minutes; fsdp's case is in"),
+    **{f"{_FOREIGN}{test}[{name}]": "half a minute of a package's imports and runs; three packages are in"
+       for test in ("its_losses_are_those_of_the_stock_trainer", "it_goes_on_from_a_checkpoint_as_if_never_stopped")
+       for name in _PACKAGES},
+    f"{_FOREIGN}killed_and_resumed_as_a_user_does": "a minute a case; test_chaos is in",
+    "tests/distributed/test_weights_in_steps.py": "minutes of habits that no package has; test_gradient_hooks is in",
+    "tests/distributed/test_parts_of_shards.py": "the same",
+    "tests/distributed/test_lost_writes.py": "the same",
+    "tests/distributed/test_own_ways_of_layers.py": "the same",
+    "tests/distributed/test_host_memory.py": "large models, for those who change the initialisation",
+}  # fmt: skip
+
+
+def tier_of(test: str) -> str:
+    """quick, rest or long."""
+    if is_quick(test):
+        return "quick"
+    return "long" if any(names(one, test) for one in LONG) else "rest"
+
 
 def is_quick(test: str) -> bool:
     """Whether the test of this id belongs to the tier."""
@@ -182,5 +206,5 @@ def listed() -> list[str]:
 
 
 def names(one: str, test: str) -> bool:
-    """Whether a line of the list means this test: itself, or the file or function that it belongs to."""
+    """Whether a line of a list means this test: itself, or the file or function that it belongs to."""
     return test == one or test.startswith((f"{one}::", f"{one}["))

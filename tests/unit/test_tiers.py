@@ -1,4 +1,4 @@
-"""The quick tier has every strategy and every file of tests; --tier divides all tests in two."""
+"""The quick tier has every strategy and every file of tests; --tier divides all tests in three."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ def test_the_list_names_tests_that_there_are_and_no_whole_file() -> None:
     for one in [*quick.listed(), *quick.HEAVY]:
         file, _, test = one.partition("::")
         assert test.partition("[")[0] in functions(file), one
+    for one in quick.LONG:
+        file, _, test = one.partition("::")
+        assert (ROOT / file).exists() and (not test or test.partition("[")[0] in functions(file)), one
 
 
 def selected(tier: str | None, argument: str, tests: list[str]) -> list[str]:
@@ -50,9 +53,11 @@ def selected(tier: str | None, argument: str, tests: list[str]) -> list[str]:
 
 def test_a_folders_tests_are_those_of_a_tier_and_a_file_is_run_whole() -> None:
     in_it, other = f"{quick.listed()[0]}[one]", f"{quick.FOLDER}/test_chaos.py::test_b"
+    long = "tests/distributed/test_lost_writes.py::test_d[one]"
     tests = [in_it, other, "tests/unit/test_plan.py::test_c"]
     assert selected(None, "tests", tests) == selected("quick", "tests", tests) == [in_it, tests[2]]
     assert selected("rest", "tests", tests) == [other]
+    assert selected("long", "tests", [*tests, long]) == [long]
     assert selected("all", "tests", tests) == selected(None, "tests/distributed/test_chaos.py", tests) == tests
 
 
