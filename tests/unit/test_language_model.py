@@ -447,4 +447,4 @@ def test_a_vocabulary_that_is_not_given_is_the_datas(tmp_path: Path) -> None:
         assert LanguageModel.link_arguments(node, data)["model"]["vocab_size"] == tokens
     assert LanguageModel.link_arguments({"model": {"vocab_size": 310}}, shards) == {"model": {"vocab_size": 310}}
     with pytest.raises(ConfigError, match="vocab_size=null: the data do not say how many tokens there are"):
-        LanguageModel.check_data(node, object())
+        LanguageModel.link_arguments(node, None)
