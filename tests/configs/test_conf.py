@@ -72,7 +72,9 @@ def bind_targets(plan: Plan) -> None:
 def with_vocabulary(node: dict[str, Any]) -> dict[str, Any]:
     """The module with a number of tokens, where that follows from the data."""
     model = node.get("model")
-    return node if not model or model.get("vocab_size", 0) else {**node, "model": {**model, "vocab_size": 256}}
+    return (
+        node if not model or model.get("vocab_size", 0) is not None else {**node, "model": {**model, "vocab_size": 256}}
+    )
 
 
 def load(file: Path) -> dict[str, Any]:
