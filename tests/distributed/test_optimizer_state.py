@@ -359,3 +359,32 @@ def refuse(folder: Path) -> None:
 
 def test_what_shards_cannot_keep_is_refused_in_the_first_steps(tmp_path: Path) -> None:
     spawn(2, refuse, tmp_path)
+
+
+class OfASet(LightningModule):
+    """Its groups have another order on each rank, as where they are made of a Python set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Layer(4), Layer(4))  # weights of equal sizes
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.layers(batch[1]) - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        return torch.optim.SGD(reversed(parameters) if torch.distributed.get_rank() else parameters, lr=0.1)
+
+
+def train_of_sets(folder: Path) -> dict[str, list[float]]:
+    words = ["devices=2", "global_batch_size=4", "max_steps=3"]
+    return {name: fit(plan_of(folder / name, "OfASet", f"strategy={name}", *words))["losses"] for name in SETS}
+
+
+SETS = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+
+
+def test_groups_that_ranks_order_differently_train_as_under_ddp(tmp_path: Path) -> None:
+    [found, _] = spawn(2, train_of_sets, tmp_path)
+    for name in SETS:
+        assert found[name] == pytest.approx(found["ddp"], rel=1e-6), name

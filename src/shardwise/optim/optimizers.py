@@ -12,6 +12,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn, optim
 from torch.optim import Optimizer
@@ -19,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.config.bind import remedy_for_text
 from shardwise.config.targets import locate
+from shardwise.distributed.collectives import gather_objects
 from shardwise.errors import ConfigError, describe_error
 from shardwise.optim.matrices import LAYERS, muon_groups
 from shardwise.optim.muon import Matrices, Muon
@@ -215,6 +217,21 @@ def check_one_owner(optimizers: list[Optimizer], module_name: str) -> None:
             f"{module_name}: a parameter is in two optimizers, and a checkpoint holds one state of each; give "
             f"it to one of them, or checkpoint=none"
         )
+
+
+def order_alike(module: LightningModule, optimizers: list[Optimizer], group: dist.ProcessGroup | None) -> bool:
+    """Put the parameters of each group into the module's order, where ranks have them in different orders. Collective.
+
+    A group that was made of a Python set is ordered by addresses in memory. DeepSpeed would add up the gradients of
+    different parameters. Returns whether they differed.
+    """
+    place = {id(p): number for number, p in enumerate(module.parameters())}
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    orders = gather_objects(group, [[place.get(id(p), -1) for p in params] for params in groups])
+    differ = any(order != orders[0] for order in orders)
+    for params in groups if differ else ():
+        params.sort(key=lambda p: place.get(id(p), len(place)))
+    return differ
 
 
 def step_schedules_unless(module: LightningModule, skipped: Callable[[], bool]) -> None:

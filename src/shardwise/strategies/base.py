@@ -30,7 +30,7 @@ from shardwise.distributed.process_group import group_timeout
 from shardwise.distributed.rng import derived_seed, random_state, seed_streams, set_random_state
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals import counters
-from shardwise.optim.optimizers import check_one_owner, step_schedules_unless
+from shardwise.optim.optimizers import check_one_owner, order_alike, step_schedules_unless
 from shardwise.parallel.activation_checkpointing import explain, without_caches
 from shardwise.parallel.parallelize import copy_outside_units, parallelize
 from shardwise.parallel.precision import ParameterSites, cast_late_layers
@@ -128,6 +128,16 @@ class PlannedStrategy(
         message = read_initial(self.sharded, self.module, self.plan)
         self.sharded.refresh_low_precision_copies()
         _tell(f"weights: {message}")
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        self._order_groups(self.optimizers)
+
+    def _order_groups(self, optimizers: list[Optimizer]) -> None:
+        if self.world_size > 1 and order_alike(self.module, optimizers, self.file_group()):
+            _tell(
+                "ranks had the optimizer's groups in different orders, as of a Python set: they have the module's now"
+            )
 
     @property
     def module(self) -> LightningModule:

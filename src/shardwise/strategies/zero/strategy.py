@@ -84,6 +84,7 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
                 f"{type(module).__name__} {what}, which {self.plan.strategy.name} cannot do: DeepSpeed's engine owns "
                 f"one optimizer and its step; use strategy=ddp or fsdp"
             )
+        self._order_groups(optimizers)
         group_names: list[list[str]] = []
         if training:
             self._check_support(module, optimizers[0])

@@ -71,5 +71,6 @@ def touch_all(module: nn.Module, units: set[nn.Module], zero_stage: int) -> None
     inside = {layer for whole in wholes for layer in whole.modules()}
     for whole in wholes:
         touch(whole, list(whole.parameters()))
-    for layer in set(module.modules()) - inside:
-        touch(layer, list(layer.parameters(recurse=False)))
+    for layer in module.modules():  # on every rank in the same order
+        if layer not in inside:
+            touch(layer, list(layer.parameters(recurse=False)))
