@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,14 @@ DAMAGED: dict[str, Callable[[bytes], bytes]] = {
     # what a power failure leaves of a block, line ends of another system, and brackets that are not closed
     "holes": lambda content: content[:400] + b"\0" * 200_000 + b"\n1\r2\r\n" + b"[" * 100_000 + b"\n" + content[400:],
 }
+# What lies in place of a file: nobody writes into the pipe, and the other has no end that a reader could reach
+ODD: dict[str, Callable[[Path], None]] = {"pipe": os.mkfifo, "sparse": lambda path: _sparse(path)}
 TELEMETRY = ("gpu/power_watts", "gpu/temperature_celsius", "gpu/sm_clock_mhz", "gpu/utilization")
+
+
+def _sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(2**40)
 
 
 def make_run(

@@ -36,6 +36,7 @@ from shardwise.checkpoint.planners import ChunkSavePlanner
 from shardwise.checkpoint.publish import Snapshot
 from shardwise.checkpoint.verify import changed
 from shardwise.checkpoint.writer import Writer
+from shardwise.errors import ConfigError
 from shardwise.run_dir.checkpoints import damage
 from tests.harness.patience import slowness
 from tests.harness.processes import spawn
@@ -262,8 +263,22 @@ def test_what_the_system_says_is_passed_on(tmp_path: Path) -> None:
 )
 def test_metadata_that_ask_for_code_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(pickle.UnpicklingError, match=r"asks for .*, which no checkpoint needs"):
+    with pytest.raises(ConfigError, match=r"asks for .*, which no checkpoint needs"):
         read_metadata(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_damaged_metadata_are_one_message(tmp_path: Path) -> None:
+    TensorWriter(None).write(tmp_path, {"a": whole(torch.ones(4, 1))})
+    content = (tmp_path / ".metadata").read_bytes()
+    moved = read_metadata(tmp_path)
+    for info in moved.storage_data.values():
+        info.relative_path = "../" + info.relative_path
+    nested = b"\x80\x04" + b"(" * 100_000 + b"l" * 100_000 + b"."
+    for damaged in (b"", content[:-9], nested, b"\x80\x04N.", b"garbage", pickle.dumps(moved)):
+        (tmp_path / ".metadata").write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"\.metadata cannot be read \(.+\); give another checkpoint"):
+            read_metadata(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

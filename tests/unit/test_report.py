@@ -27,7 +27,7 @@ from shardwise.viewer.record import read_ranks, read_run
 from shardwise.viewer.report import final_numbers, make_report
 from shardwise.viewer.scale import make_axis, short, thin, ticks
 from shardwise.viewer.state import errors_of, one_line, state_of
-from tests.harness.run_folder import DAMAGED, make_run
+from tests.harness.run_folder import DAMAGED, ODD, make_run
 
 EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">'
 
@@ -148,7 +148,7 @@ def test_everything_is_escaped(tmp_path: Path) -> None:
     assert "alert(1)" in both
 
 
-@pytest.mark.parametrize("how", ["missing", "cut", "empty", "garbage", "holes"])
+@pytest.mark.parametrize("how", ["missing", "cut", "empty", "garbage", "holes", *ODD])
 def test_a_damaged_folder_has_a_report_too(tmp_path: Path, how: str) -> None:
     whole = make_run(tmp_path / "whole", steps=20, ends=1)
     names = [path.name for path in whole.iterdir() if path.is_file()]
@@ -158,9 +158,11 @@ def test_a_damaged_folder_has_a_report_too(tmp_path: Path, how: str) -> None:
         shutil.copytree(whole, folder)
         for name in some:
             content = (folder / name).read_bytes()
-            (folder / name).write_bytes(b"" if how in ("empty", "missing") else DAMAGED[how](content))
-            if how == "missing":
-                (folder / name).unlink()
+            (folder / name).unlink()
+            if how in ODD:
+                ODD[how](folder / name)
+            elif how != "missing":
+                (folder / name).write_bytes(b"" if how == "empty" else DAMAGED[how](content))
         page = page_of(folder)
         check_is_safe(page)
         assert state_of(read_run(folder)).text in unescape(page)

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import Any
 import pytest
 
 from shardwise.checkpoint.retention import read_best, write_best
+from shardwise.checkpoint.verify import changed
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, make_plan
 from shardwise.run_dir import files
+from shardwise.run_dir.checkpoints import damage
+from shardwise.run_dir.reading import lines_of, read_json, read_text
 from shardwise.run_dir.resume import choose_again, find_checkpoint, resolve_resume, resumption
 from tests.harness.rooms import MODULES, tree_of
 
@@ -104,12 +108,20 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
     assert taken.is_dir() and [file.name for file in tmp_path.iterdir()] == ["plan.json"]
 
 
-@pytest.mark.parametrize("damaged", [b'{"checkp', b"[]", b"{}", b"\xff\0", b""])
+def _best(checkpoint: object) -> bytes:
+    return json.dumps({"checkpoint": checkpoint, "monitor": "loss", "score": 1.0}).encode()
+
+
+@pytest.mark.parametrize("damaged", [b'{"checkp', b"[]", b"{}", b"\xff\0", b"", b"[" * 100_000, _best("{folder}/kept"),
+                                     _best(""), _best("."), _best("../kept"), _best("kept"), _best(1),
+                                     _best("a/step-00000001.ckpt")])  # fmt: skip
 def test_a_damaged_best_json_is_kept_and_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: bytes
 ) -> None:
+    damaged = damaged.replace(b"{folder}", str(tmp_path).encode())
     tmp_path /= files.CHECKPOINTS
-    tmp_path.mkdir()
+    for kept in (tmp_path, tmp_path / "kept", tmp_path.parent / "kept", tmp_path / "a" / "step-00000001.ckpt"):
+        kept.mkdir(parents=True)  # what is named there is removed when a better checkpoint comes
     place, best = tmp_path / files.BEST, tmp_path / "best-00000004.ckpt"
     assert read_best(tmp_path, "loss", keeps=True) == (None, None) and capsys.readouterr().out == ""
     for number in (1, 2):
@@ -163,3 +175,39 @@ def test_the_best_checkpoint_is_never_guessed(tmp_path: Path) -> None:
         f"resume=best: there is no {tmp_path / files.CHECKPOINTS / files.BEST}, which names the best checkpoint; give "
         f"one by resume=PATH: best-00000004.ckpt, step-00000004.ckpt, step-00000008.ckpt"
     )
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "", "."])
+def test_a_manifest_names_nothing_outside_of_its_checkpoint(tmp_path: Path, name: str) -> None:
+    checkpoint = tmp_path / files.CHECKPOINTS / "step-00000001.ckpt"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "secret").write_text("x")
+    size = (checkpoint / name).stat().st_size
+    manifest = {"format": 2, "files": {name: {"bytes": size, "sha256": "0"}}}
+    (checkpoint / files.MANIFEST).write_text(json.dumps(manifest))
+    found = damage(checkpoint)
+    assert found is not None and found.startswith("manifest.json cannot be read (") and repr(name) in found
+    assert found == changed(checkpoint)
+
+
+@pytest.mark.parametrize("odd", ["device", "pipe", "folder", "sparse", "deep"])
+def test_what_lies_in_place_of_a_file_is_not_waited_for(tmp_path: Path, odd: str) -> None:
+    path = tmp_path / "file.json"
+    if odd == "device":
+        path.symlink_to("/dev/zero")
+    elif odd == "pipe":
+        os.mkfifo(path)
+    elif odd == "sparse":
+        with path.open("wb") as file:
+            file.truncate(2**40)
+    elif odd == "deep":
+        path.write_text("[" * 200_000)
+    else:
+        path.mkdir()
+    with pytest.raises((OSError, ValueError)):
+        read_json(path)
+    if odd != "deep":
+        with pytest.raises(OSError):
+            read_text(path)
+    if odd == "sparse":
+        assert list(lines_of(path)) == []

@@ -35,7 +35,7 @@ from shardwise.viewer.state import duration, lock_holder, state_of
 from shardwise.viewer.watch import Watch, sparkline
 from tests.harness.commands import environment
 from tests.harness.patience import Patience, exit_code, wait_until
-from tests.harness.run_folder import DAMAGED, make_run
+from tests.harness.run_folder import DAMAGED, ODD, make_run
 
 ROOT = Path(__file__).resolve().parents[2]
 WATCH = [sys.executable, "-m", "shardwise", "watch"]
@@ -150,7 +150,7 @@ def test_a_folders_lock_tells_that_a_run_is_alive(tmp_path: Path) -> None:
     assert lock_holder(folder) is None
 
 
-@pytest.mark.parametrize("how", ["missing", "cut", "garbage", "holes"])
+@pytest.mark.parametrize("how", ["missing", "cut", "garbage", "holes", *ODD])
 def test_any_file_may_be_missing_or_cut(tmp_path: Path, how: str) -> None:
     whole = make_run(tmp_path / "whole", steps=20, ends=None)
     names = [path.name for path in whole.iterdir() if path.is_file()]
@@ -161,7 +161,9 @@ def test_any_file_may_be_missing_or_cut(tmp_path: Path, how: str) -> None:
         for name in some:
             content = (folder / name).read_bytes()
             (folder / name).unlink()
-            if how != "missing":
+            if how in ODD:
+                ODD[how](folder / name)
+            elif how != "missing":
                 (folder / name).write_bytes(DAMAGED[how](content))
         watch.poll()
         assert watch.lines()[0].label == Watch(folder).lines()[0].label == "state"

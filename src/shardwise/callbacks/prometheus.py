@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from contextlib import suppress
@@ -18,6 +17,7 @@ from shardwise.metrics.prometheus import Exporter, RankLabels
 from shardwise.metrics.telemetry import gpu_of
 from shardwise.plan import Plan
 from shardwise.run_dir.files import STARTS
+from shardwise.run_dir.reading import read_json
 from shardwise.strategies.base import strategy_of
 
 
@@ -41,7 +41,7 @@ class PrometheusExport(Callback):
             return
         with suppress(OSError, ValueError):
             # A run that the guard rolled back starts again in the same process
-            self._restarts = len(set(json.loads((Path(self.plan.run_dir) / STARTS).read_text()))) - 1
+            self._restarts = len(set(read_json(Path(self.plan.run_dir) / STARTS))) - 1
         exporter = Exporter(self.plan, ranks)
         try:
             self.steps.write(f"prometheus: {exporter.start()}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from shardwise.metrics.verdicts import Circumstances, Judge, Place, Size, Verdic
 from shardwise.plan import Plan
 from shardwise.run_dir.events import append_event
 from shardwise.run_dir.files import profile_summaries
+from shardwise.run_dir.reading import read_json
 from shardwise.strategies.base import strategy_of
 
 
@@ -116,7 +116,7 @@ def as_json(verdict: Verdict, judge: Judge | None = None) -> dict[str, Any]:
 
 def _exposed_share(path: Path) -> float | None:
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
         step = content["step"]
         return None if content["is_cpu"] else float(step["exposed_communication_ms"] / step["span_ms"])
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):

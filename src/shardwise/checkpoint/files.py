@@ -14,6 +14,7 @@ from typing import Any
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from shardwise.devices import count_cpus
+from shardwise.run_dir.reading import open_regular
 
 # Bytes that are written at a time. It is large, since beside a busy thread another waits long for the interpreter's
 # lock, each time that it asks for it.
@@ -79,7 +80,7 @@ def io_threads() -> int:
 
 def sha256_of(file: Path) -> str:
     digest, piece = hashlib.sha256(), memoryview(bytearray(min(_PIECE, file.stat().st_size + 1)))
-    with file.open("rb", buffering=0) as content:
+    with open_regular(file) as content:
         while many := content.readinto(piece):
             digest.update(piece[:many])
     return digest.hexdigest()

@@ -11,7 +11,9 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
 )
 
+from shardwise.errors import ConfigError
 from shardwise.run_dir.files import TENSORS
+from shardwise.run_dir.reading import inside, open_regular
 
 _PATHS = {"Path", "PosixPath", "PurePosixPath"}
 _DTYPES = {name for name, value in vars(torch).items() if isinstance(value, (torch.dtype, torch.layout))}
@@ -36,7 +38,22 @@ class _Metadata(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    with (folder / TENSORS).open("rb") as file:
-        metadata = _Metadata(file).load()
-    assert isinstance(metadata, Metadata)
+    """The description of a checkpoint's tensors.
+
+    Raises:
+        ConfigError: it is damaged, asks for what no checkpoint needs, or names files outside of the checkpoint.
+    """
+    try:
+        with open_regular(folder / TENSORS) as file:
+            metadata = _Metadata(file).load()
+        if not isinstance(metadata, Metadata):
+            raise ValueError(f"it holds a {type(metadata).__name__}")
+        for name in {info.relative_path for info in (metadata.storage_data or {}).values()}:
+            inside(folder, name)
+    except OSError:
+        raise
+    except Exception as error:  # whatever a stream of bytes makes an unpickler do
+        raise ConfigError(
+            f"{folder / TENSORS} cannot be read ({error or type(error).__name__}); give another checkpoint"
+        ) from None
     return metadata

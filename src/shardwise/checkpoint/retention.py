@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 
 from shardwise.plan import Plan
-from shardwise.run_dir.checkpoints import damage, list_checkpoints, step_of
+from shardwise.run_dir.checkpoints import best_in, damage, list_checkpoints, step_of
 from shardwise.run_dir.files import BEST, put_aside, write_whole
+from shardwise.run_dir.reading import read_json
 
 
 def remove_superseded(plan: Plan, step: int) -> None:
@@ -43,8 +44,8 @@ def read_best(folder: Path, monitor: str | None, *, keeps: bool = False) -> tupl
     `keeps`: put a file that says neither aside, and say so; a better score would write over it.
     """
     try:
-        best = json.loads((folder / BEST).read_bytes())
-        path, score, is_by_it = folder / best["checkpoint"], float(best["score"]), best["monitor"] == monitor
+        best = read_json(folder / BEST)
+        path, score, is_by_it = best_in(folder, best), float(best["score"]), best["monitor"] == monitor
     except FileNotFoundError:
         return None, None
     except (OSError, ValueError, LookupError, TypeError) as error:

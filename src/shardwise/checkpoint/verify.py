@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from shardwise.run_dir.checkpoints import (
     none_is_whole,
 )
 from shardwise.run_dir.files import CHECKPOINTS, MANIFEST, TRAINER_STATE, rank_state, unsafe_file
+from shardwise.run_dir.reading import inside, read_json
 
 _T = TypeVar("_T")
 _CHANGED = " is not what was written (another checksum)"  # other damage may be that of a disk which answers later
@@ -89,9 +89,13 @@ def _damage(folder: Path) -> str | None:
 def changed(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
     """Check the checksums of a rank's share of the files, and say what is wrong; None: nothing is."""
     try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
+        files = read_json(folder / MANIFEST)["files"]
+        for name in files:
+            inside(folder, name)
     except OSError as error:
         return f"{MANIFEST} cannot be read ({error.strerror})"
+    except ValueError as error:
+        return f"{MANIFEST} cannot be read ({error})"
 
     def check(name: str) -> str | None:
         try:
@@ -159,7 +163,7 @@ def load_own(folder: Path, rank: int, trust: bool = False) -> tuple[dict[str, An
 
     None: another number of ranks wrote the checkpoint.
     """
-    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest = read_json(folder / MANIFEST)
     if manifest["ranks"] != dist.get_world_size():
         return None, {}
     return _load(rank_state(folder, rank), trust)

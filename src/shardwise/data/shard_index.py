@@ -5,7 +5,6 @@ the shard, each that of the token after a document's last. A document may go on 
 `tokenizer` holds the files of the tokenizer that made the tokens, where it is known.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import DataError
+from shardwise.run_dir.reading import inside, read_json
 
 INDEX = "index.json"
 TOKENIZER = "tokenizer"  # the folder of its files
@@ -39,12 +39,12 @@ def dtype_for(vocab_size: int) -> str:
 def load_index(directory: Path) -> dict[str, Any]:
     path = directory / INDEX
     try:
-        index = json.loads(path.read_bytes())
+        index = read_json(path)
         version, dtype, splits, size = (index[key] for key in ("version", "dtype", "splits", "vocab_size"))
         {"source": index["source"]}
         all_shards = [shard for shards in splits.values() for shard in shards]
-        [(Path(shard["file"]), shard["tokens"] + 0, shard["sha256"]) for shard in all_shards]
-        [(shard["ends"], shard["documents"]) for shard in all_shards if version in READABLE[1:]]
+        [(inside(directory, shard["file"]), shard["tokens"] + 0, shard["sha256"]) for shard in all_shards]
+        [(inside(directory, shard["ends"]), shard["documents"]) for shard in all_shards if version in READABLE[1:]]
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -17,6 +17,7 @@ from shardwise.data.shard_index import TOKENIZER
 from shardwise.errors import ConfigError, count
 from shardwise.run_dir.checkpoints import run_of
 from shardwise.run_dir.files import tokenizer_folder
+from shardwise.run_dir.reading import read_json, read_whole
 
 FILE = "tokenizer.json"  # Hugging Face's name, which from_pretrained looks for
 CONFIG = "tokenizer_config.json"
@@ -69,7 +70,7 @@ def load_tokenizer(given: str | Path, end_of_document: str | None = None) -> Tok
     path = Path(given).expanduser()
     path = path / FILE if path.is_dir() else path
     try:
-        content = path.read_text(encoding="utf-8")
+        content = read_whole(path).decode()
     except OSError as error:
         if (inner := path.parent / TOKENIZER / FILE).is_file():
             raise ConfigError(
@@ -82,7 +83,7 @@ def load_tokenizer(given: str | Path, end_of_document: str | None = None) -> Tok
     except ValueError as error:
         raise ConfigError(f"tokenizer={given}: {path} is not a Hugging Face tokenizer ({error})") from error
     try:
-        config = json.loads((path.parent / CONFIG).read_text(encoding="utf-8"))
+        config = read_json(path.parent / CONFIG)
     except (OSError, ValueError):
         config = {}
     if config.get(_OURS) == BYTES:

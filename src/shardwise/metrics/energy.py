@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwise.run_dir.files import ENERGY, write_whole
+from shardwise.run_dir.reading import read_json
 
 _SECONDS = 10.0  # between two writes: a process that is killed loses no more than this
 _JOULES_PER_KWH = 3.6e6
@@ -28,7 +29,7 @@ class Energy:
     def read(self) -> None:
         """Take up what earlier processes of the run have written."""
         with suppress(OSError, ValueError, KeyError, TypeError):
-            earlier = json.loads(self.path.read_text())
+            earlier = read_json(self.path)
             self.joules, self._weight_before = float(earlier["joules"]), float(earlier["loss_weight"])
 
     def add(self, joules: float, weight: float) -> None:

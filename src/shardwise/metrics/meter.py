@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shardwise.plan import Plan
 from shardwise.run_dir.files import METRICS, STARTS, put_aside, write_whole
+from shardwise.run_dir.reading import read_json
 from shardwise.run_dir.rows import read_rows
 from shardwise.step.record import StepRecord
 
@@ -54,7 +55,7 @@ class Meter:
         self.spent_before = float(rows[-1][SPENT]) if rows else 0.0
         starts = folder / STARTS
         try:
-            times = json.loads(starts.read_text()) if starts.exists() else []
+            times = read_json(starts) if starts.exists() else []
         except ValueError:
             kept = put_aside(starts)
             print(f"{starts} cannot be read: goodput counts from this start, and it is kept as {kept.name}", flush=True)

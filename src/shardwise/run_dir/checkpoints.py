@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,6 +20,7 @@ from shardwise.run_dir.files import (
     trained_mark,
     write_whole,
 )
+from shardwise.run_dir.reading import MOST_BYTES, inside, open_regular, read_json, read_text
 
 FORMAT = 2
 # Formats that this version reads. Format 1 holds only values that torch.load reads without checkpoint/encoding.py.
@@ -43,20 +43,39 @@ def damage(checkpoint: Path) -> str | None:
     """
     try:
         if (checkpoint / DAMAGED).is_file():
-            return (checkpoint / DAMAGED).read_text().strip() or f"{DAMAGED} says so"
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
+            return read_text(checkpoint / DAMAGED).strip() or f"{DAMAGED} says so"
+        manifest = read_json(checkpoint / MANIFEST)
         for name, file in manifest["files"].items():
-            path = checkpoint / name
+            path = inside(checkpoint, name)
             if not path.is_file():
                 return f"{name} is missing"
             if path.stat().st_size != file["bytes"]:
                 return f"{name} has {path.stat().st_size} bytes, and {MANIFEST} says {file['bytes']}"
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read ({type(error).__name__})"
+        return f"{MANIFEST} cannot be read ({_reason(error)})"
     if manifest.get("format") not in _READS:
         reads = " and ".join(map(str, _READS))
         return f"{MANIFEST} is of format {manifest.get('format')}, and this version reads {reads}"
     return None
+
+
+def _reason(error: Exception) -> str:
+    """Why a file could not be read: in words where the file is not what it should be."""
+    known = isinstance(error, OSError) and error.strerror
+    return str(known or (error if type(error) is ValueError else type(error).__name__))
+
+
+def best_in(folder: Path, best: Any) -> Path:
+    """The checkpoint that `best.json` names, in its own folder: what it names is removed when a better one comes.
+
+    Raises:
+        ValueError, LookupError, TypeError: it names none that a run has written there.
+    """
+    name = best["checkpoint"]
+    path = inside(folder, name)
+    if path.name != name or step_of(path) < 0:
+        raise ValueError(f"{name!r} is no checkpoint's name")
+    return path
 
 
 def mark_damaged(checkpoint: Path, found: str) -> None:
@@ -87,7 +106,7 @@ def best_whole(run_dir: str | Path) -> Path | None:
     """The checkpoint with the best score, as far as names and sizes tell; None: no score was kept, or it is damaged."""
     folder = Path(run_dir) / CHECKPOINTS
     try:
-        path = folder / Path(json.loads((folder / BEST).read_text())["checkpoint"]).name
+        path = best_in(folder, read_json(folder / BEST))
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return path if damage(path) is None else None
@@ -130,7 +149,7 @@ def module_node(checkpoint: Path) -> dict[str, Any]:
     paths = [checkpoint / PLAN, run_of(checkpoint) / PLAN]
     try:
         path = next((path for path in paths if path.is_file()), paths[1])
-        node = json.loads(path.read_text())["module"]
+        node = read_json(path)["module"]
         {"_target_": node["_target_"]}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
@@ -154,8 +173,8 @@ def was_trained(run_dir: str | Path) -> bool:
     ):
         return True
     try:
-        with (folder / METRICS).open(errors="replace") as file:
-            return sum(1 for _ in zip(range(2), file, strict=False)) == 2  # the header, and a row
+        with open_regular(folder / METRICS) as file:
+            return file.readline(MOST_BYTES) != b"" != file.readline(1)  # the header, and a row
     except FileNotFoundError:
         return False
 
@@ -169,7 +188,7 @@ def step_of(path: str | Path) -> int:
 def stopped_before(run_dir: str | Path, step: int) -> dict[str, Any] | None:
     """What stopped this run early at `step`, from its summary; None: nothing did."""
     try:
-        stop = json.loads((Path(run_dir) / SUMMARY).read_text()).get("stopped_early")
-    except (OSError, ValueError):
+        stop = read_json(Path(run_dir) / SUMMARY).get("stopped_early")
+    except (OSError, ValueError, AttributeError):
         return None
     return stop if stop and stop["step"] == step else None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.run_dir.files import EVENTS
+from shardwise.run_dir.reading import parse_json, read_text
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def append_event(run_dir: str | Path, kind: str, step: int | None, text: str, **
 def read_events(run_dir: str | Path) -> list[Event]:
     """The events of a run, the oldest first; none where there is no file. Lines that are damaged are left out."""
     try:
-        lines = (Path(run_dir) / EVENTS).read_text(errors="replace").splitlines()
+        lines = read_text(Path(run_dir) / EVENTS).splitlines()
     except OSError:
         return []
     return [event for line in lines if (event := _parse(line)) is not None]
@@ -51,8 +52,8 @@ def read_events(run_dir: str | Path) -> list[Event]:
 
 def _parse(line: str) -> Event | None:
     try:
-        event = Event(**json.loads(line))
-    except (ValueError, TypeError, RecursionError):
+        event = Event(**parse_json(line))
+    except (ValueError, TypeError):
         return None
     return event if _is_sound(event) else None
 

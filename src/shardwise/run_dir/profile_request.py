@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardwise.run_dir.files import PROFILE_ANSWER, PROFILE_REQUEST, write_whole
+from shardwise.run_dir.reading import read_json
 
 MOST_STEPS = 100
 _LOOK_SECONDS = 1.0
@@ -56,7 +57,7 @@ def write_request(run_dir: Path, request: Request) -> None:
 def read_request(run_dir: Path) -> Request | None:
     """The request that waits; None: there is none, or it cannot be read."""
     with suppress(OSError, ValueError, TypeError):
-        return Request(**json.loads((run_dir / PROFILE_REQUEST).read_text()))
+        return Request(**read_json(run_dir / PROFILE_REQUEST))
     return None
 
 
@@ -76,7 +77,7 @@ def write_answer(run_dir: Path, answer: Answer) -> None:
 def read_answer(run_dir: Path, request: Request) -> Answer | None:
     """What the run has answered to `request`; None: nothing yet."""
     with suppress(OSError, ValueError, TypeError):
-        answer = Answer(**json.loads((run_dir / PROFILE_ANSWER).read_text()))
+        answer = Answer(**read_json(run_dir / PROFILE_ANSWER))
         return answer if answer.id == request.id else None
     return None
 

@@ -26,6 +26,7 @@ from shardwise.run_dir.checkpoints import (
 )
 from shardwise.run_dir.files import BEST, CHECKPOINTS, CONFIG, MANIFEST, PLAN, best_checkpoint_path
 from shardwise.run_dir.job_folder import has_begun
+from shardwise.run_dir.reading import read_json
 
 
 def resolve_resume(resume: str | None, run_dir: str | Path, stage: str, may_be_taken: bool = True) -> str | None:
@@ -171,7 +172,7 @@ def resumption(plan: Plan, given: str | None = None) -> list[str]:
         passed = [p for p in list_checkpoints(plan.run_dir) if step_of(p) > step_of(plan.resume)]
         notices += [f"{path} is damaged: {damage(path)}; going on from {Path(plan.resume).name}" for path in passed]
     try:
-        before = json.loads((Path(plan.resume).parents[1] / PLAN).read_text())
+        before = read_json(Path(plan.resume).parents[1] / PLAN)
     except (OSError, ValueError):
         before = {}
     now = json.loads(plan.to_json())
@@ -214,7 +215,7 @@ def changes_optimizer(plan: Plan) -> bool:
     A module with an optimizer of its own may take such values as its arguments.
     """
     try:
-        before = json.loads((Path(plan.resume or "") / PLAN).read_text())
+        before = read_json(Path(plan.resume or "") / PLAN)
     except (OSError, ValueError):
         return False
     keys = ("module", "optimizer", "schedule") if plan.optimizer is None else ("optimizer", "schedule")

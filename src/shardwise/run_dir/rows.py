@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardwise.run_dir.files import keep_earlier
+from shardwise.run_dir.reading import lines_of
 
 T = TypeVar("T")
 _NO_TEXT = "\ufffd"  # what Python reads in place of bytes that are no text
@@ -20,8 +21,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     """
     if not path.exists():
         return []
-    with path.open(newline="", errors="replace") as file:
-        whole = [line for n, line in enumerate(file) if line.endswith("\n") and (n == 0 or _NO_TEXT not in line)]
+    whole = [line for n, line in enumerate(lines_of(path)) if line.endswith("\n") and (n == 0 or _NO_TEXT not in line)]
     return [row for row in readable(csv.DictReader(whole)) if (row.get("step") or "").isdigit()]
 
 
@@ -29,8 +29,7 @@ def keep_unless_goes_on(path: Path, step: int) -> None:
     """Put the rows of an earlier start aside, and say so, if a run from `step` on goes on with none of them."""
     if not path.exists():
         return
-    with path.open(newline="", errors="replace") as file:
-        has_steps = "step" in next(readable(csv.reader(file)), [])
+    has_steps = "step" in next(readable(csv.reader(lines_of(path))), [])
     why = "has no column named step" if not has_steps else "is of a start that left no checkpoint"
     if (step == 0 or not has_steps) and (kept := keep_earlier(path, "")) is not None:
         print(f"{path} {why}: a new one begins, and it is kept as {kept.name}", flush=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.plan import Plan
 from shardwise.run_dir.files import METRICS, SUMMARY
+from shardwise.run_dir.reading import read_json
 from shardwise.run_dir.rows import read_rows
 
 
@@ -43,7 +43,7 @@ def report_sweep(jobs: Sequence[Sequence[str]], plans: Sequence[Plan], codes: Se
 
 def _summary(plan: Plan) -> dict[str, object]:
     try:
-        found: dict[str, object] = json.loads((Path(plan.run_dir) / SUMMARY).read_text())
+        found: dict[str, object] = read_json(Path(plan.run_dir) / SUMMARY)
     except (OSError, ValueError):
         return {}
     return found

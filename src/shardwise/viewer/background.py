@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.run_dir.files import CONFIG, PLAN
+from shardwise.run_dir.reading import read_whole
 from shardwise.run_dir.secrets import redact, redact_words
 from shardwise.viewer.columns import words
 from shardwise.viewer.page import fold, paragraph, table
@@ -32,11 +33,11 @@ def profile(folder: Path, summary: dict[str, Any]) -> str:
 
 def _picture(path: Path) -> str:
     try:
-        content = path.read_bytes()
+        if path.stat().st_size > _MOST_BYTES:
+            return paragraph(f"{path.name} is too large for this page")
+        content = read_whole(path)
     except OSError:
         return ""
-    if len(content) > _MOST_BYTES:
-        return paragraph(f"{path.name} is too large for this page")
     kind = "svg+xml" if path.suffix == ".svg" else "png"
     source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
     return f'<img class="picture" alt="{escape(path.stem)}" src="{source}">\n'

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardwise.run_dir.reading import MOST_IN_LINE, open_regular
 from shardwise.run_dir.rows import readable
 
 _CHUNK = 2**22  # bytes
@@ -46,11 +47,13 @@ class FollowedFile:
 
     def _lines(self) -> Iterator[str]:
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 offset = file.seek(self._last_offset)
                 repeated, before = self._last_line, b""
                 while chunk := file.read(_CHUNK):
                     *lines, before = (before + chunk).split(b"\n")
+                    if len(before) > MOST_IN_LINE:
+                        return
                     for line in lines:
                         line += b"\n"
                         self._last_offset, self._last_line = offset, line

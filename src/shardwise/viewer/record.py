@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, ExitCode
+from shardwise.run_dir import reading
 from shardwise.run_dir.checkpoints import list_checkpoints, step_of
 from shardwise.run_dir.events import Event, read_events
 from shardwise.run_dir.files import (
@@ -26,6 +26,7 @@ from shardwise.run_dir.files import (
     profile_summaries,
     rank_logs,
 )
+from shardwise.run_dir.reading import parse_json, read_whole
 from shardwise.run_dir.rows import readable
 from shardwise.viewer.follow import FollowedFile, Table
 
@@ -201,10 +202,7 @@ def log_tails(path: Path) -> list[tuple[str, str]]:
 def read_text(path: Path, last: int | None = None) -> str:
     """A file's text, or its last bytes; empty where it cannot be read."""
     try:
-        with path.open("rb") as file:
-            if last is not None:
-                file.seek(max(0, path.stat().st_size - last))
-            return file.read().decode(errors="replace")
+        return read_whole(path, last).decode(errors="replace")
     except OSError:
         return ""
 
@@ -212,8 +210,8 @@ def read_text(path: Path, last: int | None = None) -> str:
 def read_json(path: Path) -> Any:
     """What a JSON file holds; None where it is missing or damaged."""
     try:
-        return json.loads(path.read_text(errors="replace"))
-    except (OSError, ValueError, RecursionError):
+        return reading.read_json(path)
+    except (OSError, ValueError):
         return None
 
 
@@ -222,8 +220,8 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in read_text(path).splitlines():
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = parse_json(line)
+        except ValueError:
             continue
         if isinstance(row, dict):
             rows.append(row)

@@ -14,6 +14,7 @@ from statistics import median
 from shardwise.errors import count
 from shardwise.run_dir.events import Event
 from shardwise.run_dir.files import CONFIG, ENVIRONMENT, EVENTS, GUARD, METRICS, PLAN, RANKS, STARTS, SUMMARY
+from shardwise.run_dir.reading import open_regular
 from shardwise.run_dir.rows import readable
 from shardwise.viewer.columns import is_speed, is_spread, is_telemetry, loss_name, words
 from shardwise.viewer.follow import Series, Table
@@ -162,8 +163,8 @@ class Watch:
 
 def _last_step(path: Path) -> dict[str, dict[int, float]]:
     try:
-        with path.open(errors="replace") as file:
-            fields = next(readable(csv.reader([file.readline()])), [])
+        with open_regular(path) as file:
+            fields = next(readable(csv.reader([file.readline(_RANK_BYTES).decode(errors="replace")])), [])
     except OSError:
         return {}
     if "step" not in fields or "rank" not in fields:

@@ -16,6 +16,7 @@ from typing import Any
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 from shardwise.run_dir.files import MANIFEST
+from shardwise.run_dir.reading import open_regular, parse_json, read_json
 
 INDEX = "model.safetensors.index.json"
 
@@ -104,7 +105,7 @@ def _is_pickled(file: Path) -> bool:
 
 def _indexed(index: Path, option: str) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(read_json(index)["weight_map"].values()))
         files = [index.with_name(Path(name).name) for name in names]
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ConfigError(f"{option}: {index.name} is no index of safetensors; copy it again") from None
@@ -119,11 +120,11 @@ def _indexed(index: Path, option: str) -> list[Path]:
 def _header(file: Path, option: str) -> dict[str, dict[str, Any]]:
     size = file.stat().st_size
     try:
-        with file.open("rb") as content:
+        with open_regular(file) as content:
             length = int.from_bytes(content.read(8), "little")
             if not 2 <= length <= size - 8:
                 raise ValueError
-            header: dict[str, dict[str, Any]] = json.loads(content.read(length))
+            header: dict[str, dict[str, Any]] = parse_json(content.read(length))
         header.pop("__metadata__", None)
         end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if not all(isinstance(entry["dtype"], str) and isinstance(entry["shape"], list) for entry in header.values()):
