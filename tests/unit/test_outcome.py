@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from shardwise.launch import local
 from shardwise.launch.local import launch, outcome
@@ -68,3 +69,15 @@ def test_what_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
         profile=SimpleNamespace(tool="torch"),
     )
     assert launch(plan, True) == code and len(begun) == starts
+
+
+def test_nobody_else_reaches_the_store_of_ranks_on_one_node() -> None:
+    store = local.local_store()
+    tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    port = f"{store.port:04X}"
+    assert {row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port}")} == {f"0100007F:{port}"}
+    given = local.rank_environment(2, store.port)
+    client = dist.TCPStore(given["MASTER_ADDR"], int(given["MASTER_PORT"]), wait_for_workers=False)
+    client.set("asked", "yes")
+    assert store.get("asked") == b"yes"

@@ -8,6 +8,9 @@ import pytest
 from shardwise.config.compose import compose
 from shardwise.config.targets import build
 from shardwise.errors import ConfigError
+from shardwise.run_dir.events import append_event
+from shardwise.run_dir.files import EVENTS
+from shardwise.run_dir.secrets import redact, redact_text, redact_words
 from tests.harness.commands import check, run
 
 SECRET = "sk-0123456789"
@@ -47,6 +50,42 @@ def test_no_file_of_a_run_has_it(tmp_path: Path) -> None:
     files = [path for path in (tmp_path / "runs" / "keyed").rglob("*") if path.is_file()]
     assert any(path.name == "trainer.pt" for path in files)
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://{}@host/a", "redis://:{}@host", "https://me:{}@host:80/a?b=c", "https://host/a?token={}&b=c",
+        "https://host/?b=c&api_key={}", "https://host/?X-Amz-Signature={}", "pwd={} x", "Authorization: Bearer {}",
+        "bearer {}", "{{'Authorization': 'Basic {}'}}", "password: {}", "a postgres://me:{}@host/db b",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("secret", ["blue-fish", "blue/fish", "blue.fish~fish="])
+def test_secrets_of_every_form_are_hidden_in_texts(tmp_path: Path, text: str, secret: str) -> None:
+    if secret == "blue/fish" and text.startswith("https://{}"):
+        secret = "bluefish"  # a token alone that has a / is a host and its path
+    said = text.format(secret)
+    append_event(tmp_path, "error", None, said)
+    for hidden in (redact_text(said), (tmp_path / EVENTS).read_text()):
+        assert "fish" not in hidden and "blue" not in hidden and "***" in hidden
+    if "://" in said or "earer" in said:
+        assert "fish" not in redact({"a": [said]})["a"][0] and "fish" not in redact_words([f"a={said}"])[0]
+
+
+def test_a_password_with_an_at_sign_is_hidden_whole() -> None:
+    assert redact_text("postgres://me:sword@fish/x@host/db, then") == "postgres://***@host/db, then"
+
+
+def test_what_is_no_secret_stays() -> None:
+    for text in (
+        "https://host:80/a/b?page=2",
+        "s3://bucket/key",
+        "tokens: 5",
+        "the bearer of news",
+        "a@b.c",
+        "{'key': 5}",
+    ):
+        assert redact_text(text) == text
 
 
 MODULE = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -24,7 +25,7 @@ from rich.console import Console
 
 from shardwise import tools
 from shardwise.metrics.verdicts import BUSY, COMPUTE, DATA_WAIT, SECONDS
-from shardwise.run_dir import files
+from shardwise.run_dir import events, files
 from shardwise.run_dir.command import this_machine
 from shardwise.viewer.chart import series_of
 from shardwise.viewer.follow import FollowedFile, Table
@@ -281,3 +282,28 @@ def test_the_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert tools.main(["watch", *words]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and text in error and error.count("\n") == 1
+
+
+def test_what_a_run_has_recovered_from_is_no_error_of_it(tmp_path: Path) -> None:
+    """A rank records why it leaves, and its launcher repeats that."""
+    folder = make_run(tmp_path / "run", steps=20, ends=None)
+    text = "shardwise: stopped by SIGTERM, step 20 is saved"
+    events.append_event(folder, "error", 20, text, rank=0)
+    events.append_event(folder, "error", None, text, exit_code=3)
+    told = [line.text for line in Watch(folder).lines() if line.label == "error"]
+    assert len(told) == 1 and "SIGTERM" in told[0]
+    assert [event.data for event in read_run(folder).events if event.text == text] == [{"exit_code": 3}]
+    events.append_event(folder, "command", None, "python train.py", command=["python", "train.py"])
+    events.append_event(folder, "start", 20, "training starts")
+    assert not [line for line in Watch(folder).lines() if line.label == "error"]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_stream_shows_what_its_encoding_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, encoding: str) -> None:
+    folder = make_run(tmp_path / "run", steps=20)
+    for words in (["watch", str(folder), "--once"], ["watch", "--help"], ["report", "--help"]):
+        written = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
+        assert tools.main(words) == 0
+        sys.stdout.flush()
+        assert (b"?" in written.getvalue()) or "--help" in words

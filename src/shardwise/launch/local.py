@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.config.paths import ROOT
 from shardwise.devices import count_cpus
@@ -27,6 +28,10 @@ from shardwise.run_dir.checkpoints import newest_whole, step_of
 from shardwise.run_dir.events import append_event
 from shardwise.run_dir.job_folder import claim_exit_code
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+LOOPBACK = "127.0.0.1"
 GRACE_SECONDS = 60  # a rank that has reported how it ends gets this time, for instance for its tracker's last upload
 _DEATH_SECONDS = 10  # the launcher waits this long for killed ranks: one that waits for a lost disk or GPU cannot die
 _SILENCE_SECONDS = 3  # once a rank has failed, the others get this time to report why they end
@@ -117,10 +122,7 @@ class _Start:
         self.ranks: list[_Rank] = []
 
     def run(self) -> int:
-        from torch._C._distributed_c10d import TCPStore
-
-        # The store is in this process, which outlives every rank, on a port that the system chooses
-        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        store = local_store()  # in this process, which outlives every rank
         try:
             with self._signals():
                 for number in range(self.plan.topology.world_size):
@@ -225,17 +227,33 @@ def outcome(ranks: Sequence[_Rank], stopped_by: int | None) -> tuple[int, str]:
     return (0, "") if report is None else (int(report["code"]), str(report["text"]))
 
 
+def local_store() -> TCPStore:
+    """A store for ranks on this node, on a port that the system chooses.
+
+    torch would listen on every interface of the node, whatever name it is given, and asks nobody for a password: it
+    gets a socket that listens on the loopback interface alone.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    listening = socket.create_server((LOOPBACK, 0), backlog=1024)
+    port = listening.getsockname()[1]
+    return TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )  # the store closes it
+
+
 def rank_environment(ranks: int, port: int) -> dict[str, str]:
     """The environment of `ranks` processes on this node, without RANK and LOCAL_RANK. `port`: the store's."""
     ours = [str(ROOT / "src"), str(ROOT), os.getcwd()]
     before = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in ours]
     return os.environ | {
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),  # else gloo listens where the host's name is
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, count_cpus() // ranks))),
         "PYTHONPATH": os.pathsep.join([*ours, *before]),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "GROUP_RANK": "0",
-        "MASTER_ADDR": "localhost",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # by this torch knows that the store exists: rank 0 makes none
         PARENT: str(os.getpid()),

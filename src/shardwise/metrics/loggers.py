@@ -14,7 +14,7 @@ from shardwise.metrics.csv_logger import CsvLogger
 from shardwise.metrics.wandb_logger import build_wandb_logger
 from shardwise.plan import Plan
 from shardwise.run_dir.checkpoints import step_of
-from shardwise.run_dir.secrets import without_secrets
+from shardwise.run_dir.secrets import redact
 
 
 def check_loggers(plan: Plan) -> None:
@@ -52,7 +52,7 @@ def build_loggers(plan: Plan, record: dict[str, Any]) -> list[Logger]:
         except ModuleNotFoundError:
             raise ConfigError("logger=tensorboard needs a package: pip install tensorboard") from None
     if plan.logger.name == "wandb":
-        trackers.append(build_wandb_logger(plan, without_secrets(record)))
+        trackers.append(build_wandb_logger(plan, redact(record)))
     trackers += [build(node, f"loggers.{name}") for name, node in plan.loggers.items()]
     for tracker in trackers:
         _hide_secrets(tracker)
@@ -74,6 +74,6 @@ def _hide_secrets(tracker: Logger) -> None:
     original = tracker.log_hyperparams
 
     def log_hyperparams(params: Any, *args: Any, **more: Any) -> None:
-        original(without_secrets(vars(params) if isinstance(params, Namespace) else params), *args, **more)
+        original(redact(vars(params) if isinstance(params, Namespace) else params), *args, **more)
 
     tracker.log_hyperparams = log_hyperparams  # type: ignore[method-assign]

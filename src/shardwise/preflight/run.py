@@ -12,7 +12,7 @@ from shardwise.config.compose import compose
 from shardwise.config.schema import Accelerator, RunConfig
 from shardwise.devices import count_cuda_devices
 from shardwise.errors import ConfigError, ExitCode
-from shardwise.launch.local import rank_environment
+from shardwise.launch.local import local_store, rank_environment
 from shardwise.launch.slurm import read_task
 from shardwise.preflight import rank
 from shardwise.preflight.place import Limits
@@ -71,10 +71,7 @@ def run_alone(words: list[str], config: RunConfig) -> int:
     if config.devices is not None and config.devices < 1:
         raise ConfigError(f"devices={config.devices}: must be at least 1")
     ranks = config.devices or (0 if config.accelerator is Accelerator.cpu else visible) or _CPU_PROCESSES
-    from torch._C._distributed_c10d import TCPStore
-
-    # The store is in this process, which outlives every rank, on a port that the system chooses
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = local_store()  # in this process, which outlives every rank
     environment = rank_environment(ranks, store.port)
     command = [sys.executable, "-m", "shardwise", "preflight", *words]
     started: list[subprocess.Popen[bytes]] = []

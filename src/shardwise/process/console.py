@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from io import TextIOWrapper
 from typing import Any, cast
 
 from shardwise.plan import Plan
@@ -15,8 +16,16 @@ from shardwise.process.watchdog import Watchdog
 from shardwise.run_dir.files import rank_log
 
 
+def show_anything() -> None:
+    """Let standard output and error show `?` for a character that their encoding lacks: it would be an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def outlive_console() -> None:
-    """Let this process go on when it loses its standard output or error."""
+    """Let this process go on when it loses its standard output or error, or they cannot show a character."""
+    show_anything()
     if not isinstance(sys.stdout, Console):
         sys.stdout, sys.stderr = cast(Any, Console(sys.stdout)), cast(Any, Console(sys.stderr))
 
@@ -68,12 +77,15 @@ def keep_log(plan: Plan, report_hang: Callable[[int, str], None]) -> None:
     path = rank_log(plan.run_dir, rank)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        log = path.open("a", buffering=1)
+        log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
     except OSError:  # a folder that cannot be written to is reported at the next save
         return
     log.write(f"{time.strftime('%F %T')} rank {rank} on {os.uname().nodename}, process {os.getpid()}\n")
     if plan.topology.world_size > 1:
-        _console = cast(Any, Console(os.fdopen(os.dup(2), "w", buffering=1)))
+        _console = cast(
+            Any,
+            Console(os.fdopen(os.dup(2), "w", buffering=1, encoding=sys.stderr.encoding, errors="replace")),
+        )
         if rank == 0:
             sys.stderr = _console
         else:

@@ -91,7 +91,7 @@ def _keep_traceback(error: Exception, plan: Plan) -> str:
     """Write the traceback into this rank's log; returns the line that names the log."""
     path = rank_log(plan.run_dir, int(os.environ.get("RANK", "0")))
     try:
-        with path.open("a") as log:
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as log:
             log.write("".join(traceback.format_exception(error)))
     except OSError:
         return ""

@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwise.run_dir.files import EVENTS
 from shardwise.run_dir.reading import parse_json, read_text
+from shardwise.run_dir.secrets import redact_text
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,10 @@ def append_event(run_dir: str | Path, kind: str, step: int | None, text: str, **
 
     Rank 0 or its launcher calls this; and the rank whose GPU reports an error, which may not live to tell rank 0.
     """
-    line = json.dumps({"time": round(time.time(), 3), "kind": kind, "step": step, "text": text, "data": data}) + "\n"
+    line = (
+        json.dumps({"time": round(time.time(), 3), "kind": kind, "step": step, "text": redact_text(text), "data": data})
+        + "\n"
+    )
     try:
         descriptor = os.open(Path(run_dir) / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:

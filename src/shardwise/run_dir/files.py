@@ -71,7 +71,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
         if isinstance(content, bytes):
             partial_path(path).write_bytes(content)
         else:
-            partial_path(path).write_text(content)
+            partial_path(path).write_text(content, encoding="utf-8")
         put_in_place(path)
     except OSError:
         with suppress(OSError):

@@ -10,15 +10,25 @@ from shardwise.config.secrets import environment_secrets
 
 # The names of options that hold one: `api_key`, `hf_token`, `db.password`; not `sample_tokens` or `tokenizer`
 _NAMED = re.compile(
-    r"(?i)(^|[._-])(api_?key|access_?key|private_?key|secret\w*|password|passwd|passphrase|credentials?|bearer|auth"
+    r"(?i)(^|[._-])(api_?key|access_?key|private_?key|secret\w*|password|passwd|pwd|passphrase|credentials?|bearer|auth"
     r"|(\w+_)?(token|key))$"
 )
 # Of a tokenizer and of samples, and no secret
 _HARMLESS = re.compile("(eos|bos|pad|unk|mask|sep|cls|special)_token|(sort|image|text|label)_key")
-_IN_URL = re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")  # user:password of an address
+# Of any text: what stands before the host of an address (`user:password`, whose password may have a / or @; `token`),
+# what its query hands over, and what follows Bearer
+_ANYWHERE = re.compile(
+    r"""(?ix)
+    (?<=://) (?: [^/\s:@?#"'<>]* : [^\s"'<>]+ | [^/\s:@?#"'<>]+ ) (?=@)
+    | (?<=[?&]) (?P<name>
+        (?: [\w.-]*[_.-] )? (?: \w*token|key|api_?key|secret|passw(?:or)?d|pwd|sig(?:nature)?|credential|auth) =
+      ) [^&\s"'<>]+
+    | (?P<scheme> \b bearer \s+ | \b authorization ["']? \s* [:=] \s* ["']? (?: \w+ \s+ )? ) (?! \s ) [\w.~+/=-]{8,}
+    """
+)
 # password=…, in the text of a message
 _IN_TEXT = re.compile(
-    r"(?i)((?:api_?key|access_?key|token|secret|password|passwd)[\"']?\s*[=:]\s*)(?![\d\s]+\b)[^\s,;]+"
+    r"(?i)((?:api_?key|access_?key|token|secret|password|passwd|pwd|passphrase)[\"']?\s*[=:]\s*)(?![\d\s]+\b)[^\s,;]+"
 )
 HIDDEN = "***"
 
@@ -42,6 +52,10 @@ def is_secret(name: str) -> bool:
     return _NAMED.search(name) is not None and _HARMLESS.fullmatch(name.rpartition(".")[2]) is None
 
 
+def _hide(found: re.Match[str]) -> str:
+    return (found["name"] or found["scheme"] or "") + HIDDEN
+
+
 def redact(value: Any, name: str = "") -> Any:
     """`value` without secrets: those of the environment, those under a name such as `api_key`, and those in addresses.
 
@@ -52,7 +66,7 @@ def redact(value: Any, name: str = "") -> Any:
     if isinstance(value, (list, tuple)):
         return [redact(item, name) for item in value]
     if isinstance(value, str):
-        return HIDDEN if value and is_secret(name) else _IN_URL.sub(HIDDEN, without_secrets(value))
+        return HIDDEN if value and is_secret(name) else _ANYWHERE.sub(_hide, without_secrets(value))
     return value
 
 

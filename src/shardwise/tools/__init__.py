@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from shardwise.config.bind import bind
 from shardwise.errors import ConfigError, did_you_mean
+from shardwise.process.console import show_anything
 from shardwise.process.report import report as report_error  # `report` is a tool in this folder
 from shardwise.process.signals import Stopped, in_words
 
@@ -46,6 +47,7 @@ class Weights(Enum):
 
 def main(argv: list[str] | None = None) -> int:
     """Run a tool. Returns 0 for done, 2 for a user's mistake (one message on stderr), or the tool's own exit code."""
+    show_anything()
     try:
         code = _run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()

@@ -69,7 +69,7 @@ class RunRecord:
 
     @cached_property
     def events(self) -> list[Event]:
-        return without_refusals(read_events(self.path))
+        return said_once(without_refusals(read_events(self.path)))
 
     @cached_property
     def guard(self) -> list[dict[str, Any]]:
@@ -120,6 +120,23 @@ def without_refusals(events: list[Event]) -> list[Event]:
         kept.append(event)
         if event.kind == "end" and event.data.get("exit_code") == ExitCode.user_error and command:
             del kept[command:]
+    return kept
+
+
+def said_once(events: list[Event]) -> list[Event]:
+    """The events of a run without errors of ranks that the launcher has repeated, or another rank of the same start."""
+    kept: list[Event] = []
+    said: dict[str, int] = {}  # an error's text → its place
+    for event in events:
+        if event.kind in ("command", "restart"):
+            said = {}
+        if event.kind == "error":
+            if event.text in said:
+                before = kept[said[event.text]]
+                kept[said[event.text]] = event if "rank" in before.data and "rank" not in event.data else before
+                continue
+            said[event.text] = len(kept)
+        kept.append(event)
     return kept
 
 

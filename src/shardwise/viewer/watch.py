@@ -20,7 +20,7 @@ from shardwise.viewer.columns import is_speed, is_spread, is_telemetry, loss_nam
 from shardwise.viewer.follow import Series, Table
 from shardwise.viewer.record import RunRecord, find_run, read_text
 from shardwise.viewer.scale import short
-from shardwise.viewer.state import State, duration, last_sign, one_line, state_of, time_of
+from shardwise.viewer.state import State, duration, errors_of, last_sign, one_line, state_of, time_of
 
 _RECORDS = (CONFIG, ENVIRONMENT, EVENTS, GUARD, PLAN, STARTS, SUMMARY)
 _BARS = "▁▂▃▄▅▆▇█"
@@ -76,7 +76,9 @@ class Watch:
         found += [Line("verdict", _told(event, now), "warn") for event in self.run.verdicts[-_SHOWN:]]
         if self.run.guard:
             found.append(Line("guard", f"objected to {count(len(self.run.guard), 'step')}", "bad"))
-        others = [event for event in self.run.events if event.kind not in ("verdict", "command", "save", "best", "end")]
+        hidden = ("verdict", "command", "save", "best", "end")
+        errors = errors_of(self.run)  # of the last start: what it has recovered from is over
+        others = [one for one in self.run.events if one.kind not in hidden and (one.kind != "error" or one in errors)]
         return found + [Line(event.kind, _told(event, now)) for event in others[-_SHOWN:]]
 
     def _numbers(self, now: float) -> Iterator[tuple[str, str]]:
