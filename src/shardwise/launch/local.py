@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.config.paths import ROOT
 from shardwise.devices import count_cpus
@@ -27,9 +27,6 @@ from shardwise.process.signals import LEAVE, SAVE, in_words
 from shardwise.run_dir.checkpoints import newest_whole, step_of
 from shardwise.run_dir.events import append_event
 from shardwise.run_dir.job_folder import claim_exit_code
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
 
 LOOPBACK = "127.0.0.1"
 GRACE_SECONDS = 60  # a rank that has reported how it ends gets this time, for instance for its tracker's last upload
@@ -227,8 +224,8 @@ def outcome(ranks: Sequence[_Rank], stopped_by: int | None) -> tuple[int, str]:
     return (0, "") if report is None else (int(report["code"]), str(report["text"]))
 
 
-def local_store() -> TCPStore:
-    """A store for ranks on this node, on a port that the system chooses.
+def local_store() -> Any:
+    """A TCPStore for ranks on this node, on a port that the system chooses.
 
     torch would listen on every interface of the node, whatever name it is given, and asks nobody for a password: it
     gets a socket that listens on the loopback interface alone.
