@@ -98,3 +98,21 @@ def test_a_metric_that_the_batch_has_made_begins_anew() -> None:
 def test_numbers_that_cannot_be_gathered_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"CatMetric keeps numbers without a dimension in a list \(value\)"):
         taken_back(torchmetrics.CatMetric(), padding=2.0)
+
+
+class Irreps(tuple[Any, ...]):
+    """A tuple that answers like e3nn's."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self) -> Any:
+        raise NotImplementedError
+
+
+def test_containers_of_others_are_read_without_their_own_methods() -> None:
+    module, metric = LightningModule(), torchmetrics.SumMetric()
+    module.irreps = Irreps((1, metric))
+    assert metrics_of(trainer_of(module)) == [metric]

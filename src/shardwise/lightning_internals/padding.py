@@ -16,7 +16,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from shardwise.errors import ConfigError, class_name
 
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque)
 _MOST = 10_000  # a container of more elements has data in it, and no metrics
 _LIBRARIES = ("builtins", "lightning", "shardwise", "torch", "torchmetrics")  # their objects have none of a user's
 
@@ -70,11 +70,12 @@ def _modules_in(value: Any, seen: set[int], objects: int) -> Iterator[nn.Module]
         if id(value) not in seen:
             seen.add(id(value))
             yield value
-    elif isinstance(value, _CONTAINERS):
-        if len(value) > _MOST or id(value) in seen:
+    elif (kind := next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)) is not None:
+        # What a subclass has made of len() or iter() may raise: the container's own say what is in it.
+        if kind.__len__(value) > _MOST or id(value) in seen:
             return
         seen.add(id(value))
-        for element in list(value.values() if isinstance(value, dict) else value):
+        for element in list(dict.values(value) if kind is dict else kind.__iter__(value)):
             yield from _modules_in(element, seen, objects)
     elif objects and _may_have_metrics(value) and id(value) not in seen:
         seen.add(id(value))
