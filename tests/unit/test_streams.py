@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from shardwise.config.compose import compose
+from shardwise.data.agreement import _digest
 from shardwise.data.streams import Stream
 from shardwise.plan import Host, Plan, make_plan
 
@@ -79,3 +82,23 @@ def test_a_loader_that_went_on_from_a_position_begins_its_next_epoch_anew() -> N
     stream.go_on_from(position)
     assert [window for window, _ in epoch(stream)] == [[3, 4], [5, 6]]
     assert [window for window, _ in epoch(stream)] == [[1, 2], [3, 4], [5, 6]]
+
+
+class Labelled(torch.Tensor):
+    """A tensor whose operations need labels, which it has lost."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ValueError("no labels")
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        raise ValueError("not to be pickled")
+
+
+def test_samples_of_any_kind_are_compared_or_left_out() -> None:
+    rows = torch.arange(6.0)
+    assert _digest([rows]) == _digest([rows.clone()]) != _digest([rows + 1])
+    assert _digest([rows.as_subclass(Labelled)]) is None
+    assert _digest([rows, Unreadable()]) is None
