@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import make_run_plans
+from shardwise.cli import make_run_plans, train
 from shardwise.config.compose import compose
 from shardwise.devices import count_granted_cpus
 from shardwise.errors import ConfigError
@@ -88,6 +88,26 @@ def test_a_shell_and_a_batch_script_are_no_ranks(environ: dict[str, str], run_id
 def test_ranks_that_are_laid_out_otherwise_are_refused(more: dict[str, str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         read_task(STEP | more)
+
+
+@pytest.mark.parametrize("name", sorted(STEP.keys() - {"SLURM_STEP_ID"}))  # without it this is a shell of the job
+def test_a_variable_that_srun_sets_and_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    for key, value in STEP.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv(name)
+    assert train(["dry_run=true"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {name} is not set") and "start train.py by srun itself" in said
+
+
+def test_a_launchers_variable_that_is_no_number_is_named() -> None:
+    with pytest.raises(ConfigError, match="SLURM_PROCID=first: srun sets it to a whole number"):
+        read_task(STEP | {"SLURM_PROCID": "first"})
+    elastic = {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE is not set.*start train.py by torchrun itself"):
+        inspect_host(elastic)
 
 
 @pytest.mark.parametrize(

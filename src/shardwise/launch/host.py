@@ -21,7 +21,7 @@ from shardwise.devices import (
     name_gpu,
 )
 from shardwise.errors import ConfigError, count
-from shardwise.launch.slurm import read_cpus_per_task, read_run_id, read_task
+from shardwise.launch.slurm import read_cpus_per_task, read_number, read_run_id, read_task
 from shardwise.plan import Host
 from shardwise.plan.plan import Launcher
 
@@ -33,8 +33,8 @@ def inspect_host(environ: Mapping[str, str] = os.environ) -> Host:
     nodes = devices = None
     if under_torchrun:
         launcher = "torchrun"
-        devices = int(environ["LOCAL_WORLD_SIZE"])
-        world_size = int(environ["WORLD_SIZE"])
+        names = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "LOCAL_RANK", "RANK")
+        devices, world_size, *_ = (read_number(environ, name, "torchrun") for name in names)
         if world_size % devices:
             raise ConfigError(
                 f"torchrun started {count(world_size, 'rank')}, {devices} on this node: nodes must be alike"

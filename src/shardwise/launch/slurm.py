@@ -54,31 +54,58 @@ def read_task(environ: Mapping[str, str] = os.environ) -> Task | None:
     that is started there starts its own ranks.
 
     Raises:
-        ConfigError: nodes with different numbers of tasks, or ranks that are not numbered node by node.
+        ConfigError: nodes with different numbers of tasks, ranks that are not numbered node by node, or a variable of
+            Slurm's that is missing.
     """
-    if _is_shell(environ) or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
+    if _is_shell(environ) or read_number(environ, "SLURM_STEP_NUM_TASKS") == 1:
         return None
-    spread = environ["SLURM_STEP_TASKS_PER_NODE"]  # 8(x4)
+    spread = read_variable(environ, "SLURM_STEP_TASKS_PER_NODE")  # 8(x4)
     found = re.fullmatch(r"(\d+)(\(x\d+\))?", spread)
     if found is None:
         raise ConfigError(
             f"srun started {spread} tasks on its nodes, and nodes must be alike: give --ntasks-per-node=N, not --ntasks"
         )
-    rank, local_rank, node = (int(environ[f"SLURM_{word}"]) for word in ("PROCID", "LOCALID", "NODEID"))
-    nodes, devices = int(environ["SLURM_STEP_NUM_NODES"]), int(found[1])
+    rank, local_rank, node = (read_number(environ, f"SLURM_{word}") for word in ("PROCID", "LOCALID", "NODEID"))
+    nodes, devices = read_number(environ, "SLURM_STEP_NUM_NODES"), int(found[1])
     if rank != node * devices + local_rank:
         raise ConfigError(
             f"srun has task {rank} as number {local_rank} of node {node}, with {devices} a node: ranks are numbered "
             f"node by node; leave --distribution out, or --distribution=block"
         )
     # Two jobs on one node get different ports, as do two starts of one job
-    restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
-    number = int(environ["SLURM_JOB_ID"]) * 8 + int(environ["SLURM_STEP_ID"]) + restarts * 1024
+    restarts = read_number(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
+    number = read_number(environ, "SLURM_JOB_ID") * 8 + read_number(environ, "SLURM_STEP_ID") + restarts * 1024
     return Task(
         rank, local_rank, node, nodes, devices,
-        master=environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"]),
+        master=environ.get("MASTER_ADDR") or first_host(read_variable(environ, "SLURM_STEP_NODELIST")),
         port=int(environ.get("MASTER_PORT") or _PORTS[number % len(_PORTS)]),
     )  # fmt: skip
+
+
+def read_variable(environ: Mapping[str, str], name: str, launcher: str = "srun") -> str:
+    """A variable that `launcher` sets in every process that it starts.
+
+    Raises:
+        ConfigError: it is not there, although others of the launcher's are.
+    """
+    if not (value := environ.get(name, "")):
+        raise ConfigError(
+            f"{name} is not set, though other variables say that {launcher} has started this process, and {launcher} "
+            f"sets it: start train.py by {launcher} itself, and let whatever stands between them (a container, sudo, "
+            f"env -i) keep the variables"
+        )
+    return value
+
+
+def read_number(environ: Mapping[str, str], name: str, launcher: str = "srun") -> int:
+    """A variable of the launcher's that is a whole number.
+
+    Raises:
+        ConfigError: it is missing, or something else.
+    """
+    if not (value := read_variable(environ, name, launcher)).isdecimal():
+        raise ConfigError(f"{name}={value}: {launcher} sets it to a whole number, and something has changed it")
+    return int(value)
 
 
 def read_cpus_per_task(environ: Mapping[str, str] = os.environ) -> int | None:
@@ -91,7 +118,7 @@ def read_cpus_per_task(environ: Mapping[str, str] = os.environ) -> int | None:
 
 def _is_shell(environ: Mapping[str, str]) -> bool:
     """Whether this process runs in a batch script or a shell, so that srun itself has not started it."""
-    if int(environ.get("SLURM_STEP_ID") or _SPECIAL) >= _SPECIAL:
+    if not environ.get("SLURM_STEP_ID") or read_number(environ, "SLURM_STEP_ID") >= _SPECIAL:
         return True
     if "SLURM_PTY_PORT" not in environ:
         return False
@@ -107,7 +134,7 @@ def read_run_id(environ: Mapping[str, str] = os.environ) -> str | None:
     if "SLURM_STEP_ID" in environ and _is_shell(environ):
         return None
     if "SLURM_ARRAY_JOB_ID" in environ:
-        return f"slurm-{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+        return f"slurm-{environ['SLURM_ARRAY_JOB_ID']}_{read_number(environ, 'SLURM_ARRAY_TASK_ID')}"
     return f"slurm-{environ['SLURM_JOB_ID']}"
 
 
