@@ -1,6 +1,6 @@
 """Train a LightningModule: `python train.py strategy=fsdp precision=bf16 devices=8`; `--help` says what else.
 
-argv → RunConfig (compose) → Plan (make_plan) → processes (launch) → Trainer.fit (trainer.run).
+argv → RunConfig (compose) → Plan (make_plan) → processes (launch) → Trainer.fit (rank.run).
 """
 
 import sys

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardwise.config.compose import Job, compose
 from shardwise.errors import ConfigError, ExitCode
-from shardwise.launch.host import inspect_host
+from shardwise.launch.host import explain_planned, inspect_host, planned_host
 from shardwise.launch.local import launch
 from shardwise.launch.nsight import check_profiler
 from shardwise.launch.slurm import read_array_member, read_task
@@ -80,7 +80,8 @@ def _train(argv: list[str]) -> int:
             for job, plan in zip(jobs, plans, strict=True):
                 check_weights(plan)
                 check_folder(plan.run_dir)
-                lines = [*job.messages, *explain_context(plan), *explain_unreached(plan), *parallel_lines(plan)]
+                lines = [*job.messages, *explain_planned(job.config, plan, host), *explain_context(plan)]
+                lines += [*explain_unreached(plan), *parallel_lines(plan)]
                 notices = "".join(f"# {line}\n" for line in lines)
                 print(f"{notices}# config\n{job.yaml}\n# plan\n{plan.to_json()}")
             return 0
@@ -114,9 +115,9 @@ def make_run_plans(jobs: tuple[Job, ...], host: Host) -> tuple[tuple[Job, ...], 
         )
         raise ConfigError(f"-m starts {len(jobs)} runs, and {host.launcher} has started the ranks of one: "
                           + how.format(len(jobs) - 1))  # fmt: skip
-    plans = []
+    plans, is_dry = [], host.launcher == "local" and any(job.config.dry_run for job in jobs)
     for number, job in enumerate(jobs):
-        plan = make_plan(job.config, host, job.clusters)
+        plan = make_plan(job.config, planned_host(job.config, host) if is_dry else host, job.clusters)
         if len(jobs) > 1 and (member is None or job.config.name is not None):  # an array's run id has its number
             plan = number_run(plan, number)
         if member in (None, number):

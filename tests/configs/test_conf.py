@@ -29,6 +29,7 @@ from shardwise.config.paths import CONF
 from shardwise.config.schema import RunConfig
 from shardwise.config.targets import check
 from shardwise.errors import ConfigError
+from shardwise.launch.host import planned_host
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.plan.layers import SAVED
 from shardwise.plan.plan import ActivationCheckpointing, Compile
@@ -378,3 +379,52 @@ def test_a_class_of_ones_own_may_take_a_name() -> None:
     words = ["recipe=custom", "module._target_=my.Module", "data._target_=my.Data", "data.name=rings", "module.name=a"]
     config = compose(words).jobs[0].config
     assert (config.data["name"], config.module["name"]) == ("rings", "a")
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes", "devices", "accelerator", "said"),
+    [
+        ("nodes=32 devices=8", 32, 8, "cpu", "32 nodes of cluster=local with 8 CPU processes each"),
+        ("nodes=32 devices=8 accelerator=cuda", 32, 8, "cuda", "32 nodes of cluster=local with 8 GPUs each"),
+        ("nodes=4 cluster=dgx_h100 strategy=fsdp_hybrid", 4, 8, "cuda", "4 nodes of cluster=dgx_h100 with 8 GPUs each"),
+        ("devices=4 cluster=dgx_h100", 1, 4, "cuda", "1 node of cluster=dgx_h100 with 4 GPUs each"),
+        ("nodes=2 devices=4 accelerator=cpu cluster=dgx_h100", 2, 4, "cpu", "2 nodes of cluster=dgx_h100 with 4 CPU"),
+        ("devices=2", 1, 2, "cpu", ""),
+    ],
+)
+def test_a_dry_run_plans_for_machines_that_are_not_here(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    nodes: int,
+    devices: int,
+    accelerator: str,
+    said: str,
+) -> None:
+    monkeypatch.setattr("shardwise.cli.inspect_host", lambda: Host(0, run_id="made-up"))
+    assert train(["dry_run=true", "global_batch_size=1024", *words.split()]) == 0
+    text = capsys.readouterr().out
+    plan = json.loads(text.partition("# plan\n")[2])
+    assert (plan["topology"]["nodes"], plan["topology"]["devices"], plan["accelerator"]) == (nodes, devices, accelerator)
+    assert (f"# planned for {said}" in text) if said else "# planned" not in text
+
+
+def test_a_dry_run_on_a_machine_with_gpus_plans_for_those_of_the_cluster() -> None:
+    here = Host(cuda_devices=2, gpu="NVIDIA A100-SXM4-80GB", gpu_capability=(8, 0), run_id="made-up", cpus=4)
+    hosts = {}
+    for words in ("devices=2", "devices=4", "devices=4 cluster=dgx_a100", "devices=2 cluster=dgx_h100"):
+        [job] = compose(words.split()).jobs
+        hosts[words] = planned_host(job.config, here)
+        assert make_plan(job.config, hosts[words], job.clusters).accelerator == "cuda"
+    assert hosts["devices=2"] is here
+    assert [(host.cuda_devices, host.gpu, host.gpu_capability) for host in hosts.values()] == [
+        (2, here.gpu, (8, 0)), (4, here.gpu, (8, 0)), (4, here.gpu, (8, 0)), (2, "H100", None),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_a_variable_of_the_cluster_is_added_and_replaced_by_its_name(plus: str) -> None:
+    word = f"{plus}cluster.environment.NCCL_ALGO=Ring"
+    [job] = compose(["cluster=dgx_h100", word, "cluster.environment.NCCL_IB_TIMEOUT=20"]).jobs
+    assert job.config.cluster.environment["NCCL_ALGO"] == "Ring"
+    assert job.config.cluster.environment["NCCL_IB_TIMEOUT"] == "20"

@@ -138,7 +138,7 @@ class RunConfig:
         form="PATH",
     )
     seed: int = option(0, "of initial weights, of the order of samples, and of every random number")
-    dry_run: bool = option(False, "print config and Plan, start nothing")
+    dry_run: bool = option(False, "print config and Plan, start nothing; also for nodes and GPUs that are not here")
     quick_check: bool = option(False, "a few batches of every stage, to see whether they run; nothing is kept")
     find_learning_rate: bool = option(
         False, "100 steps with ever larger learning rates: which to start with, and a picture; instead of the run"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from shardwise.config.schema import Accelerator, RunConfig
 from shardwise.devices import (
     apple_gpu,
     count_cuda_devices,
@@ -22,7 +23,8 @@ from shardwise.devices import (
 )
 from shardwise.errors import ConfigError, count
 from shardwise.launch.slurm import read_cpus_per_task, read_number, read_run_id, read_task
-from shardwise.plan import Host
+from shardwise.plan import Host, Plan
+from shardwise.plan.hardware import is_amd, is_gpu
 from shardwise.plan.plan import Launcher
 
 
@@ -59,6 +61,52 @@ def inspect_host(environ: Mapping[str, str] = os.environ) -> Host:
         cpus=(cpus := count_granted_cpus()),
         cpus_per_rank=None if launcher != "slurm" else min(cpus, read_cpus_per_task(environ) or cpus),
     )
+
+
+def planned_host(config: RunConfig, here: Host, nodes: int | None = None) -> Host:
+    """The machines that a run is planned for: `here` if it can start there, else what the config says of others.
+
+    `nodes`: those of a job of Slurm's; None: as the config says.
+    """
+    cluster, word = config.cluster, config.accelerator
+    is_job = nodes is not None or (config.nodes or 1) > 1
+    nodes = nodes if nodes is not None else config.nodes
+    devices = config.devices if config.devices is not None else cluster.devices_per_node if is_job else None
+    devices = 1 if devices is None else devices
+    is_like_here = cluster.gpu is None or (here.gpu is not None and is_gpu(cluster.gpu, here.gpu))
+    is_auto = word is Accelerator.auto
+    cuda = word is Accelerator.cuda or (is_auto and (cluster.gpu is not None or here.cuda_devices > 0))
+    xpu = word is Accelerator.xpu or (is_auto and not cuda and here.xpu_devices > 0)
+    enough = max(devices, 1) <= (here.cuda_devices if cuda else here.xpu_devices if xpu else devices)
+    if not is_job and enough and (is_like_here or not cuda):
+        return here
+    gpu = None if not cuda else here.gpu if is_like_here else cluster.gpu
+    return Host(
+        cuda_devices=max(devices, 1) if cuda else 0,
+        xpu_devices=max(devices, 1) if xpu else 0,
+        gpu=gpu,
+        gpu_capability=here.gpu_capability if cuda and is_like_here else None,
+        rocm=is_amd(gpu) or (cuda and is_like_here and here.rocm),
+        cpus=cluster.cpu_cores or here.cpus,
+        launcher="slurm" if is_job else here.launcher,
+        nodes=nodes if is_job else None,
+        devices=devices if is_job else None,
+        run_id="slurm-JOB" if is_job else here.run_id,
+        run_id_is_new=not is_job and here.run_id_is_new,
+        is_terminal=here.is_terminal,
+    )
+
+
+def explain_planned(config: RunConfig, plan: Plan, here: Host) -> list[str]:
+    """A line of a dry run whose run cannot start here: what it is planned for."""
+    if here.launcher != "local" or planned_host(config, here) is here:
+        return []
+    topology, kind = plan.topology, "CPU processes" if plan.accelerator == "cpu" else "GPUs"
+    gpus = "; cluster=NAME, such as dgx_h100, or accelerator=cuda plans for GPUs" if plan.accelerator == "cpu" else ""
+    return [
+        f"planned for {count(topology.nodes, 'node')} of cluster={config.cluster.name} with {topology.devices} {kind} "
+        f"each, not for this machine{gpus}"
+    ]
 
 
 def _is_terminal() -> bool:

@@ -18,12 +18,11 @@ from pathlib import Path
 from shardwise.config.bind import bind
 from shardwise.config.compose import Job, compose
 from shardwise.config.paths import ROOT
-from shardwise.config.schema import Accelerator
 from shardwise.config.translate import translate
 from shardwise.errors import ConfigError
+from shardwise.launch.host import planned_host
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.plan.context_parallel import explain_context
-from shardwise.plan.hardware import is_amd
 from shardwise.plan.location import number_run
 from shardwise.plan.plan import headline
 from shardwise.run_dir.resume import find_checkpoint
@@ -146,15 +145,7 @@ def make_command(options: Options, overrides: Sequence[str]) -> tuple[list[str],
 
 def _plan(options: Options, job: Job, number: int, jobs: int) -> Plan:
     config = job.config
-    devices = config.devices if config.devices is not None else config.cluster.devices_per_node or 1
-    cpu, xpu = config.accelerator is Accelerator.cpu, config.accelerator is Accelerator.xpu
-    gpu = None if cpu else config.cluster.gpu
-    host = Host(
-        cuda_devices=0 if cpu or xpu else devices, xpu_devices=devices if xpu else 0, rocm=is_amd(gpu),
-        launcher="slurm", nodes=options.nodes, devices=devices, run_id="slurm-JOB",
-        gpu=gpu, cpus=config.cluster.cpu_cores or 1,
-    )  # fmt: skip
-    plan = make_plan(config, host, job.clusters)
+    plan = make_plan(config, planned_host(config, Host(cuda_devices=1), options.nodes), job.clusters)
     if jobs > 1 and config.name is not None:
         plan = number_run(plan, number)
     plan = find_checkpoint(plan, Host(0))
