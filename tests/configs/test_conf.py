@@ -405,7 +405,8 @@ def test_a_dry_run_plans_for_machines_that_are_not_here(
     assert train(["dry_run=true", "global_batch_size=1024", *words.split()]) == 0
     text = capsys.readouterr().out
     plan = json.loads(text.partition("# plan\n")[2])
-    assert (plan["topology"]["nodes"], plan["topology"]["devices"], plan["accelerator"]) == (nodes, devices, accelerator)
+    topology = plan["topology"]
+    assert (topology["nodes"], topology["devices"], plan["accelerator"]) == (nodes, devices, accelerator)
     assert (f"# planned for {said}" in text) if said else "# planned" not in text
 
 
