@@ -61,6 +61,7 @@ begin() { # OVERRIDE...
     read_number "$job/saved" > "$job/saved-before"
     say "start $start of $run_id on $SLURM_JOB_NODELIST ($(date '+%F %T')), tasks a node: $tasks"
     stop_after "$fruitless" 1
+    load_environment
 
     export SHARDWISE_JOB_DIR=$job SHARDWISE_START=$start
     export PYTHONPATH=$home/src:$home${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
@@ -105,6 +106,24 @@ begin() { # OVERRIDE...
 
     look_at_nodes ${cluster:+"$cluster"} "$@"
     [[ -z $told ]] || end 140
+}
+
+load_environment() { # SHARDWISE_MODULES and SHARDWISE_PROLOG, for the run's processes on all nodes, outside of a container
+    local file name names=()
+    read -ra names <<< "${SHARDWISE_MODULES:-}"
+    set +u # what is run here is not ours
+    for file in "$MODULESHOME/init/bash" /etc/profile.d/{modules,lmod,z00_lmod}.sh; do
+        ((${#names[@]} == 0)) || declare -F module > /dev/null && break
+        # shellcheck disable=SC1090
+        [[ ! -r $file ]] || . "$file"
+    done
+    for name in "${names[@]}"; do
+        module load "$name" || { say "not requeued: module load $name has failed on $(hostname)" >&2; exit 2; }
+    done
+    if [[ -n ${SHARDWISE_PROLOG:-} ]]; then # the user's own code, as in a batch script of theirs
+        eval "$SHARDWISE_PROLOG" || { say "not requeued: prolog=$SHARDWISE_PROLOG has failed on $(hostname)" >&2; exit 2; }
+    fi
+    set -u
 }
 
 set_aside() { # Another job's folder. Slurm gives its numbers out again when its controller is reset

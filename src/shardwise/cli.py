@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from shardwise.config.compose import Job, compose
-from shardwise.errors import ConfigError, ExitCode
+from shardwise.errors import ConfigError, ExitCode, describe_error
 from shardwise.launch.host import explain_planned, inspect_host, planned_host
 from shardwise.launch.local import launch
 from shardwise.launch.nsight import check_profiler
@@ -49,7 +51,7 @@ from shardwise.run_dir.files import (
 )
 from shardwise.run_dir.job_folder import has_begun, job_folder, note_begun, write_job_file
 from shardwise.run_dir.resume import choose_again, find_checkpoint, resumption
-from shardwise.run_dir.sweep import report_sweep
+from shardwise.run_dir.sweep import ended, report_sweep
 from shardwise.viewer.at_end import leave_report
 from shardwise.weights.safetensors import check_weights
 
@@ -92,7 +94,10 @@ def _train(argv: list[str]) -> int:
 
             if code := run_alone(argv, jobs[0].config):  # once, for all jobs of a sweep
                 return code
-        return start_all(jobs, plans)
+        code = start_all(jobs, plans)
+        if len(jobs) < len(command.jobs) and os.environ.get("RANK", "0") == "0":
+            report_array(command.jobs, plans[0], code)
+        return code
     except KeyboardInterrupt:
         sys.stderr.write("shardwise: stopped by Ctrl-C\n")
         return 130
@@ -118,8 +123,8 @@ def make_run_plans(jobs: tuple[Job, ...], host: Host) -> tuple[tuple[Job, ...], 
     plans, is_dry = [], host.launcher == "local" and any(job.config.dry_run for job in jobs)
     for number, job in enumerate(jobs):
         plan = make_plan(job.config, planned_host(job.config, host) if is_dry else host, job.clusters)
-        if len(jobs) > 1 and (member is None or job.config.name is not None):  # an array's run id has its number
-            plan = number_run(plan, number)
+        if len(jobs) > 1:
+            plan = number_run(plan, number, in_array=member is not None and job.config.name is None)
         if member in (None, number):
             plans.append(find_checkpoint(plan, host))
     return jobs if member is None else (jobs[member],), plans
@@ -203,6 +208,20 @@ def start_all(jobs: tuple[Job, ...], plans: list[Plan]) -> int:
     if failed and len(jobs) > 1:
         sys.stderr.write(f"shardwise: {len(failed)} of {len(jobs)} runs failed: {', '.join(failed)}\n")
     return max(codes)
+
+
+def report_array(jobs: tuple[Job, ...], plan: Plan, code: int) -> None:
+    """Print the table of a sweep from the member of its job array that ends: the last one prints all of it."""
+    if plan.stage != "fit" or plan.quick_check or code == ExitCode.saved:  # it goes on
+        return
+    base, own = re.sub(r"\d+$", "", plan.run_id), Path(plan.run_dir)
+    ids = [f"{base}{number}" for number in range(len(jobs))]
+    plans = [dataclasses.replace(plan, run_id=one, run_dir=str(own.parent / one)) for one in ids]
+    codes = [code if one.run_id == plan.run_id else ended(one) for one in plans]
+    try:
+        print(report_sweep([job.overrides for job in jobs], plans, codes), flush=True)
+    except Exception as error:  # the run itself has ended, and its exit code is what counts
+        print(f"the table of the sweep cannot be made: {describe_error(error)}", flush=True)
 
 
 def start(job: Job, plan: Plan, single: bool) -> int:

@@ -320,6 +320,9 @@ def test_a_sweep_is_a_job_array(home: Path) -> None:
         assert texts[member].endswith("shardwise: done\n")
         assert json.loads((home / f"runs/sweep-{member}/plan.json").read_text())["seed"] == seed
         assert metrics(home / f"runs/sweep-{member}", "train/loss").keys() == set(range(1, 31))
+    table = texts[2].partition("the sweep, best first:\n")[2]  # of the member that ended last
+    assert "seed=5  failed, exit code 3" in table and f"curves: {home}/runs/sweep.png" in table, texts[2]
+    assert (home / "runs/sweep.png").exists()
 
 
 DRY = f"{sys.executable} {ROOT}/train.py recipe=custom module._target_=a.B data._target_=a.C micro_batch_size=1 " \

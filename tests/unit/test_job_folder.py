@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import time
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.config.paths import ROOT
+from shardwise.tools import main
 from shardwise.tools.submit import _follow
 
 SRUN = """#!/bin/bash
+echo "srun has $LOADED"
 [[ $* != *train.py* ]] || { echo "trains"; touch "$SHARDWISE_JOB_DIR/done"; }
 """
 
@@ -26,21 +29,25 @@ def programs(folder: Path, **texts: str) -> str:
     return f"{folder / 'bin'}:{os.environ['PATH']}"
 
 
-def batch(folder: Path, *, restarts: int | None) -> str:
-    """What the batch script of job 17 prints, run as Slurm would; `restarts`: how often Slurm has started it again."""
+def batch(folder: Path, *, restarts: int | None = None, code: int = 0, **more: str) -> str:
+    """What the batch script of job 17 prints, run as Slurm would; `restarts`: how often Slurm has started it again.
+
+    `code`: the exit code that it has to have. `more`: of its environment.
+    """
     environment = {
         "PATH": programs(folder, srun=SRUN), "SHARDWISE_HOME": str(ROOT), "SLURM_SUBMIT_DIR": str(folder),
         "SLURM_JOB_ID": "17", "SLURM_NODEID": "0", "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "1",
         "SLURM_CPUS_ON_NODE": "1", "SLURM_JOB_NODELIST": "node1", "PYTHON": "python3",
     }  # fmt: skip
+    environment |= more
     if restarts is not None:  # Slurm does not set it in a job's first start
         environment["SLURM_RESTART_COUNT"] = str(restarts)
     done = subprocess.run(
         ["bash", str(ROOT / "slurm/generic.sbatch"), "max_steps=2"],
         env=environment, cwd=folder, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("restarts", [None, 0])
@@ -53,6 +60,21 @@ def test_a_new_job_with_the_number_of_an_earlier_one_trains(tmp_path: Path, rest
         assert "trains" in new and "start 1 of slurm-17" in new
         kept = tmp_path / f"runs/jobs/slurm-17-earlier-{number}"
         assert f"an earlier job had this number: its folder is {kept} now" in new and (kept / "done").exists()
+
+
+def test_modules_and_the_prolog_reach_the_run(tmp_path: Path) -> None:
+    """`module` is a function, which its own file defines where the job has not inherited it."""
+    (tmp_path / "init").mkdir()
+    (tmp_path / "init/bash").write_text(
+        'module() { [[ $2 != missing ]] || return 1; export LOADED="${LOADED}[$*]$NOT_SET"; }\n'
+    )
+    modules = {"MODULESHOME": str(tmp_path), "SHARDWISE_MODULES": "cuda/12.4 gcc"}
+    prolog = {"SHARDWISE_PROLOG": "export LOADED=\"$LOADED and $NOT_SET'mine'\""}
+    assert "srun has [load cuda/12.4][load gcc] and 'mine'\n" in batch(tmp_path, **modules, **prolog)
+    said = batch(tmp_path, code=2, MODULESHOME=str(tmp_path), SHARDWISE_MODULES="gcc missing")
+    assert "not requeued: module load missing has failed on " in said and "srun" not in said
+    said = batch(tmp_path, code=2, SHARDWISE_PROLOG="source /nowhere/x.sh")
+    assert "not requeued: prolog=source /nowhere/x.sh has failed on " in said and "srun" not in said
 
 
 def test_who_follows_a_job_is_not_told_of_an_earlier_one(
@@ -71,3 +93,20 @@ def test_who_follows_a_job_is_not_told_of_an_earlier_one(
         os.utime(path, (time.time() - 3600,) * 2)
     assert _follow("17", time.time()) == 1
     assert capsys.readouterr().out == ""
+
+
+def test_who_follows_an_array_gets_the_table_of_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", programs(tmp_path, sbatch="#!/bin/bash\necho 17\n", squeue="#!/bin/bash\n"))
+    for number in range(2):
+        (tmp_path / f"runs/jobs/slurm-17_{number}").mkdir(parents=True)
+        (tmp_path / f"runs/slurm-17_{number}").mkdir()
+        (tmp_path / f"runs/slurm-17_{number}/summary.json").write_text(json.dumps({"train/loss": 0.5}))
+    (tmp_path / "runs/jobs/slurm-17_0/done").touch()
+    (tmp_path / "slurm-17_1.log").write_text("shardwise: not requeued: exit code 3: no number\n")
+    assert main(["submit", "cluster=dgx_h100", "follow=true", "-m", "global_batch_size=64", "seed=5,6"]) == 3
+    table = capsys.readouterr().out.partition("the sweep, best first:\n")[2].splitlines()
+    assert table[0].startswith("seed=5  train/loss 0.5") and table[0].endswith("/runs/slurm-17_0")
+    assert table[1].startswith("seed=6  failed, exit code 3") and len(table) == 2

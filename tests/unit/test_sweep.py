@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli import make_run_plans, report_array
 from shardwise.config.compose import compose
 from shardwise.plan import Host, Plan, make_plan
+from shardwise.run_dir.events import append_event
 from shardwise.run_dir.sweep import report_sweep, swept
 
 
@@ -32,6 +34,41 @@ def test_the_best_run_comes_first_and_a_failed_one_last(tmp_path: Path, mode: st
     assert lines[2].startswith(f"optimizer.lr=0.{int(order[0]) + 1}  validation/accuracy 0.")
     assert lines[4].startswith("optimizer.lr=0.3  failed, exit code 3")
     assert lines[5] == f"curves: {tmp_path / 'tries.png'}" and (tmp_path / "tries.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", [None, "own"])
+def test_the_member_of_an_array_that_ends_prints_the_table_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str | None
+) -> None:
+    """The last one has them all; the others say which have no end yet."""
+    words = ["-m", f"runs_dir={tmp_path}", "seed=5,6,7", *([f"name={name}"] if name else [])]
+    jobs = compose(words).jobs
+    for key, value in {"JOB_ID": "42", "PROCID": "0", "ARRAY_JOB_ID": "40", "ARRAY_TASK_ID": "1"}.items():
+        monkeypatch.setenv(f"SLURM_{key}", value)
+    [own], [member] = make_run_plans(jobs, Host(0, run_id="slurm-40_1"))
+    ids = [f"own-{number}" if name else f"slurm-40_{number}" for number in range(3)]
+    assert own is jobs[1] and member.run_id == ids[1]
+    for number, run_id in enumerate(ids):
+        folder = tmp_path / run_id
+        folder.mkdir()
+        (folder / "summary.json").write_text(json.dumps({"validation/loss": 3.0 - number}))
+        (folder / "metrics.csv").write_text("step,train/loss\n1,2.0\n2,1.5\n")
+        append_event(folder, "start", 0, "")
+    append_event(member.run_dir, "end", None, "", exit_code=5)  # it was requeued
+    append_event(member.run_dir, "start", 1, "")
+    append_event(tmp_path / ids[0], "end", None, "", exit_code=0)
+    report_array(jobs, member, 0)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "the sweep so far, best first:" and lines[-1] == f"curves: {tmp_path / ids[0][:-2]}.png"
+    assert [line.split()[0] for line in lines[2:5]] == ["seed=6", "seed=5", "seed=7"]
+    assert lines[4].startswith("seed=7  no end is recorded ")
+    append_event(tmp_path / ids[2], "end", None, "", exit_code=3)
+    report_array(jobs, member, 0)
+    said = capsys.readouterr().out
+    assert "the sweep, best first:" in said and "seed=7  failed, exit code 3" in said
+    assert [path.name for path in tmp_path.glob("*.png")] == [f"{ids[0][:-2]}.png"]
+    report_array(jobs, member, 5)  # it goes on
+    assert capsys.readouterr().out == ""
 
 
 def test_only_what_differs_is_named() -> None:

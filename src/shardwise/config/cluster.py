@@ -33,3 +33,8 @@ class ClusterConfig:
     cpu_cores: int | None = None  # the cores of one node
     peak_tflops: PeakTflopsConfig = field(default_factory=PeakTflopsConfig)
     environment: dict[str, str] = field(default_factory=dict)  # variables for NCCL, set unless the user has set them
+    # What `shardwise submit` says to Slurm, where its command line says nothing else
+    sbatch: dict[str, str | int | bool | None] = field(default_factory=dict)  # options of sbatch, e.g. {account: mine}
+    mounts: list[str] = field(default_factory=list)  # folders that a container sees: /data, or /data:/inside
+    modules: list[str] = field(default_factory=list)  # environment modules, e.g. cuda/12.4
+    prolog: str | None = None  # a line of shell, which the batch script runs as it stands

@@ -43,7 +43,8 @@ from shardwise.errors import ConfigError, did_you_mean
 
 _BUILT = ("data", "optimizer", "schedule")  # their _target_ may take an argument `name`
 _FIELDS: dict[str, Any] = get_type_hints(RunConfig)
-_NAMED = ("callbacks.", "loggers.", "cluster.environment.")  # mappings whose names the user chooses
+# Mappings whose names the user chooses
+_NAMED = ("callbacks.", "loggers.", "cluster.environment.", "cluster.sbatch.")
 _TEXT = (str, str | None)
 
 

@@ -11,6 +11,7 @@ from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.plan import Host, Plan
 
+_MEMBER = re.compile(r"_\d+$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -59,7 +60,10 @@ def run_name(config: RunConfig, host: Host) -> str:
     return run_id
 
 
-def number_run(plan: Plan, number: int) -> Plan:
-    """The Plan of job `number` of a sweep, which has its own folder."""
-    run_id = f"{plan.run_id}-{number}"
+def number_run(plan: Plan, number: int, in_array: bool = False) -> Plan:
+    """The Plan of job `number` of a sweep, which has its own folder.
+
+    `in_array`: its id is Slurm's for a member of a job array; the Plan's may be that of another member.
+    """
+    run_id = f"{_MEMBER.sub('', plan.run_id)}_{number}" if in_array else f"{plan.run_id}-{number}"
     return dataclasses.replace(plan, run_id=run_id, run_dir=str(Path(plan.run_dir).parent / run_id))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardwise.errors import ExitCode
 from shardwise.plan import Plan
-from shardwise.run_dir.files import METRICS, SUMMARY
+from shardwise.run_dir.events import read_events
+from shardwise.run_dir.files import METRICS, SUMMARY, write_whole
 from shardwise.run_dir.reading import read_json
 from shardwise.run_dir.rows import read_rows
 
@@ -18,18 +22,25 @@ def swept(jobs: Sequence[Sequence[str]]) -> list[dict[str, str]]:
     return [{key: job_values.get(key, "") for key in keys} for job_values in values]
 
 
-def report_sweep(jobs: Sequence[Sequence[str]], plans: Sequence[Plan], codes: Sequence[int]) -> str:
+def ended(plan: Plan) -> int | None:
+    """The exit code with which a run has ended, by its events; None: it is not over, or will go on."""
+    last = next((e for e in reversed(read_events(plan.run_dir)) if e.kind in ("start", "end")), None)
+    code = last.data.get("exit_code") if last is not None and last.kind == "end" else None
+    return code if isinstance(code, int) and code != ExitCode.saved else None
+
+
+def report_sweep(jobs: Sequence[Sequence[str]], plans: Sequence[Plan], codes: Sequence[int | None]) -> str:
     """A table of all runs with their values, scores and folders: the best first, failed ones last.
 
-    A picture of their curves is written beside the runs. The score is the best of `checkpoint.monitor`, else the last
-    validation loss, else the last training loss.
+    `codes`: exit codes; None: the run is not over. A picture of the curves is written beside the runs. The score is the
+    best of `checkpoint.monitor`, else the last validation loss, else the last training loss.
     """
     rows = []
     for values, plan, code in zip(swept(jobs), plans, codes, strict=True):
         name, score = _score(plan) if code == 0 else ("", None)
-        result = (
-            f"failed, exit code {code}" if code else "no loss was logged" if score is None else f"{name} {score:.4g}"
-        )
+        lacking = f"failed, exit code {code}" if code else "no loss was logged"
+        lacking = "no end is recorded" if code is None else lacking
+        result = lacking if score is None else f"{name} {score:.4g}"
         label = " ".join(f"{key}={value}" for key, value in values.items())
         rows.append((code != 0, score is None, 0.0 if score is None else score, label, result, plan.run_dir))
     sign = -1 if plans[0].checkpoint.monitor and plans[0].checkpoint.mode == "max" else 1
@@ -38,7 +49,7 @@ def report_sweep(jobs: Sequence[Sequence[str]], plans: Sequence[Plan], codes: Se
     lines = [f"{label:<{width}}  {result:<{result_width}}  {run_dir}" for *_, label, result, run_dir in rows]
     if picture := _plot(swept(jobs), plans, codes):
         lines.append(f"curves: {picture}")
-    return "\n".join(["", "the sweep, best first:", *lines])
+    return "\n".join(["", f"the sweep{' so far' * (None in codes)}, best first:", *lines])
 
 
 def _summary(plan: Plan) -> dict[str, object]:
@@ -84,12 +95,14 @@ def _plot(values: list[dict[str, str]], plans: Sequence[Plan], codes: Sequence[i
         if points:
             axes.plot(*zip(*points, strict=True), label=" ".join(f"{key}={value}" for key, value in own.items()))
     names = sorted({name for _, name, _ in curves if name})
-    run_id = plans[0].run_id.rpartition("-")[0]
+    run_id = re.sub(r"[-_]\d+$", "", plans[0].run_id)
     axes.set(xlabel="step", ylabel=", ".join(names), title=run_id)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
     path = Path(plans[0].run_dir).parent / f"{run_id}.png"
-    figure.savefig(path, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120)
+    write_whole(path, drawn.getvalue())  # members of an array may end together
     plt.close(figure)
     return path
