@@ -81,7 +81,7 @@ def _curve(plan: Plan) -> tuple[str, list[tuple[int, float]]]:
     return next(((key, points) for key, points in curves.items() if len(points) > 1), ("", []))
 
 
-def _plot(values: list[dict[str, str]], plans: Sequence[Plan], codes: Sequence[int]) -> Path | None:
+def _plot(values: list[dict[str, str]], plans: Sequence[Plan], codes: Sequence[int | None]) -> Path | None:
     curves = [(own, *_curve(plan)) for own, plan, code in zip(values, plans, codes, strict=True) if code == 0]
     if not any(points for _, _, points in curves):
         return None
