@@ -86,6 +86,12 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}{line}"
 
 
+def first_of(names: Iterable[str], most: int = 4) -> str:
+    """The first names of a list, and how many more there are."""
+    listed = list(names)
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+
+
 def count(number: int, noun: str) -> str:
     """A number with its noun: `1 rank`, `2 ranks`, `1,000 steps`. Plurals are formed with s or es."""
     return f"{number:,} {noun if number == 1 else noun + ('es' if noun.endswith(('s', 'x', 'tch')) else 's')}"

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
+from shardwise.tools import main
+from shardwise.weights.saved import SavedWeights
 from tests.distributed.test_drawn_alike import plan_of
 from tests.harness.cells import cell_plan, fit
+from tests.harness.exact_resume import unlike
 from tests.harness.modules import Layer
 from tests.harness.processes import spawn
 
@@ -242,3 +246,121 @@ def test_what_would_go_on_changing_is_refused(runs: Any, name: str) -> None:
             continue
         for parameter, tensor in rank["ddp"].items():
             assert torch.allclose(found[parameter], tensor, atol=1e-6), parameter
+
+
+class Changes(LightningModule):
+    """Its hooks change all that is neither a weight nor a number in one, and leave a frozen teacher out of checkpoints.
+
+    `thaws`: whether the backbone is trained in the second epoch, and not in the first; else the other way round.
+    `groups`: what becomes of the groups of the optimizer in the second epoch; `split`: what groups it begins with.
+    `bank`: how many rows a buffer begins with that grows.
+    """
+
+    def __init__(self, thaws: bool = False, groups: str = "", split: bool = False, bank: int = 0) -> None:
+        super().__init__()
+        self.thaws, self.groups, self.split, self.strict_loading = thaws, groups, split, False
+        self.net, self.other, self.head = nn.Sequential(Layer(4), nn.Dropout(0.5)), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.teacher = nn.Sequential(Layer(4)).requires_grad_(False)
+        self.register_buffer("bank", torch.zeros(bank, 4))
+        self.register_buffer("late", None)
+
+    def setup(self, stage: str) -> None:
+        self.net.requires_grad_(not self.thaws)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "teacher" not in name}
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch != 1:
+            return
+        self.net.requires_grad_(self.thaws)
+        self.net.eval()
+        self.other.track_running_stats = False
+        self.late = torch.full((3,), 2.0)
+        (optimizer,) = self.trainer.optimizers
+        if self.groups == "moves":
+            moved = optimizer.param_groups[0]["params"].pop()
+            del optimizer.param_groups[-1]
+            optimizer.add_param_group({"params": [moved], "lr": 0.03})
+        elif self.groups == "adds":
+            optimizer.add_param_group({"params": list(self.head.parameters()), "lr": 0.03})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[1]
+        self.bank = torch.cat([self.bank, torch.ones(1, 4)])
+        late = 1.0 if self.late is None else self.late.mean()
+        out = self.head(self.other(self.net(x))) * late - self.teacher(x)
+        return (out - self.bank.sum() / 40).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        groups = [[*self.net.parameters(), *self.other.parameters()], [*self.head.parameters()]]
+        if self.split:
+            groups = [groups[0][:1], groups[0][1:], groups[1]]
+        groups = groups[:1] if self.groups == "adds" else groups
+        return torch.optim.SGD([{"params": of, "lr": 0.1 / (1 + i)} for i, of in enumerate(groups)], 0.1,
+                               momentum=0.9 if self.groups else 0)  # fmt: skip
+
+
+# ZeRO trains what is frozen later only without momentum, and neither ddp nor ZeRO what is thawed later
+CHANGES = {
+    "ddp": ["strategy=ddp", UNUSED, "+module.groups=moves"],
+    "fsdp": ["strategy=fsdp", "+module.groups=adds", "+module.thaws=true"],
+    "zero1": ["strategy=zero1", UNUSED],
+    "zero2": ["strategy=zero2", UNUSED],
+    "zero3": ["strategy=zero3", UNUSED],
+}
+
+
+def change(folder: Path) -> dict[str, Any]:
+    """In each rank: a run of three epochs of five steps, one that goes on from its second, and what is refused."""
+    common = ("global_batch_size=8", "micro_batch_size=4", "units=[Layer]", "max_steps=15",
+              "checkpoint.save_every_n_steps=8", "checkpoint.keep_last=9")  # fmt: skip
+
+    def go(name: str, *words: str) -> Any:
+        return fit(plan_of(folder / name, "Changes", *common, *words, file=__name__))
+
+    found: dict[str, Any] = {}
+    for name, words in CHANGES.items():
+        straight = go(name, *words)
+        resume = f"resume={folder / name / 'checkpoints' / 'step-00000008.ckpt'}"
+        found[name] = straight, go(f"{name}-resumed", *words, resume), SavedWeights(Path(resume[7:])).shapes
+    with pytest.raises(ConfigError) as refused:
+        go("other", *words, resume, "+module.split=true")
+    if dist.get_rank() == 0:
+        main(["export", resume[7:], "format=safetensors", f"out={folder / 'exported'}"])
+    dist.barrier()
+    begun = go("begun", "strategy=fsdp", "+module.bank=8", f"init_from={folder / 'exported'}", "max_steps=1")["start"]
+    return {**found, "refused": str(refused.value), "begun": begun}
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return spawn(2, change, tmp_path_factory.mktemp("changes"))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_goes_on_with_what_hooks_changed(changed: Any, name: str) -> None:
+    """Which weights are trained, modes of layers, groups of the optimizer, shapes of buffers."""
+    for rank in changed:
+        straight, resumed, saved = rank[name]
+        assert unlike(straight, {**resumed, "losses": straight["losses"], "norms": straight["norms"],
+                                 "rates": straight["rates"]}) == []  # fmt: skip
+        assert resumed["losses"] == straight["losses"][8:] and resumed["rates"] == straight["rates"][8:]
+        assert straight["buffers"]["bank"].shape == (15, 4) and saved["bank"] == (8, 4) and saved["late"] == (3,)
+        assert "head.weight" in saved and not any("teacher" in parameter for parameter in saved)
+
+
+def test_a_run_begins_with_an_export_that_lacks_what_was_left_out(changed: Any) -> None:
+    for rank in changed:
+        straight, begun = rank["zero3"][0], rank["begun"]
+        for name, tensor in straight["start"].items():
+            assert torch.equal(begun[name], tensor) == ("teacher" in name), name
+
+
+def test_other_groups_of_the_optimizer_than_were_saved_are_refused(changed: Any) -> None:
+    one, rest = "net.0.linear.weight", "net.0.linear.bias, other.weight, other.bias]"
+    for rank in changed:
+        assert (
+            f"configure_optimizers gave SGD the groups [{one}, {rest}, 1 group in common when it was saved, and gives "
+            f"[{one}], [{rest}, 1 group in common now: "
+        ) in rank["refused"] and "resume_allow=[optimizer]" in rank["refused"]

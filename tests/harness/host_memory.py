@@ -95,7 +95,7 @@ def measure_setup(plan: Plan, data: LightningDataModule) -> dict[str, Any]:
     found: dict[str, Any] = {"whole": 4 * sum(parameter.numel() for parameter in module.parameters())}
     trainer = build_trainer(plan, module)
     strategy: Any = trainer.strategy
-    for name, method in (("made", _MAKES.get(plan.strategy.name, "setup")), ("read", "_read_initial_weights")):
+    for name, method in (("made", _MAKES.get(plan.strategy.name, "setup")), ("read", "_end_setup")):
         setattr(strategy, method, _measured(found, name)(getattr(strategy, method)))
     strategy.teardown = lambda: None  # it copies weights to the CPU
     trainer.callbacks.append(_StopBeforeTraining())  # type: ignore[attr-defined]

@@ -39,7 +39,8 @@ class Drop(nn.Module):
 
 
 class Drops(LightningModule):
-    """Dropout on every stage, and a schedule of its own that looks at what the last stage alone measures."""
+    """Dropout on every stage, and a schedule of its own that looks at what the last stage alone measures. After its
+    first step, layers of both stages stop to drop numbers or to be trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,6 +55,12 @@ class Drops(LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 1:
+            for layer in (self.layers[0], self.layers[3]):
+                layer.drop.eval()
+                layer.norm.requires_grad_(False)
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("validation/loss", self.loss(batch), sync_dist=True, batch_size=len(batch[1]))

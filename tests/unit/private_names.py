@@ -41,6 +41,7 @@ USED = {
     "callbacks/recompilations.py": "_dynamo",
     "checkpoint/chunks.py": "_utils",
     "checkpoint/metadata.py": "_MEM_FORMAT_ENCODING _StorageInfo _get_layout",
+    "checkpoint/module_changes.py": "_buffers",
     "checkpoint/optimizers.py": "_optimizer_state_dict_post_hooks",
     "checkpoint/pickles.py": "_backward_hooks",
     "checkpoint/state.py": "_buffers _non_persistent_buffers_set _orig_mod",
@@ -59,8 +60,8 @@ USED = {
     "lightning_internals/loops.py": (
         "_FitLoop _ManualOptimization _ProcessedTracker _TrainingEpochLoop _batches_that_stepped _can_stop_early "
         "_combined_loader_states_to_load _data_fetcher _is_sequential _is_training_done _is_validation_done "
-        "_load_combined_loader_states _num_ready_batches_reached _on_after_step _on_before_step _restarting "
-        "_resuming_from_checkpoint _should_accumulate _should_check_val_fx"
+        "_load_combined_loader_states _module_mode _num_ready_batches_reached _on_after_step _on_before_step "
+        "_restarting _resuming_from_checkpoint _should_accumulate _should_check_val_fx"
     ),
     "distributed/symmetric_memory.py": "_symmetric_memory",
     "lightning_internals/patches.py": (
@@ -207,6 +208,10 @@ NAMES = {
     "_data_fetcher": name(FIT_LOOP, "where the data goes on is not forgotten when set-up has read it early"),
     "_is_training_done": name(EPOCH_LOOP, "`done`, without a stop within a window"),
     "_is_validation_done": name(EPOCH_LOOP, "`done`, without a stop within a window"),
+    "_module_mode": name(
+        f"{LOOPS}.evaluation_loop._EvaluationLoop",
+        "a checkpoint has the modes that layers train in, also in a validation",
+    ),
     "_num_ready_batches_reached": name(EPOCH_LOOP, "whether the epoch has batches left", "(self)"),
     "_on_after_step": name(
         f"{LOOPS}.optimization.manual._ManualOptimization", "steps of single optimizers are not counted", "(self)"

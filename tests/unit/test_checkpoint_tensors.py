@@ -22,7 +22,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwise import accelerator
@@ -34,6 +35,7 @@ from shardwise.checkpoint.metadata import read_metadata
 from shardwise.checkpoint.plain import Packed
 from shardwise.checkpoint.planners import ChunkSavePlanner
 from shardwise.checkpoint.publish import Snapshot
+from shardwise.checkpoint.state import names_left_out
 from shardwise.checkpoint.verify import changed
 from shardwise.checkpoint.writer import Writer
 from shardwise.errors import ConfigError
@@ -287,3 +289,24 @@ def test_what_does_not_fit_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException) as raised:
         read_tensors(tmp_path / "written", {"a": whole(torch.zeros(4, 6))}, None)
     assert str(raised.value.failures[0][0]) == "a is of shape (4, 1) there and (4, 6) here"
+
+
+class LeavesOut(LightningModule):
+    """A teacher, a head that shares a weight with it, and a student."""
+
+    def __init__(self, strict: bool, prefix: str = "") -> None:
+        super().__init__()
+        self.strict_loading, self.prefix = strict, prefix
+        self.teacher, self.head, self.student = nn.BatchNorm1d(2), nn.BatchNorm1d(2), nn.Linear(2, 2)
+        self.head.weight = self.teacher.weight
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        given = super().state_dict(*args, **kwargs)
+        return {self.prefix + name: value for name, value in given.items() if not name.startswith("teacher.")}
+
+
+def test_what_a_module_leaves_out_of_checkpoints() -> None:
+    numbers = {f"teacher.{name}" for name in ("bias", "running_mean", "running_var", "num_batches_tracked")}
+    assert names_left_out(LeavesOut(strict=False)) == numbers
+    assert not names_left_out(LeavesOut(strict=True))
+    assert not names_left_out(LeavesOut(strict=False, prefix="other."))  # whose names say nothing of the module's

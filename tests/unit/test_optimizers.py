@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.optimizers import describe_optimizers, optimizer_difference
+from shardwise.checkpoint.optimizer_groups import optimizer_difference
+from shardwise.checkpoint.optimizers import describe_optimizers
 from shardwise.distributed.matrices import rows_of_ranks
 from shardwise.errors import ConfigError
 from shardwise.optim import clipping

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from shardwise.checkpoint.optimizers import optimizer_difference
+from shardwise.checkpoint.optimizer_groups import optimizer_difference
 from shardwise.checkpoint.state import ShardedState
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan

@@ -24,7 +24,11 @@ _STEPPED = "shardwise:stepped"  # stands before the name of a parameter
 def describe_state(state: ShardedState) -> list[dict[str, Any]]:
     """What a checkpoint has of the optimizers besides tensors: see `describe_optimizers`."""
     optimizers, names = state.module_optimizers(), state.group_names()
-    return describe_optimizers(optimizers, names, state.stepped_names(), whole=state.keeps_whole_weights)
+    described = describe_optimizers(optimizers, names, state.stepped_names(), whole=state.keeps_whole_weights)
+    for one, made, now in zip(described, state.made_groups, names, strict=False):
+        if made != now:  # hooks have changed them
+            one["made"] = made
+    return described
 
 
 def describe_optimizers(
@@ -219,43 +223,14 @@ def kind_of(optimizer: Optimizer) -> str:
     return name
 
 
-def optimizer_difference(
-    saved: list[dict[str, Any]], optimizers: list[Optimizer], names: list[list[list[str]]]
-) -> str | None:
-    """Say why these optimizers cannot use the state that was saved; None: they can.
-
-    `saved`: from `describe_optimizers`.
-    """
-    kinds_before, kinds = [one["kind"] for one in saved], [kind_of(optimizer) for optimizer in optimizers]
-    if kinds_before != kinds:
-        had, has = ", ".join(kinds_before) or "none", ", ".join(kinds)
-        return f"its optimizer state is of {had}, and this run has {has}"
-    before = [{name for group in one["groups"] for name in group["names"]} for one in saved]
-    now = [{name for group in one for name in group} for one in names]
-    moved = sorted(set().union(*now) & set().union(*before) - set().union(*map(set.intersection, now, before)))
-    if moved:
-        return f"{', '.join(moved[:4])} had another of its optimizers; give them in the same order"
-    groups_before = [(group["options"], group["names"]) for one in saved for group in one["groups"]]
-    groups = [(g, n) for o, all_names in zip(optimizers, names, strict=True)
-              for g, n in zip(o.param_groups, all_names, strict=True)]  # fmt: skip
-    was, is_now = _algorithms(groups_before), _algorithms(groups)
-    if changed := sorted(name for name in was.keys() & is_now.keys() if was[name] != is_now[name]):
-        return f"{', '.join(changed[:4])}: trained by {was[changed[0]]} before, and by {is_now[changed[0]]} now"
-    return None
-
-
-def _algorithms(groups: list[tuple[dict[str, Any], list[str]]]) -> dict[str, Any]:
-    """Parameter's name → its algorithm, in an optimizer whose groups have different ones."""
-    return {name: options.get("algorithm") for options, names in groups for name in names}
-
-
 def apply_options(optimizers: list[Optimizer], names: list[list[list[str]]], saved: list[dict[str, Any]]) -> None:
-    """Give each group the saved options, such as the learning rate, of a group with the same parameters."""
+    """Give each group the saved options, such as the learning rate, of the group with the same parameters."""
     for optimizer, optimizer_names, saved_optimizer in zip(optimizers, names, saved, strict=True):
         same_class = saved_optimizer.get("class") == type(optimizer).__name__  # it may add options in its first step
-        options = {name: group["options"] for group in saved_optimizer["groups"] for name in group["names"]}
+        options = [(set(group["names"]), group["options"]) for group in saved_optimizer["groups"]]
         for group, group_names in zip(optimizer.param_groups, optimizer_names, strict=True):
-            found: dict[str, Any] = next((options[name] for name in group_names if name in options), {})
+            at = next(i for i, (of, _) in enumerate(options) if of == set(group_names))
+            _, found = options.pop(at)  # several groups may have no parameter
             taken = {k: v for k, v in found.items() if (k in group or same_class) and k not in _NOT_RESTORED}
             here = {k for k, v in group.items() if isinstance(v, Tensor) and v.device.type == "cpu"}
             group.update(

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.chunks import Chunk, ChunkedTensor, whole
 from shardwise.checkpoint.dcp import read_tensors
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, first_of
 from shardwise.protocols import kept_by_rows_of
 
 COMPILED = "_orig_mod."  # in the names of what torch.compile(layer) wraps
@@ -42,6 +42,8 @@ class ShardedState(Protocol):
     """What a strategy says about where the parameters and the optimizers' state are."""
 
     average: dict[str, Tensor] | None  # the averages of the shards that `master_shards` gives; None without ema_decay
+    left_out: frozenset[str]  # see `names_left_out`
+    made_groups: list[list[list[str]]]  # `group_names` as `configure_optimizers` made them
 
     def parameter_shards(self) -> Iterator[ParameterShard]:
         """This rank's parts of all parameters. A parameter of which it holds nothing may be left out."""
@@ -69,8 +71,18 @@ class ShardedState(Protocol):
     def group_names(self) -> list[list[list[str]]]:
         """The names of the parameters, for each optimizer and each of its groups."""
 
+    def group_members(self, names: list[str]) -> list[nn.Parameter]:
+        """What an optimizer has of these parameters, for a group that a hook had made.
+
+        Raises:
+            ConfigError: the strategy knows only the groups that `configure_optimizers` makes.
+        """
+
     def stepped_names(self) -> dict[int, str]:
         """The id of what an optimizer steps on → the name of the parameter; empty where it steps on many at once."""
+
+    def of_all_stages(self, value: Any) -> list[Any]:
+        """The `value` of each stage of a pipeline, which have different layers; without one, this alone. Collective."""
 
     @property
     def keeps_whole_weights(self) -> bool:
@@ -85,8 +97,11 @@ class ShardedState(Protocol):
 def gather(state: ShardedState, module: LightningModule, training: bool) -> dict[str, ChunkedTensor]:
     """Every tensor that this rank holds, by name. Nothing is copied."""
     optimizers = state.module_optimizers() if training else []
-    tensors = {f"model.{name}": whole(buffer) for name, buffer in persistent_buffers(module)}
+    tensors = {f"model.{name}": whole(buffer) for name, buffer in persistent_buffers(module)
+               if name not in state.left_out}  # fmt: skip
     for shard in state.parameter_shards():
+        if shard.name in state.left_out:
+            continue
         tensors[f"model.{shard.name}"] = _chunked(shard, shard.values)
         if shard.trained and training:
             number, kept = state.optimizer_state(shard)
@@ -117,8 +132,10 @@ def restore(
         ConfigError: the checkpoint has other parameters than this model; the message lists them.
     """
     known: dict[str, Any] = metadata.state_dict_metadata
-    _check_names(state, known, folder)
-    tensors = {f"model.{name}": whole(buffer) for name, buffer in persistent_buffers(module)}
+    _check_names(state, module, known, folder)
+    tensors = {
+        f"model.{name}": whole(buffer) for name, buffer in persistent_buffers(module) if f"model.{name}" in known
+    }
     saved: dict[str, dict[str, TensorStorageMetadata]] = {}  # `<optimizer's number>.<parameter>` → key → metadata
     for full, tensor in known.items():
         kind, _, rest = full.partition(".")
@@ -127,6 +144,8 @@ def restore(
             saved.setdefault(parameter, {})[key] = tensor
     mine = state.module_optimizers() if optimizers else []
     for shard in state.parameter_shards():
+        if f"model.{shard.name}" not in known:
+            continue
         source = weights if f"{weights}.{shard.name}" in known else "model"
         tensors[f"{source}.{shard.name}"] = _chunked(shard, shard.values)
         if shard.trained and optimizers:
@@ -161,13 +180,49 @@ def _chunked(shard: ParameterShard, values: Tensor, *, by_rows: bool = False) ->
     return whole(values)
 
 
-def _check_names(state: ShardedState, known: dict[str, Any], folder: Path) -> None:
+def _check_names(state: ShardedState, module: LightningModule, known: dict[str, Any], folder: Path) -> None:
     saved = {name.removeprefix("model."): tuple(m.size) for name, m in known.items() if name.startswith("model.")}
-    if difference := unlike(state.whole_shapes(), saved, "this model", "the checkpoint"):
+    own, saved = without_missing(module, state.whole_shapes(), saved, state.left_out, f"resume={folder}")
+    if difference := unlike(own, saved, "this model", "the checkpoint"):
         raise ConfigError(
             f"resume={folder} is of another model: {difference}; the model's options (model=, model.dim=, module.… and "
             f"so on) must be those that it was trained with"
         )
+
+
+def names_left_out(module: nn.Module) -> frozenset[str]:
+    """The names of parameters and persistent buffers that checkpoints leave out, as the module says in Lightning's way:
+    it sets `strict_loading = False` and has a `state_dict` without them. Call it before weights are sharded."""
+    if getattr(module, "strict_loading", True):
+        return frozenset()
+    given = {name for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    names: dict[int, set[str]] = {}  # of a weight that layers share, all
+    for name, tensor in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
+        names.setdefault(id(tensor), set()).add(name)
+    if given - set().union(*names.values()):
+        return frozenset()  # it renames: who knows which of its own names these are
+    shared = [of for of in names.values() if not of & given]
+    return frozenset(name for name in shapes_of(module) if any(name in of for of in shared))
+
+
+def without_missing(
+    module: nn.Module, own: dict[str, Any], saved: dict[str, Any], left_out: Collection[str], source: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of `own` and `saved`, names with shapes, those that must be alike: where a module sets `strict_loading = False`,
+    those that both have. What it does not leave out of its checkpoints by itself and is passed over is printed."""
+    if getattr(module, "strict_loading", True) or not (both := own.keys() & saved.keys()):
+        return own, saved
+    passed = sorted((own.keys() ^ saved.keys()) - set(left_out))
+    if passed and dist.get_rank() == 0:
+        print(
+            f"{source}: either the model or the file lacks {first_of(passed, 8)}, which strict_loading=False allows: "
+            f"what the model has of them begins as it was made",
+            flush=True,
+        )
+    return {name: own[name] for name in both}, {name: saved[name] for name in both}
 
 
 def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:

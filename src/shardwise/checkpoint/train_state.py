@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from shardwise.checkpoint.encoding import SHARD
 from shardwise.checkpoint.left_behind import moved_on, takes_optimizers, tell_kept, tell_left_callbacks
 from shardwise.checkpoint.metadata import read_metadata
+from shardwise.checkpoint.module_changes import ModuleChanges
+from shardwise.checkpoint.optimizer_groups import HookGroups
 from shardwise.checkpoint.optimizers import describe_state, restore_own, restore_state
 from shardwise.checkpoint.plain import Packed, describe_left_out, pack
 from shardwise.checkpoint.publish import Snapshot
@@ -85,6 +87,7 @@ class TrainState:
         self.sharded, self.precision = sharded, precision
         self.loader, self.file_group = loader, file_group
         self.synchronize_buffers, self.gradient_order = synchronize_buffers, gradient_order
+        self.changes, self.groups = ModuleChanges(module, sharded.of_all_stages), HookGroups(sharded)
         self.rehearsed = True  # whether every hook that adds to a checkpoint has run without an error
         self._windows = 0  # those that have ended in this process
         self.missing: dict[str, str] = {}  # the keys that the resumed checkpoint came without, and why
@@ -99,7 +102,7 @@ class TrainState:
     def dump(self) -> Packed:
         """Copy what Lightning and the hooks put into a checkpoint now. It is collective if one of the hooks is."""
         trainer = self.module.trainer
-        return self.pack({**dump_checkpoint(trainer), "metrics": dict(trainer.callback_metrics)})
+        return self.pack(dump_checkpoint(trainer) | {"metrics": dict(trainer.callback_metrics)} | self.changes.found())
 
     def own_state(self) -> dict[str, Any]:
         """The state that this rank does not share: where its random streams stand, and what it has logged."""
@@ -209,13 +212,14 @@ class TrainState:
             optimizers = self.is_training and takes_optimizers(self.plan, self.sharded, rest["optimizers"])
             metadata = read_metadata(folder)  # it is read once and handed on: that of many ranks is large
             averages = any(name.startswith("average.") for name in metadata.state_dict_metadata)
-            if self.plan.ema_decay is not None and not averages:
+            if (average := self.plan.ema_decay is not None) and not averages:
                 raise ConfigError(
                     f"ema_decay={self.plan.ema_decay}: {folder} holds no average; give ema_decay=null, or a checkpoint "
                     f"that was written with one"
                 )
-            average = self.plan.ema_decay is not None
+            self.changes.take(rest.get("module_changes", {}), metadata, self.device)
             if optimizers:
+                self.groups.make(rest["optimizers"])
                 restore_own(self.sharded, rest["optimizers"])
             self.sharded.load_tensors(folder, metadata, self.file_group(), optimizers=optimizers, average=average)
             for name, layer in layers_with_extra_state(self.module):
@@ -225,6 +229,7 @@ class TrainState:
                 restore_state(self.sharded, rest["optimizers"])
                 self.precision.load_loss_scale(rest["loss_scale"])
                 tell_kept(self.plan, self.sharded.module_optimizers())
+                self.groups.put_aside()
             if self.is_training:
                 tell_left_callbacks(rest.get("callbacks", {}), self.module.trainer)
                 if not optimizers:

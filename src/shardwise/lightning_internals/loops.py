@@ -162,3 +162,10 @@ def evaluates_loaders_together(trainer: Trainer) -> bool:
     else:
         loop = trainer.test_loop if trainer.testing else trainer.validate_loop
     return not loop._is_sequential
+
+
+def training_modes(trainer: Trainer) -> dict[str, bool]:
+    """Layer's name → whether it is in training mode; within a validation, as it was before that and will be again."""
+    if trainer.validating:
+        return dict(trainer.fit_loop.epoch_loop.val_loop._module_mode.mode)
+    return {name: layer.training for name, layer in trainer.lightning_module.named_modules()}

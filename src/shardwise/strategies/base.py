@@ -51,7 +51,6 @@ from shardwise.strategies.padded_evaluations import PaddedEvaluations
 from shardwise.strategies.refusals import ChecksLoaders, FrozenForGood, refuse_parameters
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.whole_weights import check_loss
-from shardwise.weights.init_from import read_initial
 
 
 class PlannedStrategy(
@@ -120,14 +119,6 @@ class PlannedStrategy(
         self.watch_writes(module)
         if self.plan.precision.loss_scaling:
             step_schedules_unless(module, lambda: self.verdict.skipped_by_scaler)
-
-    def _read_initial_weights(self) -> None:
-        """Read the weights of `init_from=` at the end of set-up, unless a checkpoint is resumed."""
-        if self.plan.init_from is None or self.plan.resume is not None:
-            return
-        message = read_initial(self.sharded, self.module, self.plan)
-        self.sharded.refresh_low_precision_copies()
-        _tell(f"weights: {message}")
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)

@@ -12,13 +12,17 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.dcp import TensorWriter
 from shardwise.checkpoint.publish import SaveError, publish
 from shardwise.checkpoint.train_state import TrainState
+from shardwise.errors import first_of
+from shardwise.plan import Plan
 from shardwise.step.precision_plugin import PlannedPrecision
 from shardwise.strategies.sharded_state import DTensorState
+from shardwise.weights.init_from import read_initial
 
 
 class CheckpointHooks(Strategy):
     """Implements the checkpoint hooks of every strategy."""
 
+    plan: Plan
     sharded: DTensorState
     state: TrainState  # collects and restores what is in a checkpoint
     resumed_from: Path
@@ -31,6 +35,24 @@ class CheckpointHooks(Strategy):
     def planned_precision(self) -> PlannedPrecision:
         raise NotImplementedError
 
+    def _end_setup(self) -> None:
+        """Note what the run begins with, and read the weights of `init_from=` unless a checkpoint is resumed."""
+        lines = []
+        if self.state.is_training:
+            self.sharded.note_groups()
+            if self.sharded.left_out and self.plan.checkpoint.saves:
+                left_out = first_of(sorted(self.sharded.left_out))
+                lines = [f"checkpoints leave out {left_out}, as the module's state_dict does (strict_loading=False)"]
+        if self.plan.init_from is not None and self.plan.resume is None:
+            lines.append(f"weights: {read_initial(self.sharded, self.state.module, self.plan)}")
+            self.sharded.refresh_low_precision_copies()
+        if self.is_global_zero:
+            print("".join(f"{line}\n" for line in lines), end="", flush=True)
+
+    def on_train_start(self) -> None:
+        self.state.changes.begin_training()
+        super().on_train_start()
+
     def exchange_average(self) -> None:
         """Exchange the weights and their average in place, when no checkpoint is copied from them any more."""
         self.planned_precision.wait_for_checkpoint_copy()
@@ -38,11 +60,12 @@ class CheckpointHooks(Strategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint for `trainer.save_checkpoint`. Collective; waits until it is written."""
+        content = self.state.pack(checkpoint | self.state.changes.found())
         exchanged = self.sharded.exchanged  # within an evaluation the module has the average
         if exchanged:
             self.exchange_average()
         try:
-            publish(Path(filepath), self.state.snapshot(self.state.pack(checkpoint)), TensorWriter(self.file_group()))
+            publish(Path(filepath), self.state.snapshot(content), TensorWriter(self.file_group()))
         except SaveError as error:
             raise OSError(f"{filepath} could not be written: {error}") from None
         finally:
@@ -59,7 +82,11 @@ class CheckpointHooks(Strategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        return False  # `load_checkpoint` restores it
+        return True
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Restore what hooks made of the optimizers' groups: `load_checkpoint` has restored the rest."""
+        self.state.groups.restore()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return {}  # `state` saves the parameters

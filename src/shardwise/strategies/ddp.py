@@ -79,7 +79,7 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         super().setup(trainer)
         for optimizer in self.optimizers if self.world_size > 1 else ():
             use_matrices(optimizer, lambda: CopiedMatrices(self.mesh.group("loss")))
-        self._read_initial_weights()
+        self._end_setup()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx % self.plan.accumulate_grad_batches == 0 and self.module.automatic_optimization:

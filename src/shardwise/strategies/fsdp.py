@@ -137,7 +137,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                 optimizer.around_step = partial(self._shards.around_step, optimizer)  # type: ignore[attr-defined]
         self.setup_precision_plugin()
         refuse_gradient_hooks(self.module, self.module_name, self.plan.strategy.name)
-        self._read_initial_weights()
+        self._end_setup()
 
     def _shard(self) -> None:
         """Make, initialise and shard one unit after the other, so that no rank ever holds the whole model."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.state import shapes_of
 from shardwise.distributed.collectives import gather_objects
+from shardwise.errors import ConfigError, first_of
 from shardwise.strategies.sharded_state import DTensorState
 
 
@@ -47,6 +49,15 @@ class PipelinedState(DTensorState):
     def group_names(self) -> list[list[list[str]]]:
         """Those of all stages: a checkpoint describes every group whole."""
         return super().group_names() if self._names is None else self._names
+
+    def of_all_stages(self, value: Any) -> list[Any]:
+        return gather_objects(self._group, value)
+
+    def group_members(self, names: list[str]) -> list[nn.Parameter]:
+        raise ConfigError(
+            f"the checkpoint has a group of the optimizer that a hook had made ({first_of(names)}), and a pipeline "
+            f"knows only the groups of configure_optimizers; use strategy.pipeline_parallel_size=1"
+        )
 
     def stepped_names(self) -> dict[int, str]:
         return {}  # rank 0 writes what is no tensor, and has not that of other stages

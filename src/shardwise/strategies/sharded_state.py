@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.chunks import Chunk, slice_of
 from shardwise.checkpoint.optimizers import as_tensor
-from shardwise.checkpoint.state import ParameterShard, make_like, restore, shapes_of
+from shardwise.checkpoint.state import ParameterShard, make_like, names_left_out, restore, shapes_of
 from shardwise.distributed.dtensor import local_part, whole_tensor
 from shardwise.parallel.tensor_parallel import Cut, TensorParallel
 from shardwise.protocols import state_maker_of
@@ -36,12 +37,14 @@ class DTensorState:
     ) -> None:
         self.module, self.optimizers, self.reshard = module, optimizers, reshard
         self.average: dict[str, Tensor] | None = None
+        self.left_out = names_left_out(module)
         self.exchanged = False  # whether the weights are in `average` now, and the average is in the module
         self.tensor_parallel: TensorParallel | None = None  # knows which parameters are divided before they are sharded
         self._stepped: dict[int, nn.Parameter] = {}  # a parameter's id → what its optimizer steps on
         # A parameter's name → what its optimizer steps on, and that optimizer's number.
         self._sites: dict[str, tuple[nn.Parameter, int | None]] | None = None
-        self._sizes: list[int] = []  # how many groups each optimizer had then
+        self._sizes: list[list[int]] = []  # of each optimizer's groups then
+        self.made_groups: list[list[list[str]]] = []  # `group_names` before hooks of the run changed them
 
     def divide(self, layers: TensorParallel) -> TensorParallel:
         """Note that parameters are parts of whole ones before they are sharded."""
@@ -158,8 +161,8 @@ class DTensorState:
 
     def _site(self, name: str) -> tuple[nn.Parameter, int | None]:
         """What the optimizer of this parameter steps on, and its number; None: it is in no optimizer."""
-        sizes = [len(optimizer.param_groups) for optimizer in self.optimizers()]
-        if self._sites is None or self._sizes != sizes:  # a hook may add a group
+        sizes = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.optimizers()]
+        if self._sites is None or self._sizes != sizes:  # a hook may change the groups
             numbers = {id(p): i for i, o in enumerate(self.optimizers()) for g in o.param_groups for p in g["params"]}
             stepped = {name: self._stepped.get(id(p), p) for name, p in self.module.named_parameters()}
             self._sites = {name: (p, numbers.get(id(p))) for name, p in stepped.items()}
@@ -182,6 +185,17 @@ class DTensorState:
         names = self._names_of_sites()
         return [[[names[id(p)] for p in g["params"] if id(p) in names] for g in o.param_groups]
                 for o in self.module_optimizers()]  # fmt: skip
+
+    def of_all_stages(self, value: Any) -> list[Any]:
+        return [value]
+
+    def note_groups(self) -> None:
+        """Note the groups that `configure_optimizers` has made."""
+        self.made_groups = self.group_names()
+
+    def group_members(self, names: list[str]) -> list[nn.Parameter]:
+        """What an optimizer has of these parameters, for a group that a hook had made."""
+        return [self._site(name)[0] for name in names]
 
     @property
     def keeps_whole_weights(self) -> bool:

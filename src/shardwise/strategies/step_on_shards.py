@@ -39,7 +39,8 @@ def step_on_shards(optimizer: Optimizer, state: DTensorState) -> None:
         """Take those of the groups. Of a group that was added while weights were whole, it takes them behind that."""
         for group in optimizer.param_groups:
             own = {id(p) for p in local.values()}
-            came = [p for p in group["params"] if id(p) not in own]
+            # Of one that left its group and came back the local part stays, for which the optimizer keeps its state
+            came = [p for p in group["params"] if id(p) not in own and id(p) not in local]
             sharded.extend(came)
             for p in came:
                 p.grad = None  # of the steps before

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from shardwise.checkpoint.chunks import Chunk, ChunkedTensor, whole
 from shardwise.checkpoint.dcp import read_tensors
 from shardwise.checkpoint.metadata import read_metadata
-from shardwise.checkpoint.state import ShardedState, persistent_buffers, unlike
+from shardwise.checkpoint.state import ShardedState, persistent_buffers, unlike, without_missing
 from shardwise.errors import ConfigError, count
 from shardwise.plan import Plan
 from shardwise.protocols import hugging_face_names_of
@@ -56,9 +56,11 @@ def read_initial(state: ShardedState, module: LightningModule, plan: Plan) -> st
 
         try:
             for shard in state.parameter_shards():
-                fill(shard.name, shard.chunks(shard.values))
+                if shard.name in names:
+                    fill(shard.name, shard.chunks(shard.values))
             for name, buffer in persistent_buffers(module):
-                fill(name, whole(buffer).chunks)
+                if name in names:
+                    fill(name, whole(buffer).chunks)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{option} cannot be read: {error}; copy it again") from None
     values = sum(prod(stored[name].shape) for name in names.values())
@@ -70,9 +72,9 @@ def _read_checkpoint(path: Path, state: ShardedState, module: LightningModule, p
     known: dict[str, Any] = metadata.state_dict_metadata
     found = {name.removeprefix("model."): tuple(m.size) for name, m in known.items() if name.startswith("model.")}
     names = _names(state, module, plan, found, option)
-    tensors = {f"model.{names[name]}": whole(buffer) for name, buffer in persistent_buffers(module)}
+    tensors = {f"model.{names[name]}": whole(buffer) for name, buffer in persistent_buffers(module) if name in names}
     tensors |= {f"model.{names[shard.name]}": ChunkedTensor(shard.shape, shard.chunks(shard.values))
-                for shard in state.parameter_shards()}  # fmt: skip
+                for shard in state.parameter_shards() if shard.name in names}  # fmt: skip
     read_tensors(path, tensors, None, metadata)
     return f"{count(len(names), 'tensor')} of {path}"
 
@@ -88,9 +90,12 @@ def _names(
         foreign: dict[str, str] = theirs(plan.module)
         if len(found.keys() & foreign.values()) > len(found.keys() & expected.keys()):
             names |= foreign
-    if difference := unlike({names[name]: shape for name, shape in expected.items()}, found, "this model", "the files"):
+    inside = {outside: name for name, outside in names.items()}
+    here = {names[name]: shape for name, shape in expected.items()}
+    here, found = without_missing(module, here, found, {names[name] for name in state.left_out}, option)
+    if difference := unlike(here, found, "this model", "the files"):
         raise ConfigError(
             f"{option} is of another model: {difference}; the model's options (model=, model.dim=, module.… and so on) "
             f"must be those of these weights, or give other weights"
         )
-    return names
+    return {inside[outside]: outside for outside in here}

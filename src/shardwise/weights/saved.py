@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint.chunks import whole
 from shardwise.checkpoint.dcp import read_tensors
 from shardwise.checkpoint.metadata import read_metadata
-from shardwise.checkpoint.state import persistent_buffers, shapes_of, unlike
+from shardwise.checkpoint.state import names_left_out, persistent_buffers, shapes_of, unlike
 from shardwise.config.targets import build, locate
 from shardwise.errors import ConfigError
 from shardwise.protocols import initializes_itself
@@ -72,14 +72,17 @@ def build_saved(
     target = locate(node["_target_"], "module")
     with parameters_on_meta() if initializes_itself(target) else nullcontext():
         module: nn.Module = build(node, "module")
-    if difference := unlike(shapes_of(module), weights.shapes, node["_target_"], str(weights.checkpoint)):
+    kept = names_left_out(module) - weights.shapes.keys()  # these have the values that the constructor gives them
+    shapes = {name: shape for name, shape in shapes_of(module).items() if name not in kept}
+    if difference := unlike(shapes, weights.shapes, node["_target_"], str(weights.checkpoint)):
         raise ConfigError(f"{node['_target_']} has other weights now than were saved: {difference}")
     made: dict[int, nn.Parameter] = {}  # by id, so that tied parameters stay one
     for name, parameter in module.named_parameters():
-        values = weights.read(name)
+        values = parameter.detach() if name in kept else weights.read(name)
         to = dtype if dtype is not None and values.is_floating_point() else values.dtype
         made[id(parameter)] = nn.Parameter(values.to(device, to), requires_grad=False)
     replace_parameters(module, made)
     for name, buffer in persistent_buffers(module):
-        buffer.copy_(weights.read(name))
+        if name not in kept:
+            buffer.copy_(weights.read(name))
     return module.to(device).eval()

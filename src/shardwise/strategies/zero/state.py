@@ -11,16 +11,17 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.chunks import range_of, slice_of
 from shardwise.checkpoint.optimizers import as_tensor
 from shardwise.checkpoint.state import ParameterShard, make_like, restore
+from shardwise.errors import ConfigError, first_of
 from shardwise.protocols import state_maker_of
 from shardwise.strategies.sharded_state import DTensorState
-from shardwise.strategies.zero.internals import finish_writes
+from shardwise.strategies.zero.internals import count_elements, finish_writes
 
 
 class ZeroState(DTensorState):
@@ -40,7 +41,7 @@ class ZeroState(DTensorState):
     def use(self, engine_optimizer: Any, names: list[list[str]]) -> None:
         """Use `engine_optimizer`. `names`: those of the parameters in each of its groups."""
         self.engine_optimizer, self._names = engine_optimizer, names
-        needs = {name for name, p in self.module.named_parameters() if p.requires_grad}
+        needs = {name for name, p in self.module.named_parameters() if p.requires_grad and count_elements(p)}
         self._trained = {name for group in names for name in group} & needs
 
     @property
@@ -179,6 +180,13 @@ class ZeroState(DTensorState):
 
     def group_names(self) -> list[list[list[str]]]:
         return [self._names]
+
+    def group_members(self, names: list[str]) -> list[nn.Parameter]:
+        raise ConfigError(
+            f"the checkpoint has a group of the optimizer that a hook had made ({first_of(names)}), and under "
+            f"zero{self.zero_stage} DeepSpeed shards the groups of configure_optimizers and knows no others; use "
+            f"strategy=fsdp or ddp"
+        )
 
     def stepped_names(self) -> dict[int, str]:
         return {}

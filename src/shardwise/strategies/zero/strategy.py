@@ -89,9 +89,9 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
         if training:
             self._check_support(module, optimizers[0])
             names = {id(p): name for name, p in module.named_parameters()}
+            group_names = [[names[id(p)] for p in group["params"]] for group in optimizers[0].param_groups]
             for group in optimizers[0].param_groups:  # DeepSpeed cannot shard a parameter without elements
                 group["params"] = [p for p in group["params"] if count_elements(p)]
-            group_names = [[names[id(p)] for p in group["params"]] for group in optimizers[0].param_groups]
         trained = [p for p in module.parameters() if p.requires_grad and count_elements(p)] if training else []
         with leaf_gradients_reduced_singly(), without_broadcast():
             self.model, engine_optimizer, _, _ = deepspeed.initialize(
@@ -108,7 +108,7 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
             self.at_teardown(without_nested_tensors())
         if training:
             self._begin_training(engine_optimizer, group_names, initial)
-        self._read_initial_weights()
+        self._end_setup()
         self.barrier()
 
     def _begin_training(self, engine_optimizer: Any, group_names: list[list[str]], initial: InitialValues) -> None:
