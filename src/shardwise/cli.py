@@ -40,6 +40,7 @@ from shardwise.run_dir.files import (
     EVENTS,
     LOGS,
     PLAN,
+    REPORT,
     check_folder,
     keep_earlier,
     lock_run_dir,
@@ -282,7 +283,13 @@ def start(job: Job, plan: Plan, single: bool) -> int:
 
 def _end(plan: Plan, code: int) -> None:
     """Record how a run has ended, and write its report, unless it was refused before it trained anything."""
-    if plan.stage != "fit" or os.environ.get("RANK", "0") != "0":
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if plan.stage != "fit":
+        if (
+            code == 0 and (Path(plan.run_dir) / REPORT).exists()
+        ):  # what a test has measured of classes stands there, too
+            leave_report(plan.run_dir)
         return
     append_event(plan.run_dir, "end", None, f"the run ended with exit code {code}", exit_code=code)
     if not plan.quick_check and (code != ExitCode.user_error or was_trained(plan.run_dir)):

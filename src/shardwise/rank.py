@@ -28,7 +28,7 @@ from shardwise.plan import Plan
 from shardwise.process.watchdog import progress
 from shardwise.protocols import has_held_out_data
 from shardwise.run_dir.checkpoints import list_checkpoints, step_of
-from shardwise.run_dir.files import stage_results, write_whole
+from shardwise.run_dir.files import PREDICTIONS_TABLE, stage_results, write_whole
 from shardwise.trainer import build_data, build_module, build_trainer
 
 _OTHER_STAGES: tuple[Literal["test", "predict"], ...] = ("test", "predict")
@@ -92,6 +92,8 @@ def run_stage(plan: Plan, *more: Callback) -> None:
     lines = {"weights": plan.resume or plan.init_from or "as constructed"}
     if plan.stage == "predict":
         lines["predictions"] = f"{count(predictions.rows, 'row')}, in {predictions.path}"
+        if (table := predictions.path.with_name(PREDICTIONS_TABLE)).exists():
+            lines["as a table"] = str(table)
     elif trainer.is_global_zero:
         measured = validation_metrics(trainer)
         write_whole(stage_results(plan.run_dir, plan.stage), json.dumps({**lines, **measured}, indent=2) + "\n")

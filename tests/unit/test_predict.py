@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
-from shardwise.callbacks.predict import rows_of, to_plain
+from shardwise.callbacks.predict import rows_of, to_plain, write_table
 from shardwise.data.evaluation import EvaluationLoader
 from tests.unit.test_loaders import loader, plan
 
@@ -52,6 +53,23 @@ def test_rows_of_a_stream_name_batch_and_row() -> None:
     rows = read(rows_of(X, {"text": ["a", "b"], "x": X}, evaluation, 3))
     assert rows == [{"batch": 7, "row": 0, "prediction": [1, 2]}, {"batch": 7, "row": 1, "prediction": [3, 4]}]
     assert read(rows_of("all", X, evaluation, 0)) == [{"batch": 1, "prediction": "all"}]
+
+
+@pytest.mark.parametrize(
+    ("predictions", "text"),
+    [
+        ([{"class": "a, b", "p": 0.5}, {"class": None, "label": 1}], 'sample,class,p,label\n0,"a, b",0.5,\n1,,,1\n'),
+        ([3, 4], "sample,prediction\n0,3\n1,4\n"),
+        ([[1, 2]], None),
+        ([], None),
+    ],
+)
+def test_predictions_without_parts_are_a_table_too(tmp_path: Path, predictions: list[Any], text: str | None) -> None:
+    rows, table = tmp_path / "predictions.jsonl", tmp_path / "predictions.csv"
+    table.write_text("of an earlier prediction")
+    rows.write_text("".join(json.dumps({"sample": i, "prediction": p}) + "\n" for i, p in enumerate(predictions)))
+    write_table(rows, table)
+    assert (table.read_text() if table.exists() else None) == text
 
 
 def read(rows: list[dict[str, Any]]) -> Any:

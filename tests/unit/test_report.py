@@ -316,6 +316,26 @@ def test_numbers_of_ranks_that_are_cut_short(tmp_path: Path) -> None:
     assert table.ranks == 2 and table.values == {"a": [(1, 0, 1.5), (2, 0, float("inf"))]}
 
 
+def test_the_classes_of_each_evaluation_are_in_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assert "<h2>Classes" not in page_of(run)
+    names = ["ant", EVIL, "wasp"]
+    rows = {"classes": names, "images": [4, 1, 0], "right": [3, 0, 0], "predicted": [3, 2, 0]}
+    (run / "classes_validation.json").write_text(json.dumps(rows))
+    (run / "confusion_matrix_validation.png").write_bytes(b"a picture")
+    (run / "classes_test.json").write_text(json.dumps(rows | {"right": [4, "x"]}))
+    page = page_of(run)
+    check_is_safe(page)
+    assert (
+        "accuracy 60.00%, balanced accuracy 37.50% (the mean over the 2 classes that have images), of 5 images" in page
+    )
+    assert "accuracy 100.00%, balanced accuracy 100.00%" in page and 'alt="confusion_matrix_validation"' in page
+    assert '<td>ant</td><td class="number">4</td><td>75.0%</td><td>100.0%</td>' in page
+    for damaged in ("[]", '{"classes": 3}', "{"):
+        (run / "classes_validation.json").write_text(damaged)
+        assert "<h3>validation" not in page_of(run)
+
+
 def test_the_launchers_reason_comes_first_and_each_message_once(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", ends=1)
     peer = "rank 0:\nTraceback (most recent call last):\n  RuntimeError: peer is gone\n  the whole traceback is in y"

@@ -1,10 +1,15 @@
-"""Writes `predictions.jsonl`: a row for every sample, in the order of the data set, while the predictions come."""
+"""Writes `predictions.jsonl`: a row for every sample, in the order of the data set, while the predictions come.
+
+In the end the same rows are a table as well, `predictions.csv`, if a prediction is one value or some that have names.
+"""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,14 +24,14 @@ from tqdm import tqdm
 from shardwise.data.evaluation import EvaluationLoader
 from shardwise.lightning_internals.results import prediction_loaders
 from shardwise.plan import Plan
-from shardwise.run_dir.files import PREDICTIONS, partial_path, put_in_place
+from shardwise.run_dir.files import PREDICTIONS, PREDICTIONS_TABLE, partial_path, put_in_place
 from shardwise.strategies.base import strategy_of
 
 _SECONDS_BETWEEN_LINES = 10
 
 
 class Predictions(Callback):
-    """Rank 0 writes what all ranks predict; docs/predict.md says how a row looks."""
+    """Rank 0 writes what all ranks predict; docs/loaders.md says how a row looks."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -68,6 +73,31 @@ class Predictions(Callback):
             self._progress.close()
             self._file.close()
             put_in_place(self.path)
+            write_table(self.path, self.path.with_name(PREDICTIONS_TABLE))
+
+
+def write_table(rows: Path, path: Path) -> None:
+    """Write the rows of predictions as CSV. Without rows, or where a prediction has parts in parts, there is none."""
+    path.unlink(missing_ok=True)  # of an earlier prediction
+    columns: dict[str, None] = {}
+    for row in _flat_rows(rows):
+        if any(isinstance(value, (list, dict)) for value in row.values()):
+            return
+        columns |= dict.fromkeys(row)
+    if columns:
+        with partial_path(path).open("w", newline="") as file:
+            table = csv.DictWriter(file, columns)
+            table.writeheader()
+            table.writerows(_flat_rows(rows))
+        put_in_place(path)
+
+
+def _flat_rows(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open() as lines:
+        for line in lines:
+            row = json.loads(line)
+            prediction = row.pop("prediction")
+            yield row | (prediction if isinstance(prediction, dict) else {"prediction": prediction})
 
 
 class _Progress:

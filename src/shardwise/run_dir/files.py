@@ -29,6 +29,8 @@ SUMMARY = "summary.json"  # what the run came to
 LOSSES = "loss.png"  # its loss curves
 REPORT = "report.html"  # a page about the run, also where it died
 PREDICTIONS = "predictions.jsonl"  # a row a sample, of stage=predict
+PREDICTIONS_TABLE = "predictions.csv"  # the same as a table
+CLASSES = "classes_*.json"  # what each evaluation of a classifier says of its classes
 LEARNING_RATES = "learning_rate.csv"  # the loss at every rate, of find_learning_rate=true
 LEARNING_RATES_PICTURE = "learning_rate.png"
 PROFILE_REQUEST = "profile-request.json"  # `shardwise profile` asks for a profile

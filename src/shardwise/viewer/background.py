@@ -22,7 +22,7 @@ _MOST_BYTES = 150_000  # of a picture, and of a folded text
 def profile(folder: Path, summary: dict[str, Any]) -> str:
     """A profile's table and its picture. A picture is an image here, so that no program in it runs."""
     html = f"<h3>{escape(folder.name)}</h3>\n"
-    html += "".join(map(_picture, sorted([*folder.glob("*.svg"), *folder.glob("*.png")])[:4]))
+    html += "".join(map(picture, sorted([*folder.glob("*.svg"), *folder.glob("*.png")])[:4]))
     texts = [read_text(path) for path in sorted(folder.glob("*.txt"))[:2]]
     html += "".join(f"<pre>{escape(text[:_MOST_BYTES])}</pre>\n" for text in texts)
     if not texts:
@@ -31,7 +31,8 @@ def profile(folder: Path, summary: dict[str, Any]) -> str:
     return html + fold("everything that was read from the trace", _json(summary))
 
 
-def _picture(path: Path) -> str:
+def picture(path: Path) -> str:
+    """An image of a file; a word where it is too large, and nothing where it cannot be read."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             return paragraph(f"{path.name} is too large for this page")

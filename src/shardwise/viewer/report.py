@@ -15,6 +15,7 @@ from shardwise.run_dir.files import REPORT, write_whole
 from shardwise.run_dir.secrets import redact_text
 from shardwise.viewer.background import command, environment, plan, profile
 from shardwise.viewer.chart import COLUMNS, Mark, draw, parts_of, range_of_steps
+from shardwise.viewer.classes import classes
 from shardwise.viewer.columns import Chart, charts_of, is_speed, loss_name, words
 from shardwise.viewer.follow import Series
 from shardwise.viewer.heat import BINS, draw_heat
@@ -65,6 +66,7 @@ def make_report(run: RunRecord) -> str:
         *(section(name, drawn(name)) for name in ("Speed", "Memory") if _has(charts, name)),
         section("Telemetry", drawn("Telemetry"), _zeros(charts)) if heats or _has(charts, "Telemetry") else "",
         section("Other values", drawn("Other values"), _left_out(charts)) if _has(charts, "Other values") else "",
+        section("Classes", classes(run)),
         section("What happened", _events(run)),
         section("Profile", *(profile(*found) for found in run.profiles)),
         section("Environment", environment(run)),
