@@ -108,6 +108,10 @@ class ResNet(nn.Module):
         logits: Tensor = self.fc(x.mean((2, 3)))
         return logits
 
+    def get_classifier(self) -> nn.Module:
+        """The head, as timm's models say it."""
+        return self.fc
+
     @torch.no_grad()
     def init_module_weights(self, module: nn.Module) -> None:
         """Fills what `module` itself owns: its parameters, and the running statistics of a norm."""
@@ -223,6 +227,10 @@ class VisionTransformer(nn.Module):
             x = block(x)
         logits: Tensor = self.head(self.norm(x[:, 0]))
         return logits
+
+    def get_classifier(self) -> nn.Module:
+        """The head, as timm's models say it."""
+        return self.head
 
     @torch.no_grad()
     def init_module_weights(self, module: nn.Module) -> None:

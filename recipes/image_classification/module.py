@@ -4,29 +4,32 @@ import warnings
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from lightning import LightningModule
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassStatScores
 
 from recipes.image_classification.augment import Augment, Draw, beta_table, mixup
+from recipes.image_classification.class_weights import balanced_weights, given_weights
+from recipes.image_classification.confusion import MOST_CLASSES_DRAWN, draw_confusion, write_classes
 from recipes.image_classification.data import ImageData
-from recipes.image_classification.model import ResNet, VisionTransformer
 from shardwise.errors import ConfigError, a_or_an, count
 from shardwise.nn.mean_metric import ExactMean
 
 Batch = dict[str, Tensor]
 
-MOST_CLASSES_DRAWN = 100  # beyond them a confusion matrix is neither kept nor drawn
-MOST_CLASSES_NUMBERED = 20
-
 
 class ImageClassifier(LightningModule):
     """Images to classes. `mean` and `std` (a channel each, of values in [0, 1]) normalise; `augment` is for training.
+
+    `model` maps images [B, C, H, W] to logits [B, num_classes] and has `num_classes`. It may have `in_channels` and
+    `image_size`, to be compared with the data; `get_classifier()`, its head if that is not the last layer; and
+    `init_module_weights(layer)`.
+    `class_weights`: what an image of each class counts in the training loss, or "balanced": as much in all classes.
 
     A batch is {"image": uint8 [B, C, H, W], "label": int64 [B], "index": int64 [B]}, the index being the sample's place
     in the data set. On the device images become floats; with `mixup_alpha` > 0 a training batch also gets "partner"
@@ -36,14 +39,16 @@ class ImageClassifier(LightningModule):
     mean: Tensor
     std: Tensor
     mixup_table: Tensor | None
+    class_weights: Tensor | None
     evaluation: ExactMean
     accuracy: MulticlassAccuracy
+    per_class: MulticlassStatScores
     confusion: MulticlassConfusionMatrix | None
     loss_weight_unit = "images"  # what loss_weight counts, for the log
 
     def __init__(
         self,
-        model: ResNet | VisionTransformer,
+        model: nn.Module,
         mean: Sequence[float],
         std: Sequence[float],
         augment: Augment | None = None,
@@ -51,18 +56,19 @@ class ImageClassifier(LightningModule):
         label_smoothing: float = 0.0,
         channels_last: bool = False,
         seed: int = 0,
+        class_weights: str | Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        if missing := [name for name in ("num_classes", "in_channels", "image_size") if not hasattr(model, name)]:
+        if not isinstance(model, nn.Module) or not isinstance(getattr(model, "num_classes", None), int):
             raise ConfigError(
-                f"module.model is {a_or_an(type(model).__name__)} without {', '.join(missing)}: use a model of "
-                f"images, e.g. "
-                f"model=resnet_tiny"
+                f"module.model is {a_or_an(type(model).__name__)}: it must be an nn.Module from images [B, C, H, W] to "
+                f"logits [B, num_classes] with the attribute num_classes, a whole number; set self.num_classes in its "
+                f"__init__, or use model=resnet_tiny, say"
             )
-        if not len(mean) == len(std) == model.in_channels:
+        channels: int = getattr(model, "in_channels", len(mean))
+        if not len(mean) == len(std) == channels:
             raise ConfigError(
-                f"module.mean has {count(len(mean), 'value')}, module.std {len(std)}, and "
-                f"model.in_channels={model.in_channels}:"
+                f"module.mean has {count(len(mean), 'value')}, module.std {len(std)}, and model.in_channels={channels}:"
                 f" give one of each for every channel"
             )
         if min(std) <= 0:
@@ -70,6 +76,10 @@ class ImageClassifier(LightningModule):
         if not 0 <= label_smoothing < 1:
             raise ConfigError(f"module.label_smoothing={label_smoothing} must be at least 0 and below 1, e.g. 0.1")
         self.model = model
+        self.num_classes: int = model.num_classes  # type: ignore[assignment]
+        self.class_names: list[str] | None = None  # known where folders or a file of the data name them
+        if not hasattr(model, "init_module_weights"):  # one of timm or yours: its constructor has filled it
+            self.init_module_weights = None  # type: ignore[assignment, method-assign]
         # Shapes only, to count operations on; in a list, so that no strategy sees it and shards it.
         self._shapes: list[nn.Module] = [deepcopy(model).to("meta").eval()]
         self._forward_flops: dict[torch.Size, int] = {}
@@ -80,6 +90,12 @@ class ImageClassifier(LightningModule):
         self.register_buffer("mean", torch.tensor(list(mean), dtype=torch.float32)[:, None, None], persistent=False)
         self.register_buffer("std", torch.tensor(list(std), dtype=torch.float32)[:, None, None], persistent=False)
         self.register_buffer("mixup_table", beta_table(mixup_alpha) if mixup_alpha else None, persistent=False)
+        self.weighting = class_weights
+        weights = None if class_weights is None else given_weights(class_weights, self.num_classes)
+        self._weights_on_host = weights
+        self.register_buffer("class_weights", None if weights is None else weights.clone(), persistent=False)
+        if weights is not None:
+            self.loss_weight_unit = "weighted_images"
 
     def setup(self, stage: str) -> None:
         """Refuses data that the model's head, stem or positions do not fit."""
@@ -89,16 +105,46 @@ class ImageClassifier(LightningModule):
         warnings.filterwarnings("ignore", ".*Grad strides do not match bucket view strides.*")
         data = getattr(self.trainer, "datamodule", None)
         if isinstance(data, ImageData):
-            model = self.model
-            data.check_fits(model.num_classes, model.in_channels, model.image_size)
+            channels, size = (getattr(self.model, name, None) for name in ("in_channels", "image_size"))
+            data.check_fits(self.num_classes, channels, size)
+            self.class_names = data.class_names or self.class_names
+        if stage == "fit" and self.weighting == "balanced" and self.class_weights is not None:
+            self._weights_on_host = balanced_weights(data, self.num_classes)
+            self.class_weights.copy_(self._weights_on_host)
+
+    @property
+    def head_name(self) -> str | None:
+        """The name of the layer that gives the logits: what the model says, or its last layer if that is linear."""
+        classifier = getattr(self.model, "get_classifier", None)
+        head = classifier() if callable(classifier) else [*self.model.modules()][-1]
+        if not callable(classifier) and getattr(head, "out_features", None) != self.num_classes:
+            return None
+        return next((name for name, layer in self.named_modules() if layer is head), None)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keeps the names of the classes, for predictions of images that lie in no class folders."""
+        checkpoint["class_names"] = self.class_names
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses data of other classes."""
+        trained = checkpoint.get("class_names")
+        for number, (was, now) in enumerate(zip(trained or (), self.class_names or (), strict=False)):
+            if was != now:
+                raise ConfigError(
+                    f"the data have other classes than the checkpoint was trained on: class {number} is {now!r} here "
+                    f"and was {was!r} there; give the class folders the names that they had"
+                )
+        self.class_names = self.class_names or trained
 
     def init_module_weights(self, module: nn.Module) -> None:
         """Fills what `module` itself owns; other modules than the model's are left alone."""
-        self.model.init_module_weights(module)
+        self.model.init_module_weights(module)  # type: ignore[operator]
 
-    def loss_weight(self, batch: Batch) -> int:
-        """Images: what the batch weighs in its accumulation window."""
-        return len(batch["label"])
+    def loss_weight(self, batch: Batch) -> float:
+        """Images, or the sum of their class weights: what the batch weighs in its accumulation window."""
+        if self._weights_on_host is None:
+            return len(batch["label"])
+        return self._weights_on_host[batch["label"].cpu()].sum(dtype=torch.float64).item()
 
     def flops(self, batch: Batch) -> int:
         """Of the batch's forward and backward, from its shape alone: docs/metrics.md has the formula.
@@ -144,13 +190,18 @@ class ImageClassifier(LightningModule):
         return images.to(next(self.model.parameters()).dtype, memory_format=layout)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Nats per image, averaged over the micro-batch."""
+        """Nats per image, averaged over the micro-batch, by the weights of the images' classes if there are any."""
         logits = self._logits(batch)
-        loss = F.cross_entropy(logits, batch["label"], label_smoothing=self.label_smoothing, reduction="none")
+        weights = None if self.class_weights is None else self.class_weights.to(logits.dtype)
+
+        def loss_of(labels: Tensor) -> Tensor:
+            return F.cross_entropy(logits, labels, weights, label_smoothing=self.label_smoothing, reduction="none")
+
+        loss = loss_of(batch["label"])
         if "partner" in batch:
-            other = F.cross_entropy(logits, batch["partner"], label_smoothing=self.label_smoothing, reduction="none")
-            loss = torch.lerp(other, loss, batch["share"].to(loss.dtype))
-        return loss.mean()
+            loss = torch.lerp(loss_of(batch["partner"]), loss, batch["share"].to(loss.dtype))
+        # With mixup too: a partner is another image of the micro-batch, so that the weights have the same sum.
+        return loss.mean() if weights is None else loss.sum() / weights[batch["label"]].sum()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds to the epoch's metrics."""
@@ -160,9 +211,22 @@ class ImageClassifier(LightningModule):
         """Adds to the epoch's metrics."""
         self._evaluate(batch)
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """int64 [B]: the likeliest class of each image."""
-        return self._logits(batch).argmax(-1)
+    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, list[Any]]:
+        """Of each image: its file, the likeliest class with its probability, and its label, where there are any.
+
+        Of an image that was skipped, since it cannot be decoded, the file alone.
+        """
+        probability, predicted = (values.tolist() for values in self._logits(batch).softmax(-1).max(-1))
+        row: dict[str, list[Any]] = {"class": [self._name(number) for number in predicted], "probability": probability}
+        labels = batch["label"].tolist()
+        if min(labels) >= 0:
+            row["label"] = [self._name(number) for number in labels]
+        data = getattr(self.trainer, "datamodule", None)
+        return data.files_of(batch["index"].tolist(), row) if isinstance(data, ImageData) else row
+
+    def _name(self, number: int) -> str:
+        names = self.class_names or ()
+        return names[number] if number < len(names) else str(number)
 
     def on_validation_epoch_start(self) -> None:
         self._start_evaluation()
@@ -183,9 +247,10 @@ class ImageClassifier(LightningModule):
 
     def _start_evaluation(self) -> None:
         # Not in the constructor, which may run on the meta device and would leave the sums uninitialised.
-        classes, device = self.model.num_classes, self.device
+        classes, device = self.num_classes, self.device
         self.evaluation = ExactMean(device)
         self.accuracy = MulticlassAccuracy(classes, average="micro", validate_args=False).to(device)
+        self.per_class = MulticlassStatScores(classes, average=None, validate_args=False).to(device)
         draws = classes <= MOST_CLASSES_DRAWN
         self.confusion = MulticlassConfusionMatrix(classes, validate_args=False).to(device) if draws else None
 
@@ -193,6 +258,7 @@ class ImageClassifier(LightningModule):
         logits, labels = self._logits(batch), batch["label"]
         self.evaluation.update(F.cross_entropy(logits, labels, reduction="sum"), len(labels))
         self.accuracy.update(logits, labels)
+        self.per_class.update(logits, labels)
         if self.confusion is not None:
             self.confusion.update(logits, labels)
 
@@ -200,25 +266,14 @@ class ImageClassifier(LightningModule):
         # The metrics have been synchronised: every rank logs the same, and says so to Lightning.
         self.log(f"{stage}/loss", self.evaluation.compute(), sync_dist=True)
         self.log(f"{stage}/accuracy", self.accuracy.compute(), sync_dist=True)
-        if self.confusion is not None:
-            counts = self.confusion.compute()  # of all ranks: every rank takes part
-            if self.trainer.is_global_zero:
-                draw_confusion(counts.cpu(), Path(self.trainer.default_root_dir) / "confusion_matrix.png", stage)
-
-
-def draw_confusion(counts: Tensor, path: Path, title: str) -> None:
-    """Rows are true classes and columns predicted ones; shades are shares of the row, numbers are images."""
-    classes = len(counts)
-    shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
-    size = 3 + 0.3 * min(classes, 30)
-    figure = Figure(figsize=(size + 1, size), layout="constrained")  # not pyplot, whose figures are global
-    axes = figure.add_subplot()
-    figure.colorbar(axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1), label="share of the true class")
-    axes.set(xlabel="predicted class", ylabel="true class", title=title)
-    if classes <= MOST_CLASSES_NUMBERED:
-        axes.set(xticks=range(classes), yticks=range(classes))
-        for row, column in torch.nonzero(counts).tolist():
-            colour = "white" if shares[row, column] > 0.5 else "black"
-            axes.text(column, row, str(int(counts[row, column])), ha="center", va="center", fontsize=8, color=colour)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+        # All ranks take part in these sums.
+        right, wrongly, _, _, images = self.per_class.compute().reshape(-1, 5).unbind(-1)
+        counts = None if self.confusion is None else self.confusion.compute().cpu()
+        # Over the classes that have images, as scikit-learn's balanced_accuracy_score
+        self.log(f"{stage}/balanced_accuracy", (right / images)[images > 0].mean(), sync_dist=True)
+        if self.trainer.is_global_zero:
+            names = [self._name(number) for number in range(self.num_classes)]
+            folder = Path(self.trainer.default_root_dir)
+            write_classes(folder / f"classes_{stage}.json", names, images, right, right + wrongly)
+            if counts is not None:
+                draw_confusion(counts, folder / f"confusion_matrix_{stage}.png", stage, names)

@@ -38,7 +38,12 @@ class Module(Protocol):
 
     def init_module_weights(self, layer: Any) -> None:
         """Initialise the parameters that `layer` itself owns. Then the module is built without memory for its
-        parameters, and a model may be larger than the memory of a host."""
+        parameters, and a model may be larger than the memory of a host. A module that cannot do so with the model that
+        it was given sets it to None in `__init__`, and is built anew in memory."""
+
+    head_name: str | None
+    """The name of the layer that gives what is learned here, `model.fc`, say. `init_from=` takes files without it, or
+    with one of other shapes: it then keeps its initial values. `freeze=backbone` is everything but it."""
 
     def choose_loss(self, name: str) -> None:
         """Compute the loss as `loss=` says: "full", "chunked" or "fused" of nn/linear_cross_entropy.py. Called once,
@@ -211,6 +216,11 @@ def initializes_itself(module: Any) -> bool:
 def no_split_modules_of(layer: Any) -> set[str]:
     """The class names of the layers that repeat, where a module says them as Hugging Face's do."""
     return set(getattr(layer, "_no_split_modules", None) or ())
+
+
+def head_name_of(module: Any) -> str | None:
+    found: str | None = getattr(module, "head_name", None)
+    return found
 
 
 def hugging_face_names_of(module: Any) -> Callable[[dict[str, Any]], dict[str, str]] | None:

@@ -46,6 +46,7 @@ from shardwise.strategies import build_strategy
 from shardwise.strategies.base import strategy_of
 from shardwise.strategies.other_accelerators import lightning_accelerator
 from shardwise.strategies.pipelined_checks import check_module
+from shardwise.weights.freezing import freeze_for_good
 from shardwise.weights.initialize import parameters_on_meta
 
 
@@ -62,6 +63,8 @@ def check_layers(plan: Plan) -> None:
     if not initializes_itself(locate(plan.module["_target_"], "module")):
         return
     module = build_module(plan)
+    if not initializes_itself(module):
+        return
     units, _ = units_for(module, plan)
     divided = find_division(module, topology.tensor).layers if topology.tensor > 1 else {}
     find_float8(module, plan, divided)
@@ -74,16 +77,17 @@ def build_module(plan: Plan) -> LightningModule:
 
     If the module initialises itself, its parameters get no memory yet.
     """
-    target = locate(plan.module["_target_"], "module")
-    seed_streams(derived_seed(plan.seed, "build"))
-    with default_dtype(plan.precision), parameters_on_meta() if initializes_itself(target) else nullcontext():
-        module = build(plan.module, "module")
+    on_meta = initializes_itself(locate(plan.module["_target_"], "module"))
+    module = _build(plan, on_meta=on_meta)
+    if on_meta and not initializes_itself(module):  # its class does, but not with this model
+        module = _build(plan, on_meta=False)
     if not isinstance(module, LightningModule):
         raise ConfigError(
             f"module._target_={plan.module['_target_']} is or returns {a_or_an(type(module).__name__)}: a "
             f"LightningModule is needed{second_copy()}"
         )
     _check_constructed(module, "LightningModule")
+    freeze_for_good(plan, module)
     check_ownership(plan, module)
     check_takes_loss(plan, module)
     if (choose_loss := choose_loss_of(module)) is not None:
@@ -103,6 +107,12 @@ def build_module(plan: Plan) -> LightningModule:
     if plan.accelerator == "cuda":
         use_one_kernel()  # in whatever fused AdamW the module makes
     return module
+
+
+def _build(plan: Plan, *, on_meta: bool) -> Any:
+    seed_streams(derived_seed(plan.seed, "build"))
+    with default_dtype(plan.precision), parameters_on_meta() if on_meta else nullcontext():
+        return build(plan.module, "module")
 
 
 def _muon_matrices(plan: Plan, module: LightningModule) -> set[str]:

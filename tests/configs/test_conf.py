@@ -47,6 +47,8 @@ NEEDS = {  # other words without which an option cannot be composed: the recipe 
     "data=mixture": "'data.corpora={a: {directory: anywhere, weight: 1}}'",
     "data=text_stream": "data.source._target_=tests.configs.foreign.Data",
     **{f"model={model}": IMAGES for model in ("resnet_tiny", "resnet50", "vit_tiny", "vit_b16")},
+    "model=custom": f"{IMAGES} model._target_=tests.configs.foreign.Own",
+    "model=timm": f"{IMAGES} model.name=resnet18",
     **{f"data={data}": IMAGES for data in ("digits", "synthetic_images")},
     **{f"data={data}": f"{IMAGES} data.directory=anywhere" for data in ("image_folder", "webdataset")},
     "optimizer=none": "schedule=none",

@@ -9,9 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from recipes.image_classification.model import ResNet
+from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
+from shardwise.plan import Host, make_plan
+from shardwise.run_dir.checkpoints import list_checkpoints
 from shardwise.tools import main
 from shardwise.weights.saved import SavedWeights
 from tests.distributed.test_drawn_alike import plan_of
@@ -364,3 +369,88 @@ def test_other_groups_of_the_optimizer_than_were_saved_are_refused(changed: Any)
             f"configure_optimizers gave SGD the groups [{one}, {rest}, 1 group in common when it was saved, and gives "
             f"[{one}], [{rest}, 1 group in common now: "
         ) in rank["refused"] and "resume_allow=[optimizer]" in rank["refused"]
+
+
+# Parts that `freeze=` names, and weights of a model with another head
+
+IMAGES = [
+    "recipe=image_classification", "accelerator=cpu", "micro_batch_size=16", "global_batch_size=32",
+    "max_train_batches=2", "max_validation_batches=0", "validate_every_n_steps=null", "checkpoint.monitor=null",
+    "optimizer.lr=0.01", "optimizer.weight_decay=0.1", "schedule=none", "log_every_n_steps=1", "model.width=8",
+    "freeze=backbone",
+]  # fmt: skip
+STRATEGIES = ("ddp", "fsdp", "zero2", "zero3")
+
+
+def image_plan(folder: Path, name: str, *words: str) -> Any:
+    (folder / name).mkdir(exist_ok=True)
+    command = compose([*IMAGES, f"runs_dir={folder}", f"name={name}", "devices=2", *words])
+    plan = make_plan(command.jobs[0].config, Host(cuda_devices=0))
+    (folder / name / "plan.json").write_text(plan.to_json())  # the launcher does
+    return plan
+
+
+class BuffersAtStart(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
+
+
+def fit_images(folder: Path, name: str, *words: str) -> dict[str, Any]:
+    before = BuffersAtStart()
+    return fit(image_plan(folder, name, *words), before) | {"buffers at start": before.buffers}
+
+
+def run_images(folder: Path) -> dict[str, Any]:
+    weights = folder / "weights"
+    found: dict[str, Any] = {}
+    for strategy in STRATEGIES:
+        words = [f"strategy={strategy}", f"init_from={weights}", "max_steps=2", "checkpoint=none"]
+        found[f"for good {strategy}"] = fit_images(folder, f"good-{strategy}", *words)
+    for strategy in ("ddp", "fsdp"):
+        words = [f"strategy={strategy}", "freeze_epochs=2"]
+        found[f"frozen {strategy}"] = fit_images(folder, f"frozen-{strategy}", *words, "max_steps=4", "checkpoint=none")
+        found[f"thawed {strategy}"] = fit_images(folder, f"thawed-{strategy}", *words, "max_steps=6", "checkpoint=none")
+        for steps in (3, 5, 6):  # within the last epoch that is frozen, and within the next
+            begin = [f"resume={path}" for path in list_checkpoints(folder / f"on-{strategy}")[-1:]]
+            found[f"on {strategy}"] = fit_images(folder, f"on-{strategy}", *words, f"max_steps={steps}", *begin)
+    return found
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What the files hold, by the names of torchvision, and the runs."""
+    folder = tmp_path_factory.mktemp("images")
+    (folder / "weights").mkdir()
+    model = ResNet(7, layers=[2, 2, 2], block="basic", width=8, in_channels=1, small_images=True)
+    model.apply(model.init_module_weights)
+    stored = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(stored, folder / "weights/model.safetensors")
+    return stored, spawn(2, run_images, folder)[0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_another_head_is_trained_on_a_backbone_that_stays_as_it_is(images: Any, strategy: str) -> None:
+    stored, run = images[0], images[1][f"for good {strategy}"]
+    first = images[1]["for good ddp"]
+    for name, tensor in run["final"].items():
+        if name.startswith("model.fc."):
+            assert tensor.shape[0] == 10 and torch.equal(run["start"][name], first["start"][name])
+            assert not torch.equal(tensor, run["start"][name]), name
+            assert torch.allclose(tensor, first["final"][name], atol=1e-6), name
+        else:
+            assert torch.equal(tensor, stored[name.removeprefix("model.")]), name
+    for name, buffer in run["buffers"].items():
+        assert torch.equal(buffer, run["buffers at start"][name]), name
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_part_is_frozen_for_so_many_epochs_also_over_a_resume(images: Any, strategy: str) -> None:
+    frozen, thawed, on = (images[1][f"{kind} {strategy}"] for kind in ("frozen", "thawed", "on"))
+    for name, tensor in frozen["final"].items():
+        assert torch.equal(tensor, frozen["start"][name]) != name.startswith("model.fc."), name
+        assert not torch.equal(thawed["final"][name], thawed["start"][name]), name
+        assert torch.equal(on["final"][name], thawed["final"][name]), name
+        assert torch.allclose(thawed["final"][name], images[1]["thawed ddp"]["final"][name], atol=1e-5), name
+    for name, buffer in frozen["buffers"].items():
+        assert torch.equal(buffer, frozen["buffers at start"][name]), name
+        assert torch.equal(on["buffers"][name], thawed["buffers"][name]), name

@@ -1,10 +1,13 @@
 """The image classification recipe: models, augmentation, data and the module between them."""
 
 import io
+import json
 import math
 import os
+import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,8 @@ import torch.nn.functional as F
 import yaml
 from lightning import Trainer
 from PIL import Image
+from sklearn.metrics import accuracy_score, balanced_accuracy_score, confusion_matrix
+from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -29,6 +34,7 @@ from recipes.image_classification.augment import (
     rectangles,
     signed,
 )
+from recipes.image_classification.class_weights import balanced_weights
 from recipes.image_classification.data import (
     Digits,
     ImageData,
@@ -41,9 +47,12 @@ from recipes.image_classification.data import (
 )
 from recipes.image_classification.model import Attention, ResNet, VisionTransformer
 from recipes.image_classification.module import ImageClassifier
+from recipes.image_classification.timm_model import timm_model
 from shardwise.data.order import splitmix64
 from shardwise.errors import ConfigError
 from shardwise.parallel.units import find_units
+from shardwise.protocols import initializes_itself
+from shardwise.weights.freezing import freeze_for_good, frozen_names
 from shardwise.weights.initialize import Materializer, parameters_on_meta
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
@@ -375,7 +384,9 @@ def test_options_that_cannot_be_are_refused() -> None:
         classifier(std=[0.0])
     with pytest.raises(ConfigError, match="module.label_smoothing=1.0 must be"):
         classifier(label_smoothing=1.0)
-    with pytest.raises(ConfigError, match="module.model is a Linear without num_classes, in_channels, image_size: use"):
+    with pytest.raises(
+        ConfigError, match="module.model is a Linear: it must be .* with the attribute num_classes, a wh"
+    ):
         ImageClassifier(nn.Linear(2, 2), [0.5], [0.5])  # type: ignore[arg-type]
 
 
@@ -396,15 +407,20 @@ def test_it_learns_and_evaluation_counts_every_sample_once(tmp_path: Path) -> No
     trainer.test(module, data, verbose=False)
     measured = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert measured["test/accuracy"] > 0.9
-    predicted = torch.cat(trainer.predict(module, data))  # type: ignore[arg-type]
+    predicted = [int(name) for batch in trainer.predict(module, data) for name in batch["class"]]  # type: ignore[union-attr, call-overload]
     labels = torch.stack([sample["label"] for sample in data.splits["test"]])  # type: ignore[attr-defined]
-    assert measured["test/accuracy"] == pytest.approx((predicted == labels).float().mean().item(), abs=1e-6)
+    assert measured["test/accuracy"] == pytest.approx(accuracy_score(labels, predicted), abs=1e-6)
+    assert measured["test/balanced_accuracy"] == pytest.approx(balanced_accuracy_score(labels, predicted), abs=1e-6)
     assert int(module.confusion.compute().sum()) == len(labels) == 270  # type: ignore[union-attr]
     with torch.no_grad():
         whole = hooked(module.eval(), torch.utils.data.default_collate(list(data.splits["test"])), training=False)  # type: ignore[call-overload]
         assert measured["test/loss"] == pytest.approx(module.training_step(whole, 0).item(), rel=1e-4)
-    with Image.open(tmp_path / "confusion_matrix.png") as picture:
-        assert picture.width > 300
+    for stage in ("validation", "test"):
+        with Image.open(tmp_path / f"confusion_matrix_{stage}.png") as picture:
+            assert picture.width > 300
+    rows = json.loads((tmp_path / "classes_test.json").read_text())
+    assert rows["right"] == np.diag(confusion_matrix(labels, predicted)).tolist()
+    assert rows["images"] == np.bincount(labels).tolist() and rows["predicted"] == np.bincount(predicted).tolist()
     assert {name: tensor.shape for name, tensor in module.state_dict().items()} == before
     assert (len(list(module.parameters())), len(list(module.buffers()))) == (parameters, buffers)
 
@@ -416,7 +432,7 @@ def test_many_classes_are_measured_and_not_drawn(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path)
     trainer.validate(module, data, verbose=False)
     assert {"validation/loss", "validation/accuracy"} <= trainer.callback_metrics.keys()
-    assert module.confusion is None and not list(tmp_path.iterdir())
+    assert module.confusion is None and [path.name for path in tmp_path.iterdir()] == ["classes_validation.json"]
 
 
 def test_data_that_the_model_cannot_take_is_refused(tmp_path: Path) -> None:
@@ -431,6 +447,132 @@ def test_data_that_the_model_cannot_take_is_refused(tmp_path: Path) -> None:
         data.check_fits(10, 3, None)
     with pytest.raises(ConfigError, match="the digits are what they are"):
         Digits(**NORM, batch_size=4, image_size=16)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("weights", ["balanced", [0.5, 2.0, *[1.0] * 8]])
+def test_weighted_micro_batches_make_torchs_loss_of_the_whole_batch(weights: Any) -> None:
+    data = Digits(**NORM, batch_size=4)  # type: ignore[arg-type]
+    data.setup("fit")
+    module = classifier(vit(), class_weights=weights, label_smoothing=0.1)
+    nn.init.normal_(module.model.head.weight)
+    module._trainer = SimpleNamespace(datamodule=data)  # type: ignore[assignment]
+    module.setup("fit")
+    labels = data.splits["train"].labels  # type: ignore[attr-defined]
+    expected = weights
+    if weights == "balanced":
+        expected = compute_class_weight("balanced", classes=np.arange(10), y=labels.numpy())
+    expected = torch.tensor(expected, dtype=torch.float32)
+    whole = batch_of(12)
+    logits = module._logits(whole)
+    mean = F.cross_entropy(logits, whole["label"], expected, label_smoothing=0.1)
+    parts = [{key: value[part] for key, value in whole.items()} for part in (slice(0, 3), slice(3, 4), slice(4, 12))]
+    sums = [module.training_step(part, 0) * module.loss_weight(part) for part in parts]
+    assert sum(sums).item() / sum(map(module.loss_weight, parts)) == pytest.approx(mean.item(), rel=1e-5)
+    plain = F.cross_entropy(logits, whole["label"], label_smoothing=0.1)
+    assert plain.item() != pytest.approx(mean.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ("even", "module.class_weights=even: must be balanced, or a list"),
+        ([1.0], "module.class_weights has 1 number, and model.num_classes=10"),
+        ([-1.0] * 10, "each must be at least 0"),
+        ([0.0] * 10, "and one above 0"),
+    ],
+)
+def test_class_weights_that_cannot_be_are_refused(weights: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        classifier(class_weights=weights)
+
+
+def test_weights_of_a_class_without_images_and_of_data_without_labels_are_refused() -> None:
+    rare = SimpleNamespace(splits={"train": SimpleNamespace(labels=torch.tensor([0, 2]))})
+    with pytest.raises(ConfigError, match="class 1 has no training images"):
+        balanced_weights(rare, 3)
+    with pytest.raises(ConfigError, match="counts the labels of a training set"):
+        balanced_weights(object(), 3)
+
+
+class Plain(nn.Module):
+    """A model that knows nothing of this program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_classes, self.net = 10, nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(images)
+
+
+def test_a_model_of_ones_own_needs_num_classes_alone(tmp_path: Path) -> None:
+    module = ImageClassifier(Plain(), [0.3], [0.3])
+    assert not initializes_itself(module) and initializes_itself(ImageClassifier)
+    assert module.head_name == "model.net.1"
+    assert classifier().head_name == "model.fc" and classifier(vit()).head_name == "model.head"
+    trainer_for(tmp_path).validate(module, Digits(**NORM, batch_size=64), verbose=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("parts", "frozen", "not_frozen"),
+    [
+        (
+            ["backbone"],
+            ["model.conv1.weight", "model.layer1.0.bn1", "model.layer2"],
+            ["model", "model.fc", "model.fc.bias"],
+        ),
+        (
+            ["model.layer1"],
+            ["model.layer1", "model.layer1.0.bn1.weight"],
+            ["model.layer2", "model.layer10.0", "model.fc"],
+        ),
+        (["model.fc.bias", "model.bn1"], ["model.fc.bias", "model.bn1.weight"], ["model.fc", "model.fc.weight"]),
+    ],
+)
+def test_what_is_frozen_is_told_by_name(parts: list[str], frozen: list[str], not_frozen: list[str]) -> None:
+    plan: Any = SimpleNamespace(freeze=parts)
+    is_frozen = frozen_names(plan, classifier())
+    assert all(map(is_frozen, frozen)) and not any(map(is_frozen, not_frozen))
+
+
+def test_a_part_that_is_not_there_and_freezing_all_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan: Any = SimpleNamespace(freeze=["model.stem"], freeze_epochs=None, stage="fit")
+    with pytest.raises(
+        ConfigError, match="freeze=model.stem: ImageClassifier has no part of this name; give .* below mod"
+    ):
+        freeze_for_good(plan, classifier())
+    plan.freeze = ["model"]
+    with pytest.raises(ConfigError, match="freeze=model leaves no parameter to train"):
+        freeze_for_good(plan, classifier())
+    plan.stage = "test"
+    freeze_for_good(plan, module := classifier())
+    assert all(p.requires_grad for p in module.parameters())
+
+
+def test_models_of_timm_come_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """timm itself needs torchvision, which need not be there."""
+    made: list[dict[str, Any]] = []
+
+    def create_model(name: str, **options: Any) -> nn.Module:
+        made.append(options)
+        model = Plain()
+        if name == "vit":
+            model.patch_embed = SimpleNamespace(img_size=options.get("img_size", 224))  # type: ignore[assignment]
+        return model
+
+    names = ["vit", "resnet18"]
+    timm = SimpleNamespace(create_model=create_model, is_model=names.__contains__, list_models=lambda: names)
+    monkeypatch.setitem(sys.modules, "timm", timm)  # type: ignore[arg-type]
+    assert timm_model("resnet18", 10, 1, 8, {"drop_rate": 0.1}).in_channels == 1
+    assert made == [{"num_classes": 10, "in_chans": 1, "drop_rate": 0.1}]
+    assert timm_model("vit", 10, 1, 8).patch_embed.img_size == 8  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"model.name=resnt18: timm has no .* \(did you mean resnet18\?"):
+        timm_model("resnt18", 10)
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(
+        ConfigError, match="model=timm needs timm, which cannot be imported .*: pip install timm, and the"
+    ):
+        timm_model("resnet18", 10)
 
 
 # Data
@@ -484,7 +626,7 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     for i, image in enumerate(images):
         expected = torch.tensor([100 * (i // 3), 80 * (i % 3), 50])
         assert (image.int() - expected[:, None, None]).abs().max() <= 4, i
-    with pytest.raises(ConfigError, match="no test split: add one, or use stage=validate"):
+    with pytest.raises(ConfigError, match="no test split, but train and validation: training needs train and valid"):
         data.test_dataloader()
     write_folder(tmp_path, ("test",))
     data.setup("test")
@@ -492,6 +634,44 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     grey = folder(tmp_path, channels=1, mean=[0.5], std=[0.5])
     grey.setup("fit")
     assert grey.splits["train"][0]["image"].shape == (1, 16, 16)
+
+
+def test_a_folder_with_a_test_split_alone_is_tested_and_images_without_labels_are_predicted(tmp_path: Path) -> None:
+    trained = ImageClassifier(tiny(num_classes=2, in_channels=3), **{key: PHOTO[key] for key in ("mean", "std")})  # type: ignore[arg-type]
+    filled(trained)
+    trained.class_names = ["ant", "bee"]
+    checkpoint: dict[str, Any] = {}
+    trained.on_save_checkpoint(checkpoint)
+    only = folder(write_folder(tmp_path / "only", ("test",)), batch_size=4)
+    (tmp_path / "only/test/.hidden").mkdir()
+    only.check()
+    trainer = trainer_for(tmp_path)
+    trainer.test(trained, only, verbose=False)
+    assert json.loads((tmp_path / "classes_test.json").read_text())["classes"] == ["ant", "bee"]
+    first = trainer.predict(trained, only)[0]  # type: ignore[index]
+    assert first["label"] == ["ant", "ant", "ant", "bee"] and set(first["class"]) <= {"ant", "bee"}  # type: ignore[index]
+    with pytest.raises(ConfigError, match="no train split, but test: training needs train and validation"):
+        only.train_dataloader()
+
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for name in ("a.jpg", "b.png"):
+        (flat / name).write_bytes(jpeg((200, 9, 9)))
+    (flat / "c.jpg").write_bytes(b"no image")
+    images = folder(flat, on_undecodable="skip")
+    images.check()
+    trained.class_names = None
+    trained.on_load_checkpoint(checkpoint)
+    rows = trainer.predict(trained, images)
+    assert [file for row in rows for file in row["file"]] == [str(flat / name) for name in ("a.jpg", "b.png", "c.jpg")]  # type: ignore[union-attr, call-overload]
+    assert rows[1]["class"] == [None] and rows[1]["probability"] == [None]  # type: ignore[index, call-overload]
+    assert rows[0]["class"][0] in ("ant", "bee") and 0.5 <= rows[0]["probability"][0] <= 1  # type: ignore[index, call-overload]
+    assert "label" not in rows[0]  # type: ignore[index]
+    with pytest.raises(ConfigError, match="lie in no class folders, so that there is nothing to compare"):
+        images.test_dataloader()
+    trained.class_names = ["ant", "wasp"]
+    with pytest.raises(ConfigError, match="class 1 is 'wasp' here and was 'bee' there"):
+        trained.on_load_checkpoint(checkpoint)
 
 
 def test_decoding_keeps_the_middle_of_the_longer_side() -> None:
@@ -518,7 +698,9 @@ def test_sixteen_bits_a_pixel_become_eight(mode: str) -> None:
 
 
 def test_folders_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read .*none/train: No such file.*needs train/<class>/"):
+    with pytest.raises(
+        ConfigError, match="none has no folder train, validation or test, and no images .*<class>/ to t"
+    ):
         folder(tmp_path / "none").check()
     root = write_folder(tmp_path / "data")
     with pytest.raises(
@@ -673,7 +855,7 @@ def test_shards_that_cannot_be_are_refused(tmp_path: Path, members: dict[str, by
 def test_shards_that_are_missing_cut_short_or_no_tar_are_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="has 0 shards train-.*.tar: data.directory needs"):
+    with pytest.raises(ConfigError, match="has 0 shards: data.directory needs train-"):
         shards(tmp_path).check()
     shard = write_tar(tmp_path / "train-0.tar", {"x.cls": b"1", "x.jpg": b"1" * 9000})
     whole = shard.read_bytes()

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from recipes.image_classification.data.base import ImageData, Sample
+from recipes.image_classification.data.base import SPLITS, ImageData, Sample
 from recipes.image_classification.data.decoding import SUFFIXES
 from recipes.image_classification.data.image_files import ImageFiles, skips
 from shardwise.data.prepare.image_folder import only_in_one
@@ -17,9 +17,11 @@ from shardwise.errors import ConfigError, count
 
 
 class ImageFolder(ImageData):
-    """`directory`/train/<class>/*.jpg|jpeg|png and the same below validation and, if there is one, test.
+    """`directory`/train/<class>/*.jpg|jpeg|png and the same below validation and test, as far as they are there.
 
-    A class's number is its place among the sorted folder names. `on_undecodable`: stop or skip (see `ImageFiles`).
+    A class's number is its place among the sorted folder names. Images that lie in `directory`/test itself, or in
+    `directory` without any of the three, have no label: they can be predicted. `on_undecodable`: stop or skip (see
+    `ImageFiles`).
     """
 
     def __init__(
@@ -39,54 +41,80 @@ class ImageFolder(ImageData):
         self.skip = skips(on_undecodable)
 
     def check(self) -> None:
-        """Raises `ConfigError` unless every split has images of the same `num_classes` classes."""
-        classes = {split: names for split in ("train", "validation", "test") if (names := self._classes(split))}
-        for split, names in classes.items():
-            if odd := only_in_one({"train": classes["train"], split: names}):
-                raise ConfigError(
-                    f"{self.directory / split} has {count(len(names), 'class folder')} and train "
-                    f"{len(classes['train'])}, and they differ: {odd}; every split needs the same classes"
-                )
-        if len(classes["train"]) != self.num_classes:
+        """Raises `ConfigError` unless all splits that are there have images of the same `num_classes` classes."""
+        classes = {split: names for split in SPLITS if (names := self._classes(split))}
+        if not classes and self._without_labels("test") is None:
             raise ConfigError(
-                f"{self.directory / 'train'} has {count(len(classes['train']), 'class folder')}, and data.num_classes="
-                f"{self.num_classes}: use data.num_classes={len(classes['train'])}"
+                f"{self.directory} has no folder train, validation or test, and no images ({', '.join(SUFFIXES)}): "
+                f"data.directory needs train/<class>/ and validation/<class>/ to train, test/<class>/ to test, or "
+                f"images to predict"
             )
-        for split in classes:
+        first = next(iter(classes), "")
+        for split, names in classes.items():
+            if odd := only_in_one({first: classes[first], split: names}):
+                raise ConfigError(
+                    f"{self.directory / split} has {count(len(names), 'class folder')} and {first} "
+                    f"{len(classes[first])}, and they differ: {odd}; every split needs the same classes"
+                )
+        if first and len(classes[first]) != self.num_classes:
+            raise ConfigError(
+                f"{self.directory / first} has {count(len(classes[first]), 'class folder')}, and data.num_classes="
+                f"{self.num_classes}: use data.num_classes={len(classes[first])}"
+            )
+        for split in SPLITS:
             self.make_split(split)
 
+    def setup(self, stage: str) -> None:
+        """Opens the splits that are there; their folders name the classes."""
+        super().setup(stage)
+        self.class_names = next((names for split in SPLITS if (names := self._classes(split))), None)
+
     def make_split(self, split: str) -> Dataset[Sample] | None:
-        names: list[bytes] = []
-        labels: list[int] = []
-        for label, name in enumerate(classes := self._classes(split)):
-            folder = self.directory / split / name
-            files = sorted(file for file in os.listdir(folder) if file.lower().endswith(SUFFIXES))
-            if not files:
+        folder = self.directory / split
+        if classes := self._classes(split):
+            found = [(f"{name}/{file}", label) for label, name in enumerate(classes) for file in _images(folder / name)]
+            with_images = {name.partition("/")[0] for name, _ in found}
+            # A class that is rare may have no image to test on.
+            if empty := [name for name in classes if name not in with_images and (split != "test" or not found)]:
                 raise ConfigError(
-                    f"class folder {folder} has 0 images ({', '.join(SUFFIXES)}): add some, or remove it from every "
-                    f"split"
+                    f"class folder {folder / empty[0]} has 0 images ({', '.join(SUFFIXES)}): add some, or remove it "
+                    f"from every split"
                 )
-            names += [os.fsencode(f"{name}/{file}") for file in files]
-            labels += [label] * len(files)
-        if not classes:
-            return None
-        return _FolderImages(
-            self.directory / split, np.array(names), np.array(labels), self.channels, self.image_size, self.skip
-        )
+        else:
+            without = self._without_labels(split)
+            if without is None:
+                return None
+            folder, found = without, [(name, -1) for name in _images(without)]
+        names, labels = np.array([os.fsencode(name) for name, _ in found]), np.array([label for _, label in found])
+        return _FolderImages(folder, names, labels, self.channels, self.image_size, self.skip)
 
     def _classes(self, split: str) -> list[str]:
+        """The class folders, sorted; empty if there is no such split, or if it has no labels."""
         folder = self.directory / split
-        if split == "test" and not folder.exists():
+        if not folder.exists():
             return []
         try:
-            names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+            names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
         except OSError as error:
-            raise ConfigError(
-                f"cannot read {folder}: {error.strerror}; data.directory needs train/<class>/ and validation/<class>/"
-            ) from None
-        if not names:
+            raise ConfigError(f"cannot read {folder}: {error.strerror}; give another data.directory") from None
+        if not names and self._without_labels(split) is None:
             raise ConfigError(f"{folder} has 0 class folders: images lie in {folder}/<class>/")
         return names
+
+    def _without_labels(self, split: str) -> Path | None:
+        """The folder whose images, which have no label, make up the test split; None: there is none."""
+        if split != "test":
+            return None
+        has_splits = any((self.directory / name).exists() for name in SPLITS)
+        folder = self.directory / split if has_splits else self.directory
+        return folder if folder.is_dir() and _images(folder) else None
+
+
+def _images(folder: Path) -> list[str]:
+    try:
+        return sorted(file for file in os.listdir(folder) if file.lower().endswith(SUFFIXES))
+    except OSError as error:
+        raise ConfigError(f"cannot read {folder}: {error.strerror}; give another data.directory") from None
 
 
 class _FolderImages(ImageFiles):

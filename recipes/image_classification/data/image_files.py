@@ -26,6 +26,11 @@ class ImageFiles(Dataset[Sample]):
         self.undecodable = torch.zeros(len(labels), dtype=torch.bool)
         self.undecodable.share_memory_()  # type: ignore[no-untyped-call] # seen by every worker
 
+    @property
+    def has_labels(self) -> bool:
+        """Whether it is known what the images show: else each label is -1."""
+        return not (self.labels < 0).any()
+
     def __len__(self) -> int:
         return len(self.labels)
 

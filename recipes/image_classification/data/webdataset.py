@@ -8,18 +8,19 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from recipes.image_classification.data.base import ImageData, Sample
+from recipes.image_classification.data.base import SPLITS, ImageData, Sample
 from recipes.image_classification.data.image_files import ImageFiles, skips
 from recipes.image_classification.data.tar_index import TarIndex, load_tar_index
 from shardwise.errors import ConfigError
 
 
 class WebDataset(ImageData):
-    """Tar shards `directory`/train-*.tar, validation-*.tar and, if there are any, test-*.tar.
+    """Tar shards `directory`/train-*.tar, validation-*.tar and test-*.tar, as far as they are there.
 
-    A sample is two members of one name, `key.jpg` (or jpeg, png) and `key.cls` with the class's number as text. Where
-    every member lies is read once and kept beside the shards, or in `cache_directory`, for as long as the shard's size
-    and time of change stay the same: samples are then read at any place, in any order.
+    classes.txt beside them, if it is there, names a class in each line, in the order of their numbers. A sample is two
+    members of one name, `key.jpg` (or jpeg, png) and `key.cls` with the class's number as text. Where every member lies
+    is read once and kept beside the shards, or in `cache_directory`, for as long as the shard's size and time of change
+    stay the same: samples are then read at any place, in any order.
     """
 
     def __init__(
@@ -42,16 +43,22 @@ class WebDataset(ImageData):
 
     def check(self) -> None:
         """Indexes the shards, and raises `ConfigError` for one that is not as described."""
-        for split in ("train", "validation", "test"):
-            self.make_split(split)
+        made = [self.make_split(split) for split in SPLITS]
+        if not any(made):
+            raise ConfigError(f"{self.directory} has 0 shards: data.directory needs train-*.tar and validation-*.tar, "
+                              f"or test-*.tar")  # fmt: skip
+
+    def setup(self, stage: str) -> None:
+        """Opens the splits that are there."""
+        super().setup(stage)
+        listed = self.directory / "classes.txt"
+        if listed.is_file():
+            self.class_names = listed.read_text(errors="replace").splitlines()
 
     def make_split(self, split: str) -> Dataset[Sample] | None:
         shards = sorted(self.directory.glob(f"{split}-*.tar"))
         if not shards:
-            if split == "test":
-                return None
-            raise ConfigError(f"{self.directory} has 0 shards {split}-*.tar: data.directory needs train-*.tar and "
-                              f"validation-*.tar")  # fmt: skip
+            return None
         indices = [load_tar_index(shard, self.cache_directory) for shard in shards]
         for shard, index in zip(shards, indices, strict=True):
             outside = np.flatnonzero((index["labels"] < 0) | (index["labels"] >= self.num_classes))

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, Trainer
 
 from shardwise.callbacks.average import WeightAverage
 from shardwise.callbacks.configured import build_callbacks
+from shardwise.callbacks.freezing import Freezing
 from shardwise.callbacks.garbage import GarbageCollection
 from shardwise.callbacks.guard import Guard
 from shardwise.callbacks.heartbeat import Heartbeat
@@ -42,6 +43,8 @@ def build_run_callbacks(plan: Plan, *first: Callback) -> RunCallbacks:
     verdicts = Verdicts(plan, log)
     guard = Guard(plan, log, saving)
     ordered: list[Callback] = [*first, KeepTokenizer(plan)]
+    if plan.freeze and plan.stage == "fit":
+        ordered.append(Freezing(plan))
     if plan.ema_decay is not None:
         ordered.append(WeightAverage(plan))  # it comes before those that save: it puts the trained weights back first
     if plan.debug.sync != "off":

@@ -41,7 +41,7 @@ from shardwise.config.secrets import refer_to_secrets
 from shardwise.config.translate import translate
 from shardwise.errors import ConfigError, did_you_mean
 
-_BUILT = ("data", "optimizer", "schedule")  # their _target_ may take an argument `name`
+_BUILT = ("model", "data", "optimizer", "schedule")  # their _target_ may take an argument `name`
 _FIELDS: dict[str, Any] = get_type_hints(RunConfig)
 # Mappings whose names the user chooses
 _NAMED = ("callbacks.", "loggers.", "cluster.environment.", "cluster.sbatch.")

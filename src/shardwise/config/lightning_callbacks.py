@@ -5,8 +5,8 @@ from __future__ import annotations
 WORKS = "works"
 
 _UNFREEZES = (
-    "it unfreezes parameters while training, and no strategy has prepared their gradients: set requires_grad=False in "
-    "__init__ for what stays frozen, and train the rest in a second run with init_from="
+    "it unfreezes parameters while training, and no strategy has prepared their gradients: give freeze=NAME, a part of "
+    "the module, and freeze_epochs=N, after which it is trained"
 )
 # Every class of lightning.pytorch.callbacks: that it works under every strategy, or why it is refused.
 LIGHTNING: dict[str, str] = {

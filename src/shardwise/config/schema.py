@@ -137,6 +137,12 @@ class RunConfig:
         "checkpoint",
         form="PATH",
     )
+    freeze: list[str] | str = option(
+        [],
+        "parts of the module that are not trained, by name; backbone: all but its head: docs/checkpointing.md",
+        form="NAME|[NAME,…]",
+    )
+    freeze_epochs: int | None = option(None, "they are trained after so many epochs; left out: never")
     seed: int = option(0, "of initial weights, of the order of samples, and of every random number")
     dry_run: bool = option(False, "print config and Plan, start nothing; also for nodes and GPUs that are not here")
     quick_check: bool = option(False, "a few batches of every stage, to see whether they run; nothing is kept")

@@ -40,6 +40,21 @@ def initial_weights(config: RunConfig) -> str | None:
         raise ConfigError(f"init_from={config.init_from}: names no file or folder; give one, or null") from None
 
 
+def frozen_parts(config: RunConfig) -> tuple[str, ...]:
+    parts, epochs = [config.freeze] if isinstance(config.freeze, str) else config.freeze, config.freeze_epochs
+    if epochs is not None and not parts:
+        raise ConfigError(f"freeze_epochs={epochs} and no freeze=: say what is frozen, e.g. freeze=backbone")
+    if epochs is not None and epochs < 1:
+        raise ConfigError(f"freeze_epochs={epochs}: must be at least 1, or null to freeze for the whole run")
+    if epochs is not None and config.strategy.name.value.startswith("zero"):
+        raise ConfigError(
+            f"freeze_epochs={epochs} strategy={config.strategy.name.value}: DeepSpeed's optimizer steps frozen weights "
+            f"too, with a gradient of zero, so that they would not stay as they are; use strategy=ddp or fsdp, or two "
+            f"runs: freeze= alone, then init_from= with the folder of the first"
+        )
+    return tuple(parts)
+
+
 def run_name(config: RunConfig, host: Host) -> str:
     if config.name is None and config.resume == "auto" and host.run_id_is_new:
         raise ConfigError(

@@ -199,6 +199,8 @@ class Plan:
     debug: Debugging = dataclasses.field(default_factory=Debugging)
     metrics: Measuring = dataclasses.field(default_factory=Measuring)
     gc_every_n_steps: int | None = None  # None: Python's garbage is collected when Python likes
+    freeze: tuple[str, ...] = ()  # parts of the module that are not trained, by name
+    freeze_epochs: int | None = None  # they are trained after so many epochs; None: never
     link_gb_per_second: float | None = None  # from one GPU, in one direction, over the slowest link; None: not known
 
     def logs(self, step: int) -> bool:
@@ -250,6 +252,7 @@ class Plan:
         raw["metrics"] = Measuring(**raw.get("metrics", {}))
         raw["guard"] = dataclasses.replace(raw["guard"], pass_over=tuple(raw["guard"].pass_over))
         raw["resume_allow"] = tuple(raw["resume_allow"])
+        raw["freeze"] = tuple(raw.get("freeze", ()))
         raw["units"] = None if raw["units"] is None else tuple(raw["units"])
         return Plan(**raw)
 

@@ -12,7 +12,7 @@ from shardwise.plan.attention_kernel import choose_attention
 from shardwise.plan.context_parallel import context_parallel_method
 from shardwise.plan.hardware import link_gb_per_second, peak_tflops
 from shardwise.plan.layers import make_activation_checkpointing, make_compile
-from shardwise.plan.location import initial_weights, run_name, runs_folder
+from shardwise.plan.location import frozen_parts, initial_weights, run_name, runs_folder
 from shardwise.plan.loss import choose_loss
 from shardwise.plan.measuring import make_measuring
 from shardwise.plan.modes import QUICK_BATCHES, for_learning_rate_finder, for_quick_check
@@ -76,6 +76,8 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         stage=stage,
         resume=config.resume,
         init_from=initial_weights(config),
+        freeze=frozen_parts(config),
+        freeze_epochs=config.freeze_epochs,
         may_fall_back=config.resume == "auto",
         resume_allow=tuple(config.resume_allow),
         seed=config.seed,

@@ -47,7 +47,8 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
     def __init__(self, plan: Plan) -> None:
         super().__init__(
             timeout=timedelta(minutes=plan.strategy.timeout_minutes),
-            find_unused_parameters=plan.strategy.find_unused_parameters,
+            # What is frozen in the first epochs takes no part until then.
+            find_unused_parameters=plan.strategy.find_unused_parameters or plan.freeze_epochs is not None,
             bucket_cap_mb=plan.strategy.bucket_cap_mb,
             gradient_as_bucket_view=False,  # views of buckets could not be freed after the step
             **cast(dict[str, Any], {_BUFFERS: False}),  # PlannedStrategy synchronizes buffers

@@ -16,7 +16,7 @@ from shardwise.checkpoint.metadata import read_metadata
 from shardwise.checkpoint.state import ShardedState, persistent_buffers, unlike, without_missing
 from shardwise.errors import ConfigError, count
 from shardwise.plan import Plan
-from shardwise.protocols import hugging_face_names_of
+from shardwise.protocols import head_name_of, hugging_face_names_of
 from shardwise.run_dir.files import MANIFEST
 from shardwise.weights.safetensors import list_weights
 
@@ -34,7 +34,7 @@ def read_initial(state: ShardedState, module: LightningModule, plan: Plan) -> st
     if (path / MANIFEST).is_file():
         return _read_checkpoint(path, state, module, plan, option)
     stored = list_weights(path, option)
-    names = _names(state, module, plan, {name: tensor.shape for name, tensor in stored.items()}, option)
+    names, kept = _names(state, module, plan, {name: tensor.shape for name, tensor in stored.items()}, option)
     with ExitStack() as files, torch.no_grad():
         opened: dict[Path, Any] = {}
 
@@ -64,38 +64,59 @@ def read_initial(state: ShardedState, module: LightningModule, plan: Plan) -> st
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{option} cannot be read: {error}; copy it again") from None
     values = sum(prod(stored[name].shape) for name in names.values())
-    return f"{count(len(names), 'tensor')}, {count(values, 'value')}, of {plan.init_from}"
+    return f"{count(len(names), 'tensor')}, {count(values, 'value')}, of {plan.init_from}{kept}"
 
 
 def _read_checkpoint(path: Path, state: ShardedState, module: LightningModule, plan: Plan, option: str) -> str:
     metadata = read_metadata(path)
     known: dict[str, Any] = metadata.state_dict_metadata
     found = {name.removeprefix("model."): tuple(m.size) for name, m in known.items() if name.startswith("model.")}
-    names = _names(state, module, plan, found, option)
+    names, kept = _names(state, module, plan, found, option)
     tensors = {f"model.{names[name]}": whole(buffer) for name, buffer in persistent_buffers(module) if name in names}
     tensors |= {f"model.{names[shard.name]}": ChunkedTensor(shard.shape, shard.chunks(shard.values))
                 for shard in state.parameter_shards() if shard.name in names}  # fmt: skip
     read_tensors(path, tensors, None, metadata)
-    return f"{count(len(names), 'tensor')} of {path}"
+    return f"{count(len(names), 'tensor')} of {path}{kept}"
 
 
 def _names(
     state: ShardedState, module: LightningModule, plan: Plan, found: dict[str, tuple[int, ...]], option: str
-) -> dict[str, str]:
-    """Map this model's names to those in the files: the same, or Hugging Face's names if the module defines them."""
+) -> tuple[dict[str, str], str]:
+    """Map this model's names to those in the files, without a head that does not fit. Also say what it keeps."""
     expected = state.whole_shapes()
-    names = {name: name for name in expected}
-    theirs = hugging_face_names_of(module)
-    if expected.keys() != found.keys() and theirs is not None:
-        foreign: dict[str, str] = theirs(plan.module)
-        if len(found.keys() & foreign.values()) > len(found.keys() & expected.keys()):
-            names |= foreign
-    inside = {outside: name for name, outside in names.items()}
-    here = {names[name]: shape for name, shape in expected.items()}
-    here, found = without_missing(module, here, found, {names[name] for name in state.left_out}, option)
-    if difference := unlike(here, found, "this model", "the files"):
+    names = _names_in_files(expected, found, module, plan)
+    # As torch does with files from before 2018: the counter matters where a momentum is None alone.
+    names = {ours: theirs for ours, theirs in names.items()
+             if theirs in found or not theirs.endswith("num_batches_tracked")}  # fmt: skip
+    kept = ""
+    if plan.stage == "fit" and (head := head_name_of(module)) is not None:
+        of_head = {ours: theirs for ours, theirs in names.items() if ours.startswith(f"{head}.")}
+        there = {theirs.removesuffix(ours.removeprefix(head)) for ours, theirs in of_head.items()}  # the head's name
+        in_files = {name: shape for name, shape in found.items() if name.startswith(tuple(f"{n}." for n in there))}
+        here = {theirs: expected[ours] for ours, theirs in of_head.items()}
+        if difference := unlike(here, in_files, "this model", "the files"):
+            names = {ours: theirs for ours, theirs in names.items() if ours not in of_head}
+            found = {name: shape for name, shape in found.items() if name not in in_files}
+            kept = f"; {head} does not fit, and keeps its initial values: {difference}"
+    wanted = {theirs: expected[ours] for ours, theirs in names.items()}
+    left_out = {names[ours] for ours in state.left_out if ours in names}
+    wanted, found = without_missing(module, wanted, found, left_out, option)
+    if difference := unlike(wanted, found, "this model", "the files"):
         raise ConfigError(
             f"{option} is of another model: {difference}; the model's options (model=, model.dim=, module.… and so on) "
             f"must be those of these weights, or give other weights"
         )
-    return {inside[outside]: outside for outside in here}
+    return {ours: theirs for ours, theirs in names.items() if theirs in wanted}, kept
+
+
+def _names_in_files(
+    expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], module: LightningModule, plan: Plan
+) -> dict[str, str]:
+    """This model's names → those of the files, if they are there: the module's own, those of the one part that holds
+    all weights (`model.fc.bias` → `fc.bias`), or Hugging Face's. Those are taken of which most are there."""
+    candidates = [{name: name for name in expected}]
+    if len({name.partition(".")[0] for name in expected}) == 1:
+        candidates.append({name: name.partition(".")[2] or name for name in expected})
+    if (theirs := hugging_face_names_of(module)) is not None:
+        candidates.append({name: name for name in expected} | theirs(plan.module))
+    return max(candidates, key=lambda names: len(found.keys() & set(names.values())))
