@@ -112,7 +112,7 @@ USED = {
     "preflight/measure.py": "_C _distributed_c10d",
     "preflight/place.py": "_C _distributed_c10d",
     "preflight/rank.py": "_C _distributed_c10d _exit",
-    "preflight/run.py": "_C _distributed_c10d _exit",
+    "preflight/run.py": "_exit",
     "process/scratch.py": "_config",
     "process/watchdog.py": "_C _current_frames _distributed_c10d _dump_nccl_trace _dump_nccl_trace_json _exit",
     "protocols.py": "_no_split_modules",

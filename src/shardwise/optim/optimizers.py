@@ -219,19 +219,25 @@ def check_one_owner(optimizers: list[Optimizer], module_name: str) -> None:
         )
 
 
-def order_alike(module: LightningModule, optimizers: list[Optimizer], group: dist.ProcessGroup | None) -> bool:
+def order_alike(module: LightningModule, optimizers: list[Optimizer], group: dist.ProcessGroup | None) -> None:
     """Put the parameters of each group into the module's order, where ranks have them in different orders. Collective.
 
     A group that was made of a Python set is ordered by addresses in memory. DeepSpeed would add up the gradients of
-    different parameters. Returns whether they differed.
+    different parameters.
+
+    Args:
+        group: all hosts; None where there is one rank.
     """
     place = {id(p): number for number, p in enumerate(module.parameters())}
-    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-    orders = gather_objects(group, [[place.get(id(p), -1) for p in params] for params in groups])
-    differ = any(order != orders[0] for order in orders)
-    for params in groups if differ else ():
-        params.sort(key=lambda p: place.get(id(p), len(place)))
-    return differ
+    groups = [params["params"] for optimizer in optimizers for params in optimizer.param_groups]
+    orders = gather_objects(group, [[place.get(id(p), -1) for p in params] for params in groups]) if group else []
+    if any(order != orders[0] for order in orders):
+        for params in groups:
+            params.sort(key=lambda p: place.get(id(p), len(place)))
+        if dist.get_rank() == 0:
+            print(
+                "ranks had the optimizer's groups in different orders, as of a Python set: they have the module's now"
+            )
 
 
 def step_schedules_unless(module: LightningModule, skipped: Callable[[], bool]) -> None:

@@ -7,14 +7,15 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 MOST_BYTES = 2**28  # of a file that is read whole: the largest are the events of a long run
 MOST_IN_LINE = 2**24  # bytes of one line: a sparse file is a line of zeros without an end
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a file to read its bytes.
 
     Raises:

@@ -122,13 +122,7 @@ class PlannedStrategy(
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        self._order_groups(self.optimizers)
-
-    def _order_groups(self, optimizers: list[Optimizer]) -> None:
-        if self.world_size > 1 and order_alike(self.module, optimizers, self.file_group()):
-            _tell(
-                "ranks had the optimizer's groups in different orders, as of a Python set: they have the module's now"
-            )
+        order_alike(self.module, self.optimizers, self.file_group())
 
     @property
     def module(self) -> LightningModule:

@@ -28,7 +28,7 @@ from shardwise.errors import ConfigError
 from shardwise.lightning_internals.hook_analysis import looks_in_step
 from shardwise.lightning_internals.hooks import cost_of_looking, current_hook
 from shardwise.optim.deepspeed import import_deepspeed
-from shardwise.optim.optimizers import treats_weights_one_by_one
+from shardwise.optim.optimizers import order_alike, treats_weights_one_by_one
 from shardwise.parallel.functional_calls import refuse_functional_calls
 from shardwise.parallel.precision import dtype_of
 from shardwise.plan import Plan
@@ -84,7 +84,7 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
                 f"{type(module).__name__} {what}, which {self.plan.strategy.name} cannot do: DeepSpeed's engine owns "
                 f"one optimizer and its step; use strategy=ddp or fsdp"
             )
-        self._order_groups(optimizers)
+        order_alike(module, optimizers, self.file_group())
         group_names: list[list[str]] = []
         if training:
             self._check_support(module, optimizers[0])
