@@ -156,6 +156,9 @@ class Optimizer(Protocol):
     """Its step changes nothing where the tensor `found_inf`, an attribute that it is given, is not 0. So the device
     alone needs to know whether the step counts, and the host does not wait. (torch's fused optimizers do so.)"""
 
+    def use_matrices(self, matrices: Any) -> None:
+        """It needs whole matrices, and computes with these from now on: `Matrices` of optim/matrices.py."""
+
     def make_state(self, parameter: Any) -> dict[str, Any]:
         """What it keeps for a parameter before its first step: a checkpoint is read into these tensors."""
 
@@ -331,6 +334,11 @@ def is_rowwise(optimizer: Any) -> bool:
 
 def kept_by_rows_of(optimizer: Any) -> tuple[str, ...]:
     return tuple(getattr(optimizer, "kept_by_rows", ()))
+
+
+def needs_matrices(optimizer: Any) -> bool:
+    """`optimizer`: one, or the class of one."""
+    return callable(getattr(optimizer, "use_matrices", None))
 
 
 def reads_found_inf(optimizer: Any) -> bool:

@@ -276,3 +276,43 @@ def test_benchmarks_share_helpers_with_tests_through_the_harness_alone() -> None
     for path in SHARED:
         used = {name for name in imports(path) if knows({name}, "tests")}
         assert all(knows({name}, "tests.harness") for name in used - {"tests"}), f"{path}: {sorted(used)}"
+
+
+ROOTS_OF_REGISTRIES = (
+    "import lightning.pytorch, torch, torchmetrics, {modules}\n"
+    "def below(kind):\n"
+    "    for found in type.__subclasses__(kind):\n"
+    "        yield found\n"
+    "        yield from below(found)\n"
+    "kinds = [torch.optim.Optimizer, torch.nn.Module, torchmetrics.Metric, torch.utils.data.Dataset, "
+    "torch.optim.lr_scheduler.LRScheduler, lightning.pytorch.Callback, lightning.pytorch.strategies.Strategy]\n"
+    "print(*(f'{{root.__name__}}:{{found.__module__}}:{{found.__name__}}' for root in kinds for found in below(root)))"
+)
+
+
+def registered(*modules: str) -> list[tuple[str, str, str]]:
+    """What others find who collect the classes below torch's and Lightning's when `modules` have been imported."""
+    code = ROOTS_OF_REGISTRIES.format(modules=", ".join(modules))
+    done = run_patiently([sys.executable, "-c", code], 100, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return [tuple(found.split(":", 2)) for found in done.stdout.splitlines()[-1].split()]  # type: ignore[misc]
+
+
+def test_a_plain_run_registers_no_optimizer_layer_metric_or_data_set() -> None:
+    found = registered("shardwise.launch.worker", "shardwise.rank", "shardwise.strategies.ddp")
+    ours = {(root, name) for root, module, name in found if module.startswith("shardwise.")}
+    assert {root for root, _ in ours} == {"Callback", "Strategy"}
+    assert not {name for _, name in ours} & {"WeightAverage", "FindLearningRate", "GarbageCollection"}
+
+
+def test_no_class_of_ours_has_the_name_of_one_beside_it() -> None:
+    """Packages collect subclasses by name: of torch's Optimizer, for example."""
+    rooms = tuple(f"shardwise.{room}." for room in ("optim", "callbacks", "nn", "strategies", "data", "parallel"))
+    compiled = ("shardwise.optim.fused_adamw_kernel",)  # imports Triton
+    found = registered(*(m for m in MODULES if m.startswith(rooms) and m not in compiled))
+    ours = {(root, name) for root, module, name in found if module.startswith("shardwise.")}
+    assert {"MuonAdamW", "FindLearningRate"} <= {name for _, name in ours}
+    theirs = {
+        (root, name) for root, module, name in found if module.startswith(("torch.", "torchmetrics.", "lightning."))
+    }
+    assert not ours & theirs

@@ -268,6 +268,10 @@ def test_state_of_another_choice_of_matrices_is_not_taken() -> None:
     names = [[["a"], ["b"]]]
     saved = describe_optimizers([made("muon", "adamw")], names, {}, whole=True)
     assert optimizer_difference(saved, [made("muon", "adamw")], names) is None
+    before = [saved[0] | {"kind": "Muon"}]  # as it was called
+    assert optimizer_difference(before, [made("muon", "adamw")], names) is None
+    torchs = describe_optimizers([torch.optim.Muon([a, b])], [[["a", "b"]]], {}, whole=True)
+    assert optimizer_difference(torchs, [made("muon", "adamw")], names) is not None
     assert optimizer_difference(saved, [made("adamw", "adamw")], names) == "a: trained by muon before, and by adamw now"
 
 

@@ -33,7 +33,7 @@ def rate_of(step: int) -> float:
     return float(LOWEST * (HIGHEST / LOWEST) ** share)
 
 
-class LearningRateFinder(Callback):
+class FindLearningRate(Callback):
     """Sets the rate of every step, stops when the loss diverges, and writes learning_rate.csv and a picture."""
 
     def __init__(self, plan: Plan) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.optimizers import kind_of
+from shardwise.checkpoint.optimizers import kind_before, kind_of
 from shardwise.checkpoint.state import ShardedState
 from shardwise.errors import count, first_of
 
@@ -20,7 +20,7 @@ def optimizer_difference(
 
     `saved`: from `describe_optimizers`.
     """
-    kinds_before, kinds = [one["kind"] for one in saved], [kind_of(optimizer) for optimizer in optimizers]
+    kinds_before, kinds = [kind_before(one) for one in saved], [kind_of(optimizer) for optimizer in optimizers]
     if kinds_before != kinds:
         had, has = ", ".join(kinds_before) or "none", ", ".join(kinds)
         return f"its optimizer state is of {had}, and this run has {has}"

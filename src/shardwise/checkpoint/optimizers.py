@@ -223,6 +223,12 @@ def kind_of(optimizer: Optimizer) -> str:
     return name
 
 
+def kind_before(saved: dict[str, Any]) -> str:
+    """The kind of an optimizer that was saved. Earlier versions of MuonAdamW were called Muon, as torch's is."""
+    ours = saved["kind"] == "Muon" and any("algorithm" in group["options"] for group in saved["groups"])
+    return "MuonAdamW" if ours else saved["kind"]
+
+
 def apply_options(optimizers: list[Optimizer], names: list[list[list[str]]], saved: list[dict[str, Any]]) -> None:
     """Give each group the saved options, such as the learning rate, of the group with the same parameters."""
     for optimizer, optimizer_names, saved_optimizer in zip(optimizers, names, saved, strict=True):

@@ -21,7 +21,7 @@ Take = Callable[[Tensor, Tensor], None]
 
 
 class ShardedMatrices:
-    """The `Matrices` (see optim/muon.py) of parameters of which each rank holds some rows.
+    """The `Matrices` (see optim/matrices.py) of parameters of which each rank holds some rows.
 
     `wholes`: DTensors that are sharded along their first dimension, over one axis of the mesh. `shards`: the local part
     of each, which the optimizer steps on.

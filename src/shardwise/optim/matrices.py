@@ -1,18 +1,37 @@
-"""Chooses the parameters that Muon has, and makes its groups."""
+"""Chooses the parameters that Muon has, and makes its groups. Whoever has another optimizer need not import Muon."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
-from shardwise.optim.muon import MATRICES, OTHERS
 
 LAYERS = "layers"
+MATRICES, OTHERS = "muon", "adamw"  # the algorithms of groups
+
+
+class Matrices(Protocol):
+    """How a function of a whole matrix is computed where a rank may hold a part of it."""
+
+    def rows(self, parameter: Tensor) -> int:
+        """The number of rows of the whole matrix."""
+
+    def map(
+        self,
+        parameters: list[Tensor],
+        give: Callable[[Tensor], Tensor],
+        function: Callable[[Tensor], Tensor],
+        take: Callable[[Tensor, Tensor], None],
+    ) -> None:
+        """Call `take(parameter, result)` for each parameter, with this rank's rows of `function` of its whole matrix.
+
+        `give` makes this rank's rows of the matrix of a parameter, [rows, columns]. Collective.
+        """
 
 
 def choose_matrices(module: nn.Module, layers: Sequence[nn.Module], which: str | list[str]) -> set[str]:

@@ -9,38 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from shardwise.optim.by_groups import StepsByGroups, found_inf_of
+from shardwise.optim.matrices import MATRICES, Matrices
 
-MATRICES, OTHERS = "muon", "adamw"  # the algorithms of groups
 SCALES = ("match_rms_adamw", "original")
 # Those of torch.optim.Muon.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7
-
-
-class Matrices(Protocol):
-    """How a function of a whole matrix is computed where a rank may hold a part of it."""
-
-    def rows(self, parameter: Tensor) -> int:
-        """The number of rows of the whole matrix."""
-
-    def map(
-        self,
-        parameters: list[Tensor],
-        give: Callable[[Tensor], Tensor],
-        function: Callable[[Tensor], Tensor],
-        take: Callable[[Tensor, Tensor], None],
-    ) -> None:
-        """Call `take(parameter, result)` for each parameter, with this rank's rows of `function` of its whole matrix.
-
-        `give` makes this rank's rows of the matrix of a parameter, [rows, columns]. Collective.
-        """
 
 
 class WholeMatrices:
@@ -60,7 +41,7 @@ class WholeMatrices:
             take(parameter, function(give(parameter)))
 
 
-class Muon(StepsByGroups):
+class MuonAdamW(StepsByGroups):
     """Muon for groups with `algorithm="muon"`, AdamW for those with `algorithm="adamw"`.
 
     The numbers are those of torch.optim.Muon and torch.optim.AdamW.
@@ -171,6 +152,9 @@ class Muon(StepsByGroups):
             eps=group["eps"],
             maximize=False,
         )
+
+
+Muon = MuonAdamW  # what configs and plan.json call it; torch's Muon has this name among the optimizers of a process
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:

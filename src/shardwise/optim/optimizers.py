@@ -22,10 +22,9 @@ from shardwise.config.bind import remedy_for_text
 from shardwise.config.targets import locate
 from shardwise.distributed.collectives import gather_objects
 from shardwise.errors import ConfigError, describe_error
-from shardwise.optim.matrices import LAYERS, muon_groups
-from shardwise.optim.muon import Matrices, Muon
+from shardwise.optim.matrices import LAYERS, Matrices, muon_groups
 from shardwise.plan import Plan
-from shardwise.protocols import is_elementwise, is_rowwise, state_maker_of
+from shardwise.protocols import is_elementwise, is_rowwise, needs_matrices, state_maker_of
 
 _ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad,
                 optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD)  # fmt: skip
@@ -54,13 +53,13 @@ def _step_is_of_torch(kind: type[Optimizer]) -> bool:
 
 def steps_on_shards(optimizer: Optimizer) -> bool:
     """Whether the optimizer gives the same result if each rank gives it some rows of every parameter."""
-    return treats_weights_one_by_one(optimizer) or is_rowwise(optimizer) or isinstance(optimizer, Muon)
+    return treats_weights_one_by_one(optimizer) or is_rowwise(optimizer) or needs_matrices(optimizer)
 
 
 def use_matrices(optimizer: Optimizer, make: Callable[[], Matrices]) -> None:
     """Let an optimizer that needs whole matrices compute with what `make` gives."""
-    if isinstance(optimizer, Muon):
-        optimizer.use_matrices(make())
+    if needs_matrices(optimizer):
+        optimizer.use_matrices(make())  # type: ignore[attr-defined]
 
 
 def check_by_hand(optimizer: Optimizer, strategy_name: str) -> None:
@@ -154,7 +153,7 @@ def configure_optimizers(plan: Plan, module: nn.Module, matrices: Collection[str
         if optimizer_class in (torch.optim.Adam, torch.optim.AdamW, *whole):
             arguments.setdefault("fused", True)
     groups = parameter_groups(module, arguments.get("weight_decay", 0.0))
-    if optimizer_class is Muon:
+    if needs_matrices(optimizer_class):
         groups = muon_groups(groups, [p for name, p in module.named_parameters() if name in matrices])
     optimizer = optimizer_class(groups, **arguments)
     if not isinstance(optimizer, Optimizer):
@@ -184,7 +183,7 @@ def _begin_momentum(optimizer: Optimizer, *_: Any) -> None:
 def muon_matrices(plan: Plan) -> str | list[str] | None:
     """What the Plan says about which matrices Muon has; None: it has another optimizer."""
     node = plan.optimizer
-    if node is None or plan.stage != "fit" or locate(node["_target_"], "optimizer") is not Muon:
+    if node is None or plan.stage != "fit" or not needs_matrices(locate(node["_target_"], "optimizer")):
         return None
     found: str | list[str] = node.get("matrices", LAYERS)
     return found
