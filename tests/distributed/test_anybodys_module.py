@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import Trainer
 
 from shardwise.config.paths import ROOT
 from shardwise.errors import ConfigError
@@ -76,6 +78,20 @@ REFUSED = [
     *(("Sparse", strategy, "words has sparse=True, and its gradients are sparse") for strategy in ("ddp", "zero2")),
     *(("Complex", strategy, f"phases holds complex numbers, and {strategy} ") for strategy in ("fsdp", "zero2")),
     ("Bare", "ddp data.kind=together", "a CombinedLoader gives batches of several loaders at once"),
+    *(
+        (
+            "Unfilled",
+            strategy,
+            "Unfilled.init_module_weights(layer) leaves weights without values: layers.2.weight (LayerNorm), "
+            "layers.2.bias (LayerNorm); a module that defines it is built without memory",
+        )
+        for strategy in ("ddp", "fsdp", "zero2", "zero3")
+    ),
+    (
+        "Experts",
+        "zero3",
+        "Experts: experts.0.weight, experts.0.bias took no part in the loss, and did in earlier steps",
+    ),
     ("Idle", "ddp", "Idle has parameters that took no part in the loss: give strategy.find_unused_parameters=true"),
 ]
 
@@ -106,6 +122,41 @@ def test_clipping_by_value_is_that_of_the_plain_loop(runs: dict[int, Any], tmp_p
         assert max(update_deviation(start, free, final).values()) > 0.1, strategy
     with pytest.raises(ConfigError, match="strategy=zero2 gradient_clip_algorithm=value: DeepSpeed bounds the norm"):
         plan_for(tmp_path, "Bare", RANKS, "strategy=zero2", *BY_VALUE)
+
+
+def train_experts(folder: Path, ranks: int) -> dict[str, Any]:
+    """In each rank: weights at the end, under some strategies, and, on one rank, under stock Lightning."""
+    words = ["max_steps=6", "global_batch_size=8", "validate_every_n_steps=100"]
+    unused = ["strategy.find_unused_parameters=true"] if ranks > 1 else []
+    strategies = {"ddp": unused, "fsdp": ["units=[Linear]"]}
+    found = {
+        strategy: fit(plan_for(folder / f"{strategy}-{ranks}", "Experts", ranks, f"strategy={strategy}", *words, *more))
+        for strategy, more in strategies.items()
+    }
+    done = {strategy: result["final"] for strategy, result in found.items()}
+    if ranks == 1:
+        module = build_module(plan_for(folder / "stock", "Experts", 1, *words))
+        trainer = Trainer(
+            max_steps=6, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, default_root_dir=folder,
+        )  # fmt: skip
+        trainer.fit(module, datamodule=modules.Samples("pairs", 8))
+        done["start"] = found["ddp"]["start"]
+        done["stock"] = {name: p.detach() for name, p in module.named_parameters()}
+    return done
+
+
+def test_an_optimizer_leaves_alone_what_took_no_part(tmp_path: Path) -> None:
+    """As stock Lightning's: neither decay nor momentum moves a weight without a gradient."""
+    alone, together = spawn(1, train_experts, tmp_path, 1)[0], spawn(2, train_experts, tmp_path, 2)[0]
+    stock = alone["stock"]
+    for strategy in ("ddp", "fsdp"):
+        for name in stock:
+            assert torch.equal(alone[strategy][name], stock[name]), (strategy, name)
+            torch.testing.assert_close(together[strategy][name], stock[name], rtol=0, atol=1e-6, msg=name)
+    idle, busy = ([name for name in stock if ("experts.3" in name) == is_idle] for is_idle in (True, False))
+    assert all(torch.equal(stock[name], alone["start"][name]) for name in idle)
+    assert not any(torch.equal(stock[name], alone["start"][name]) for name in busy)
 
 
 def detect_anomaly(folder: Path) -> str:

@@ -129,6 +129,18 @@ class Bare(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
 
+class Unfilled(Bare):
+    """It forgets what is no nn.Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(nn.LayerNorm(6))
+
+    def init_module_weights(self, layer: nn.Module) -> None:
+        if isinstance(layer, nn.Linear):
+            layer.reset_parameters()
+
+
 class Roots(Bare):
     """The gradient of a root at 0 is infinite, and times 0, one operation further back, it is not a number."""
 
@@ -161,6 +173,22 @@ class Moody(Bare):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, weight_decay=0.1)
+
+
+class Experts(Bare):
+    """One of three experts in each step, in turns with pauses, and a fourth never; AdamW would decay an idle one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.ModuleList()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        chosen = self.experts[(0, 1, 0, 2, 1, 0)[self.trainer.global_step]]
+        return F.mse_loss(chosen(self.layers(batch[0])), batch[0].flip(1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
 
 
 class Alone(Bare):

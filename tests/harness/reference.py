@@ -24,13 +24,14 @@ def plain_loop(
     steps: int,
     global_batch_size: int,
     clip: float | None,
+    zeros: bool = True,
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:
     """Train a copy of `module` on consecutive global batches; final parameters, losses and gradient norms.
 
     `optimizer` is one of OPTIMIZERS, or makes one for the module: anything that has `step`.
 
-    `loss_sum(module, batch)` gives the summed loss and what it sums over; their quotient is the loss. A trainable
-    weight that takes no part in a step has a gradient of zero.
+    `loss_sum(module, batch)` gives the summed loss and what it sums over; their quotient is the loss. `zeros`: a
+    trainable weight that takes no part in a step has a gradient of zero; else it has none, and is left alone.
     """
     module = copy.deepcopy(module)
     trainable = [p for p in module.parameters() if p.requires_grad]
@@ -42,7 +43,7 @@ def plain_loop(
         rows = [dataset[i] for i in range(start, start + global_batch_size)]
         batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
         for parameter in trainable:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter) if zeros else None
         total, count = loss_sum(module, batch)
         loss = total / count
         loss.backward()

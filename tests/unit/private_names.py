@@ -603,6 +603,10 @@ CALLED = {
         "FSDP2 and DeepSpeed have no no_sync()",
         "(self)",
     ),
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.pre_backward": (
+        "weights that took no part",
+        "(self, default_prefetch, *unused)",
+    ),
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.post_backward": (
         "weights that took no part; backward passes within a step",
         "(self, *unused)",

@@ -214,17 +214,6 @@ class PlannedPrecision(LightningPrecision):
             self._checkpoint_copied.wait()
             self._checkpoint_copied = None
 
-    def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
-        """Give a weight that took no part in the step a gradient of zero.
-
-        If it stayed None, momentum and weight decay would change the weight under some strategies only.
-        """
-        if model.automatic_optimization:
-            for parameter in self.main_params(optimizer):
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-        super()._after_closure(model, optimizer)
-
     @torch.no_grad()  # otherwise autograd would record how a DTensor's part is taken
     def _clip_gradients(self, model: LightningModule | nn.Module, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         assert isinstance(model, LightningModule)
@@ -252,6 +241,8 @@ class PlannedPrecision(LightningPrecision):
 
     def _whole_norm(self, parameters: list[nn.Parameter], norms: list[Tensor]) -> Tensor:
         """The norm of all gradients, over every mesh axis that they are sharded on. Collective."""
+        if not norms:  # no weight took part in this step
+            return torch.zeros((), device=self.plan.accelerator)
         by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
         for parameter, norm in zip(parameters, norms, strict=True):
             groups = self._shard_groups.get(id(parameter))

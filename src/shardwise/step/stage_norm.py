@@ -35,7 +35,7 @@ class StageNorm:
     ) -> Tensor:
         """The norm over all stages. `of_stage`: gives that of this stage. Collective."""
         if self._group is None:
-            return of_stage(parameters, norms) if norms else torch.zeros(())
+            return of_stage(parameters, norms)
         own = [(p, norm) for p, norm in zip(parameters, norms, strict=True) if id(p) not in self._counted_elsewhere]
         if own:
             square = of_stage([p for p, _ in own], [norm for _, norm in own]) ** 2

@@ -36,7 +36,7 @@ from shardwise.parallel.parallelize import copy_outside_units, parallelize
 from shardwise.parallel.precision import ParameterSites, cast_late_layers
 from shardwise.parallel.units import Units, units_for
 from shardwise.plan import Plan
-from shardwise.protocols import flops_of
+from shardwise.protocols import flops_of, initializes_itself
 from shardwise.step.buffers import BufferKeeper
 from shardwise.step.forward import StepForward
 from shardwise.step.precision_plugin import PlannedPrecision
@@ -51,6 +51,7 @@ from shardwise.strategies.padded_evaluations import PaddedEvaluations
 from shardwise.strategies.refusals import ChecksLoaders, FrozenForGood, refuse_parameters
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.whole_weights import check_loss
+from shardwise.weights.initialize import refuse_unfilled
 
 
 class PlannedStrategy(
@@ -238,6 +239,8 @@ class PlannedStrategy(
                 optimizer.register_step_pre_hook(self.planned_precision.watch_step_by_hand)
                 optimizer.register_step_post_hook(self._note_step)
         super().on_train_start()
+        if initializes_itself(self.module) and self.plan.resume is None:
+            refuse_unfilled(self.module, self.sharded.parameter_shards(), self.file_group())
         if self.plan.checkpoint.saves:
             self.state.rehearse(last=False)
         if self._before_training is not None:

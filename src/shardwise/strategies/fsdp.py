@@ -176,7 +176,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             copy_between_ranks([layer for layer in module.modules() if isinstance(layer, FSDPModule)], self.plan)
         for layer in module.modules():
             if isinstance(layer, FSDPModule) and (group := layer._get_fsdp_state()._fsdp_param_group):
-                _reduce_unused_as_zero(group)
+                if self.world_size > 1:
+                    _reduce_unused_as_zero(group)
                 self._shards.watch_hooks(group)
             if isinstance(layer, nn.RNNBase):
                 layer.flatten_parameters = _do_not_flatten  # type: ignore[method-assign]
@@ -350,17 +351,29 @@ def _do_not_flatten() -> None:
 
 
 def _reduce_unused_as_zero(group: Any) -> None:
-    """Give weights that took no part on this rank zero gradients, so that all ranks reduce equally many numbers."""
-    post_backward = group.post_backward
+    """Give weights that took no part on this rank zero gradients, so that all ranks reduce equally many numbers.
 
-    def run(*args: Any) -> None:
-        for parameter in group.fsdp_params if group.reduce_grads else ():
-            weight = getattr(parameter, "_unsharded_param", None)  # not there before the layer's first run
-            if weight is None or not weight.requires_grad or parameter.unsharded_accumulated_grad is not None:
-                continue
-            if weight.grad is None:
-                # torch.zeros_like would refuse a weight that was gathered in fp8
-                weight.grad = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+    A group of weights that no rank has run is left alone, as FSDP2 does.
+    """
+    pre_backward, post_backward = group.pre_backward, group.post_backward
+    runs = False  # in this step
+
+    def begin(*args: Any) -> None:
+        nonlocal runs
+        runs = True
+        pre_backward(*args)
+
+    def end(*args: Any) -> None:
+        nonlocal runs
+        if group.reduce_grads and runs:
+            runs = False
+            for parameter in group.fsdp_params:
+                weight = parameter._unsharded_param
+                if not weight.requires_grad or parameter.unsharded_accumulated_grad is not None:
+                    continue
+                if weight.grad is None:
+                    # torch.zeros_like would refuse a weight that was gathered in fp8
+                    weight.grad = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
         post_backward(*args)
 
-    group.post_backward = run
+    group.pre_backward, group.post_backward = begin, end

@@ -8,19 +8,22 @@ whole model before it is sharded. Any other module is built on every rank and ta
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from shardwise import accelerator
-from shardwise.distributed.collectives import broadcast_from_rank_zero
+from shardwise.checkpoint.state import ParameterShard
+from shardwise.distributed.collectives import broadcast_from_rank_zero, gather_objects
 from shardwise.distributed.parameters import keep_notes
 from shardwise.distributed.rng import derived_seed
+from shardwise.errors import ConfigError, class_name
 from shardwise.protocols import initializes_itself
 
 
@@ -44,6 +47,29 @@ def replace_parameters(root: nn.Module, by: dict[int, nn.Parameter]) -> None:
         for name, parameter in layer._parameters.items():
             if parameter is not None:
                 layer._parameters[name] = by[id(parameter)]
+
+
+def refuse_unfilled(module: LightningModule, shards: Iterable[ParameterShard], group: dist.ProcessGroup | None) -> None:
+    """Refuse to train weights that neither the module nor a file has given values. Collective.
+
+    `shards`: this rank's parts of all parameters. `group`: all ranks; None: there is one.
+
+    Raises:
+        ConfigError: some hold what `Materializer` has left there.
+    """
+    here = []
+    for shard in shards:
+        if bool(shard.values.isnan().any()):
+            owner = module.get_submodule(shard.name.rpartition(".")[0])
+            here.append(f"{shard.name} ({class_name(owner)})")
+    unfilled = list(dict.fromkeys(name for names in gather_objects(group, here) for name in names))
+    if unfilled:
+        more = f" and {len(unfilled) - 4} more" if len(unfilled) > 4 else ""
+        raise ConfigError(
+            f"{class_name(module)}.init_module_weights(layer) leaves weights without values: "
+            f"{', '.join(unfilled[:4])}{more}; a module that defines it is built without memory, so it has to fill "
+            f"every parameter that a layer itself owns, e.g. by layer.reset_parameters() or torch.nn.init"
+        )
 
 
 class Materializer:
@@ -92,6 +118,8 @@ class Materializer:
         made = self.made.get(id(parameter))
         if made is None:
             data = torch.empty_like(parameter, device=self.device)
+            if data.is_floating_point() or data.is_complex():
+                data.fill_(torch.nan)  # so that what nobody fills is found: see `refuse_unfilled`
             made = keep_notes(nn.Parameter(data, requires_grad=parameter.requires_grad), parameter)
             self.made[id(parameter)] = made
             self.made[id(made)] = made

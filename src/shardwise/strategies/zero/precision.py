@@ -29,10 +29,15 @@ class ZeroPrecision(PlannedPrecision):
         self._step_hooks: StepHooks | None = None
         self._engine: Any = None
         self._explain: Callable[[], Exception] = RuntimeError
+        self._check_backward: Callable[[], None] | None = None
 
     def use(self, engine: Any, weights_are_sharded: Callable[[], Exception]) -> None:
         """Use `engine`. `weights_are_sharded`: makes the error for a step that needs a weight which is not there."""
         self._engine, self._explain = engine, weights_are_sharded
+
+    def after_backward(self, check: Callable[[], None]) -> None:
+        """Let `check` look at each backward pass of a step when it has ended."""
+        self._check_backward = check
 
     def call_around_steps(self, hooks: StepHooks) -> None:
         self._step_hooks = hooks
@@ -87,6 +92,8 @@ class ZeroPrecision(PlannedPrecision):
             if "invalid gradient" in str(error) and "got [0]" in str(error):  # the weight is not gathered
                 raise self._explain() from None
             raise
+        if self._check_backward is not None:
+            self._check_backward()
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any

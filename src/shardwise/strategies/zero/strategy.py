@@ -53,7 +53,7 @@ from shardwise.strategies.zero.internals import (
 from shardwise.strategies.zero.precision import GradientsOutOfReach, ZeroPrecision
 from shardwise.strategies.zero.state import ZeroState
 from shardwise.strategies.zero.step_hooks import StepHooks
-from shardwise.strategies.zero.unused_parameters import gathered_as_one, touch_all
+from shardwise.strategies.zero.unused_parameters import LastGradients, gathered_as_one, touch_all
 from shardwise.weights.initialize import Materializer
 
 
@@ -117,6 +117,8 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
             touch_all(self.module, units, self.plan.strategy.zero_stage)
         if self.plan.strategy.zero_stage == 3:
             before_freeing(engine_optimizer, self._refuse_inner_backward)
+            if not self.plan.strategy.find_unused_parameters:
+                self.zero_precision.after_backward(partial(self._refuse_idle, LastGradients(engine_optimizer)))
         keep_gradients_until_reduced(engine_optimizer)
         self.optimizers = [engine_optimizer]
         self.zero_state.use(engine_optimizer, group_names)
@@ -158,6 +160,16 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
             raise ConfigError(
                 f"{self.module_name}{who} takes a gradient (torch.autograd.grad), and behind that the weights are gone "
                 f"under {self.plan.strategy.name}; use strategy=fsdp, zero2 or ddp"
+            )
+
+    def _refuse_idle(self, gradients: LastGradients) -> None:
+        if idle := gradients.left_out():
+            names = [name for name, p in self.module.named_parameters() if p in idle]
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            raise ConfigError(
+                f"{self.module_name}: {', '.join(names[:4])}{more} took no part in the loss, and did in earlier steps; "
+                f"{self.plan.strategy.name} would step them with their gradients of then: give "
+                f"strategy.find_unused_parameters=true"
             )
 
     def _refuse_objects(self, layer: nn.Module) -> None:

@@ -1,4 +1,7 @@
-"""Gives parameters that take no part in a step zero gradients, with `strategy.find_unused_parameters=true`."""
+"""Gives parameters that take no part in a step zero gradients, with `strategy.find_unused_parameters=true`.
+
+Without that, finds those that ZeRO-3 would step with an earlier gradient.
+"""
 
 from __future__ import annotations
 
@@ -74,3 +77,27 @@ def touch_all(module: nn.Module, units: set[nn.Module], zero_stage: int) -> None
     for layer in module.modules():  # on every rank in the same order
         if layer not in inside:
             touch(layer, list(layer.parameters(recurse=False)))
+
+
+class LastGradients:
+    """What ZeRO-3 keeps of a backward pass: a weight that takes no part in the next one has its last gradient there."""
+
+    def __init__(self, engine_optimizer: Any) -> None:
+        self._optimizer = engine_optimizer
+        self._before: set[nn.Parameter] = set()
+        self._now: set[nn.Parameter] = set()
+        partition = engine_optimizer.partition_grads
+
+        def note_and_partition(parameters: list[nn.Parameter], *args: Any) -> Any:
+            self._now.update(parameters)
+            return partition(parameters, *args)
+
+        engine_optimizer.partition_grads = note_and_partition
+
+    def left_out(self) -> set[nn.Parameter]:
+        """Weights that took no part in the pass that has just ended, and would be stepped with an earlier gradient."""
+        idle = {p for p in self._before - self._now if p.requires_grad}
+        self._before |= self._now
+        self._now.clear()
+        # In later micro-batches of a step gradients are added up, unless the step is the host's.
+        return idle if self._optimizer.micro_step_id == 0 or self._optimizer.offload_optimizer else set()
