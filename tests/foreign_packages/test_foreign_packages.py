@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.demos import LightningTransformer
 
 from tests.foreign_packages import runs
 from tests.foreign_packages.cases import CASES, STRATEGIES, Case
+from tests.foreign_packages.demos import without_dropout
 from tests.harness.commands import Running, check, metrics, run
 from tests.harness.processes import spawn
 
@@ -50,6 +53,36 @@ def test_its_losses_are_those_of_the_stock_trainer(found: Found) -> None:
         assert runs.is_same(trained["start"], stock["start"]), where
         assert trained["losses"] == pytest.approx(stock["losses"], rel=case.tolerance), where
         assert len(set(trained["losses"])) == runs.STEPS, where
+
+
+def train_alone(relative: float) -> list[float]:
+    """Losses of the demos' Transformer at its own rate in a plain loop, in fp64: weights begin with this error."""
+    torch.manual_seed(1)
+    net = without_dropout(LightningTransformer(vocab_size=32)).double()
+    net.model.pos_encoder.pe = net.model.pos_encoder._init_pos_encoding(torch.device("cpu")).double()
+    net.model.src_mask = net.model.generate_square_subsequent_mask(35).double()
+    generator, losses = torch.Generator().manual_seed(0), []
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(1 + relative * (torch.rand(p.shape, generator=generator, dtype=p.dtype) - 0.5))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(6):
+        tokens = torch.randint(0, 32, (4, 36), generator=generator)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
+        loss = torch.nn.functional.nll_loss(net.model(inputs, targets, net.model.src_mask), targets.view(-1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_demos_transformer_multiplies_any_difference() -> None:
+    """Why its losses under other strategies are off by 1e-4 in fp32, and by no more than 1e-8 in fp64."""
+    exact = train_alone(0)
+    for precision, least, most in ((1e-7, 1e-4, 1.0), (1e-15, 1e-12, 1e-8)):  # about those of fp32 and fp64
+        first, *_, last = (abs(a - b) for a, b in zip(train_alone(precision), exact, strict=True))
+        assert first < 10 * precision < least < last < most
 
 
 def test_it_goes_on_from_a_checkpoint_as_if_never_stopped(found: Found) -> None:
