@@ -36,7 +36,7 @@ from shardwise.parallel.parallelize import copy_outside_units, parallelize
 from shardwise.parallel.precision import ParameterSites, cast_late_layers
 from shardwise.parallel.units import Units, units_for
 from shardwise.plan import Plan
-from shardwise.protocols import flops_of, initializes_itself
+from shardwise.protocols import flops_of
 from shardwise.step.buffers import BufferKeeper
 from shardwise.step.forward import StepForward
 from shardwise.step.precision_plugin import PlannedPrecision
@@ -232,16 +232,14 @@ class PlannedStrategy(
             set_random_state(streams, self.root_device)
         if self.train_loader is not None:
             self.train_loader.go_on_from((self.state.of_rank or {}).get("stream"))
-        if self.plan.checkpoint.saves:
-            check_one_owner(self.optimizers, self.module_name)
         if not self.module.automatic_optimization:
             for optimizer in self.optimizers:
                 optimizer.register_step_pre_hook(self.planned_precision.watch_step_by_hand)
                 optimizer.register_step_post_hook(self._note_step)
         super().on_train_start()
-        if initializes_itself(self.module) and self.plan.resume is None:
-            refuse_unfilled(self.module, self.sharded.parameter_shards(), self.file_group())
+        refuse_unfilled(self.module, self.plan, self.sharded, self.file_group)
         if self.plan.checkpoint.saves:
+            check_one_owner(self.optimizers, self.module_name)
             self.state.rehearse(last=False)
         if self._before_training is not None:
             self._before_training()

@@ -8,7 +8,7 @@ whole model before it is sharded. Any other module is built on every rank and ta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 from weakref import WeakValueDictionary
@@ -19,11 +19,12 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from shardwise import accelerator
-from shardwise.checkpoint.state import ParameterShard
+from shardwise.checkpoint.state import ShardedState
 from shardwise.distributed.collectives import broadcast_from_rank_zero, gather_objects
 from shardwise.distributed.parameters import keep_notes
 from shardwise.distributed.rng import derived_seed
 from shardwise.errors import ConfigError, class_name
+from shardwise.plan import Plan
 from shardwise.protocols import initializes_itself
 
 
@@ -49,20 +50,24 @@ def replace_parameters(root: nn.Module, by: dict[int, nn.Parameter]) -> None:
                 layer._parameters[name] = by[id(parameter)]
 
 
-def refuse_unfilled(module: LightningModule, shards: Iterable[ParameterShard], group: dist.ProcessGroup | None) -> None:
+def refuse_unfilled(
+    module: LightningModule, plan: Plan, state: ShardedState, group: Callable[[], dist.ProcessGroup | None]
+) -> None:
     """Refuse to train weights that neither the module nor a file has given values. Collective.
 
-    `shards`: this rank's parts of all parameters. `group`: all ranks; None: there is one.
+    `group`: gives that of all ranks.
 
     Raises:
         ConfigError: some hold what `Materializer` has left there.
     """
+    if not initializes_itself(module) or plan.resume is not None:
+        return
     here = []
-    for shard in shards:
+    for shard in state.parameter_shards():
         if bool(shard.values.isnan().any()):
             owner = module.get_submodule(shard.name.rpartition(".")[0])
             here.append(f"{shard.name} ({class_name(owner)})")
-    unfilled = list(dict.fromkeys(name for names in gather_objects(group, here) for name in names))
+    unfilled = list(dict.fromkeys(name for names in gather_objects(group(), here) for name in names))
     if unfilled:
         more = f" and {len(unfilled) - 4} more" if len(unfilled) > 4 else ""
         raise ConfigError(
