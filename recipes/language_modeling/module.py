@@ -21,7 +21,7 @@ from shardwise.nn.key_value_cache import KeyValueCache
 from shardwise.nn.linear_cross_entropy import IGNORE, linear_cross_entropy
 from shardwise.nn.mean_metric import ExactMean
 from shardwise.nn.vocabulary_part import vocabulary_part_of
-from shardwise.protocols import check_of, gathered_weights, tokenizer_of_data
+from shardwise.protocols import gathered_weights, tokenizer_of_data
 
 Batch = dict[str, Tensor]
 # What the model is given of packed documents, and its key in a batch
@@ -49,15 +49,11 @@ class LanguageModel(LightningModule):
 
     @staticmethod
     def link_arguments(node: dict[str, Any], data: Any) -> dict[str, Any]:
-        """The arguments, with the data's number of tokens where `model.vocab_size` is null."""
+        """The arguments, with `model.vocab_size` as large as the data's; asked for where the user does not give it."""
         model = node.get("model")
-        if not isinstance(model, Mapping) or model.get("vocab_size", 0) is not None:
-            return node
         tokens = data.vocab_size_to_be if isinstance(data, TextData) else getattr(data, "vocab_size", None)
-        if tokens is None:
-            if (check := check_of(data)) is not None:
-                check()  # says what is wrong with the data
-            raise ConfigError("model.vocab_size=null: the data do not say how many tokens there are; give the number")
+        if not isinstance(model, Mapping) or not isinstance(tokens, int) or tokens <= model.get("vocab_size", tokens):
+            return node
         return {**node, "model": {**model, "vocab_size": tokens}}
 
     @staticmethod

@@ -7,7 +7,8 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from shardwise.config.compose import Job, compose
@@ -88,7 +89,7 @@ def _train(argv: list[str]) -> int:
                 notices = "".join(f"# {line}\n" for line in lines)
                 print(f"{notices}# config\n{job.yaml}\n# plan\n{plan.to_json()}")
             return 0
-        plans = check_targets(plans)
+        plans = check_targets(plans, jobs)
         # In a job of our batch script the preflight has run already
         if host.launcher == "local" and job_folder() is None and any(job.config.preflight for job in jobs):
             from shardwise.preflight.run import run_alone
@@ -131,7 +132,7 @@ def make_run_plans(jobs: tuple[Job, ...], host: Host) -> tuple[tuple[Job, ...], 
     return jobs if member is None else (jobs[member],), plans
 
 
-def check_targets(plans: list[Plan]) -> list[Plan]:
+def check_targets(plans: list[Plan], jobs: Sequence[Job] = ()) -> list[Plan]:
     """Check what depends on the user's classes and data, before any rank starts.
 
     Returns:
@@ -149,7 +150,7 @@ def check_targets(plans: list[Plan]) -> list[Plan]:
     from shardwise.optim.ownership import check_ownership
 
     made = []
-    for plan in plans:
+    for plan, job in zip_longest(plans, jobs):
         check_weights(plan)
         check_profiler(plan)
         if plan.strategy.zero_stage and find_spec("deepspeed") is None:
@@ -162,8 +163,9 @@ def check_targets(plans: list[Plan]) -> list[Plan]:
         if plan.data is not None:
             check(plan.data, "data", LightningDataModule)
         target, data = locate(plan.module["_target_"], "module"), build(plan.data, "data")
-        if (link := link_arguments_of(target)) is not None:
-            plan = replace(plan, module=link(plan.module, data))
+        is_given = job is not None and any(".vocab_size=" in word for word in job.overrides)
+        if (link := link_arguments_of(target)) is not None and not is_given:
+            plan = dataclasses.replace(plan, module=link(plan.module, data))
         check(plan.module, "module", LightningModule)
         check_callbacks(plan)
         check_loggers(plan)

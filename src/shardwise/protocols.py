@@ -244,7 +244,7 @@ def check_data_of(module_class: Any) -> Callable[[dict[str, Any], Any], None] | 
 
 
 def link_arguments_of(module_class: Any) -> Callable[[dict[str, Any], Any], dict[str, Any]] | None:
-    """As LightningCLI's: arguments of the module that follow from the data."""
+    """As LightningCLI's: arguments of the module that follow from the data, where the user gives none."""
     found = getattr(module_class, "link_arguments", None)
     return found if callable(found) else None
 

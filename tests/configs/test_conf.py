@@ -64,20 +64,12 @@ def read(*argv: str) -> RunConfig:
 
 
 def bind_targets(plan: Plan) -> None:
-    check(with_vocabulary(plan.module), "module")
+    check(plan.module, "module")
     check(plan.data, "data")
     if plan.optimizer is not None:
         check(plan.optimizer, "optimizer", positional=1)
     if plan.schedule is not None:
         check(plan.schedule, "schedule", positional=1, supplied=("total_steps",))
-
-
-def with_vocabulary(node: dict[str, Any]) -> dict[str, Any]:
-    """The module with a number of tokens, where that follows from the data."""
-    model = node.get("model")
-    return (
-        node if not model or model.get("vocab_size", 0) is not None else {**node, "model": {**model, "vocab_size": 256}}
-    )
 
 
 def load(file: Path) -> dict[str, Any]:

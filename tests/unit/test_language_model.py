@@ -35,7 +35,6 @@ def small(**changes: object) -> Transformer:
 def from_yaml(name: str) -> Transformer:
     arguments = yaml.safe_load((CONF / f"{name}.yaml").read_text())
     assert arguments.pop("_target_") == f"{Transformer.__module__}.{Transformer.__qualname__}"
-    arguments["vocab_size"] = arguments["vocab_size"] or 256
     with torch.device("meta"):
         return Transformer(**arguments)
 
@@ -437,14 +436,14 @@ def test_data_that_the_model_cannot_take_is_refused(tmp_path: Path) -> None:
         data.check_fits(vocab_size=300, max_seq_len=8)
 
 
-def test_a_vocabulary_that_is_not_given_is_the_datas(tmp_path: Path) -> None:
+def test_a_vocabulary_that_is_not_given_grows_to_that_of_the_data(tmp_path: Path) -> None:
     write_token_shards(tmp_path / "d", {s: [np.arange(300)] for s in ("train", "validation")}, vocab_size=300)
-    node = {"_target_": "…", "model": {"vocab_size": None, "max_seq_len": 16}}
     shards = TextData(str(tmp_path / "d"), 16, batch_size=1, corpus=None)
     (tmp_path / "my.txt").write_text("a")
     trained = TextData(str(tmp_path / "e"), 16, batch_size=1, corpus=f"{tmp_path}/my.txt", tokenizer="train")
-    for data, tokens in ((shards, 300), (trained, 8192), (TextData(str(tmp_path / "none"), 16, batch_size=1), 256)):
-        assert LanguageModel.link_arguments(node, data)["model"]["vocab_size"] == tokens
+    absent = TextData(str(tmp_path / "none"), 16, batch_size=1, corpus=None)
+    for data, tokens in ((shards, 300), (trained, 8192), (absent, 256), (None, 256)):
+        node = {"_target_": "…", "model": {"vocab_size": 256, "max_seq_len": 16}}
+        assert LanguageModel.link_arguments(node, data)["model"] == {"vocab_size": tokens, "max_seq_len": 16}
     assert LanguageModel.link_arguments({"model": {"vocab_size": 310}}, shards) == {"model": {"vocab_size": 310}}
-    with pytest.raises(ConfigError, match="vocab_size=null: the data do not say how many tokens there are"):
-        LanguageModel.link_arguments(node, None)
+    assert LanguageModel.link_arguments({"model": None}, shards) == {"model": None}
