@@ -177,7 +177,7 @@ def test_words_that_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for words, said in (
         (
             ["exprt"],
-            "shardwise exprt: there is no such tool (did you mean export?); there is bench-data, doctor, export",
+            "shardwise exprt: there is no such tool (did you mean export?); there is bench-data, chat, doctor, export",
         ),
         (["export"], "format has no value, and nothing can be assumed for it: give format=…"),
         (["export", "format=hf"], "export takes one run or checkpoint, and got none"),
