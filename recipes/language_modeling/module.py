@@ -64,10 +64,9 @@ class LanguageModel(LightningModule):
             data.check_fits(**sizes)
 
     @staticmethod
-    def several_passes(node: Mapping[str, Any]) -> str | None:
-        """Names the option that draws samples at validation."""
-        tokens = node.get("sample_tokens", 0)
-        return f"module.sample_tokens={tokens}: use module.sample_tokens=0" if tokens else None
+    def several_passes(node: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Without samples at validation there is one pass."""
+        return {"sample_tokens": 0} if node.get("sample_tokens", 0) else None
 
     def setup(self, stage: str) -> None:
         """Refuses such data once more, since they may have been made only now. Says what no token uses."""

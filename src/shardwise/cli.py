@@ -175,7 +175,9 @@ def check_targets(plans: list[Plan], jobs: Sequence[Job] = ()) -> list[Plan]:
             check(plan.schedule, "schedule", positional=1, supplied=("total_steps",))  # the argument is the step
         if isinstance(target, type):
             check_ownership(plan, target)
-            check_stages(plan, target)
+            plan, line = check_stages(plan, target)
+            if line is not None and os.environ.get("RANK", "0") == "0":
+                print(line, flush=True)
             plan = check_takes_loss(plan, target)
             plan = check_takes_attention(plan, target)
             check_takes_context(plan, target)

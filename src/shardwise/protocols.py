@@ -66,10 +66,10 @@ class Module(Protocol):
             ConfigError: it does not."""
 
     @staticmethod
-    def several_passes(node: dict[str, Any]) -> str | None:
-        """The option with which a training or validation step of the module runs more than once through its layers,
-        to generate text say, and what to give instead; None: no step does. `node`: the module's in the config. A
-        pipeline, which makes one pass in a step, refuses it before any rank starts."""
+    def several_passes(node: dict[str, Any]) -> dict[str, Any] | str | None:
+        """The arguments without which a step of the module would run more than once through its layers, to generate
+        text say: a pipeline, which makes one pass in a step, gives them, and says so. Or why the pipeline is refused,
+        as text; None: no step does. `node`: the module's in the config."""
 
     def choose_attention(self, name: str) -> None:
         """Compute attention with this kernel, a word of `attention=`, or "sdpa", which leaves the choice to torch:
@@ -191,7 +191,7 @@ def choose_loss_of(module: Any) -> Callable[[str], None] | None:
 
 
 def loss_weight_unit_of(module: Any) -> str:
-    return str(getattr(module, "loss_weight_unit", "weights"))
+    return str(getattr(module, "loss_weight_unit", "targets"))
 
 
 def takes_documents(module: Any) -> bool:
@@ -249,7 +249,7 @@ def link_arguments_of(module_class: Any) -> Callable[[dict[str, Any], Any], dict
     return found if callable(found) else None
 
 
-def several_passes_of(module_class: Any, node: Mapping[str, Any]) -> str | None:
+def several_passes_of(module_class: Any, node: Mapping[str, Any]) -> dict[str, Any] | str | None:
     found = getattr(module_class, "several_passes", None)
     return found(node) if callable(found) else None
 

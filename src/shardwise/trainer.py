@@ -22,7 +22,8 @@ from shardwise.callbacks.order import build_run_callbacks
 from shardwise.config.one_lightning import second_copy
 from shardwise.config.targets import build, locate
 from shardwise.distributed.rng import derived_seed, seed_streams
-from shardwise.errors import ConfigError, a_or_an
+from shardwise.errors import ConfigError, a_or_an, count
+from shardwise.lightning_internals.counters import run_length
 from shardwise.lightning_internals.hooks import Unprofiled
 from shardwise.lightning_internals.patches import StoppableTrainer, is_constructed, prepare_trainer
 from shardwise.metrics.loggers import build_loggers
@@ -39,6 +40,7 @@ from shardwise.plan import Plan
 from shardwise.plan.attention_kernel import check_takes_attention
 from shardwise.plan.context_parallel import check_takes_context
 from shardwise.plan.loss import check_takes_loss
+from shardwise.plan.unreached import explain_warmup
 from shardwise.protocols import choose_attention_of, choose_loss_of, initializes_itself
 from shardwise.run_dir.environment import describe_environment
 from shardwise.run_dir.files import ENVIRONMENT, keep_earlier, stage_file, write_whole
@@ -99,7 +101,9 @@ def build_module(plan: Plan) -> LightningModule:
         choose_attention(plan.attention.name)
     if plan.optimizer is not None:
         matrices = _muon_matrices(plan, module)
-        module.configure_optimizers = lambda: configure_optimizers(plan, module, matrices)  # type: ignore[method-assign]
+        module.configure_optimizers = lambda: configure_optimizers(  # type: ignore[method-assign]
+            plan, module, matrices, steps_of_schedule(plan, module)
+        )
     elif module.automatic_optimization:
         module.configure_optimizers = one_optimizer(module)  # type: ignore[method-assign]
     if not module.automatic_optimization:
@@ -113,6 +117,27 @@ def _build(plan: Plan, *, on_meta: bool) -> Any:
     seed_streams(derived_seed(plan.seed, "build"))
     with default_dtype(plan.precision), parameters_on_meta() if on_meta else nullcontext():
         return build(plan.module, "module")
+
+
+def steps_of_schedule(plan: Plan, module: LightningModule) -> int | None:
+    """The number of steps that the Plan's schedule is made for. Under max_epochs the training data say it.
+
+    Raises:
+        ConfigError: they have no length that is known before they are read.
+    """
+    if plan.schedule is None:
+        return None
+    steps = run_length(module.trainer)
+    if steps is None:
+        raise ConfigError(
+            f"schedule={plan.schedule['_target_']} needs the number of steps, and the training data have no length "
+            f"that is known before they are read: give max_steps=N in place of max_epochs={plan.max_epochs}, or "
+            f"schedule=none"
+        )
+    if plan.max_steps is None and os.environ["RANK"] == "0":
+        epochs = f"max_epochs={plan.max_epochs} is {count(steps, 'step')}"
+        print("\n".join([epochs, *explain_warmup(plan, steps)]), flush=True)
+    return steps
 
 
 def _muon_matrices(plan: Plan, module: LightningModule) -> set[str]:
@@ -239,7 +264,7 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
         gradient_clip_algorithm=plan.gradient_clip_algorithm if plan.gradient_clip_val else None,
         # Lightning counts micro-batches here
         val_check_interval=1.0 if validate_every is None else validate_every * accumulate,
-        check_val_every_n_epoch=1 if validate_every is None else None,
+        check_val_every_n_epoch=(plan.validate_every_n_epochs or 1) if validate_every is None else None,
         log_every_n_steps=plan.log_every_n_steps,
         deterministic=plan.deterministic or None,  # False would undo what a module has chosen
         benchmark=plan.cudnn_benchmark or None,  # False would do so here as well

@@ -101,7 +101,7 @@ WORDS: list[tuple[str, list[str]]] = [
     ("recipe.module=3", ["recipe names a file and has no values of its own; recipe is one of custom,"]),
     ("hydra.run.dir=x", ["hydra.run.dir=x: Hydra's own node is set by this program; leave it out"]),
     ("optimizer.lrr=1", ["optimizer.lrr=1: optimizer has no option lrr; it has _target_, lr,", "(did you mean lr?)"]),
-    ("checkpoint.keep=1", ["checkpoint has no option keep; it has save_every_n_steps, keep_last, keep_every_n_steps"]),
+    ("checkpoint.keep=1", ["checkpoint has no option keep; it has save_every_n_steps, save_every_n_epochs, keep_last"]),
     ("seed.foo=3", ["seed.foo=3: seed is a single value; write seed=…"]),
     ("+max_steps=3", ["+max_steps=3: max_steps is there already; leave out the +"]),
     ("optimizer=none schedule=none optimizer.lr=3", ["optimizer is none here, so it has no lr; choose optimizer=…"]),
@@ -314,8 +314,12 @@ WORDS: list[tuple[str, list[str]]] = [
     ("max_samples=64 max_epochs=1", ["given: max_epochs=1, max_samples=64; add max_epochs=null"]),
     ("max_steps=null", ["given: none of them; give max_steps=N"]),
     ("max_samples=100", ["max_samples=100 is not a multiple of global_batch_size=32; use 96 or 128"]),
-    ("max_epochs=1", ["warmup_cosine needs the number of steps, which max_epochs=1 does not say",
-                                     "give max_steps=N in its place, or schedule=none"]),
+    ("schedule.warmup_ratio=1.5", ["warmup_ratio=1.5 must be between 0 and 1"]),
+    ("schedule.warmup_steps=5 schedule.warmup_ratio=0.1", ["a warm-up is a number of steps, or a share of all"]),
+    ("validate_every_n_steps=5 validate_every_n_epochs=1", ["validation comes after so many steps, or after so many"]),
+    ("validate_every_n_epochs=0", ["validate_every_n_epochs=0: must be at least 1"]),
+    ("checkpoint.save_every_n_steps=5 checkpoint.save_every_n_epochs=1", ["give one of them"]),
+    ("checkpoint.save_every_n_epochs=0", ["checkpoint.save_every_n_epochs=0: must be at least 1"]),
     # the machine
     ("accelerator=cuda", ["accelerator=cuda: this process sees 0 CUDA devices; use accelerator=cpu"]),
     ("memory_history=true", ["memory_history=true needs CUDA", "leave it out on the CPU"]),
@@ -401,10 +405,6 @@ WORDS: list[tuple[str, list[str]]] = [
 
 # What only the user's classes, data and file system can tell.
 TARGETS: list[tuple[str, list[str]]] = [
-    # a pipeline with the defaults of README, which write samples of text at each validation
-    *((f"strategy=fsdp devices=2 strategy.pipeline_parallel_size=2 stage={stage}",
-       ["strategy.pipeline_parallel_size=2: a pipeline makes one pass through the layers in a step",
-        "module.sample_tokens=200: use module.sample_tokens=0"]) for stage in ("fit", "validate")),
     ("module._target_=nope.Module", ["module._target_=nope.Module: there is no module nope; it is looked for in"]),
     ("module._target_=LanguageModel", ["not a dotted path; write package.module.Class"]),
     ("module._target_='a.b:C'", ["not a dotted path"]),
@@ -462,7 +462,7 @@ TARGETS: list[tuple[str, list[str]]] = [
     ("+schedule.foo=1", ["schedule: shardwise.schedules.warmup_cosine: got an unexpected keyword argument 'foo'; it "
                          "takes warmup_steps, final_factor"]),
     ("+schedule.total_steps=9", ["schedule.total_steps: ", "is given it when it is called; leave it out"]),
-    ("~schedule.warmup_steps", ["missing a required argument: 'warmup_steps'; it takes warmup_steps, final_factor"]),
+    ("~schedule.warmup_steps", ["no warm-up is given: schedule.warmup_steps=N, 0 for none, or schedule.warmup_ratio"]),
     ("schedule.warmup_steps=-5", ["warmup_steps=-5 must be at least 0; mend schedule.warmup_steps=-5"]),
     ("schedule.final_factor=-3", ["final_factor=-3 must be between 0 and 1; mend schedule.final_factor=-3"]),
     ("schedule.warmup_steps=1.5", ["schedule.warmup_steps=1.5: shardwise.schedules.warmup_cosine takes int"]),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from benchmarks.report import with_tables
@@ -27,7 +28,7 @@ from shardwise.config.groups import (
 from shardwise.config.help import config_groups
 from shardwise.config.paths import CONF
 from shardwise.config.schema import RunConfig
-from shardwise.config.targets import check
+from shardwise.config.targets import build, check
 from shardwise.errors import ConfigError
 from shardwise.launch.host import planned_host
 from shardwise.plan import Host, Plan, make_plan
@@ -262,6 +263,13 @@ def test_ranges_and_choices_are_swept() -> None:
     assert [(job.config.seed, job.config.optimizer["lr"]) for job in jobs] == [
         (seed, lr) for seed in range(3) for lr in (1e-3, 3e-3)
     ]
+    for words, found in (("zero*", ["zero1", "zero2", "zero3"]), ("zero*,exclude=zero2", ["zero1", "zero3"])):
+        jobs = compose(["-m", f"strategy=glob({words})"]).jobs
+        assert [job.config.strategy.name.value for job in jobs] == found
+    with pytest.raises(ConfigError, match="matches none of ddp, fsdp"):
+        compose(["-m", "strategy=glob(x*)"])
+    with pytest.raises(ConfigError, match="only a group has a glob"):
+        compose(["-m", "seed=glob(*)"])
 
 
 def test_a_folder_of_your_own_adds_options_and_has_the_groups_of_ours(tmp_path: Path) -> None:
@@ -423,3 +431,15 @@ def test_a_variable_of_the_cluster_is_added_and_replaced_by_its_name(plus: str) 
     [job] = compose(["cluster=dgx_h100", word, "cluster.environment.NCCL_IB_TIMEOUT=20"]).jobs
     assert job.config.cluster.environment["NCCL_ALGO"] == "Ring"
     assert job.config.cluster.environment["NCCL_IB_TIMEOUT"] == "20"
+
+
+def test_a_partial_is_the_target_with_some_of_its_arguments() -> None:
+    node = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 0.5}
+    check({"a": node}, "module")
+    made = build({"a": node}, "module")["a"]
+    assert (made.func, made.keywords) == (torch.optim.AdamW, {"lr": 0.5})
+    for bad, said in (({"rate": 1}, "unexpected keyword argument 'rate'"), ({"_partial_": 1}, "must be true or false")):
+        with pytest.raises(ConfigError, match=said):
+            check({"a": node | bad}, "module")
+    with pytest.raises(ConfigError, match="leave _partial_ out"):
+        check(node, "optimizer", torch.optim.Optimizer, positional=1)

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from shardwise.config.compose import compose
 from shardwise.plan import Host, Plan, make_plan
+from shardwise.run_dir.events import read_events
 from shardwise.trainer import build_data, build_module, build_trainer
 from tests.harness.cells import fit
 from tests.harness.processes import spawn
@@ -35,6 +36,12 @@ TRACKED = [
     "callbacks.rates._target_=lightning.pytorch.callbacks.LearningRateMonitor",
 ]  # fmt: skip
 EPOCHS = ["max_steps=null", "max_epochs=2", "log_every_n_steps=4", "validate_every_n_steps=null", "module.rate=1e-6"]
+
+SCHEDULED = [  # an epoch has three steps
+    "optimizer=sgd", "optimizer.lr=1", "optimizer_override=true", "schedule=warmup_linear", "schedule.warmup_ratio=0.5",
+    "max_steps=null", "validate_every_n_steps=null", "validate_every_n_epochs=2", "checkpoint.save_every_n_steps=null",
+    "checkpoint.save_every_n_epochs=1", "gradient_clip_val=1e-9",
+]  # fmt: skip
 
 
 class Remember(Logger):
@@ -115,6 +122,11 @@ def run_all(folder: Path) -> dict[str, Any]:
     fit(plan_of(folder / "few", "max_steps=4", "log_every_n_steps=3"))
     with redirect_stdout(io.StringIO()) as said:
         fit(plan_of(folder / "epochs", *EPOCHS, TRACKED[-1]))
+    fit(plan_of(folder / "scheduled", *SCHEDULED, "max_epochs=2"))
+    first = f"resume={folder / 'scheduled/checkpoints/step-00000003.ckpt'}"
+    fit(plan_of(folder / "longer", *SCHEDULED, "max_epochs=3", first))
+    last = f"resume={folder / 'longer/checkpoints/step-00000009.ckpt'}"
+    fit(plan_of(folder / "over", *SCHEDULED, "max_epochs=3", last))
     fit(plan_of(folder / "blind", "max_steps=2", "max_validation_batches=0"))
     saved = f"resume={folder / 'blind/checkpoints/step-00000002.ckpt'}"
     fit(plan_of(folder / "blind", "max_steps=4", "max_validation_batches=0", saved))
@@ -189,7 +201,29 @@ def test_the_last_step_of_max_epochs_has_a_row(folder: Path) -> None:
     assert all(row["largest"] and row["lr-SGD"] for row in steps)
     last = json.loads((folder / "epochs/summary.json").read_text())
     assert last["train/loss"] == float(steps[-1]["train/global_batch_loss"])
-    assert "\nstep 6  loss " in (folder / "said.txt").read_text()
+    assert "\nstep 6/6  loss " in (folder / "said.txt").read_text()
+
+
+def test_a_schedule_under_max_epochs_has_the_steps_of_the_data(folder: Path) -> None:
+    trained = [row for row in rows(folder / "scheduled/metrics.csv") if row["train/samples"]]
+    assert [float(row["train/learning_rate"]) for row in trained] == pytest.approx([1 / 3, 2 / 3, 1, 1, 0.5, 0])
+    # The first step after a resume has the rate that the checkpoint has, as under max_steps
+    longer = [row for row in rows(folder / "longer/metrics.csv") if row["train/samples"]]  # 9, 5 of warm-up
+    assert [float(row["train/learning_rate"]) for row in longer] == pytest.approx([1, 1, 1, 2 / 3, 1 / 3, 0])
+    assert [event.data["steps"] for event in read_events(folder / "longer") if event.kind == "start"] == [9]
+
+
+def test_a_run_with_nothing_left_to_train_ends_with_its_summary(folder: Path) -> None:
+    summary = json.loads((folder / "over/summary.json").read_text())
+    assert (summary["steps"], summary["parameters"]) == (9, 2)
+
+
+def test_validations_and_saves_come_by_epochs(folder: Path) -> None:
+    measured = [row["step"] for row in rows(folder / "scheduled/metrics.csv") if row["validation/loss_epoch"]]
+    assert measured == ["6"]
+    for run, steps in (("scheduled", (3, 6)), ("longer", (6, 9))):
+        names = sorted(path.name for path in (folder / run / "checkpoints").glob("*.ckpt"))
+        assert names == [f"step-{step:08d}.ckpt" for step in steps]
 
 
 def test_a_line_and_the_table_show_what_is_true_of_the_moment(folder: Path) -> None:

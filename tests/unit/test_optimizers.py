@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from shardwise.optim.muon import Muon, orthogonalize
 from shardwise.optim.optimizers import treats_weights_one_by_one
 from shardwise.optim.quantization import dequantize, quantize, shares, table
 from shardwise.plan.optimizer_bytes import block_length
+from shardwise.schedules import warmup_cosine, warmup_linear
+from shardwise.trainer import steps_of_schedule
 
 CPU = torch.device("cpu")
 OURS: list[Any] = [AdamW8bit, AdamWBf16, Muon]
@@ -366,3 +369,17 @@ def test_a_step_that_only_calls_torchs_is_elementwise() -> None:
         for kind, elementwise in found.items():
             made: Any = kind
             assert treats_weights_one_by_one(made([torch.nn.Parameter(torch.zeros(1))], lr=0.1)) is elementwise, kind
+
+
+def test_a_warm_up_is_a_share_of_all_steps_rounded_up() -> None:
+    for schedule in (warmup_cosine, warmup_linear):
+        for step in range(50):
+            assert schedule(step, 50, warmup_ratio=0.05) == schedule(step, 50, 3)
+
+
+def test_a_schedule_for_data_of_unknown_length_is_refused_in_words() -> None:
+    plan: Any = SimpleNamespace(schedule={"_target_": "a.cosine"}, max_steps=None, max_epochs=5)
+    for unknown in (-1, float("inf")):
+        module: Any = SimpleNamespace(trainer=SimpleNamespace(max_steps=-1, estimated_stepping_batches=unknown))
+        with pytest.raises(ConfigError, match="give max_steps=N in place of max_epochs=5, or schedule=none"):
+            steps_of_schedule(plan, module)

@@ -409,13 +409,12 @@ def test_values_out_of_range(changes: dict[str, Any], said: str) -> None:
     assert said in refused(**changes)
 
 
-def test_a_schedule_needs_steps_and_both_remedies_work() -> None:
-    nodes: dict[str, Any] = {"optimizer": {"_target_": "a.O"}, "schedule": {"_target_": "a.cosine"}}
-    message = refused(**nodes, max_steps=None, max_epochs=3)
-    assert "schedule=a.cosine needs the number of steps, which max_epochs=3" in message
-    assert "max_steps=N in its place, or schedule=none" in message
-    plan(**nodes, max_steps=5, max_epochs=None)
-    plan(optimizer=nodes["optimizer"], schedule=None, max_steps=None, max_epochs=3)
+def test_a_schedule_has_one_warm_up() -> None:
+    nodes: dict[str, Any] = {"optimizer": {"_target_": "a.O"}, "schedule": {"_target_": "a.cosine", "warmup_steps": 2}}
+    nodes["schedule"]["warmup_ratio"] = 0.1
+    assert "schedule.warmup_steps=2 schedule.warmup_ratio=0.1: a warm-up is a number" in refused(**nodes)
+    nodes["schedule"]["warmup_steps"] = None
+    assert plan(**nodes, max_steps=None, max_epochs=3).schedule == {"_target_": "a.cosine", "warmup_ratio": 0.1}
 
 
 # --- the Plan itself

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from recipes.language_modeling.module import LanguageModel
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan.pipeline import check_stages
 
 MODEL = ("data=token_shards data.directory=x module.sample_tokens=0 strategy=fsdp devices=8 model.n_heads=8 "
          "model.n_kv_heads=4 model.dim=64 model.ffn_dim=64 model.vocab_size=64 model.max_seq_len=16 "
@@ -63,3 +65,13 @@ def test_what_cannot_go_together_is_one_message(words: str, message: str) -> Non
 def test_other_strategies_have_none_of_these_axes(strategy: str, axis: str) -> None:
     with pytest.raises(ConfigError, match=f"{WORDS[axis]}=2: .*strategy=fsdp or strategy=fsdp_hybrid has it"):
         plan(f"strategy={strategy} {axis}=2")
+
+
+def test_a_pipeline_leaves_out_the_samples_and_says_so() -> None:
+    for tokens in (200, 0):
+        words = f"{MODEL} module.sample_tokens={tokens} strategy.pipeline_parallel_size=2 name=run"
+        config = compose(words.split()).jobs[0].config
+        found, line = check_stages(make_plan(config, Host(cuda_devices=8)), LanguageModel)
+        assert found.module["sample_tokens"] == 0
+        assert (line is None) == (tokens == 0)
+        assert line is None or line.endswith("it is left out (module.sample_tokens=0)")

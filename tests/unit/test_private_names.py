@@ -24,7 +24,7 @@ PRIVATE = re.compile(r"_[A-Za-z]\w*(?<!__)")
 
 
 def is_private(name: str) -> bool:
-    return PRIVATE.fullmatch(name) is not None and not name.endswith("_target_")
+    return PRIVATE.fullmatch(name) is not None and not name.endswith(("_target_", "_partial_"))
 
 
 def is_self(node: ast.AST) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import shardwise.config.translate
 from shardwise.cli import train
 from shardwise.config.compose import compose
 from shardwise.config.translate import Translated, translate
+from shardwise.errors import ConfigError
 from shardwise.plan import Host, make_plan
 from shardwise.plan.plan import headline
 from shardwise.tools import main
@@ -69,7 +71,7 @@ READ = {
     "limit_val_batches=1.0": ["max_validation_batches=null"],
     "limit_train_batches=1.0": ["max_train_batches=null"],
     "val_check_interval=1.0": ["validate_every_n_steps=null"],
-    "check_val_every_n_epoch=1": ["validate_every_n_steps=null"],
+    "check_val_every_n_epoch=2": ["validate_every_n_epochs=2"],
 }  # fmt: skip
 ANYWAY = [
     "num_sanity_val_steps=0", "limit_test_batches=1.0", "limit_predict_batches=1.0", "overfit_batches=0.0",
@@ -145,6 +147,12 @@ def test_a_length_on_the_command_line_takes_the_place_of_the_recipes() -> None:
     ):
         config = compose([*words, "schedule=none"]).jobs[0].config
         assert (config.max_steps, config.max_epochs, config.max_samples) == lengths
+    images = compose(["recipe=image_classification", "validate_every_n_epochs=2", "schedule.warmup_ratio=0.1"]).jobs[0]
+    assert (images.config.validate_every_n_steps, images.config.schedule["warmup_steps"]) == (None, None)
+    assert (
+        images.messages[0]
+        == "validate_every_n_epochs=2 is given, so the recipe's validate_every_n_steps=100 does not count"
+    )
     sweep = compose(["-m", "max_steps=1,2"]).jobs
     assert [job.config.max_steps for job in sweep] == [1, 2] and {job.messages for job in sweep} == {()}
 
@@ -158,3 +166,11 @@ def test_submit_reads_them_too(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (
         "num_nodes=2 is read as nodes=2\n" in out and "--nodes=2" in out and "bf16-mixed" not in out.split("sbatch")[1]
     )
+
+
+def test_words_of_lightning_hydra_template_name_ours() -> None:
+    assert translate(["tags=[a,b]", "task_name=x"]).overrides == ["logger.tags=[a,b]", "name=x"]
+    for word, ours in (("debug=fdr", "quick_check=true"), ("hydra/sweeper=optuna", "a loop of ten lines"),
+                       ("callbacks=early_stopping", "callbacks.stop._target_=")):  # fmt: skip
+        with pytest.raises(ConfigError, match=re.escape(ours)):
+            translate([word])

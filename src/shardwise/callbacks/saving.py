@@ -18,6 +18,7 @@ from shardwise.checkpoint.retention import read_best, remove, remove_superseded,
 from shardwise.checkpoint.writer import Outcome, Writer
 from shardwise.distributed.process_group import group_timeout
 from shardwise.errors import CheckpointError
+from shardwise.lightning_internals.results import step_logging
 from shardwise.lightning_internals.resume_validation import validate_now
 from shardwise.plan import Plan
 from shardwise.process.watchdog import progress
@@ -42,6 +43,7 @@ class Saving(Callback):
         self.best_score: float | None = None
         self.best_path: str | None = None
         self.saved_step = -1
+        self.due_step = -1  # the last step after which a save was due
         self.writer: Writer | None = None
         self.saves = 0  # the steps that this process has saved; rank 0 counts them
         self.failures = 0  # saves in a row that failed
@@ -89,7 +91,8 @@ class Saving(Callback):
             return False
         counted, every = trainer.fit_loop.epoch_loop.batch_progress, self.plan.validate_every_n_steps
         if every is None:
-            return counted.current.ready >= trainer.num_training_batches
+            is_last = counted.current.ready >= trainer.num_training_batches
+            return is_last and (trainer.current_epoch + 1) % (self.plan.validate_every_n_epochs or 1) == 0
         # Lightning counts windows: a window may have had its step skipped, or have made several steps
         windows = counted.total.ready // self.plan.accumulate_grad_batches
         return windows > 0 and windows % every == 0
@@ -97,7 +100,6 @@ class Saving(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        every = self.plan.checkpoint.save_every_n_steps
         step = trainer.global_step
         if trainer.is_global_zero and self.writer is not None and (ended := self.writer.ended) and ended.error:
             self._announce(trainer, ended, self.failures + 1)
@@ -107,11 +109,21 @@ class Saving(Callback):
         self.before_validation = None
         validates = ends_window and self._is_due(trainer)
         # At the last step validation comes first: a run that is resumed there would not validate any more.
-        now = every and ends_window and step % every == 0 and not (validates and step == self.plan.max_steps)
+        if ends_window and self._saves_after(trainer, step):
+            self.due_step = step
+        now = self.due_step == step and not (validates and step in (self.plan.max_steps, step_logging(trainer).last))
         if now and 0 < step != self.saved_step:  # the step is saved already if every step since then was skipped
             self.save_step(trainer)
         if validates:
             self.before_validation = strategy_of(trainer).state.dump(), strategy_of(trainer).state.own_state()
+
+    def _saves_after(self, trainer: Trainer, step: int) -> bool:
+        """Whether save_every_n_steps or save_every_n_epochs asks for a save after the window that has just ended."""
+        steps, epochs = self.plan.checkpoint.save_every_n_steps, self.plan.checkpoint.save_every_n_epochs
+        if epochs is None:
+            return steps is not None and step % steps == 0
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        return is_last and (trainer.current_epoch + 1) % epochs == 0
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit":
@@ -172,8 +184,7 @@ class Saving(Callback):
         self.wait_for_save(trainer, last=True)
 
     def _save_at_end(self, trainer: Trainer) -> None:
-        every = self.plan.checkpoint.save_every_n_steps
-        due = self.plan.checkpoint.save_at_end or (every and trainer.global_step % every == 0)
+        due = self.plan.checkpoint.save_at_end or self.due_step == trainer.global_step
         if due and 0 < trainer.global_step != self.saved_step:
             self.save_step(trainer)
 

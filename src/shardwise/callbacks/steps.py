@@ -16,6 +16,7 @@ from tqdm import tqdm
 from shardwise.accelerator import exact_dtype
 from shardwise.callbacks.configured import refuse_callbacks
 from shardwise.callbacks.recompilations import Recompilations
+from shardwise.lightning_internals.counters import run_length
 from shardwise.lightning_internals.results import step_logging, step_results, validation_results
 from shardwise.metrics.csv_logger import CsvLogger
 from shardwise.metrics.meter import SPENT, Meter, Sums
@@ -43,6 +44,7 @@ class StepLog(Callback):
         self.plan = plan
         self.meter = Meter(plan)
         self.bar: tqdm[Any] | None = None
+        self.total: int | None = None  # steps of the run; None: not known
         self.steps = 0  # the steps that this process has made
         self.recompilations = Recompilations(plan.compile.name)
         self._shown: dict[int, tuple[list[str], Readback]] = {}  # step → what the module logs for the progress bar
@@ -73,14 +75,17 @@ class StepLog(Callback):
             self.meter.on_start()
             self.ranks_csv = RanksCsv(self.plan.run_dir)
             self.ranks_csv.rewind(trainer.global_step)
-            append_event(self.plan.run_dir, "start", trainer.global_step, "training starts", resume=self.plan.resume)
+            self.total = run_length(trainer)
+            append_event(
+                self.plan.run_dir, "start", trainer.global_step, "training starts", resume=self.plan.resume,
+                steps=self.total,
+            )  # fmt: skip
         self._row_step = trainer.global_step
         self._last_step = trainer.global_step
         step_logging(trainer).between_steps(trainer.global_step)
         step_logging(trainer).call_with_names(partial(self._claim, trainer))
         if trainer.is_global_zero and self.shows_bar:
-            total = None if trainer.max_steps < 0 else trainer.max_steps
-            self.bar = tqdm(total=total, initial=trainer.global_step, unit="step", dynamic_ncols=True)
+            self.bar = tqdm(total=self.total, initial=trainer.global_step, unit="step", dynamic_ncols=True)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -217,9 +222,9 @@ class StepLog(Callback):
         if self.bar is not None:
             self.bar.set_postfix(texts)
         else:
-            of = "" if trainer.max_steps < 0 else f"/{trainer.max_steps}"
-            if trainer.max_steps > step and "train/step_seconds" in metrics:  # the bar shows this by itself
-                left = round(metrics["train/step_seconds"] * (trainer.max_steps - step))
+            of = "" if self.total is None else f"/{self.total}"
+            if (self.total or 0) > step and "train/step_seconds" in metrics:  # the bar shows this by itself
+                left = round(metrics["train/step_seconds"] * ((self.total or 0) - step))
                 texts["left"] = str(timedelta(seconds=left))
             print(f"step {step}{of}  " + "  ".join(f"{k} {v}" for k, v in texts.items()), flush=True)
 

@@ -34,14 +34,20 @@ class Summary(Callback):
         self.parameters: dict[str, int] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._count_parameters(trainer, pl_module)
+        if trainer.is_global_zero:
+            whole, trained = self.parameters.values()
+            print(f"parameters: {whole:,}, of which {trained:,} are trained", flush=True)
+
+    def _count_parameters(self, trainer: Trainer, pl_module: LightningModule) -> None:
         shapes = strategy_of(trainer).sharded.whole_shapes()
         sizes = {p: prod(shapes.get(name, p.shape)) for name, p in pl_module.named_parameters()}
         trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
         self.parameters = {"parameters": sum(sizes.values()), "trained_parameters": trained}
-        if trainer.is_global_zero:
-            print(f"parameters: {sum(sizes.values()):,}, of which {trained:,} are trained", flush=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self.parameters:  # nothing was left to train
+            self._count_parameters(trainer, pl_module)
         if not trainer.is_global_zero:
             return
         run_dir = Path(self.plan.run_dir)

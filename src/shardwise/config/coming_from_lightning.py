@@ -118,7 +118,7 @@ _ARGUMENTS = _rows(
         "limit_predict_batches": _refused("every sample gets its prediction; `quick_check=true` runs a few batches"),
         "overfit_batches": _word("`max_train_batches=N`, and a training loader that does not shuffle"),
         "val_check_interval": _word("`validate_every_n_steps=N`, in optimizer steps; without it after every epoch"),
-        "check_val_every_n_epoch": _word("`validate_every_n_steps=N` counts steps, across epochs too"),
+        "check_val_every_n_epoch": _word("`validate_every_n_epochs=N`"),
         "num_sanity_val_steps": _refused(
             "validation is not tried before training, where it would change nothing: `quick_check=true` tries it"
         ),

@@ -22,7 +22,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -35,7 +35,7 @@ from shardwise.config.groups import STRATEGY_CONFIGS, StrategyName
 from shardwise.config.help import config_groups, help_text
 from shardwise.config.meant import as_text, without_dashes
 from shardwise.config.paths import CONF
-from shardwise.config.replaced import LENGTHS, drop_schedule, replaced_lengths
+from shardwise.config.replaced import drop_schedule, replaced_words
 from shardwise.config.schema import RunConfig
 from shardwise.config.secrets import refer_to_secrets
 from shardwise.config.translate import translate
@@ -86,7 +86,7 @@ def compose(argv: list[str], config_name: str = "train") -> Command:
         ours = translate(arguments.overrides)
         overrides = [_read_override(word, groups) for word in _with_plus(ours.overrides)]
         searchpath = [f"hydra.searchpath=[{Path(d).resolve().as_uri()}]" for d in directories[1:]]
-        combinations = _combinations(overrides, arguments.multirun)
+        combinations = _combinations(overrides, arguments.multirun, groups)
         for word in sorted({word for words in combinations for word in words}):
             _check_override(_read_override(word, groups), groups)
         if arguments.cfg and len(combinations) > 1:
@@ -193,7 +193,7 @@ def _repeated_key(raw: str) -> str | None:
     return None
 
 
-def _combinations(overrides: list[Override], multirun: bool) -> list[tuple[str, ...]]:
+def _combinations(overrides: list[Override], multirun: bool, groups: dict[str, list[str]]) -> list[tuple[str, ...]]:
     """Multiply out the sweeps, as Hydra's basic sweeper does."""
     choices: list[list[str]] = []
     for override in overrides:
@@ -205,7 +205,17 @@ def _combinations(overrides: list[Override], multirun: bool) -> list[tuple[str, 
         if not override.is_discrete_sweep():
             raise ConfigError(f"{override.input_line}: only lists of values, choice() and range() are swept")
         key = override.get_key_element()
-        choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        value = override.value()
+        if isinstance(value, Glob):
+            found = value.filter(groups.get(override.key_or_group, []))
+            if override.key_or_group not in groups:
+                raise ConfigError(f"{override.input_line}: only a group has a glob(), such as strategy=glob(zero*)")
+            if not found:
+                options = ", ".join(groups[override.key_or_group])
+                raise ConfigError(f"{override.input_line}: it matches none of {options}")
+            choices.append([f"{key}={name}" for name in found])
+            continue
+        choices.append([f"{key}={one}" for one in override.sweep_string_iterator()])
     return list(itertools.product(*choices))
 
 
@@ -213,12 +223,11 @@ def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str]
     try:
         composed = hydra_compose(config_name, overrides=[*words, *searchpath])
         _check_belongs(composed, words)
-        if replaced := replaced_lengths(composed, words):
+        if replaced := replaced_words(composed, words):
             composed = hydra_compose(
                 config_name, overrides=[*words, *(f"{w.partition('=')[0]}=null" for w in replaced), *searchpath]
             )
-            given = next(w for w in words if w.partition("=")[0] in LENGTHS and not w.endswith("=null"))
-            messages += tuple(f"{given} is given, so the recipe's {old} does not count" for old in replaced)
+            messages += tuple(f"{by} is given, so the recipe's {old} does not count" for old, by in replaced.items())
         plain = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=False))
         read_earlier_words(plain, words)
         messages += drop_schedule(plain, words)

@@ -14,8 +14,11 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from shardwise.config.bind import as_number, as_yaml, remedy_for_text
 from shardwise.config.earlier_words import GROUPS_SINCE
 from shardwise.config.paths import CONF
+from shardwise.config.replaced import ALTERNATIVES
 from shardwise.config.schema import MISSING
 from shardwise.errors import ConfigError, did_you_mean
+
+_OTHERS = {word for words in ALTERNATIVES for word in words}  # null where another word is given
 
 
 def check_numbers(plain: dict[str, Any]) -> None:
@@ -35,7 +38,9 @@ def check_numbers(plain: dict[str, Any]) -> None:
                 expected = f"a list of {len(default)} numbers, e.g. {as_yaml(default)}"
                 is_right = isinstance(value, list) and len(value) == len(default) and all(map(_is_number, value))
             else:
-                is_right = _is_number(value) or not _is_number(default)
+                is_right = (
+                    _is_number(value) or not _is_number(default) or (value is None and f"{group}.{key}" in _OTHERS)
+                )
             if not is_right and value != MISSING:
                 as_text = remedy_for_text(value) if isinstance(default, list) else ""
                 raise ConfigError(

@@ -248,6 +248,7 @@ class WhenBusy(Enum):
 @dataclass
 class CheckpointConfig:
     save_every_n_steps: int | None = option(100, "steps between two saves; null: at the end only")
+    save_every_n_epochs: int | None = option(None, "epochs between two saves, in place of steps")
     keep_last: int = option(2, "so many of the newest checkpoints are kept")
     monitor: str | None = option(
         None, "a validation metric, whose best checkpoint is kept as well; null: no best one (default: validation/loss)"

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from shardwise.config.bind import as_yaml
 
-LENGTHS = ("max_steps", "max_epochs", "max_samples")
+# Of each of these only one word is given
+ALTERNATIVES = (
+    ("max_steps", "max_epochs", "max_samples"),
+    ("validate_every_n_steps", "validate_every_n_epochs"),
+    ("checkpoint.save_every_n_steps", "checkpoint.save_every_n_epochs"),
+    ("schedule.warmup_steps", "schedule.warmup_ratio"),
+)
 
 
-def replaced_lengths(composed: DictConfig, words: tuple[str, ...]) -> list[str]:
-    """The recipe's lengths (such as max_steps) that another length on the command line replaces."""
-    given = dict(word.split("=", 1) for word in words if word.partition("=")[0] in LENGTHS)
-    if all(value == "null" for value in given.values()):
-        return []
-    return [f"{word}={composed[word]}" for word in LENGTHS if word not in given and composed.get(word) is not None]
+def replaced_words(composed: DictConfig, words: tuple[str, ...]) -> dict[str, str]:
+    """What a file of conf/ sets (such as `max_steps=500`) → the word of the command line that takes its place."""
+    found: dict[str, str] = {}
+    for alternatives in ALTERNATIVES:
+        given = {key: word for word in words if (key := word.partition("=")[0].lstrip("+")) in alternatives}
+        by = next((word for word in given.values() if not word.endswith("=null")), None)
+        for key in alternatives:
+            if by is not None and key not in given and (value := OmegaConf.select(composed, key)) is not None:
+                found[f"{key}={value}"] = by
+    return found
 
 
 def drop_schedule(plain: dict[str, Any], words: tuple[str, ...]) -> tuple[str, ...]:

@@ -193,6 +193,7 @@ class RunConfig:
 
     log_every_n_steps: int = option(10, "steps between two rows of numbers", section="Log and validation")
     validate_every_n_steps: int | None = option(None, "steps between validations; left out: after each epoch")
+    validate_every_n_epochs: int | None = option(None, "epochs between validations, in place of steps")
     max_validation_batches: int | None = option(
         None, "of all ranks together; left out: every one; 0: no validation, and so no best checkpoint"
     )

@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType, NoneType, UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
@@ -27,6 +28,7 @@ _PACKAGES = {
     "webdataset": "webdataset",
 }
 _PIP = re.compile(r"pip3? install (?:-\S+ )*['\"]?([\w-]+(?:\[[\w,-]+\])?)")
+_WORDS = ("_target_", "_partial_")
 _PLAIN_TYPES = (bool, bytes, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple)
 
 
@@ -118,19 +120,22 @@ def check(
         check(value, f"{where}.{key}")
     if not (isinstance(node, dict) and "_target_" in node):
         return
-    target = locate(node["_target_"], where)
+    target, is_partial = locate(node["_target_"], where), _is_partial(node, where)
+    if is_partial and (base is not None or positional):
+        raise ConfigError(f"{where}._partial_=true: the run itself calls {node['_target_']}; leave _partial_ out")
     if base is not None:
         _check_kind(target, node["_target_"], where, base)
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):  # some builtins have no signature
         return
-    arguments = {key: value for key, value in node.items() if key != "_target_"}
+    arguments = {key: value for key, value in node.items() if key not in _WORDS}
     takes = [name for name in signature.parameters if name != "self" and name not in supplied][positional:]
     if twice := [name for name in supplied if name in arguments]:
         raise ConfigError(f"{where}.{twice[0]}: {node['_target_']} is given it when it is called; leave it out")
+    bind = signature.bind_partial if is_partial else signature.bind
     try:
-        signature.bind(*[None] * positional, **dict.fromkeys(supplied), **arguments)
+        bind(*[None] * positional, **dict.fromkeys(supplied), **arguments)
     except TypeError as error:
         raise ConfigError(f"{where}: {node['_target_']}: {error}; it takes {', '.join(takes) or 'nothing'}") from None
     annotations = _annotations(target)
@@ -139,6 +144,14 @@ def check(
         if not _fits(value, expected) and not (value is None and signature.parameters[name].default is None):
             remedy = remedy_for_text(value) if _fits(as_number(value), expected) else ""
             raise ConfigError(f"{where}.{name}={as_yaml(value)}: {node['_target_']} takes {_spelled(expected)}{remedy}")
+
+
+def _is_partial(node: dict[str, Any], where: str) -> bool:
+    """Whether the target is given some of its arguments and not called, as in Hydra."""
+    value = node.get("_partial_", False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}._partial_={as_yaml(value)}: must be true or false")
+    return value
 
 
 def _check_kind(target: Callable[..., Any], path: str, where: str, base: type) -> None:
@@ -175,7 +188,7 @@ def _spelled(annotation: Any) -> str:
 
 def build(node: Any, where: str = "") -> Any:
     """Build `node`, innermost first. Mappings without a `_target_`, lists and plain values are not changed, but for
-    references to keys of the environment."""
+    references to keys of the environment. With `_partial_: true` the result is a functools.partial of the target."""
     if isinstance(node, str):
         return read_secrets(node, where)
     if isinstance(node, list):
@@ -185,7 +198,10 @@ def build(node: Any, where: str = "") -> Any:
     arguments = {key: build(value, f"{where}.{key}") for key, value in node.items() if key != "_target_"}
     if "_target_" not in node:
         return arguments
+    arguments.pop("_partial_", None)
     target = locate(node["_target_"], where)
+    if _is_partial(node, where):
+        return partial(target, **arguments)
     try:
         return target(**arguments)
     except ImportError as error:

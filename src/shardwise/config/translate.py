@@ -56,6 +56,10 @@ def _translate(word: str) -> list[str]:
         if not value.startswith("{"):
             raise ConfigError(f"{word}: {_CALLBACKS}")
         return [word]
+    if name == "debug" and not value.startswith("{"):
+        raise ConfigError(f"{word}: {_DEBUG}")
+    if name in ("hydra/sweeper", "hydra/launcher", "optimized_metric", "hparams_search"):
+        raise ConfigError(f"{word}: {_SWEEPS}")
     if name in _VALUES:
         return _by_value(word, key, value)
     if name in _OTHERS:
@@ -174,6 +178,15 @@ _LOGGERS = (
     "metrics.csv is always written, and logger= names one tracker beside it, e.g. logger=tensorboard; any others have "
     "names of your choice: loggers.NAME._target_=package.Logger"
 )
+_DEBUG = (
+    "debug= has options, no files: quick_check=true tries a few batches of every stage (fdr), max_train_batches=N with "
+    "max_epochs=M learns a few by heart (overfit), limit is max_train_batches=N max_validation_batches=N, profiler is "
+    "profiler=simple, and debug.anomaly=true finds the operation that makes NaN"
+)
+_SWEEPS = (
+    "-m runs every combination of values one after the other, and shardwise submit -m as an array; a search such as "
+    "Optuna's is a loop of ten lines: docs/coming-from-lightning-hydra-template.md"
+)
 _PROCESSES = "one process drives one device; use strategy=ddp, which starts the processes by itself"
 _VALUES: dict[str, dict[str, str]] = {
     "accelerator": {"gpu": "cuda"},
@@ -229,6 +242,8 @@ _OTHERS: dict[str, Callable[[str, str], list[str]]] = {
     "num_workers": _renamed("data.num_workers"),
     "default_root_dir": _renamed("runs_dir"),
     "ckpt_path": _checkpoint_path,
+    "tags": _renamed("logger.tags"),
+    "task_name": _renamed("name"),
     "resume_from_checkpoint": _checkpoint_path,
     "limit_train_batches": _by_table({"1.0": "max_train_batches=null"}, "max_train_batches"),
     "limit_val_batches": _by_table({"1.0": "max_validation_batches=null", **_zero("max_validation_batches=0")}),
@@ -236,7 +251,7 @@ _OTHERS: dict[str, Callable[[str, str], list[str]]] = {
     "limit_predict_batches": _by_table({"1.0": ""}),
     "overfit_batches": _by_table(_zero("")),
     "val_check_interval": _by_table({"1.0": "validate_every_n_steps=null"}),
-    "check_val_every_n_epoch": _by_table({"1": "validate_every_n_steps=null"}),
+    "check_val_every_n_epoch": _by_table({}, "validate_every_n_epochs"),
     "num_sanity_val_steps": _by_table({"0": ""}),
     "reload_dataloaders_every_n_epochs": _by_table({"0": ""}),
     "enable_model_summary": _by_table({"false": ""}),
@@ -268,7 +283,9 @@ _REFUSED = {
     "limit_val_batches": "max_validation_batches=N is a number of batches of all ranks together; 0 switches validation "
     "off",
     "val_check_interval": "validate_every_n_steps=N counts optimizer steps; null validates after every epoch",
-    "check_val_every_n_epoch": "validate_every_n_steps=N counts optimizer steps, across epochs too; null validates "
-    "after every epoch",
+    "check_val_every_n_epoch": "validate_every_n_epochs=N is a number of epochs; validate_every_n_steps=N counts "
+    "optimizer steps, across epochs too",
+    "warmup_ratio": "schedule.warmup_ratio=N is the share of all steps in which the learning rate rises",
+    "warmup_steps": "schedule.warmup_steps=N is the number of steps in which the learning rate rises",
     "seed_everything": "give seed=N",
 }

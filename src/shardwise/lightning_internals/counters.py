@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lightning.pytorch import Trainer
+
+
+def run_length(trainer: Trainer) -> int | None:
+    """The number of the run's steps, alike on every rank; None: the data have no length that is known beforehand.
+
+    Under max_epochs this loads the training data, once.
+    """
+    known = trainer.max_steps if trainer.max_steps >= 0 else trainer.estimated_stepping_batches
+    return int(known) if 0 <= known < math.inf else None
 
 
 def uncount_step(trainer: Trainer) -> None:

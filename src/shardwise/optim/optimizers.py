@@ -26,6 +26,7 @@ from shardwise.optim.matrices import LAYERS, Matrices, muon_groups
 from shardwise.plan import Plan
 from shardwise.protocols import is_elementwise, is_rowwise, needs_matrices, state_maker_of
 
+_STEPS_OF_A_TRIAL = 1000  # for which a schedule is tried where max_epochs says the length
 _ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad,
                 optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD)  # fmt: skip
 
@@ -116,11 +117,12 @@ def try_optimizer(plan: Plan) -> None:
     if plan.optimizer is None or plan.stage != "fit":
         return
     try:
-        made = configure_optimizers(plan, nn.Linear(2, 2, bias=False), {"weight"})
+        steps = plan.max_steps or _STEPS_OF_A_TRIAL
+        made = configure_optimizers(plan, nn.Linear(2, 2, bias=False), {"weight"}, steps)
         if plan.topology.tensor > 1:
             check_of_parts(made if isinstance(made, Optimizer) else made["optimizer"])
-        if plan.schedule is not None and plan.max_steps is not None:
-            float(made["lr_scheduler"]["scheduler"].lr_lambdas[0](plan.max_steps - 1))
+        if plan.schedule is not None:
+            float(made["lr_scheduler"]["scheduler"].lr_lambdas[0](steps - 1))
     except (TypeError, ValueError, ArithmeticError) as error:
         nodes = {"optimizer": plan.optimizer, "schedule": plan.schedule or {}}
         for word, node in nodes.items():
@@ -133,10 +135,13 @@ def try_optimizer(plan: Plan) -> None:
         raise ConfigError(f"optimizer or schedule: {error}; mend {given}") from error
 
 
-def configure_optimizers(plan: Plan, module: nn.Module, matrices: Collection[str] = ()) -> Any:
+def configure_optimizers(
+    plan: Plan, module: nn.Module, matrices: Collection[str] = (), steps: int | None = None
+) -> Any:
     """Build the Plan's optimizer over `parameter_groups`, and its schedule, which moves on after every step.
 
-    `matrices`: the names of the parameters that Muon has, if it is the optimizer.
+    `matrices`: the names of the parameters that Muon has, if it is the optimizer. `steps`: of the run; the schedule
+    needs it.
     """
     assert plan.optimizer is not None
     arguments = {key: value for key, value in plan.optimizer.items() if key != "_target_"}
@@ -163,7 +168,7 @@ def configure_optimizers(plan: Plan, module: nn.Module, matrices: Collection[str
     if plan.schedule is None:
         return optimizer
     options = {key: value for key, value in plan.schedule.items() if key != "_target_"}
-    factor = partial(locate(plan.schedule["_target_"], "schedule"), total_steps=plan.max_steps, **options)
+    factor = partial(locate(plan.schedule["_target_"], "schedule"), total_steps=steps, **options)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
 
 

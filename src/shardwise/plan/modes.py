@@ -24,6 +24,7 @@ def for_quick_check(config: RunConfig) -> RunConfig:
         raise ConfigError(f"quick_check=true tries a new run in all its stages: leave out {word}")
     return dataclasses.replace(
         config, max_steps=QUICK_BATCHES, max_epochs=None, max_samples=None, validate_every_n_steps=QUICK_BATCHES,
+        validate_every_n_epochs=None,
         checkpoint=_unsaved(config.checkpoint), logger=LoggerConfig(), loggers={}, log_every_n_steps=1, max_restarts=0,
         profile=ProfileConfig(),
         name=None if config.name is None else f"{config.name}-quick-check",
@@ -32,7 +33,12 @@ def for_quick_check(config: RunConfig) -> RunConfig:
 
 def _unsaved(checkpoint: CheckpointConfig) -> CheckpointConfig:
     return dataclasses.replace(
-        checkpoint, save_every_n_steps=None, save_at_end=False, monitor=None, keep_every_n_steps=None
+        checkpoint,
+        save_every_n_steps=None,
+        save_every_n_epochs=None,
+        save_at_end=False,
+        monitor=None,
+        keep_every_n_steps=None,
     )
 
 

@@ -27,8 +27,17 @@ _OF_TOPOLOGY = tuple(f"{axis}_parallel_size" for axis in ("tensor", "context", "
 
 def make_checkpointing(config: CheckpointConfig, accelerator: str) -> Checkpointing:
     every, keep = config.save_every_n_steps, config.keep_every_n_steps
-    if every is not None and every < 1:
-        raise ConfigError(f"checkpoint.save_every_n_steps={every}: must be at least 1, or null to save at the end only")
+    epochs = config.save_every_n_epochs
+    for unit, value in (("steps", every), ("epochs", epochs)):
+        if value is not None and value < 1:
+            raise ConfigError(
+                f"checkpoint.save_every_n_{unit}={value}: must be at least 1, or null to save at the end only"
+            )
+    if every is not None and epochs is not None:
+        raise ConfigError(
+            f"checkpoint.save_every_n_steps={every} checkpoint.save_every_n_epochs={epochs}: a run saves after so many "
+            f"steps, or after so many epochs: give one of them"
+        )
     if config.keep_last < 1:
         raise ConfigError(f"checkpoint.keep_last={config.keep_last}: must be at least 1")
     if config.mode not in ("min", "max"):
@@ -50,6 +59,7 @@ def make_checkpointing(config: CheckpointConfig, accelerator: str) -> Checkpoint
         asynchronous=accelerator == "cuda" if config.asynchronous is None else config.asynchronous,
         when_busy=config.when_busy.value,
         max_failures=config.max_failures,
+        save_every_n_epochs=epochs,
     )
 
 

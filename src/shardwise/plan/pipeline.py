@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+from shardwise.config.bind import as_yaml
 from shardwise.config.groups import FsdpConfig
 from shardwise.config.schema import RunConfig, Stage
 from shardwise.errors import ConfigError
@@ -48,21 +50,30 @@ def check_pipeline(config: RunConfig, topology: Topology, accumulate: int) -> No
             raise ConfigError(f"{size} with {why}")
 
 
-def check_stages(plan: Plan, module_class: Any) -> None:
+def check_stages(plan: Plan, module_class: Any) -> tuple[Plan, str | None]:
     """Refuse a module that runs more than once through its layers in a step, or has too few layers.
+
+    Returns:
+        The Plan without the module's options that take several passes, and a line about them for the user.
 
     Raises:
         ConfigError
     """
     if plan.topology.pipeline == 1:
-        return
-    if (option := several_passes_of(module_class, plan.module)) is not None:
-        raise ConfigError(
+        return plan, None
+    line, passes = None, several_passes_of(module_class, plan.module)
+    if passes is not None:
+        line = (
             f"strategy.pipeline_parallel_size={plan.topology.pipeline}: a pipeline makes one pass through the layers "
-            f"in a step, and generating text takes many; {option}"
+            f"in a step, and generating text takes many; "
         )
+        if isinstance(passes, str):
+            raise ConfigError(line + passes)
+        line += f"it is left out ({' '.join(f'module.{key}={as_yaml(value)}' for key, value in passes.items())})"
+        plan = dataclasses.replace(plan, module=plan.module | passes)
     if plan.units is None and (decoder := decoder_of(plan)) is not None:
         decoder.split(plan)
+    return plan, line
 
 
 def _check_without(strategy: FsdpConfig) -> None:

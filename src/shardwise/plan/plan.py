@@ -108,10 +108,11 @@ class Checkpointing:
     asynchronous: bool
     when_busy: Literal["wait", "skip"]
     max_failures: int
+    save_every_n_epochs: int | None = None
 
     @property
     def saves(self) -> bool:
-        return self.save_at_end or self.save_every_n_steps is not None
+        return self.save_at_end or self.save_every_n_steps is not None or self.save_every_n_epochs is not None
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class Plan:
     max_epochs: int | None  # None: max_steps decides
     gradient_clip_val: float | None  # the largest 2-norm over all ranks; None: no clipping
     log_every_n_steps: int
-    validate_every_n_steps: int | None  # None: at the end of every epoch
+    validate_every_n_steps: int | None  # None: at the ends of epochs
     max_validation_batches: int | None  # the most batches of all ranks together; None: all; 0: no validation
     checkpoint: Checkpointing
     guard: Guarding
@@ -201,6 +202,7 @@ class Plan:
     gc_every_n_steps: int | None = None  # None: Python's garbage is collected when Python likes
     freeze: tuple[str, ...] = ()  # parts of the module that are not trained, by name
     freeze_epochs: int | None = None  # they are trained after so many epochs; None: never
+    validate_every_n_epochs: int | None = None  # None: at the end of every epoch, or by steps
     link_gb_per_second: float | None = None  # from one GPU, in one direction, over the slowest link; None: not known
 
     def logs(self, step: int) -> bool:

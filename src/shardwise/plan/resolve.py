@@ -69,7 +69,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         raise ConfigError(f"seed={config.seed}: must be in [0, 2**63)")
     optimizer = make_optimizer(config)
     schedule = None if config.schedule is None else target_node("schedule", config.schedule)
-    check_schedule(schedule, optimizer, config, max_steps)
+    schedule = check_schedule(schedule, optimizer)
     return Plan(
         run_id=run_id,
         run_dir=str(runs_folder(config) / run_id),
@@ -97,6 +97,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         gradient_clip_val=config.gradient_clip_val,
         log_every_n_steps=config.log_every_n_steps,
         validate_every_n_steps=config.validate_every_n_steps,
+        validate_every_n_epochs=config.validate_every_n_epochs,
         max_validation_batches=(
             QUICK_BATCHES * topology.data_parallel_size
             if config.quick_check and config.max_validation_batches != 0

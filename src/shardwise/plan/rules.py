@@ -19,11 +19,19 @@ def check_values(config: RunConfig, host: Host, accelerator: str, checkpointing:
     Raises:
         ConfigError
     """
-    for word in ("log_every_n_steps", "validate_every_n_steps", "min_steps", "min_epochs", "gc_every_n_steps"):
+    least_1 = ("log_every_n_steps", "validate_every_n_steps", "validate_every_n_epochs", "min_steps", "min_epochs",
+               "gc_every_n_steps")  # fmt: skip
+    for word in least_1:
         value = getattr(config, word)
         if value is not None and value < 1:
             or_null = "" if word == "log_every_n_steps" else ", or null"
             raise ConfigError(f"{word}={value}: must be at least 1{or_null}")
+    if config.validate_every_n_steps is not None and config.validate_every_n_epochs is not None:
+        raise ConfigError(
+            f"validate_every_n_steps={config.validate_every_n_steps} validate_every_n_epochs="
+            f"{config.validate_every_n_epochs}: validation comes after so many steps, or after so many epochs: give "
+            f"one of them"
+        )
     if config.max_validation_batches is not None and config.max_validation_batches < 0:
         raise ConfigError(
             f"max_validation_batches={config.max_validation_batches}: must be at least 1, 0 for no validation, or null "
@@ -117,18 +125,18 @@ def check_plain(where: str, node: Any) -> None:
                           f"a mapping; quote it")  # fmt: skip
 
 
-def check_schedule(
-    schedule: dict[str, Any] | None, optimizer: dict[str, Any] | None, config: RunConfig, max_steps: int | None
-) -> None:
-    """Check that a schedule has an optimizer, and that the number of steps is known.
+def check_schedule(schedule: dict[str, Any] | None, optimizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Check that a schedule has an optimizer, and one warm-up. Returns it without the word that is null.
 
     Raises:
         ConfigError
     """
     if schedule is not None and optimizer is None:
         raise ConfigError("schedule is given and optimizer is not: give optimizer=adamw, or schedule=none")
-    if schedule is not None and max_steps is None and config.stage is Stage.fit:
-        raise ConfigError(
-            f"schedule={schedule['_target_']} needs the number of steps, which max_epochs={config.max_epochs} does not "
-            f"say before the data is read: give max_steps=N in its place, or schedule=none"
-        )
+    if schedule is None:
+        return None
+    given = {word: schedule[word] for word in ("warmup_steps", "warmup_ratio") if schedule.get(word) is not None}
+    if len(given) == 2:
+        words = " ".join(f"schedule.{word}={value}" for word, value in given.items())
+        raise ConfigError(f"{words}: a warm-up is a number of steps, or a share of all: give one of them")
+    return {key: value for key, value in schedule.items() if value is not None or not key.startswith("warmup_")}

@@ -103,6 +103,8 @@ class Watch:
     def _progress(self) -> str:
         """The step of all, and the time that the rest takes at the speed of the last row."""
         step, total = self.run.steps, self.run.plan.get("max_steps")
+        if total is None:  # max_epochs: the ranks know it when they have the data
+            total = next((one.data.get("steps") for one in reversed(self.run.events) if one.kind == "start"), None)
         if not isinstance(total, int) or total < 1:
             return f"{step:,}"
         text = f"{step:,} of {total:,} ({step / total:.0%})"
