@@ -1,4 +1,4 @@
-"""A sampler that gives each rank samples of its own is refused: what a sampler gives is dealt out over the ranks."""
+"""A sampler's order is dealt out over the ranks, or refused; and the data draws other random numbers on each rank."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
 from shardwise.config.compose import compose
@@ -17,6 +19,7 @@ from shardwise.data.evaluation import EvaluationLoader
 from shardwise.data.loaders import TrainLoader
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, make_plan
+from tests.harness.cells import fit
 from tests.harness.processes import spawn
 
 
@@ -55,3 +58,67 @@ def deal_out() -> None:
 
 def test_a_sampler_gives_every_rank_the_same_order(tmp_path: Path) -> None:
     spawn(2, deal_out)
+
+
+class Diffusion(LightningModule):
+    """Its data draws the time steps and the noise when it collates a batch."""
+
+    seen: list[float] = []  # noqa: RUF012  # of all steps
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 4))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        clean, time, noise = batch
+        self.seen.extend(time.flatten().tolist())
+        return nn.functional.mse_loss(self.net(torch.cat([clean + time * noise, time], 1)), noise)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def with_times(samples: list[Tensor]) -> list[Tensor]:
+    clean = torch.stack(samples)
+    return [clean, torch.rand(len(clean), 1), torch.randn_like(clean)]
+
+
+class DiffusionData(LightningDataModule):
+    def __init__(self, num_workers: int) -> None:
+        super().__init__()
+        self.num_workers = num_workers
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        rows: Any = torch.arange(64.0).reshape(16, 4) / 64
+        return DataLoader(rows, 2, shuffle=True, num_workers=self.num_workers, collate_fn=with_times)
+
+
+def diffuse(folder: Path) -> list[tuple[str, list[float], list[float]]]:
+    """In each rank: the time steps without a stop, and those of a resume that has other workers."""
+    found = []
+    for strategy in ("ddp", "fsdp", "zero2"):
+        seen = []
+        words = [
+            "recipe=custom", f"module._target_={__name__}.Diffusion", f"data._target_={__name__}.DiffusionData",
+            f"runs_dir={folder}", "accelerator=cpu", "devices=2", f"strategy={strategy}", "max_steps=6",
+            "global_batch_size=4", "micro_batch_size=2", "checkpoint.save_every_n_steps=2", "checkpoint.keep_last=9",
+        ]  # fmt: skip
+        checkpoint = folder / strategy / "checkpoints" / "step-00000002.ckpt"
+        for more in (
+            [f"name={strategy}", "data.num_workers=0"],
+            [f"name={strategy}-resumed", "data.num_workers=2", f"resume={checkpoint}"],
+        ):
+            Diffusion.seen.clear()
+            fit(make_plan(compose([*words, *more]).jobs[0].config, Host(cuda_devices=0)))
+            seen.append([*Diffusion.seen])
+        found.append((strategy, *seen))
+    return found
+
+
+def test_a_diffusion_model_draws_other_time_steps_on_each_rank(tmp_path: Path) -> None:
+    """The same under every strategy, and with other workers in a resume."""
+    zero, one = spawn(2, diffuse, tmp_path)
+    for (strategy, first, resumed), (_, second, other) in zip(zero, one, strict=True):
+        assert len({*first, *second}) == 24, strategy
+        assert (resumed, other) == (first[4:], second[4:]), strategy
+        assert (first, second) == (zero[0][1], one[0][1]), strategy

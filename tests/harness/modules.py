@@ -555,10 +555,13 @@ class Wgan(Gan):
 
 
 class Rests(Gan):
-    """No optimizer steps, and no loss is returned."""
+    """No optimizer steps, no loss is returned, and it keeps Lightning's counter itself."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("loss/critic", self.losses(*batch)[0].detach(), prog_bar=True)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed += 1
 
 
 class Around(ByHand):

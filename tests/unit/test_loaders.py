@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections import deque
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -20,6 +25,7 @@ from torch.utils.data import (
 from shardwise.config.compose import compose
 from shardwise.data.evaluation import EvaluationLoader
 from shardwise.data.loaders import TrainLoader
+from shardwise.data.sample_seeds import SeededSamples, with_seeds
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.plan.topology import make_topology
@@ -330,3 +336,110 @@ def test_a_stream_that_gives_no_step_is_told() -> None:
     assert len(list(once)) == 3
     with pytest.raises(ConfigError, match=r"for epoch 2.* can it be read only once\?"):
         list(once)
+
+
+class Draws:
+    """Its samples are numbers drawn from torch, NumPy and Python; what collates them draws once more."""
+
+    def __init__(self, reads_many: bool = False) -> None:
+        if reads_many:
+            self.__getitems__ = lambda keys: [self[key] for key in keys]
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [index, float(torch.rand(())), float(numpy.random.rand()), random.random()]
+
+
+def with_time(samples: list[list[float]]) -> Tensor:
+    return torch.tensor([[*sample, float(torch.rand(()))] for sample in samples], dtype=torch.float64)
+
+
+def drawn(ranks: int = 2, start: int = 0, micro: int = 2, evaluation: bool = False, **options: Any) -> Tensor:
+    """Of all ranks and, in training, two epochs: [sample, (index, three draws, one of collating)]."""
+    given: Any = {"dataset": Draws(), "batch_size": micro, "collate_fn": with_time, "shuffle": True} | options
+    rows = []
+    for rank in range(ranks):
+        loader = DataLoader(**given)
+        if evaluation:
+            rows += list(EvaluationLoader(loader, plan(ranks, micro, 1), rank, deque().append))
+            continue
+        train = TrainLoader(loader, plan(ranks, micro, 1), rank, CPU, None)
+        train.consumed = start
+        rows += [batch for _ in range(2 - start // 24) for batch in train]
+    found = torch.cat(rows)
+    return found[found[:, 1].argsort()]
+
+
+def test_a_sample_draws_from_its_own_place_in_the_run() -> None:
+    """On every rank, with any number of workers, after a resume; and training's own numbers are left alone."""
+    torch.manual_seed(7)
+    first = drawn()
+    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(7).get_state())
+    assert len(first) == 48 and all(len(first[:, column].unique()) == 48 for column in range(1, 5))
+    assert torch.equal(drawn(num_workers=2, worker_init_fn=lambda worker: torch.manual_seed(0)), first)
+    assert torch.equal(drawn(dataset=Subset(Draws(), range(24))), first)
+    for start in (8, 28):
+        rest = drawn(start=start)
+        assert len(rest) == 48 - start and {*map(tuple, rest.tolist())} < {*map(tuple, first.tolist())}
+    for other in (drawn(ranks=1), drawn(ranks=1, micro=4)):
+        assert torch.equal(other[:, :4], first[:, :4]), "on other ranks, and in other micro-batches"
+
+
+def test_seeds_travel_to_workers_that_are_not_forks() -> None:
+    samples, keys = pickle.loads(pickle.dumps((SeededSamples(Draws()), with_seeds([3, 4], 0, 7))))
+    assert samples.__getitems__(keys) == SeededSamples(Draws()).__getitems__(keys)
+    assert keys.seeds[1:] + keys.seeds[:1] != keys.seeds and len(samples) == 24
+
+
+def test_whatever_reads_the_samples_draws_otherwise_on_every_rank() -> None:
+    batches = [[i, i + 1, i + 2][: 2 + i % 2] for i in range(0, 20, 2)]
+    for options in (
+        {"dataset": Draws(reads_many=True)},
+        {"dataset": Draws(), "batch_size": None, "collate_fn": lambda sample: with_time([sample])},
+        {"batch_size": 1, "shuffle": False, "batch_sampler": batches},
+    ):
+        found = drawn(**options)  # type: ignore[arg-type]
+        assert all(len(found[:, column].unique()) == len(found) for column in range(1, 5)), options
+        assert torch.equal(drawn(num_workers=2, **options), found)  # type: ignore[arg-type]
+
+
+def test_an_evaluation_draws_the_same_numbers_each_time() -> None:
+    state = torch.get_rng_state()
+    first = drawn(evaluation=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(first[:, 1].unique()) == 24
+    assert torch.equal(drawn(evaluation=True, num_workers=2), first)
+    assert torch.equal(drawn(evaluation=True, ranks=1), first)
+
+
+class DrawsOfWorkers(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        for _ in range(8):
+            yield [float(torch.rand(())), float(numpy.random.rand()), random.random()]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_draws_otherwise_on_every_rank_and_worker(workers: int) -> None:
+    """Also where its loader has a generator that every rank seeds alike."""
+    rows = []
+    for rank in range(2):
+        given = {"batch_size": 2, "num_workers": workers, "collate_fn": torch.tensor}
+        made = DataLoader(DrawsOfWorkers(), **given, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
+        train = TrainLoader(made, plan(accumulate=1), rank, CPU, None)
+        rows += [batch for _ in range(2) for batch in train]
+        rows += list(EvaluationLoader(made, plan(), rank, deque().append))
+    found = torch.cat(rows)
+    assert len(found) == 2 * 3 * 8 * max(workers, 1)
+    assert all(len(column.unique()) == len(found) for column in found.T)
+
+
+def test_a_worker_shows_the_users_data_set() -> None:
+    train = TrainLoader(loader(num_workers=1, worker_init_fn=looks), plan(), 0, CPU, None)
+    assert len(list(train)) == 9
+
+
+def looks(worker: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    assert info is not None and type(info.dataset) is list

@@ -6,11 +6,13 @@ import hashlib
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from shardwise.data.agreement import Group, check_same_order
+from shardwise.data.sample_seeds import with_seeds
 from shardwise.data.streams import check_own_samples, evaluation_batches
 from shardwise.data.user_loader import (
     attribute_of,
@@ -21,7 +23,8 @@ from shardwise.data.user_loader import (
     with_batches,
     with_watched_workers,
 )
-from shardwise.data.user_random import draw_order
+from shardwise.data.user_random import draw_order, drawing_apart
+from shardwise.distributed.rng import derived_seed
 from shardwise.plan import Plan
 
 
@@ -48,13 +51,16 @@ class EvaluationLoader:
         self.batches: list[Any] | None = None  # the batches of all ranks; None for a stream
         if is_stream(loader):
             check_own_samples(loader, plan)
-            self.loader = with_watched_workers(loader)
+            self.loader = with_watched_workers(loader, rank)
             return
         self.batches = _evaluation_keys(loader, plan, group)[:limit]
         ranks = plan.topology.data_parallel_size
         turns = math.ceil(len(self.batches) / ranks)
         padded = [*self.batches, *self.batches[:1] * (turns * ranks - len(self.batches))]
-        self.loader = with_batches(loader, padded[rank::ranks], plan.seed)
+        seed = derived_seed(plan.seed, "evaluation")
+        starts = [0, *accumulate(len(keys) if type(keys) is list else 1 for keys in padded)]
+        mine = [with_seeds(padded[i], seed, starts[i]) for i in range(rank, len(padded), ranks)]
+        self.loader = with_batches(loader, mine, derived_seed(seed, "workers", rank))
 
     def __getattr__(self, name: str) -> Any:
         return attribute_of(self, name)
@@ -70,7 +76,7 @@ class EvaluationLoader:
                 self.mark(is_padding)
                 yield self.part_of(batch)
             return
-        for turn, batch in enumerate(self.loader):
+        for turn, batch in enumerate(drawing_apart(self.loader)):
             self.mark(self.number_of(turn) >= len(self.batches))
             yield self.part_of(batch)
 

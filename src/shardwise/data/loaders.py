@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from shardwise.accelerator import exact_dtype
 from shardwise.data.agreement import Group, check_same_order
 from shardwise.data.order import DrawnOrder, GlobalOrder
+from shardwise.data.sample_seeds import with_seeds
 from shardwise.data.streams import Stream, check_own_samples
 from shardwise.data.user_loader import (
     Batches,
@@ -28,9 +29,10 @@ from shardwise.data.user_loader import (
     with_batches,
     with_watched_workers,
 )
-from shardwise.data.user_random import draw_order
+from shardwise.data.user_random import draw_order, drawing_apart
 from shardwise.distributed.collectives import sum_over
 from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.rng import derived_seed
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 from shardwise.protocols import draw_of, identity_of, notices_of, progress_of
@@ -84,7 +86,7 @@ class TrainLoader:
                     f"guard.on_spike=rollback: {name_of(loader)} keeps an order of its own and starts anew when a "
                     f"run goes back: its windows are not found again; use guard.on_spike=skip"
                 )
-            self.stream = Stream(with_watched_workers(loader), plan, group)
+            self.stream = Stream(with_watched_workers(loader, rank), plan, group, rank)
         else:
             self.by_batch, self.order = _order_of(loader, plan, group)
             self.keys_per_batch = 1 if self.by_batch else plan.micro_batch_size
@@ -153,7 +155,10 @@ class TrainLoader:
         if self.stream is not None:
             yield from self.stream.windows()
             return
-        batches = iter(self.loader)
+        if self.loader.generator is not None:
+            epoch = self.consumed // self.plan.global_batch_size // self.order.steps_per_epoch
+            self.loader.generator.manual_seed(derived_seed(self.plan.seed, "workers", self.rank, epoch))
+        batches = drawing_apart(self.loader)
         while len(window := list(islice(batches, self.plan.accumulate_grad_batches))) == (
             self.plan.accumulate_grad_batches
         ):
@@ -239,8 +244,19 @@ class TrainLoader:
     def _rest_of_epoch(self) -> Iterator[Any]:
         step = self.consumed // self.plan.global_batch_size
         end = (step // self.order.steps_per_epoch + 1) * self.order.steps_per_epoch
+        ranks, size, seed = (
+            self.plan.topology.data_parallel_size,
+            self.keys_per_batch,
+            derived_seed(self.plan.seed, "data"),
+        )
         for first in range(step, end, _STEPS_AT_A_TIME):
-            yield from self._micro_batches_of_rank(first, min(_STEPS_AT_A_TIME, end - first))
+            keys_of_batches = self._micro_batches_of_rank(first, min(_STEPS_AT_A_TIME, end - first))
+            for number, keys in enumerate(keys_of_batches):
+                position = first * self.keys_per_step + (number * ranks + self.rank) * size
+                if self.by_batch and type(keys) is list:  # many samples have one position
+                    yield with_seeds(keys, derived_seed(seed, position), 0)
+                else:
+                    yield with_seeds(keys, seed, position)
 
     def _window_scales(self, window: list[Any]) -> list[Tensor | None]:
         if self.loss_weight is None:

@@ -48,8 +48,8 @@ def check_own_samples(loader: Any, plan: Plan) -> None:
 class Stream:
     """Reads one rank's micro-batches a window ahead, so that all ranks know which window is the last."""
 
-    def __init__(self, loader: Any, plan: Plan, group: Group) -> None:
-        self.loader, self.plan, self.group = loader, plan, group
+    def __init__(self, loader: Any, plan: Plan, group: Group, rank: int = 0) -> None:
+        self.loader, self.plan, self.group, self.rank = loader, plan, group, rank
         self.size = plan.accumulate_grad_batches
         self.length = self._shortest_length()  # an epoch's micro-batches on every rank; None: not known
         self.epoch = 0
@@ -109,7 +109,7 @@ class Stream:
         """Make an iterator at the position of `go_on_from`, or at the start of the epoch."""
         position, self._resumed = self._resumed, None
         set_epoch(self.loader, self.epoch)
-        self._random = RandomStreams(derived_seed(self.plan.seed, "stream", self.epoch))
+        self._random = RandomStreams(derived_seed(self.plan.seed, "stream", self.epoch, self.rank))
         restored = position is not None and position["state"] is not None and self.stateful is not None
         with self._random():
             if restored:
@@ -226,7 +226,7 @@ def evaluation_batches(
     Collective. `limit`: the most batches of all ranks together.
     """
     ranks = plan.topology.data_parallel_size
-    random_streams = RandomStreams(derived_seed(plan.seed, "evaluation stream"))
+    random_streams = RandomStreams(derived_seed(plan.seed, "evaluation stream", rank))
     with random_streams():
         batches = _once(iter(loader))
         head = list(islice(batches, 2))

@@ -9,9 +9,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    get_worker_info,
+)
 
 from shardwise.config.targets import locate
+from shardwise.data.sample_seeds import SeededSamples
+from shardwise.distributed.rng import derived_seed, seed_streams
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 from shardwise.process.parent import kill_with_parent
@@ -67,17 +76,19 @@ def shuffles(loader: DataLoader[Any]) -> bool | None:
 
 
 def with_batches(loader: DataLoader[Any], batches: Any, seed: int) -> DataLoader[Any]:
-    """Copy the loader with another order. `batches`: lists of indices, or single ones if it does not collate."""
+    """Copy the loader with another order.
+
+    `batches`: lists of keys, or single ones if it does not collate, which may have seeds. `seed`: of the workers."""
     order: dict[str, Any] = {"batch_sampler": batches}
     if loader.batch_sampler is None:
         order = {"sampler": batches, "batch_size": None}
     # Without a generator each pass would draw from the random stream of dropout, and a resumed run from another place.
-    generator = loader.generator or torch.Generator().manual_seed(seed)
-    start_worker = partial(_start_worker, loader.worker_init_fn)
+    generator = torch.Generator().manual_seed(seed)
+    start_worker, samples = partial(_start_worker, loader.worker_init_fn, None), SeededSamples(loader.dataset)
     if _overrides_iteration(loader):
-        return _copy_with(loader, {**order, "generator": generator, "worker_init_fn": start_worker})
+        return _copy_with(loader, {**order, "dataset": samples, "generator": generator, "worker_init_fn": start_worker})
     return DataLoader(
-        loader.dataset,
+        samples,
         **order,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
@@ -107,15 +118,21 @@ def _copy_with(loader: DataLoader[Any], changed: dict[str, Any]) -> DataLoader[A
     return copied
 
 
-def with_watched_workers(loader: Any) -> Any:
+def with_watched_workers(loader: Any, rank: int) -> Any:
     if isinstance(loader, DataLoader) and loader.num_workers:
-        loader.worker_init_fn = partial(_start_worker, loader.worker_init_fn)
+        loader.worker_init_fn = partial(_start_worker, loader.worker_init_fn, rank)
     return loader
 
 
-def _start_worker(then: Callable[[int], None] | None, worker: int) -> None:
+def _start_worker(then: Callable[[int], None] | None, rank: int | None, worker: int) -> None:
+    """In a worker. `rank`: of a stream, whose workers torch has seeded alike on every rank if it has a generator."""
     kill_with_parent()  # torch's own check takes seconds, and prints tracebacks
     leave_to_parent()
+    info = get_worker_info()
+    if info is not None and isinstance(info.dataset, SeededSamples):
+        object.__setattr__(info, "dataset", info.dataset.samples)  # the user's code may prepare it
+    if rank is not None:
+        seed_streams(derived_seed(torch.initial_seed(), "rank", rank))
     if then is not None:
         then(worker)
 

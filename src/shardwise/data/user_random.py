@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +10,19 @@ import torch
 from torch.utils.data import DataLoader
 
 from shardwise.data.user_loader import sampler_of
-from shardwise.distributed.rng import derived_seed, random_state, set_random_state
+from shardwise.distributed.rng import derived_seed, random_state, seed_host, set_random_state
 
 _CPU = torch.device("cpu")
+_END = object()
+
+
+@contextmanager
+def _training_left_alone() -> Iterator[None]:
+    outside = random_state(_CPU)
+    try:
+        yield
+    finally:
+        set_random_state(outside, _CPU)
 
 
 class RandomStreams:
@@ -26,19 +34,15 @@ class RandomStreams:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        outside = random_state(_CPU)
-        if self.state is None:
-            torch.default_generator.manual_seed(self.seed)
-            random.seed(self.seed)
-            if (numpy := sys.modules.get("numpy")) is not None:
-                numpy.random.seed(self.seed % 2**32)
-        else:
-            set_random_state(self.state, _CPU)
-        try:
-            yield
-        finally:
-            self.state = random_state(_CPU)
-            set_random_state(outside, _CPU)
+        with _training_left_alone():
+            if self.state is None:
+                seed_host(self.seed)
+            else:
+                set_random_state(self.state, _CPU)
+            try:
+                yield
+            finally:
+                self.state = random_state(_CPU)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -58,3 +62,18 @@ def draw_order(loader: DataLoader[Any], seed: int, epoch: int) -> Sequence[Any]:
                 generator.manual_seed(derived_seed(seed, "order", epoch))
         set_epoch(loader, epoch)
         return list(sampler)
+
+
+def drawing_apart(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Iterate over a loader whose samples have seeds of their own, and leave training's random streams as they are."""
+    if loader.num_workers:
+        yield from loader
+        return
+    with _training_left_alone():
+        batches = iter(loader)
+    while True:
+        with _training_left_alone():
+            batch = next(batches, _END)
+        if batch is _END:
+            return
+        yield batch

@@ -21,6 +21,12 @@ def derived_seed(seed: int, *purpose: object) -> int:
 def seed_streams(seed: int) -> None:
     """Seed the streams of torch, Python and NumPy: a module or its data may draw from each of them."""
     torch.manual_seed(seed)
+    seed_host(seed)
+
+
+def seed_host(seed: int) -> None:
+    """Seed the streams of the host alone. It takes microseconds."""
+    torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)

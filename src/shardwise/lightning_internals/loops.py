@@ -25,6 +25,14 @@ class WindowLoop(_TrainingEpochLoop):
     ended_before = False  # whether the run was resumed at the end of an epoch
 
     @property
+    def global_step(self) -> int:
+        """How many steps are done. A module that optimizes by hand may count `completed` up itself, as PINA does."""
+        module = self.trainer.lightning_module
+        if module is None or module.automatic_optimization:
+            return super().global_step
+        return self.manual_optimization.optim_step_progress.total.ready
+
+    @property
     def done(self) -> bool:
         if self.trainer.should_stop and (self._should_accumulate() or not self.trainer.fit_loop._can_stop_early):
             return self._is_training_done and self._is_validation_done
