@@ -63,7 +63,7 @@ def test_a_sampler_gives_every_rank_the_same_order(tmp_path: Path) -> None:
 class Diffusion(LightningModule):
     """Its data draws the time steps and the noise when it collates a batch."""
 
-    seen: list[float] = []  # noqa: RUF012  # of all steps
+    seen: list[float] = []  # of all steps
 
     def __init__(self) -> None:
         super().__init__()

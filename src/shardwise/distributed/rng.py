@@ -39,7 +39,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
         state[device.type] = accelerator.random_state(device)
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = numpy.random.get_state()
-        state["numpy"] = (kind, torch.tensor(keys.tolist()), *rest)
+        state["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *rest)
     return state
 
 
