@@ -65,7 +65,7 @@ class Stream:
         if plan.topology.data_parallel_size > 1 or plan.checkpoint.saves:
             _print_on_rank_zero(
                 f"data: {name_of(loader)} keeps an order of its own; a run that is resumed, on as many ranks as "
-                f"before, {self._how_it_goes_on()}. Its random numbers are other ones on every rank and in every worker: "
+                f"before, {self._how_it_goes_on()}. Every rank and worker draws random numbers of its own: "
                 f"a shuffle before the split by rank needs a generator that all seed alike"
             )
 
