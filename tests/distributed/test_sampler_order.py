@@ -108,6 +108,7 @@ def diffuse(folder: Path) -> list[tuple[str, list[float], list[float]]]:
             [f"name={strategy}", "data.num_workers=0"],
             [f"name={strategy}-resumed", "data.num_workers=2", f"resume={checkpoint}"],
         ):
+            (folder / more[0].removeprefix("name=")).mkdir(exist_ok=True)
             Diffusion.seen.clear()
             fit(make_plan(compose([*words, *more]).jobs[0].config, Host(cuda_devices=0)))
             seen.append([*Diffusion.seen])
