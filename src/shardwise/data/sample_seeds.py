@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
 from shardwise.data.order import splitmix64
 from shardwise.distributed.rng import seed_host
@@ -39,7 +39,7 @@ def _seeds(seed: int, position: int, count: int) -> list[int]:
     return seeds
 
 
-class SeededSamples(Dataset[Any]):
+class SeededSamples:
     """The user's data set: torch, NumPy and Python draw from a sample's own seed while it is read.
 
     What then collates a batch draws from a stream that begins with the batch's first sample.

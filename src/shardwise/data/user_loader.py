@@ -88,7 +88,7 @@ def with_batches(loader: DataLoader[Any], batches: Any, seed: int) -> DataLoader
     if _overrides_iteration(loader):
         return _copy_with(loader, {**order, "dataset": samples, "generator": generator, "worker_init_fn": start_worker})
     return DataLoader(
-        samples,
+        samples,  # type: ignore[arg-type]  # it has what a Dataset has, and is in no one's registry
         **order,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
