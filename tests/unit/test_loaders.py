@@ -422,7 +422,7 @@ class DrawsOfWorkers(IterableDataset[Any]):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_draws_otherwise_on_every_rank_and_worker(workers: int) -> None:
-    """Also where its loader has a generator that every rank seeds alike."""
+    """Also where its loader has a generator that every rank seeds alike; but for the first batches of an epoch."""
     rows = []
     for rank in range(2):
         given = {"batch_size": 2, "num_workers": workers, "collate_fn": torch.tensor}
@@ -430,9 +430,10 @@ def test_a_stream_draws_otherwise_on_every_rank_and_worker(workers: int) -> None
         train = TrainLoader(made, plan(accumulate=1), rank, CPU, None)
         rows += [batch for _ in range(2) for batch in train]
         rows += list(EvaluationLoader(made, plan(), rank, deque().append))
-    found = torch.cat(rows)
-    assert len(found) == 2 * 3 * 8 * max(workers, 1)
-    assert all(len(column.unique()) == len(found) for column in found.T)
+    found, sources = torch.cat(rows), max(workers, 1)
+    assert len(found) == 2 * 3 * 8 * sources
+    assert all(len(column.unique()) == len(found) - 3 * 2 * sources for column in found.T)
+    assert torch.equal(rows[0], rows[len(rows) // 2]), "a shuffle before the split by rank would differ"
 
 
 def test_a_worker_shows_the_users_data_set() -> None:

@@ -111,7 +111,8 @@ class Saving(Callback):
         # At the last step validation comes first: a run that is resumed there would not validate any more.
         if ends_window and self._saves_after(trainer, step):
             self.due_step = step
-        now = self.due_step == step and not (validates and step in (self.plan.max_steps, step_logging(trainer).last))
+        is_last = validates and step in (self.plan.max_steps, step_logging(trainer).last)
+        now = ends_window and self.due_step == step and not is_last
         if now and 0 < step != self.saved_step:  # the step is saved already if every step since then was skipped
             self.save_step(trainer)
         if validates:

@@ -22,7 +22,7 @@ from shardwise.checkpoint.encoding import PLAIN, encode
 from shardwise.data.agreement import Group, check_distinct, count_ranks, smallest
 from shardwise.data.user_loader import name_of
 from shardwise.data.user_random import RandomStreams, set_epoch
-from shardwise.distributed.rng import derived_seed, set_random_state
+from shardwise.distributed.rng import derived_seed, seed_host, set_random_state
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 
@@ -65,8 +65,7 @@ class Stream:
         if plan.topology.data_parallel_size > 1 or plan.checkpoint.saves:
             _print_on_rank_zero(
                 f"data: {name_of(loader)} keeps an order of its own; a run that is resumed, on as many ranks as "
-                f"before, {self._how_it_goes_on()}. Every rank and worker draws random numbers of its own: "
-                f"a shuffle before the split by rank needs a generator that all seed alike"
+                f"before, {self._how_it_goes_on()}"
             )
 
     def windows(self) -> Iterator[tuple[list[Any], dict[str, Any], bool]]:
@@ -110,7 +109,7 @@ class Stream:
         """Make an iterator at the position of `go_on_from`, or at the start of the epoch."""
         position, self._resumed = self._resumed, None
         set_epoch(self.loader, self.epoch)
-        self._random = RandomStreams(derived_seed(self.plan.seed, "stream", self.epoch, self.rank))
+        self._random = RandomStreams(derived_seed(self.plan.seed, "stream", self.epoch))
         restored = position is not None and position["state"] is not None and self.stateful is not None
         with self._random():
             if restored:
@@ -144,7 +143,9 @@ class Stream:
             f"data: the first {self.batches} micro-batches of {name_of(self.loader)} are read again on every rank and "
             f"passed over, up to where the checkpoint was written"
         )
-        passed = sum(1 for _ in islice(self._iterator, self.batches))
+        passed = sum(1 for _ in islice(self._iterator, self.size))
+        self._draw_apart()
+        passed += sum(1 for _ in islice(self._iterator, self.batches - self.size))
         if passed < self.batches:
             raise ConfigError(
                 f"resume={self.plan.resume}: {name_of(self.loader)} ended after {passed} of the {self.batches} "
@@ -156,9 +157,19 @@ class Stream:
         is_over = self.batches == self.length
         with self._random():
             window = list(islice(self._iterator, 1 if is_over else self.size))
+            if self.batches == 0:
+                self._draw_apart()
         self._has_ended = len(window) < (1 if is_over else self.size)
         self._lowest = 0 if is_over else smallest(len(window), self.group)
         return window if self._lowest == self.size else None
+
+    def _draw_apart(self) -> None:
+        """Draw other random numbers than other ranks from here on.
+
+        All draw alike until an epoch's first window has been read: so they agree on a shuffle before the split by rank,
+        and a stream that is not split shows the same samples to `check_distinct`.
+        """
+        seed_host(derived_seed(self.plan.seed, "stream", self.epoch, self.rank))
 
     def _position(self) -> dict[str, Any]:
         state = None
@@ -188,7 +199,8 @@ class Stream:
     def _look_at_first(self, window: list[Any], following: list[Any] | None) -> None:
         if not self._looked:
             self._looked = True
-            check_distinct(window, following, self.loader, "training", self.group)
+            first, second = [*window, *(following or [])][:1], [*window, *(following or [])][1:2]
+            check_distinct(first, second, self.loader, "training", self.group)
 
     def _too_short(self) -> ConfigError:
         name, many = name_of(self.loader), f"{self.size} micro-batch{'es' * (self.size > 1)} on every rank"
@@ -227,10 +239,12 @@ def evaluation_batches(
     Collective. `limit`: the most batches of all ranks together.
     """
     ranks = plan.topology.data_parallel_size
-    random_streams = RandomStreams(derived_seed(plan.seed, "evaluation stream", rank))
+    random_streams = RandomStreams(derived_seed(plan.seed, "evaluation stream"))
     with random_streams():
         batches = _once(iter(loader))
-        head = list(islice(batches, 2))
+        head = list(islice(batches, 1))
+        seed_host(derived_seed(plan.seed, "evaluation stream", rank))
+        head += islice(batches, 1)
     check_distinct(head[:1], head[1:], loader, "evaluation", group)
     batches, turn, last = chain(head, batches), 0, _END
     while True:

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from shardwise.config.targets import locate
 from shardwise.data.sample_seeds import SeededSamples
-from shardwise.distributed.rng import derived_seed, seed_streams
+from shardwise.distributed.rng import derived_seed, seed_host
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 from shardwise.process.parent import kill_with_parent
@@ -84,7 +84,7 @@ def with_batches(loader: DataLoader[Any], batches: Any, seed: int) -> DataLoader
         order = {"sampler": batches, "batch_size": None}
     # Without a generator each pass would draw from the random stream of dropout, and a resumed run from another place.
     generator = torch.Generator().manual_seed(seed)
-    start_worker, samples = partial(_start_worker, loader.worker_init_fn, None), SeededSamples(loader.dataset)
+    start_worker, samples = partial(_start_worker, loader.worker_init_fn), SeededSamples(loader.dataset)
     if _overrides_iteration(loader):
         return _copy_with(loader, {**order, "dataset": samples, "generator": generator, "worker_init_fn": start_worker})
     return DataLoader(
@@ -119,20 +119,33 @@ def _copy_with(loader: DataLoader[Any], changed: dict[str, Any]) -> DataLoader[A
 
 
 def with_watched_workers(loader: Any, rank: int) -> Any:
+    """Watch the workers of a stream, which draw other random numbers on every rank."""
     if isinstance(loader, DataLoader) and loader.num_workers:
-        loader.worker_init_fn = partial(_start_worker, loader.worker_init_fn, rank)
+        loader.worker_init_fn = partial(_start_worker, loader.worker_init_fn)
+        loader.collate_fn = _Collate(loader.collate_fn, rank)
     return loader
 
 
-def _start_worker(then: Callable[[int], None] | None, rank: int | None, worker: int) -> None:
-    """In a worker. `rank`: of a stream, whose workers torch has seeded alike on every rank if it has a generator."""
+class _Collate:
+    """The user's function. Ranks draw alike until a worker's first batch: see `Stream._draw_apart`."""
+
+    def __init__(self, collate: Callable[[Any], Any], rank: int) -> None:
+        self.collate, self.rank, self.draws_alike = collate, rank, True
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self.collate(samples)
+        if self.draws_alike:
+            self.draws_alike = False
+            seed_host(derived_seed(torch.initial_seed(), "rank", self.rank))
+        return batch
+
+
+def _start_worker(then: Callable[[int], None] | None, worker: int) -> None:
     kill_with_parent()  # torch's own check takes seconds, and prints tracebacks
     leave_to_parent()
     info = get_worker_info()
     if info is not None and isinstance(info.dataset, SeededSamples):
         object.__setattr__(info, "dataset", info.dataset.samples)  # the user's code may prepare it
-    if rank is not None:
-        seed_streams(derived_seed(torch.initial_seed(), "rank", rank))
     if then is not None:
         then(worker)
 
