@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.optimizer_groups import optimizer_difference
+from shardwise.checkpoint.optimizer_groups import fill_names, optimizer_difference
 from shardwise.checkpoint.optimizers import describe_optimizers
 from shardwise.distributed.matrices import rows_of_ranks
 from shardwise.errors import ConfigError
@@ -276,6 +276,15 @@ def test_state_of_another_choice_of_matrices_is_not_taken() -> None:
     torchs = describe_optimizers([torch.optim.Muon([a, b])], [[["a", "b"]]], {}, whole=True)
     assert optimizer_difference(torchs, [made("muon", "adamw")], names) is not None
     assert optimizer_difference(saved, [made("adamw", "adamw")], names) == "a: trained by muon before, and by adamw now"
+
+
+def test_an_older_checkpoint_that_lacks_names_gets_those_of_its_groups() -> None:
+    saved: list[dict[str, Any]] = [{"groups": [{"names": ["a"]}, {"names": []}]}]
+    fill_names(saved, [[["a", "b"], ["c"]]])
+    assert [group["names"] for group in saved[0]["groups"]] == [["a", "b"], ["c"]]
+    whole: list[dict[str, Any]] = [{"groups": [{"names": ["a"]}], "made": [["a"]]}]
+    fill_names(whole, [[["a", "b"]]])
+    assert whole[0]["groups"] == [{"names": ["a"]}], "a newer one has them all"
 
 
 def with_gradients(dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from shardwise.checkpoint.optimizer_groups import optimizer_difference
+from shardwise.checkpoint.optimizer_groups import fill_names, optimizer_difference
 from shardwise.checkpoint.state import ShardedState
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
@@ -28,7 +28,9 @@ def takes_optimizers(plan: Plan, state: ShardedState, saved: list[dict[str, Any]
     Raises:
         ConfigError: they cannot, and `resume_allow` does not name the optimizer.
     """
-    difference = optimizer_difference(saved, state.module_optimizers(), state.group_names())
+    names = state.group_names()
+    fill_names(saved, names)
+    difference = optimizer_difference(saved, state.module_optimizers(), names)
     if difference is not None and "optimizer" not in plan.resume_allow:
         raise ConfigError(f"resume={plan.resume}: {difference}; resume_allow=[optimizer] leaves that state behind")
     if difference is not None and dist.get_rank() == 0:

@@ -63,6 +63,18 @@ def _list_groups(groups: list[list[str]], others: Counter[frozenset[str]]) -> st
     return ", ".join([*listed, *([f"{count(same, 'group')} in common"] if same else [])]) or "none"
 
 
+def fill_names(saved: list[dict[str, Any]], names: list[list[list[str]]]) -> None:
+    """Give the groups of an older checkpoint the names that it lacks, as it does of weights that a validation under FSDP
+    had gathered: they belong with the others of a group."""
+    for before, now in zip(saved, names, strict=False):
+        if "made" in before:
+            continue
+        known = {name for group in before["groups"] for name in group["names"]}
+        for group in before["groups"]:
+            same = [of for of in now if known & set(of) == set(group["names"])]
+            group["names"] = same[0] if len(same) == 1 else group["names"]
+
+
 class HookGroups:
     """Groups that hooks had made in the run that was saved, such as one of weights that are trained later."""
 

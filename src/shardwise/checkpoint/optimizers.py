@@ -25,9 +25,8 @@ def describe_state(state: ShardedState) -> list[dict[str, Any]]:
     """What a checkpoint has of the optimizers besides tensors: see `describe_optimizers`."""
     optimizers, names = state.module_optimizers(), state.group_names()
     described = describe_optimizers(optimizers, names, state.stepped_names(), whole=state.keeps_whole_weights)
-    for one, made, now in zip(described, state.made_groups, names, strict=False):
-        if made != now:  # hooks have changed them
-            one["made"] = made
+    for one, made in zip(described, state.made_groups, strict=False):
+        one["made"] = made  # hooks may have changed them since
     return described
 
 

@@ -163,6 +163,7 @@ class DTensorState:
         """What the optimizer of this parameter steps on, and its number; None: it is in no optimizer."""
         sizes = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.optimizers()]
         if self._sites is None or self._sizes != sizes:  # a hook may change the groups
+            self.reshard()
             numbers = {id(p): i for i, o in enumerate(self.optimizers()) for g in o.param_groups for p in g["params"]}
             stepped = {name: self._stepped.get(id(p), p) for name, p in self.module.named_parameters()}
             self._sites = {name: (p, numbers.get(id(p))) for name, p in stepped.items()}
@@ -178,6 +179,7 @@ class DTensorState:
         return self._names_of_sites()
 
     def _names_of_sites(self) -> dict[int, str]:
+        self.reshard()  # a validation leaves whole weights in the module, which are in no group
         return {id(self._stepped.get(id(p), p)): name for name, p in self.module.named_parameters()}
 
     def group_names(self) -> list[list[list[str]]]:
