@@ -64,8 +64,8 @@ def _list_groups(groups: list[list[str]], others: Counter[frozenset[str]]) -> st
 
 
 def fill_names(saved: list[dict[str, Any]], names: list[list[list[str]]]) -> None:
-    """Give the groups of an older checkpoint the names that it lacks, as it does of weights that a validation under FSDP
-    had gathered: they belong with the others of a group."""
+    """Give the groups of an older checkpoint the names that it lacks, which are those of weights that a validation under
+    FSDP had gathered."""
     for before, now in zip(saved, names, strict=False):
         if "made" in before:
             continue
