@@ -64,7 +64,7 @@ def _list_groups(groups: list[list[str]], others: Counter[frozenset[str]]) -> st
 
 
 def fill_names(saved: list[dict[str, Any]], names: list[list[list[str]]]) -> None:
-    """Give the groups of an older checkpoint the names that it lacks, which are those of weights that a validation under
+    """Give the groups of an older checkpoint the names that it lacks: those of weights that a validation under
     FSDP had gathered."""
     for before, now in zip(saved, names, strict=False):
         if "made" in before:
