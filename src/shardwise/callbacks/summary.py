@@ -40,10 +40,12 @@ class Summary(Callback):
             print(f"parameters: {whole:,}, of which {trained:,} are trained", flush=True)
 
     def _count_parameters(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        shapes = strategy_of(trainer).sharded.whole_shapes()
-        sizes = {p: prod(shapes.get(name, p.shape)) for name, p in pl_module.named_parameters()}
-        trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
-        self.parameters = {"parameters": sum(sizes.values()), "trained_parameters": trained}
+        state = strategy_of(trainer).sharded
+        shapes = state.whole_shapes()
+        own = {name: (prod(shapes.get(name, p.shape)), p.requires_grad) for name, p in pl_module.named_parameters()}
+        found = {name: size for part in state.of_all_stages(own) for name, size in part.items()}
+        trained = sum(size for size, is_trained in found.values() if is_trained)
+        self.parameters = {"parameters": sum(size for size, _ in found.values()), "trained_parameters": trained}
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.parameters:  # nothing was left to train
