@@ -94,6 +94,13 @@ def test_a_word_of_lightnings_is_read_as_ours_and_told(word: str, ours: list[str
     assert len(found.messages) == 1 and found.messages[0].startswith(f"{word} is read as {' '.join(ours)}")
 
 
+def test_a_parallel_axis_alone_takes_fsdp() -> None:
+    found = translate(["strategy.pipeline_parallel_size=2"])
+    assert found.overrides == ["strategy.pipeline_parallel_size=2", "strategy=fsdp"] and len(found.messages) == 1
+    for given in (["strategy=fsdp_hybrid", "strategy.tensor_parallel_size=2"], ["strategy.tensor_parallel_size=1"]):
+        assert translate(given).overrides == given
+
+
 @pytest.mark.parametrize("word", ANYWAY)
 def test_what_happens_anyway_is_taken_and_told(word: str) -> None:
     assert translate([word, "seed=1"]) == Translated(["seed=1"], (f"{word} is what happens here anyway",))

@@ -20,6 +20,9 @@ _CALLBACKS = (
 )
 
 
+_AXIS = re.compile(r"strategy\.(tensor|context|pipeline)_parallel_size=(?!1$).*")
+
+
 @dataclass(frozen=True)
 class Translated:
     """The command line with our options, and messages about it for the user."""
@@ -42,6 +45,10 @@ def translate(words: Sequence[str]) -> Translated:
             because = _BECAUSE.get(word.lstrip("+").removeprefix("trainer.").lower(), "")
             messages.append(f"{word} is read as {' '.join(new)}{because}" if new else f"{word} {_ANYWAY}")
         ours += new
+    axis = next((word for word in ours if _AXIS.fullmatch(word)), None)
+    if axis is not None and not {"strategy", "experiment"} & {word.partition("=")[0] for word in ours}:
+        ours.append("strategy=fsdp")
+        messages.append(f"{axis} is an option of strategy=fsdp, which is taken")
     return Translated(ours, tuple(messages))
 
 
