@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 def return_passed_tensors(layer: nn.Module) -> None:
-    """Let `layer` do so. It sees what is done to inputs by casts around its `forward` of now, and by hooks behind it."""
+    """Let `layer` do so, whatever casts around its present `forward` and other hooks do to inputs and outputs."""
     forward = layer.forward
     given: list[Tensor] = []  # by the caller
     same: dict[int, tuple[Tensor, Tensor]] = {}  # id of a tensor that forward got → this tensor, the caller's
@@ -78,11 +78,10 @@ def _replace(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         for key, item in value.items():
             if (other := _replace(function, item)) is not item:
                 value[key] = other
-    elif type(value) in (tuple, list):
+    elif isinstance(value, (tuple, list)):
         items = [_replace(function, item) for item in value]
-        return value if all(map(lambda a, b: a is b, items, value)) else type(value)(items)
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*[_replace(function, item) for item in value])
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            return type(value)(items) if type(value) in (tuple, list) else type(value)(*items)  # a named tuple
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             if (other := _replace(function, item := getattr(value, field.name))) is not item:
