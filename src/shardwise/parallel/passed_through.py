@@ -42,7 +42,7 @@ def return_passed_tensors(layer: nn.Module) -> None:
         returned = _tensors(output)
         passed[:] = [same.get(id(tensor), (None, None))[1] for tensor in returned]
         if returned and None not in passed:  # a strategy's hooks need one: other ranks may run what this one skips
-            passed[next((n for n, tensor in enumerate(passed) if not tensor.is_leaf), 0)] = None
+            passed[next((n for n, theirs in enumerate(passed) if theirs is not None and not theirs.is_leaf), 0)] = None
         return output
 
     def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
