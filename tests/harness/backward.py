@@ -12,17 +12,18 @@ from tests.harness.anybodys_module import MICRO, RANKS, plan_for, words_for
 from tests.harness.cells import fit
 from tests.harness.reference import update_deviation
 
-MODULES = ("Steep", "Sensitive", "InPlace", "OfGraphs", "Wgan")
+MODULES = ("Steep", "Sensitive", "InPlace", "OfGraphs", "Forces", "Wgan")
 CELLS = [
     *[(module, strategy, "fp64") for module in MODULES for strategy in ("ddp", "fsdp")],
     ("Steep", "fsdp_hybrid", "fp64"),
-    *[("Steep", strategy, "fp32") for strategy in ("ddp", "zero2")],
-    *[("Steep", strategy, "bf16") for strategy in ("ddp", "fsdp")],
+    *[(module, strategy, "fp32") for module in ("Steep", "Forces") for strategy in ("ddp", "zero2")],
+    *[(module, strategy, "bf16") for module in ("Steep", "Forces") for strategy in ("ddp", "fsdp")],
     ("Steep", "fsdp", "fp64", "activation_checkpointing=full"),
 ]
 BOUNDS = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 0.02}  # of an update's deviation from that under ddp
 REFUSED = [
     ("Steep", ["strategy=zero3"], "Steep.training_step takes a gradient (torch.autograd.grad), and behind that"),
+    ("Forces", ["strategy=zero3"], "Forces.training_step takes a gradient (torch.autograd.grad), and behind that"),
     ("Steep", ["strategy=ddp", "compile=layer"], "Steep differentiates a gradient (create_graph=True), which torch"),
     ("OfGraphs", ["strategy=zero3"], "Message passes tensors on inside an object, where zero3 does not find them"),
 ]

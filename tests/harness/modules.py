@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from abc import ABC
+from typing import Any, Generic, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -10,6 +11,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+
+T = TypeVar("T")
 
 
 class Residual(nn.Module):
@@ -356,6 +359,40 @@ class OfGraphs(Bare):
         for layer in self.last:
             layer(graph)
         return F.mse_loss((graph.nodes + graph.edges["mean"]).float(), real.flip(1).float())
+
+
+class Interaction(Generic[T], Layer):
+    """Writes into the dict that it is given."""
+
+    def forward(self, data: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
+        data["x"] = super().forward(data["x"] + data["positions"].sin())
+        return data
+
+
+class Product(ABC, Layer):
+    """Writes into a tensor that it is given."""
+
+    def forward(self, data: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
+        data["x"] += super().forward(data["positions"].cos())
+        return {**data, "seen": data["x"]}
+
+
+class Forces(ABC, Bare):
+    """Its energy is differentiated by positions that travel through all layers. Classes have a first parent without a
+    `__dict__`, which is another layout in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.Sequential(Interaction(6), Interaction(6)), nn.ModuleList([Product(6), Product(6)])
+
+    def loss(self, real: Tensor) -> Tensor:
+        with torch.enable_grad():
+            data = {"positions": real.detach().clone().requires_grad_(), "x": torch.ones_like(real)}
+            for layer in (*self.layers, *self.last):
+                data = layer(data)
+            energy = (data["x"] + 0.5 * data["positions"].square()).float().sum(1)
+            (gradient,) = torch.autograd.grad(energy.sum(), data["positions"], create_graph=True)
+            return F.mse_loss(-gradient.float(), real.flip(1).float()) + energy.mean()
 
 
 class Clips(Bare):

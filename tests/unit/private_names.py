@@ -101,6 +101,7 @@ USED = {
     "parallel/functional_calls.py": "_functional_call",
     "parallel/layer_state.py": "_buffers _version",
     "parallel/parallelize.py": "_pytree",
+    "parallel/passed_through.py": "_version",
     "parallel/pipeline/absent.py": "_python_dispatch _schema",
     "parallel/pipeline/ownership.py": "_parameters",
     "parallel/pipeline/stages.py": "_buffers _modules _parameters",
@@ -139,7 +140,9 @@ USED = {
     ),
     "strategies/pipelined_buffers.py": "_buffers _version",
     "strategies/step_on_shards.py": "_local_tensor",
-    "strategies/fsdp_gathering.py": "_fully_shard _get_fsdp_state _get_post_forward_mesh_info",
+    "strategies/fsdp_gathering.py": (
+        "_fully_shard _get_fsdp_state _get_post_forward_mesh_info _unimplemented_deepcopy"
+    ),
     "strategies/lost_writes.py": "_base _dynamo _local_tensor",
     "strategies/of_parts.py": "_get_total_norm",
     "strategies/fsdp_scalars.py": "_post_accumulate_grad_hooks",
@@ -337,6 +340,9 @@ NAMES = {
         f"{FSDP}._fully_shard",
         "units share one mesh of reshard_after_forward=N, and its groups",
         "(reshard_after_forward, mesh_info)",
+    ),
+    "_unimplemented_deepcopy": name(
+        f"{FSDP}._fully_shard", "a class that FSDP2 cannot change by itself", "(*args, **kwargs)"
     ),
     "_lazy_init": name(STATE, "before a module that optimizes by hand toggles an optimizer", "(self)"),
     "_pre_backward": name(STATE, "tensors inside objects and views need the hook as well", "(self, grad)"),

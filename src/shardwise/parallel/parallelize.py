@@ -26,6 +26,7 @@ from shardwise.parallel.activation_checkpointing import Contexts, keep_results_o
 from shardwise.parallel.compile import compiled, one_graph_or, prepare_compiler
 from shardwise.parallel.functional_calls import refuse_functional_calls
 from shardwise.parallel.layer_state import LayerState, own_attributes
+from shardwise.parallel.passed_through import return_passed_tensors
 from shardwise.parallel.precision import (
     ParameterSites,
     cast_forward,
@@ -58,6 +59,9 @@ def parallelize(
     contexts = keep_results_of(checkpointing.save) if checkpointing.name == "selective" else None
     for number, (_, unit) in enumerate(units.modules):
         where = parameter_sites(unit, of=copied) if precision.is_mixed else []
+        three = plan.strategy.zero_stage == 3  # with find_unused_parameters it adds a zero to any output of a layer
+        if casts_inputs and (not plan.strategy.find_unused_parameters if three else precision.is_low):
+            return_passed_tensors(unit)
         if precision.is_low and (casts_inputs or where):
             cast_forward(unit, dtype_of(precision.compute_dtype), where, cast_inputs=casts_inputs)
         is_checkpointed = checkpointing.name != "none" and number % checkpointing.every_n_layers == 0

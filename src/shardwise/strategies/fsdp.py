@@ -34,6 +34,7 @@ from shardwise.lightning_internals.hook_analysis import LOOK_AT_GRADIENTS, NOT_G
 from shardwise.lightning_internals.logged import LoggedValue, take_logged_by
 from shardwise.parallel.functional_calls import refuse_functional_calls
 from shardwise.parallel.parallelize import roots_of
+from shardwise.parallel.passed_through import return_passed_tensors
 from shardwise.parallel.precision import dtype_of, mixed_precision_policy
 from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.plan import Plan
@@ -209,6 +210,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     def _shard_layer(self, layer: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | int | None) -> None:
         before = dict(layer.named_parameters())
+        fsdp_gathering.allow_any_layout(type(layer))
         fully_shard(
             layer, mesh=self.device_mesh, mp_policy=policy, ignored_params=self._wholes(layer),
             reshard_after_forward=reshard,
@@ -218,6 +220,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             if shard is not before[name]:
                 keep_notes(shard, before[name])
         if layer is not self.lightning_module:
+            return_passed_tensors(layer)
             show_outputs(layer)
 
     def _begin_roots(self) -> None:

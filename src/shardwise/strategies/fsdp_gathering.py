@@ -55,6 +55,20 @@ def set_prefetch(root: nn.Module, units: Units, plan: Plan) -> None:
             layer.set_modules_to_backward_prefetch(before[::-1][:backward])
 
 
+def allow_any_layout(kind: type) -> None:
+    """Let FSDP2 change the class of layers whose first parent has no `__dict__`: class Net(ABC, nn.Module).
+
+    Its own class, with FSDPModule as the first parent, has another layout in memory, and Python refuses it.
+    """
+    fsdp: Any = _fully_shard._fully_shard
+    base = kind
+    while base.__base__ is not None and base.__base__.__dictoffset__:
+        base = base.__base__
+    if base.__base__ is not object and kind not in fsdp.cls_to_fsdp_cls:
+        body = {"__deepcopy__": fsdp._unimplemented_deepcopy, "__new__": lambda _, *args, **more: kind(*args, **more)}
+        fsdp.cls_to_fsdp_cls[kind] = type(kind)(kind.__name__, (kind, FSDPModule), body)
+
+
 @contextmanager
 def one_mesh_for_all_units(plan: Plan) -> Iterator[None]:
     """Let units that are sharded inside share the mesh of `strategy.reshard_after_forward=N`.
