@@ -290,6 +290,12 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
     return trainer
 
 
+class TrainingStepProfiler(PyTorchProfiler):
+    """Counts training batches alone: a validation that comes between two steps does not move the window on."""
+
+    STEP_FUNCTIONS = {"training_step"}
+
+
 def build_profiler(plan: Plan) -> Profiler:
     """Lightning's profiler of this name. Rank 0 writes its report into the run's folder."""
     kinds: dict[str, Callable[..., Profiler]] = {
@@ -297,4 +303,12 @@ def build_profiler(plan: Plan) -> Profiler:
     }  # fmt: skip
     if plan.profiler == "none" or os.environ["RANK"] != "0":
         return Unprofiled()
-    return kinds[plan.profiler](dirpath=plan.run_dir, filename="profile")
+    more: dict[str, Any] = {}
+    if plan.profiler == "pytorch":
+        # Names are hooks: divided layers refuse them, and a forward pass that is computed again does not end them
+        more["record_module_names"] = plan.topology.tensor == 1 and plan.activation_checkpointing.name == "none"
+    if plan.profiler == "pytorch" and plan.stage == "fit":
+        kinds["pytorch"] = TrainingStepProfiler
+        batches = plan.accumulate_grad_batches  # the profiler counts micro-batches
+        more["schedule"] = torch.profiler.schedule(wait=batches, warmup=batches, active=3 * batches)
+    return kinds[plan.profiler](dirpath=plan.run_dir, filename="profile", **more)

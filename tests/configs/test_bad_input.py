@@ -343,6 +343,7 @@ WORDS: list[tuple[str, list[str]]] = [
      ["profile.tool=nsys sees what NVIDIA's GPUs do; use profile.tool=torch on cpu"]),
     ("profile.start=2 profiler=pytorch",
      ["profiler=pytorch: torch profiles one window at a time; leave profiler= out"]),
+    ("profiler=pytorch max_steps=4", ["profiler=pytorch max_steps=4: it leaves two steps out", "profile.start=1"]),
     ("stage=validate profile.start=2", ["profile.start=2: stage=validate makes no steps; leave it out"]),
     ("precision=tf32", ["precision=tf32 needs CUDA", "on the CPU use precision=fp32"]),
     ("attention=fa4 precision=bf16", ["attention=fa4: FlashAttention 4 runs on Hopper and Blackwell GPUs, and this run "

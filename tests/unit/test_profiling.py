@@ -11,6 +11,7 @@ import shlex
 import sys
 import threading
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from shardwise.run_dir.profile_request import (
     write_request,
 )
 from shardwise.tools import main
+from shardwise.trainer import build_profiler
 from tests.harness.cells import cell_plan
 from tests.harness.nsys_export import NsysExport
 
@@ -61,6 +63,25 @@ def test_the_plan_has_the_profile_and_reads_an_earlier_one() -> None:
     del raw["profile"], raw["debug"]
     earlier = Plan.from_json(json.dumps(raw | {"detect_anomaly": True}))
     assert earlier.profile == Profiling() and earlier.debug.anomaly
+
+
+def test_lightnings_profiler_with_torchs_records_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pipeline all of a step's work is in the backward pass of the last micro-batch."""
+    monkeypatch.setenv("RANK", "0")
+    words = ["profiler=pytorch", "micro_batch_size=1", "global_batch_size=4", "max_steps=6"]
+    profiler = build_profiler(cell_plan(tmp_path, 1, *words))
+    for _, micro_batch in product(range(6), range(4)):
+        with profiler.profile("[Strategy]PipelinedStrategy.training_step"):
+            pass
+        with profiler.profile("[Strategy]PipelinedStrategy.validation_step"):
+            pass
+        if micro_batch == 3:
+            torch.ones(2, 2) @ torch.ones(2, 2)
+    rows = [line.split() for line in profiler.summary().splitlines()]
+    calls = {row[0]: int(row[-1]) for row in rows if row and row[0] in ("aten::mm", "ProfilerStep*")}
+    assert calls == {"aten::mm": 3, "ProfilerStep*": 12}
+    for more, names in (("seed=0", True), ("activation_checkpointing=full", False)):
+        assert vars(build_profiler(cell_plan(tmp_path, 1, *words, more)))["_record_module_names"] is names
 
 
 def test_debugging_words_reach_cuda_and_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,19 @@ import pytest
 from shardwise.checkpoint.retention import read_best, write_best
 from shardwise.checkpoint.verify import changed
 from shardwise.config.compose import compose
-from shardwise.errors import ConfigError
+from shardwise.data.prepare.work import begin_or_go_on
+from shardwise.errors import ConfigError, DataError
+from shardwise.metrics.profile import read_trace
 from shardwise.plan import Host, make_plan
 from shardwise.run_dir import files
 from shardwise.run_dir.checkpoints import damage
+from shardwise.run_dir.events import read_events
+from shardwise.run_dir.job_folder import has_begun
 from shardwise.run_dir.reading import lines_of, read_json, read_text
 from shardwise.run_dir.resume import choose_again, find_checkpoint, resolve_resume, resumption
+from shardwise.tools.bench_data import appetite_of
 from tests.harness.rooms import MODULES, tree_of
+from tests.harness.run_folder import ODD
 
 RUN = Path("run")
 MADE = [
@@ -211,3 +217,21 @@ def test_what_lies_in_place_of_a_file_is_not_waited_for(tmp_path: Path, odd: str
             read_text(path)
     if odd == "sparse":
         assert list(lines_of(path)) == []
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_no_tool_waits_for_a_file_of_others(
+    tmp_path: Path, odd: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of prepare, bench-data, profile, a job's folder, and events, which are left out with a word."""
+    for name in ("summary.json", "state.json", "identity.json", "rank-0.json.gz", "begun", files.EVENTS):
+        ODD[odd](tmp_path / name)
+    with pytest.raises(ConfigError, match="does not say how fast it was"):
+        appetite_of(tmp_path)
+    with pytest.raises(DataError, match="rank-0.json.gz cannot be read"):
+        read_trace(tmp_path / "rank-0.json.gz")
+    with pytest.raises(DataError, match="identity.json cannot be read .*: remove .* to begin anew"):
+        begin_or_go_on(tmp_path, {}, [])
+    monkeypatch.setenv("SHARDWISE_JOB_DIR", str(tmp_path))
+    assert not has_begun("run")
+    assert read_events(tmp_path) == [] and f"{files.EVENTS} is not read: it " in capsys.readouterr().err

@@ -40,6 +40,35 @@ def test_a_node_without_the_key_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         build({"_target_": f"{__name__}.Keyed", "key": "${oc.env:MY_API_KEY}"}, "module")
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        "module.password=blue-fish",
+        "data.db.api_key=blue-fish",
+        "module.hf_token=hf_blue4fish9blue4",
+        "module.list=[a,http://me:blue@h]",
+        "data.url='https://h/?token=blue'",
+        "cluster.environment.WANDB_API_KEY=blue",
+        "data.run='curl -H \"Authorization: Bearer bluefish\"'",
+    ],
+)
+def test_a_secret_in_clear_is_refused_and_not_repeated(word: str) -> None:
+    said = r"^(module|data|cluster)\.[\w.]+ holds a key or a password.*: (give '|leave)"
+    with pytest.raises(ConfigError, match=said) as caught:
+        compose(["recipe=custom", f"module._target_={__name__}.Keyed", f"+{word}"])
+    assert "blue" not in str(caught.value) and word.partition("=")[0] in str(caught.value)
+
+
+def test_what_only_resembles_a_secret_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", SECRET)
+    words = [
+        "input_key=input_ids", "start_token='<|endoftext|>'", "private_key=/home/me/.ssh/id_ed25519",
+        "password=${oc.env:MY_API_KEY}", "auth='https://me:${oc.env:MY_API_KEY}@h'", "url='ssh://git@h/a'",
+    ]  # fmt: skip
+    [job] = compose([*WORDS[:2], *(f"+module.{word}" for word in words)]).jobs
+    assert job.config.module["password"] == "${oc.env:MY_API_KEY}"
+
+
 def test_no_file_of_a_run_has_it(tmp_path: Path) -> None:
     """Not the checkpoint either, whose hyperparameters the module has saved."""
     (tmp_path / "keyed.py").write_text(MODULE)

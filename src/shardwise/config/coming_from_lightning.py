@@ -143,7 +143,7 @@ _ARGUMENTS = _rows(
             "which rank gets which sample is the library's, so that a run can go on with other ranks"
         ),
         "profiler": _same(
-            "`profiler=simple|advanced|pytorch`, over the whole run. What some steps spend their time on says "
+            "`profiler=simple|advanced|pytorch`; pytorch records three steps. What some steps spend their time on says "
             "`profile.start=N`"
         ),
         "detect_anomaly": _word(

@@ -37,7 +37,7 @@ from shardwise.config.meant import as_text, without_dashes
 from shardwise.config.paths import CONF
 from shardwise.config.replaced import drop_schedule, replaced_words
 from shardwise.config.schema import RunConfig
-from shardwise.config.secrets import refer_to_secrets
+from shardwise.config.secrets import refer_to_secrets, refuse_secrets
 from shardwise.config.translate import translate
 from shardwise.errors import ConfigError, did_you_mean
 
@@ -238,6 +238,7 @@ def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str]
     check_numbers(plain)
     check_cluster(plain, words)
     plain = refer_to_secrets(plain)
+    refuse_secrets(plain)
     text = OmegaConf.to_yaml(OmegaConf.create(plain))
     return Job(config=_typed(plain), yaml=text, overrides=words, clusters=read_clusters(), messages=messages)
 

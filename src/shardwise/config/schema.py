@@ -200,7 +200,7 @@ class RunConfig:
     progress_bar: bool | None = option(None, "a bar, or lines; left out: a bar in a terminal")
     profiler: Profiler = option(
         Profiler.none,
-        "Lightning's: a report of rank 0 over the whole run; profile.start=N says where the time of a step goes",
+        "Lightning's report of rank 0, pytorch's of three steps; profile.start=N says where the time of a step goes",
     )
 
     compile: CompileConfig = field(default_factory=CompileConfig)

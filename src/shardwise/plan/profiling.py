@@ -45,6 +45,11 @@ def make_profiling(
         ConfigError
     """
     profile = config.profile
+    if config.profiler.value == "pytorch" and config.stage is Stage.fit and max_steps is not None and max_steps < 5:
+        raise ConfigError(
+            f"profiler=pytorch max_steps={max_steps}: it leaves two steps out and records three; give profile.start=1 "
+            f"in place of profiler=pytorch, or max_steps=5"
+        )
     if profile.start is None:
         usual = ProfileConfig()
         if given := [f"profile.{word}" for word, value in vars(profile).items() if value != getattr(usual, word)]:

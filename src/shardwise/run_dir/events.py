@@ -46,10 +46,16 @@ def append_event(run_dir: str | Path, kind: str, step: int | None, text: str, **
 
 
 def read_events(run_dir: str | Path) -> list[Event]:
-    """The events of a run, the oldest first; none where there is no file. Lines that are damaged are left out."""
+    """The events of a run, the oldest first; none where there is no file, or none that can be read, which is said.
+
+    Lines that are damaged are left out.
+    """
     try:
         lines = read_text(Path(run_dir) / EVENTS).splitlines()
-    except OSError:
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        sys.stderr.write(f"shardwise: {error.filename} is not read: {error.strerror}\n")
         return []
     return [event for line in lines if (event := _parse(line)) is not None]
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwise.run_dir.files import write_whole
+from shardwise.run_dir.reading import read_text
 
 
 def job_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
@@ -36,7 +37,7 @@ def note_begun(run_dir: str, is_ours: bool = True) -> None:
 def _begun() -> list[str]:
     folder = job_folder()
     try:
-        return [] if folder is None else (folder / "begun").read_text().splitlines()
+        return [] if folder is None else read_text(folder / "begun").splitlines()
     except OSError:
         return []
 

@@ -6,26 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.config.secrets import environment_secrets
+from shardwise.config.secrets import SECRET_IN_TEXT, environment_secrets, is_secret
 
-# The names of options that hold one: `api_key`, `hf_token`, `db.password`; not `sample_tokens` or `tokenizer`
-_NAMED = re.compile(
-    r"(?i)(^|[._-])(api_?key|access_?key|private_?key|secret\w*|password|passwd|pwd|passphrase|credentials?|bearer|auth"
-    r"|(\w+_)?(token|key))$"
-)
-# Of a tokenizer and of samples, and no secret
-_HARMLESS = re.compile("(eos|bos|pad|unk|mask|sep|cls|special)_token|(sort|image|text|label)_key")
-# Of any text: what stands before the host of an address (`user:password`, whose password may have a / or @; `token`),
-# what its query hands over, and what follows Bearer
-_ANYWHERE = re.compile(
-    r"""(?ix)
-    (?<=://) (?: [^/\s:@?#"'<>]* : [^\s"'<>]+ | [^/\s:@?#"'<>]+ ) (?=@)
-    | (?<=[?&]) (?P<name>
-        (?: [\w.-]*[_.-] )? (?: \w*token|key|api_?key|secret|passw(?:or)?d|pwd|sig(?:nature)?|credential|auth) =
-      ) [^&\s"'<>]+
-    | (?P<scheme> \b bearer \s+ | \b authorization ["']? \s* [:=] \s* ["']? (?: \w+ \s+ )? ) (?! \s ) [\w.~+/=-]{8,}
-    """
-)
 # password=…, in the text of a message
 _IN_TEXT = re.compile(
     r"(?i)((?:api_?key|access_?key|token|secret|password|passwd|pwd|passphrase)[\"']?\s*[=:]\s*)(?![\d\s]+\b)[^\s,;]+"
@@ -47,11 +29,6 @@ def without_secrets(value: Any) -> Any:
     return value
 
 
-def is_secret(name: str) -> bool:
-    """Whether an option of this name holds a key or a password."""
-    return _NAMED.search(name) is not None and _HARMLESS.fullmatch(name.rpartition(".")[2]) is None
-
-
 def _hide(found: re.Match[str]) -> str:
     return (found["name"] or found["scheme"] or "") + HIDDEN
 
@@ -66,7 +43,7 @@ def redact(value: Any, name: str = "") -> Any:
     if isinstance(value, (list, tuple)):
         return [redact(item, name) for item in value]
     if isinstance(value, str):
-        return HIDDEN if value and is_secret(name) else _ANYWHERE.sub(_hide, without_secrets(value))
+        return HIDDEN if value and is_secret(name) else SECRET_IN_TEXT.sub(_hide, without_secrets(value))
     return value
 
 

@@ -20,6 +20,7 @@ from shardwise.plan import Plan, make_plan
 from shardwise.plan.hardware import known_peak
 from shardwise.plan.location import runs_folder
 from shardwise.run_dir.files import PLAN, SUMMARY
+from shardwise.run_dir.reading import read_json, read_text
 from shardwise.tools import take_options
 from shardwise.tools.bench_reader import measure
 
@@ -175,8 +176,8 @@ def _assumed_appetite(options: Options, job: Job, plan: Plan, flops_per_sample: 
 def appetite_of(run_dir: Path) -> Appetite:
     """What one rank of a run that has ended consumed, as its summary says."""
     try:
-        summary = json.loads((run_dir / SUMMARY).read_text())
-        plan = Plan.from_json((run_dir / PLAN).read_text())
+        summary = read_json(run_dir / SUMMARY)
+        plan = Plan.from_json(read_text(run_dir / PLAN))
         rate, unit = float(summary["samples_per_second"] or 0.0), plan.topology.world_size
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -19,6 +19,7 @@ from shardwise.run_dir.profile_request import (
     remove_request,
     write_request,
 )
+from shardwise.run_dir.reading import read_text
 from shardwise.tools import read_words
 
 HELP = f"""\
@@ -84,7 +85,7 @@ def run(words: list[str]) -> None:
         folder = _wait(run_dir, request, options.wait_seconds)
     finally:
         remove_request(run_dir, request)
-    print((folder / PROFILE_TABLE).read_text(), end="")
+    print(read_text(folder / PROFILE_TABLE), end="")
     print(f"in {folder}: the traces, which https://ui.perfetto.dev opens, {SUMMARY} and a picture")
 
 

@@ -14,6 +14,7 @@ from shardwise.data.shard_index import INDEX, load_index
 from shardwise.data.tokenizer import digest
 from shardwise.data.tokens import TokenShards, tokenizer_of
 from shardwise.errors import ConfigError, DataError, count
+from shardwise.run_dir.reading import read_text
 
 
 def compare(job: Job, output: Path) -> None:
@@ -36,7 +37,10 @@ def compare(job: Job, output: Path) -> None:
             f"(see {SKIPPED}), and now on_error=stop: give on_error=skip to keep it, or {remedy}"
         )
     _check_whole(output, index)
-    rows = [json.loads(line) for line in (output / INPUTS).read_text(encoding="utf-8").splitlines()]
+    try:
+        rows = [json.loads(line) for line in read_text(output / INPUTS).splitlines()]
+    except (OSError, ValueError) as error:
+        raise DataError(f"{output / INPUTS} cannot be read ({error}): {remedy}") from None
     before, now = ([(row["path"], row["size"]) for row in rows], [(file.path, file.size) for file in job.files])
     changed = next((pair[0] for pair in sorted(set(before) ^ set(now))), None)
     for row in rows if changed is None else ():

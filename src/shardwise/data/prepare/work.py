@@ -19,6 +19,7 @@ from shardwise.data.prepare.worker import SPLITS, Result
 from shardwise.data.shard_writer import SplitWriter, flush, flush_directory
 from shardwise.errors import DataError
 from shardwise.run_dir.files import partial_path, put_in_place
+from shardwise.run_dir.reading import read_text
 
 INPUTS = "inputs.jsonl"  # path, size and SHA-256 of each input
 SKIPPED = "skipped.jsonl"  # what was left out: path, line and rule
@@ -249,6 +250,8 @@ def write_flushed(path: Path, content: Any) -> None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except FileNotFoundError:
         return ""
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): remove {path.parent} to begin anew") from None

@@ -15,6 +15,7 @@ from typing import Any
 from shardwise.errors import DataError
 from shardwise.metrics.profile.build import Build
 from shardwise.metrics.profile.trace import Step, Trace
+from shardwise.run_dir.reading import read_whole
 
 # Categories of events → what they are; older versions of torch wrote them with capital letters.
 CATEGORIES = {
@@ -72,7 +73,7 @@ def _collector_off() -> Iterator[None]:
 
 def _load(path: Path) -> Any:
     try:
-        data = path.read_bytes()
+        data = read_whole(path)
         text = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
         # A name that is not UTF-8 is no reason to refuse the whole trace
         return json.loads(text.decode(errors="replace"), strict=False)
