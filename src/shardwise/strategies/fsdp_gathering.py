@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -53,6 +53,17 @@ def set_prefetch(root: nn.Module, units: Units, plan: Plan) -> None:
         if backward is not None:  # the root begins the backward pass, and stays gathered until its end
             before = layers[1:i] if i else layers[1:]
             layer.set_modules_to_backward_prefetch(before[::-1][:backward])
+
+
+def before_gathering(group: Any, call: Callable[[], None]) -> None:
+    """Call `call` whenever the weights of `group` are about to be gathered."""
+
+    def unshard(*args: Any, **kwargs: Any) -> None:
+        if not group.is_unsharded and group._all_gather_result is None:
+            call()
+        type(group).unshard(group, *args, **kwargs)  # looked up here: hooks that see whole weights replace it
+
+    group.unshard = unshard
 
 
 @contextmanager
