@@ -92,6 +92,10 @@ REFUSED = [
         "zero3",
         "Experts: experts.0.weight, experts.0.bias took no part in the loss, and did in earlier steps",
     ),
+    *(
+        ("Heads", strategy, "Heads uses different layers on different ranks: in training_step rank ")
+        for strategy in ("fsdp", "zero1", "zero2", "zero3")
+    ),
     ("Idle", "ddp", "Idle has parameters that took no part in the loss: give strategy.find_unused_parameters=true"),
 ]
 
@@ -157,6 +161,36 @@ def test_an_optimizer_leaves_alone_what_took_no_part(tmp_path: Path) -> None:
     idle, busy = ([name for name in stock if ("experts.3" in name) == is_idle] for is_idle in (True, False))
     assert all(torch.equal(stock[name], alone["start"][name]) for name in idle)
     assert not any(torch.equal(stock[name], alone["start"][name]) for name in busy)
+
+
+def train_heads(folder: Path, runs: list[tuple[str, str]]) -> dict[str, Any]:
+    """In each rank: weights at the end of each run, and the message of one that has none."""
+    done = {}
+    for number, (words, domains) in enumerate(runs):
+        more = [f"+module.domains={domains}", "max_steps=12", "global_batch_size=8", "validate_every_n_steps=100"]
+        try:
+            done[words, domains] = fit(
+                plan_for(folder / str(number), "Heads", RANKS, *words_for(words), *more)
+            )["final"]  # fmt: skip
+        except Exception as error:
+            return done | {"said": f"{type(error).__name__}: {error}"}  # the other rank may wait for this one's end
+    return done
+
+
+def test_ranks_that_run_different_layers_train_as_the_message_advises_and_never_wrongly(tmp_path: Path) -> None:
+    unused = "strategy.find_unused_parameters=true"
+    advised = ["fsdp units=[]", f"zero1 {unused}", f"zero2 {unused}"]
+    runs = [(f"ddp {unused}", "turns"), ("fsdp", "turns"), *((words, "apart") for words in (f"ddp {unused}", *advised))]
+    done = spawn(RANKS, train_heads, tmp_path / "right", [*runs, ("ddp", "skips")])
+    for words, domains in runs:
+        for name, expected in done[0][f"ddp {unused}", domains].items():
+            torch.testing.assert_close(done[0][words, domains][name], expected, rtol=0, atol=1e-6, msg=words)
+    assert done[1]["said"].startswith("ConfigError: Heads has parameters that took no part in the loss: give strategy")
+    late = spawn(RANKS, train_heads, tmp_path / "late", [("fsdp strategy.timeout_minutes=0.1", "late")])
+    assert late[1]["said"].startswith(
+        "ConfigError: Heads uses different layers on different ranks: in training_step rank 1 gathers last.1 where so "
+        "far every rank gathers last.0, and the others did not follow in 0.05 minutes. Under fsdp all ranks gather"
+    )
 
 
 def detect_anomaly(folder: Path) -> str:

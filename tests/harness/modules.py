@@ -194,6 +194,21 @@ class Experts(Bare):
         return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
 
 
+class Heads(Bare):
+    """A head for each domain. A rank's samples are all of the domain of its number, all ranks' of one in turns, or, of
+    rank 1 alone and late, of another than before; with `skips` rank 1 leaves a layer out that others run."""
+
+    def __init__(self, domains: str = "apart") -> None:
+        super().__init__()
+        self.domains = domains
+
+    def loss(self, real: Tensor) -> Tensor:
+        step, rank = self.trainer.global_step, self.trainer.global_rank
+        domain = {"apart": rank, "turns": step % 2, "late": rank * (step >= 10), "skips": 0}[self.domains]
+        x = self.layers(real) if self.domains != "skips" or rank == 0 else self.layers[0](real)
+        return F.mse_loss(self.last[domain](x=x).float(), real.flip(1).float())
+
+
 class Alone(Bare):
     """One layer and nothing that repeats."""
 

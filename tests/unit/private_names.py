@@ -125,7 +125,7 @@ USED = {
     ),
     "step/verdict.py": "_amp_foreach_non_finite_check_and_unscale_ _step_supports_amp_scaling",
     "strategies/base.py": "_forward_redirection",
-    "strategies/ddp.py": "_compute_bucket_assignment_by_size _ddp_kwargs _setup_model",
+    "strategies/ddp.py": "_check_reducer_finalized _compute_bucket_assignment_by_size _ddp_kwargs _setup_model",
     "strategies/fsdp.py": (
         "_device_mesh _fsdp_param_group _get_fsdp_state _lazy_init _setup_distributed _unsharded_param"
     ),
@@ -141,7 +141,7 @@ USED = {
     "strategies/pipelined_buffers.py": "_buffers _version",
     "strategies/step_on_shards.py": "_local_tensor",
     "strategies/fsdp_gathering.py": (
-        "_fully_shard _get_fsdp_state _get_post_forward_mesh_info _unimplemented_deepcopy"
+        "_all_gather_result _fully_shard _get_fsdp_state _get_post_forward_mesh_info _unimplemented_deepcopy"
     ),
     "strategies/lost_writes.py": "_base _dynamo _local_tensor",
     "strategies/of_parts.py": "_get_total_norm",
@@ -362,6 +362,7 @@ NAMES = {
         f"{FSDP}._fsdp_param_group.FSDPParamGroup", "a root that runs in a hook gathers what the hook writes later"
     ),
     "_fsdp_collectives": name(FSDP, "the file of what gathers and reduces by itself"),
+    "_all_gather_result": name(f"{FSDP}._fsdp_param_group.FSDPParamGroup", "whether a gather has begun already"),
     "_all_gather_process_group": name(f"{FSDP}._fsdp_param_group.FSDPParamGroup", "whose ranks copy from each other"),
     "_sharded_local_tensor": name(f"{FSDP}._fsdp_param.FSDPParam", "whether a weight is gathered in fp8"),
     "_sharded_param_data": name(f"{FSDP}._fsdp_param.FSDPParam", "what is cast into the memory that others see"),
@@ -390,6 +391,11 @@ NAMES = {
     ),
     "_random": name(
         "torch.distributed.tensor", "the first random operation on a DTensor on GPUs broadcasts rank 0's random state"
+    ),
+    "_check_reducer_finalized": name(
+        "torch.nn.parallel.DistributedDataParallel",
+        "whether weights took no part, at once: others wait for them",
+        "(self)",
     ),
     "_compute_bucket_assignment_by_size": name(
         "torch.distributed", "a run that goes on has DDP's buckets from the start"
@@ -658,6 +664,19 @@ CALLED = {
         "masters were written to: 16-bit copies follow",
         "(self)",
     ),
+    f"{ZERO}.partitioned_param_coordinator.PartitionedParameterCoordinator.fetch_sub_module": (
+        "ranks gather in one order",
+        "(self, current_submodule, forward)",
+    ),
+    **{
+        f"{ZERO}.{optimizer}.{method}": ("ranks reduce in one order", f"(self{takes})")
+        for optimizer, method, takes in (
+            ("stage_1_and_2.DeepSpeedZeroOptimizer", "reduce_ready_partitions_and_remove_grads", ", param, i"),
+            ("stage_1_and_2.DeepSpeedZeroOptimizer", "independent_gradient_partition_epilogue", ""),
+            ("stage3.DeepSpeedZeroOptimizer_Stage3", "reduce_ready_partitions_and_remove_grads", ", param"),
+            ("stage3.DeepSpeedZeroOptimizer_Stage3", "independent_gradient_partition_epilogue", ""),
+        )
+    },
     f"{ZERO}.stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor": (
         "a large gradient is kept until it is reduced",
         "(self, tensor, communication_data_type)",

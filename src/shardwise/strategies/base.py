@@ -48,7 +48,7 @@ from shardwise.strategies.copied_parameters import CopiedParameters
 from shardwise.strategies.divided_sequences import DividedSequences
 from shardwise.strategies.gathered import GatheringHooks
 from shardwise.strategies.padded_evaluations import PaddedEvaluations
-from shardwise.strategies.refusals import ChecksLoaders, FrozenForGood, refuse_parameters
+from shardwise.strategies.refusals import ChecksLoaders, CollectiveOrder, FrozenForGood, refuse_parameters
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.whole_weights import check_loss
 from shardwise.weights.initialize import refuse_unfilled
@@ -94,6 +94,7 @@ class PlannedStrategy(
         self.module_name = type(module).__name__  # kept, since FSDP2 changes the class
         cast_late_layers(module, self.plan.precision)
         refuse_parameters(module, self.plan)
+        self.order = CollectiveOrder(self.plan, self.module_name, self.file_group)
         self.units, message = units_for(module, self.plan)
         _tell(message)
         if self.plan.activation_checkpointing.name != "none":
@@ -201,7 +202,10 @@ class PlannedStrategy(
         self._begin_batch(*args)
         if self._weights_may_be_new(name):
             self._refresh_float8()
+        self.order.begin(name, reduces=len(self.window.losses) + 1 == self.window.micro_batches)
         output = self.step_forward.run(self.model if self.runs_inside_forward else None, name, *args, **kwargs)
+        if name != "training_step" or not self.module.automatic_optimization:  # no backward pass follows
+            self.order.end()
         self._end_batch()
         return output
 

@@ -89,6 +89,9 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
 
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().backward(*args, **kwargs)
+        if self.world_size > 1:
+            with self._explaining_unused():  # at once: other ranks may wait for what this one does not reduce
+                cast(DDP, self.model)._check_reducer_finalized()
         if self.plan.compile.cudagraphs and not self.window.is_complete:
             # They lie in memory of a recorded graph, which the next micro-batch's replay writes over.
             if len(self.window.losses) == 1:
@@ -103,8 +106,13 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         return True
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with self._explaining_unused():
             return super().training_step(*args, **kwargs)
+
+    @contextmanager
+    def _explaining_unused(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             if "find_unused_parameters" not in str(error):
                 raise

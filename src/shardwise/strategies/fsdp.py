@@ -8,7 +8,7 @@ whose gradients are all-reduced once a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -175,10 +175,12 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         fsdp_gathering.set_prefetch(module, units, self.plan)
         if self.plan.strategy.symmetric_memory:
             copy_between_ranks([layer for layer in module.modules() if isinstance(layer, FSDPModule)], self.plan)
-        for layer in module.modules():
+        for name, layer in module.named_modules():
             if isinstance(layer, FSDPModule) and (group := layer._get_fsdp_state()._fsdp_param_group):
                 if self.world_size > 1:
-                    _reduce_unused_as_zero(group)
+                    name = name or "what is outside of units"
+                    fsdp_gathering.before_gathering(group, self.order.add(f"gathers {name}"))
+                    _reduce_unused_as_zero(group, self.order.add(f"reduces the gradients of {name}"))
                 self._shards.watch_hooks(group)
             if isinstance(layer, nn.RNNBase):
                 layer.flatten_parameters = _do_not_flatten  # type: ignore[method-assign]
@@ -265,6 +267,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         backward = super().backward
         with self._explaining(), self._shards.paused():
             loss: Tensor = self._backwards.run(lambda: backward(closure_loss, optimizer, *args, **kwargs))
+        if self.module.automatic_optimization:
+            self.order.end()
         return loss
 
     def _settle_last(self) -> None:
@@ -353,7 +357,7 @@ def _do_not_flatten() -> None:
     """
 
 
-def _reduce_unused_as_zero(group: Any) -> None:
+def _reduce_unused_as_zero(group: Any, before_reducing: Callable[[], None]) -> None:
     """Give weights that took no part on this rank zero gradients, so that all ranks reduce equally many numbers.
 
     A group of weights that no rank has run is left alone, as FSDP2 does.
@@ -370,6 +374,7 @@ def _reduce_unused_as_zero(group: Any) -> None:
         nonlocal runs
         if group.reduce_grads and runs:
             runs = False
+            before_reducing()
             for parameter in group.fsdp_params:
                 weight = parameter._unsharded_param
                 if not weight.requires_grad or parameter.unsharded_accumulated_grad is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -67,6 +67,17 @@ def allow_any_layout(kind: type) -> None:
     if base.__base__ is not object and kind not in fsdp.cls_to_fsdp_cls:
         body = {"__deepcopy__": fsdp._unimplemented_deepcopy, "__new__": lambda _, *args, **more: kind(*args, **more)}
         fsdp.cls_to_fsdp_cls[kind] = type(kind)(kind.__name__, (kind, FSDPModule), body)
+
+
+def before_gathering(group: Any, call: Callable[[], None]) -> None:
+    """Call `call` whenever the weights of `group` are about to be gathered."""
+
+    def unshard(*args: Any, **kwargs: Any) -> None:
+        if not group.is_unsharded and group._all_gather_result is None:
+            call()
+        type(group).unshard(group, *args, **kwargs)  # looked up here: hooks that see whole weights replace it
+
+    group.unshard = unshard
 
 
 @contextmanager

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import nn
@@ -78,3 +86,103 @@ class FrozenForGood:
                 f"longer: {self._strategy} would not reduce or update it; use strategy=fsdp, or let it be trained from "
                 f"the start"
             )
+
+
+class CollectiveOrder:
+    """The order in which this rank gathers layers and reduces gradients in a step, which must be that of all ranks.
+
+    Where ranks run different layers, collectives of different layers would pair up: in silence where these are of one
+    size; otherwise ranks abort, or wait for each other for ever. In the first steps the hosts compare each collective
+    before it begins. Later a rank compares only where it leaves every order that it knows: all ranks have had the same
+    ones, so the others leave them there too, or they do not answer.
+    """
+
+    def __init__(self, plan: Plan, module_name: str, group: Callable[[], dist.ProcessGroup | None]) -> None:
+        self._plan, self._module_name, self._group = plan, module_name, group
+        self._collectives = ["is at the end of the step"]  # what a rank does, in words; the place here is its number
+        self._known: dict[tuple[str, bool], list[list[int]]] = defaultdict(
+            list
+        )  # step → orders that it had, the last one last
+        self._compared: Counter[tuple[str, bool]] = Counter()  # step → how many times the whole order was compared
+        self._now: list[int] | None = None  # the order of the step that runs, up to now
+        self._expected: list[int] = []  # the order that this rank follows without asking the others; empty: none
+
+    def add(self, words: str) -> Callable[[], None]:
+        """Make a collective known, in the same order on all ranks. Returns what is to be called before it begins."""
+        self._collectives.append(words)
+        return partial(self._note, len(self._collectives) - 1)
+
+    def begin(self, step: str, *, reduces: bool) -> None:
+        """Begin a forward pass, and the backward pass that may follow. `reduces`: whether it ends a window."""
+        topology = self._plan.topology
+        if topology.world_size == 1 or topology.pipeline > 1 or len(self._collectives) == 1:
+            return  # stages of a pipeline have different layers
+        self._step, self._now = (step, reduces), []
+        self._expect()
+
+    def end(self) -> None:
+        """End what has begun, if anything has. Collective where ranks compare."""
+        if self._now is None:
+            return
+        self._note(0)
+        self._known[self._step] = [*(order for order in self._known[self._step] if order != self._now)][-31:]
+        self._known[self._step].append(self._now)
+        self._compared[self._step] += 1
+        self._now = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is compared: all weights stay gathered, and ranks may run layers as often as they like."""
+        now, self._now = self._now, None
+        yield
+        self._now = now
+
+    def _expect(self) -> None:
+        # With more ranks two of them differ sooner, and to compare takes longer.
+        if self._now is not None and self._compared[self._step] > 16 // self._plan.topology.world_size:
+            begin = self._now
+            alike = (order for order in reversed(self._known[self._step]) if order[: len(begin)] == begin)
+            self._expected = next(alike, [])
+        else:
+            self._expected = []
+
+    def _note(self, number: int) -> None:
+        if self._now is None:
+            return
+        here, expected = len(self._now), self._expected
+        self._now.append(number)
+        if not expected or expected[here] != number:  # every order ends with 0, so this one is not longer
+            self._compare(here, number, expected[here] if expected else None)
+            self._expect()
+
+    def _compare(self, here: int, number: int, before: int | None) -> None:
+        """Compare with all ranks. `before`: the collective that all ranks had here in an earlier step.
+
+        Raises:
+            ConfigError: another rank has come to another collective, or to none.
+        """
+        mine = here * len(self._collectives) + number
+        extremes = torch.tensor([mine, -mine])
+        work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group(), async_op=True)
+        minutes = self._plan.strategy.timeout_minutes / 2  # of which the watchdog waits for all
+        try:
+            work.wait(*([] if before is None else [timedelta(minutes=minutes)]))
+        except RuntimeError as error:
+            if before is None or "timed out" not in str(error):
+                raise
+            where = (
+                f"so far every rank {self._collectives[before]}, and the others did not follow in {minutes:g} minutes"
+            )
+            raise self._refusal(number, where) from None
+        if other := {int(extremes[0]), -int(extremes[1])} - {mine}:
+            raise self._refusal(number, f"another rank {self._collectives[other.pop() % len(self._collectives)]}")
+
+    def _refusal(self, number: int, where: str) -> ConfigError:
+        self._now = None  # what hooks of the end run is not compared
+        strategy, unused = self._plan.strategy.name, "strategy.find_unused_parameters=true"
+        remedy = {1: f"give {unused}", 2: f"give {unused}", 3: f"use strategy=fsdp units=[] or strategy=zero2 {unused}"}
+        return ConfigError(
+            f"{self._module_name} uses different layers on different ranks: in {self._step[0]} rank {dist.get_rank()} "
+            f"{self._collectives[number]} where {where}. Under {strategy} all ranks gather layers and reduce gradients "
+            f"in one order: {remedy.get(self._plan.strategy.zero_stage, f'give units=[], or strategy=ddp {unused}')}"
+        )

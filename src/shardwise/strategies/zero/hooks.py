@@ -65,6 +65,7 @@ class HooksUnderZero(PlannedStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
+        self.order.end()
         self._make_whole()  # the module may have called the closure by itself, and step later
         return loss
 

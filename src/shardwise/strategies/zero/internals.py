@@ -108,6 +108,29 @@ def before_freeing(engine_optimizer: Any, check: Callable[[], None]) -> None:
     offload.post_sub_module_backward_function = check_and_free
 
 
+def before_collectives(engine: Any, module: LightningModule, add: Callable[[str], Callable[[], None]]) -> None:
+    """Call what `add` has returned for a layer or parameter before its weights are gathered or its gradient reduced."""
+
+    def before(owner: Any, method: str, call: Callable[..., None]) -> None:
+        run = getattr(owner, method)
+
+        def call_and_run(*args: Any, **kwargs: Any) -> Any:
+            call(*args)
+            return run(*args, **kwargs)
+
+        setattr(owner, method, call_and_run)
+
+    if hasattr(engine.optimizer, "reduce_ready_partitions_and_remove_grads"):  # not where it reduces all it has
+        reduces = {p: add(f"reduces the gradient of {name}") for name, p in module.named_parameters()}
+        before(engine.optimizer, "reduce_ready_partitions_and_remove_grads", lambda p, *_: reduces[p]())
+        before(engine.optimizer, "independent_gradient_partition_epilogue", add("has no gradients left to reduce"))
+    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+    if hasattr(offload, "get_param_coordinator"):
+        # Layers without weights count as well: another layer than before lets DeepSpeed forget what it gathers ahead.
+        gathers = {layer: add(f"gathers {name or 'the root'}") for name, layer in module.named_modules()}
+        before(offload.get_param_coordinator(), "fetch_sub_module", lambda layer, *_: gathers[layer]())
+
+
 def release_engine(engine: Any) -> None:
     """Let an engine go that is not used any more, with its weights, gradients and optimizer state.
 

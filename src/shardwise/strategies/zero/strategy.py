@@ -9,7 +9,7 @@ masters from rounded weights and skip a step in silence. This package undoes eac
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ from shardwise.strategies.zero.groups import ParameterGroups
 from shardwise.strategies.zero.hooks import HooksUnderZero
 from shardwise.strategies.zero.initial import InitialValues
 from shardwise.strategies.zero.internals import (
+    before_collectives,
     before_freeing,
     count_elements,
     full_shapes,
@@ -103,6 +104,7 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
             )
         self.zero_precision.use(self.model, partial(weights_are_sharded, self.module_name, self.plan.strategy.name))
         self.at_teardown(partial(release_engine, self.model))
+        before_collectives(self.model, module, self.order.add)
         if self.plan.strategy.zero_stage == 3:
             refuse_functional_calls(module.modules(), "zero3 gathers its own weights; use strategy=ddp", lambda _: True)
             self.at_teardown(without_nested_tensors())
@@ -261,5 +263,7 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
         parameters: list[Any] = list(self.module.parameters())
         return sum(p.ds_numel * p.element_size() for p in parameters if hasattr(p, "ds_numel"))
 
-    def _gathering(self) -> AbstractContextManager[None]:
-        return kept_gathered(self.model, self.module)
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        with kept_gathered(self.model, self.module), self.order.paused():
+            yield
