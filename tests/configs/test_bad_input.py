@@ -129,6 +129,7 @@ WORDS: list[tuple[str, list[str]]] = [
     ("name=[a,b]", ["name=[a, b]: must be text"]),
     ("name=true", ["name=true: is read as true, not as text; quote it: \"name='true'\""]),
     ("name=12e34", ["name=12e34: is read as 1.2e+35, not as text; quote it: \"name='12e34'\""]),
+    ("+module.commit=123e456", ["is read as inf, not as text; quote it: \"module.commit='123e456'\""]),
     ("name=20260101_1", ["is read as 202601011, not as text; quote it: \"name='20260101_1'\""]),
     ("stage=fitt", ["stage=fitt: must be one of fit, validate, test, predict (did you mean fit?)"]),
     ("stage=null", ["stage=null: must be one of fit, validate, test, predict"]),

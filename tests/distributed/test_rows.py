@@ -69,6 +69,9 @@ class Odd:
         self.function = lambda: 0
 
 
+BY_RANK = ({"both": 1.0, "first": 2.0}, {"second": 3.0, "both": 5.0})
+
+
 class Logs(LightningModule):
     def __init__(self, odd: Any = None, secret: str = "", rate: float = 0.001) -> None:
         super().__init__()
@@ -91,6 +94,9 @@ class Logs(LightningModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("validation/loss", self.layer(batch).mean(), sync_dist=True, on_step=True, on_epoch=True)
+        if self.trainer.state.fn == "validate":
+            for name, value in BY_RANK[self.global_rank].items():
+                self.log(f"by_rank/{name}", value, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), self.rate)
@@ -249,3 +255,10 @@ def test_another_stage_logs_beside_the_run(folder: Path) -> None:
     (row,) = rows(folder / "parts/metrics-validate.csv")
     assert row["step"] == "4" and row["validation/loss_epoch"]
     assert list((folder / "parts/tensorboard-validate").glob("events*"))
+
+
+def test_ranks_may_log_other_names_in_another_order(folder: Path) -> None:
+    """Lightning adds the first value of one rank to the first of another, whatever their names."""
+    (row,) = rows(folder / "parts/metrics-validate.csv")
+    by_rank = {name: float(row[f"by_rank/{name}"]) for name in ("both", "first", "second")}
+    assert by_rank == {"both": 3.0, "first": 2.0, "second": 3.0}

@@ -183,7 +183,7 @@ CASES: dict[str, list[Any]] = {
     "plateau": [
         [["ReduceLROnPlateau", "step", 1, "at_once"], "max_steps"],
         [["ReduceLROnPlateau", "step", 2, "at_once"], "max_epochs"],
-        [["ReduceLROnPlateau", "step", 4, "validated"], "max_steps", "validate_every_n_steps=2"],  # 4 micro-batches
+        [["ReduceLROnPlateau", "step", 2, "validated"], "max_steps", "validate_every_n_steps=2"],
         [["ReduceLROnPlateau", "epoch", 1, "mean"], "max_steps"],
         [["ReduceLROnPlateau", "epoch", 1, "mean"], "max_epochs"],
         [["ReduceLROnPlateau", "epoch", 1, "validated"], "max_steps"],
@@ -257,8 +257,8 @@ WHOLE = "micro_batch_size=4"  # a micro-batch a step
 ENDS: list[Any] = [
     ("55, and this run to step 80; give max_steps=55 max_epochs=null", ["OneCycleLR", "epoch"], "max_epochs=20"),
     ("111, and this run to step 160; give max_steps=111", ["OneCycleLR", "epoch", 2], "max_steps=160", WHOLE),
-    ("54, and this run to step 80; give max_steps=54", ["OneCycleLR", "step", 3], "max_steps=80", WHOLE),
-    ("27, and this run goes on; give max_steps=27", ["OneCycleLR", "step", 4], "max_steps=40"),  # 4 micro-batches
+    ("69, and this run to step 80; give max_steps=69", ["OneCycleLR", "step", EPOCH + 1], "max_steps=80", WHOLE),
+    ("27, and this run to step 40; give max_steps=27", ["OneCycleLR", "step", 2], "max_steps=40"),
     ("15, and this run goes on; give max_steps=15", ["member", "step"], "max_steps=40"),
 ]
 

@@ -76,13 +76,8 @@ def _last_step(trainer: Trainer, plan: Plan, config: Any) -> int | None:
     None: it is not known beforehand; see WindowLoop.update_lr_schedulers.
     """
     left, frequency, batches = config.scheduler.total_steps - config.scheduler.last_epoch, config.frequency, 0
-    if (config.interval, frequency) == ("step", 1):
-        return int(trainer.global_step + left)
+    if config.interval == "step":
+        return int((trainer.global_step // frequency + left + 1) * frequency - 1)
     if plan.resume is None and trainer.num_training_batches != float("inf"):
         batches = int(trainer.num_training_batches)  # of an epoch
-    if config.interval == "epoch" and batches:
-        return int((left + 1) * frequency * math.ceil(batches / plan.accumulate_grad_batches)) - 1
-    if plan.accumulate_grad_batches > 1 or batches < frequency:
-        return None
-    epochs, times = divmod(left, batches // frequency)  # Lightning counts batches anew in each epoch
-    return int(epochs * batches + (times + 1) * frequency - 1)
+    return int((left + 1) * frequency * math.ceil(batches / plan.accumulate_grad_batches)) - 1 if batches else None

@@ -172,7 +172,8 @@ def _check_override(override: Override, groups: dict[str, list[str]]) -> None:
     raw = cast(str, line).partition("=")[2]
     if isinstance(value, dict) and (twice := _repeated_key(raw)) is not None:
         raise ConfigError(f"{line}: {twice} is there twice, and only the last would count: name it once")
-    if _FIELDS.get(key) in _TEXT and type(value) in (int, float, bool) and str(value) != raw:
+    is_too_large = value in (float("inf"), -float("inf")) and "inf" not in raw.lower()  # a commit such as 123e456
+    if is_too_large or (_FIELDS.get(key) in _TEXT and type(value) in (int, float, bool) and str(value) != raw):
         raise ConfigError(f"{line}: is read as {as_yaml(value)}, not as text; quote it: \"{key}='{raw}'\"")
 
 

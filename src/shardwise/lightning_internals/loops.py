@@ -23,6 +23,7 @@ class WindowLoop(_TrainingEpochLoop):
     """Makes an early stop, and the validation before it, wait for the end of the accumulation window."""
 
     ended_before = False  # whether the run was resumed at the end of an epoch
+    _moves_schedules = False
 
     @property
     def global_step(self) -> int:
@@ -61,12 +62,18 @@ class WindowLoop(_TrainingEpochLoop):
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
         return not self._should_accumulate() and super()._should_check_val_fx(data_fetcher)
 
+    @property
+    def batch_idx(self) -> int:
+        """Lightning moves a schedule on by its `frequency` in batches of an epoch: it gets the steps of the run."""
+        return self.global_step - 1 if self._moves_schedules else super().batch_idx
+
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         """Move the schedules on. `check_schedules_last` cannot tell of each OneCycleLR beforehand how long it lasts.
 
         Raises:
             ConfigError: a OneCycleLR is over.
         """
+        self._moves_schedules = True
         try:
             super().update_lr_schedulers(interval, update_plateau_schedulers)
         except ValueError as error:
@@ -79,6 +86,8 @@ class WindowLoop(_TrainingEpochLoop):
                 f"run goes on; give max_steps={last}{' max_epochs=null' if self.trainer.max_steps == -1 else ''}, or a "
                 f"larger total_steps there in a new run"
             ) from None
+        finally:
+            self._moves_schedules = False
 
 
 class OneStepABatch(_ManualOptimization):

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
@@ -17,6 +18,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torch import Tensor
 
+from shardwise.distributed.collectives import gather_objects
 from shardwise.lightning_internals.logged import LoggedResults
 from shardwise.plan import Plan
 from shardwise.protocols import rows_are_steps
@@ -99,6 +101,7 @@ class StepLogging(_LoggerConnector):
     _claim: Callable[[Collection[str]], None] | None = None
     _share: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     _shared: Mapping[str, Any] = MappingProxyType({})
+    _group: dist.ProcessGroup | None = None
 
     def start(self, trainer: Trainer, plan: Plan) -> None:
         self.trainer, self.plan = trainer, plan
@@ -157,6 +160,15 @@ class StepLogging(_LoggerConnector):
         It is called at the end of each epoch of training and evaluation, on all ranks."""
         self._share = share
 
+    def reduce_over(self, group: dist.ProcessGroup) -> None:
+        """Say over which ranks values are reduced that are logged with `sync_dist=True`."""
+        self._group = group
+
+    def epoch_end_reached(self) -> None:
+        super().epoch_end_reached()
+        if self._group is not None:
+            align_logged(self.trainer, self._group)
+
     def on_epoch_end(self) -> None:
         super().on_epoch_end()
         self.share_metrics()
@@ -214,8 +226,12 @@ def prediction_loaders(trainer: Trainer) -> list[Any]:
 
 def logged_so_far(trainer: Trainer) -> dict[str, Any]:
     """The values that `self.log` has collected in the current epoch on this rank, without those of torchmetrics."""
+    return _entries(trainer.fit_loop.epoch_loop._results)
+
+
+def _entries(results: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for key, metric in trainer.fit_loop.epoch_loop._results.items():
+    for key, metric in results.items():
         meta = metric.meta
         reduction = next((name for name, by in _REDUCTIONS.items() if by is meta.reduce_fx), None)
         if metric.is_tensor and not metric.has_reset and meta.sync.group is None and reduction is not None:
@@ -237,16 +253,39 @@ def restore_logged(trainer: Trainer, saved: dict[str, Any]) -> None:
     """Restore the values that `logged_so_far` has given."""
     device = trainer.strategy.root_device
     for key, entry in saved.items():
-        meta = _Metadata(**(entry["meta"] | {"reduce_fx": _REDUCTIONS[entry["meta"]["reduce_fx"]]}))
-        should, rank_zero_only = entry["sync"]
-        meta.sync = _Sync(fn=trainer.strategy.reduce, _should=should, rank_zero_only=rank_zero_only)
-        metric = _ResultMetric(meta, True)
+        metric = _without_values(trainer, entry)
         for name, value in entry["state"].items():
             setattr(metric, name, value.to(device))
         metric._forward_cache = None if entry["step"] is None else entry["step"].to(device)
-        metric._update_count = 1
         trainer.fit_loop.epoch_loop._results[key] = metric
     trainer._logger_connector._first_loop_iter = False  # otherwise the first batch would reset the values
+
+
+def _without_values(trainer: Trainer, entry: dict[str, Any]) -> _ResultMetric:
+    meta = _Metadata(**(entry["meta"] | {"reduce_fx": _REDUCTIONS[entry["meta"]["reduce_fx"]]}))
+    should, rank_zero_only = entry["sync"]
+    meta.sync = _Sync(fn=trainer.strategy.reduce, _should=should, rank_zero_only=rank_zero_only)
+    metric = _ResultMetric(meta, True).to(trainer.strategy.root_device)
+    metric._update_count = 1
+    return metric
+
+
+def align_logged(trainer: Trainer, group: dist.ProcessGroup) -> None:
+    """Let all ranks have the names that any of them has logged with `sync_dist=True`, in one order. Collective.
+
+    Lightning reduces one value after the other: the third of one rank would be added to the third of another.
+    """
+    results: Any = trainer._results
+    own = {
+        key: {part: entry[part] for part in ("meta", "sync")}
+        for key, entry in ({} if results is None else _entries(results)).items()
+        if entry["sync"] == [True, False]
+    }
+    ranks = gather_objects(group, own)
+    if all(list(entries) == list(own) for entries in ranks):
+        return
+    for key, entry in {key: entry for entries in ranks for key, entry in entries.items()}.items():
+        results[key] = results.pop(key) if key in own else _without_values(trainer, entry)
 
 
 @contextmanager

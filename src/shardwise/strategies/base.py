@@ -30,6 +30,7 @@ from shardwise.distributed.process_group import group_timeout
 from shardwise.distributed.rng import derived_seed, random_state, seed_streams, set_random_state
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals import counters
+from shardwise.lightning_internals.results import step_logging
 from shardwise.optim.optimizers import check_one_owner, order_alike, step_schedules_unless
 from shardwise.parallel.activation_checkpointing import explain, without_caches
 from shardwise.parallel.parallelize import copy_outside_units, parallelize
@@ -100,6 +101,7 @@ class PlannedStrategy(
         if self.plan.activation_checkpointing.name != "none":
             _tell(without_caches(module))
         self.buffers, self.recorder = BufferKeeper(module), StepRecorder(self.root_device, self.mesh)
+        step_logging(module.trainer).reduce_over(self.mesh.group("loss"))
         self.sharded = self._make_sharded_state(module)
         self.state = TrainState(
             self.plan, module, self.root_device, self.sharded, self.planned_precision,
