@@ -91,7 +91,7 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         loss: Tensor = super().backward(*args, **kwargs)
         if self.world_size > 1:
             with self._explaining_unused():  # at once: other ranks may wait for what this one does not reduce
-                cast(DDP, self.model)._check_reducer_finalized()
+                cast(DDP, self.model)._check_reducer_finalized()  # type: ignore[no-untyped-call]
         if self.plan.compile.cudagraphs and not self.window.is_complete:
             # They lie in memory of a recorded graph, which the next micro-batch's replay writes over.
             if len(self.window.losses) == 1:
