@@ -163,9 +163,9 @@ def test_an_optimizer_leaves_alone_what_took_no_part(tmp_path: Path) -> None:
     assert not any(torch.equal(stock[name], alone["start"][name]) for name in busy)
 
 
-def train_heads(folder: Path, runs: list[tuple[str, str]]) -> dict[str, Any]:
+def train_heads(folder: Path, runs: list[tuple[str, str]]) -> dict[Any, Any]:
     """In each rank: weights at the end of each run, and the message of one that has none."""
-    done = {}
+    done: dict[Any, Any] = {}
     for number, (words, domains) in enumerate(runs):
         more = [f"+module.domains={domains}", "max_steps=12", "global_batch_size=8", "validate_every_n_steps=100"]
         try:
