@@ -75,12 +75,11 @@ class PlannedStrategy(
         self.plan, self.mesh = plan, Mesh(plan)
         self.verdict = StepVerdict(plan, self.mesh)
         self.precision_plugin = precision(plan, self.verdict)
-        self.window = AccumulationWindow(plan.accumulate_grad_batches)
+        self.window, self._frozen = AccumulationWindow(plan.accumulate_grad_batches), FrozenForGood()
         self._before_training: Callable[[], None] | None = None
         self.stepped = False  # whether a module that optimizes by hand has stepped in this batch
         self.learning_rate = float("nan")  # that of the first parameter group in the last step
         self._outside_units: list[ParameterSites] = []  # copied in low precision in each step
-        self._frozen = FrozenForGood()
         self._prepare_padding()
         self._prepare_sequences()
         self._transfer: BatchTransfer | None = None
