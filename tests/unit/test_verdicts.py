@@ -289,7 +289,9 @@ def test_the_page_has_every_rule() -> None:
 def test_the_line_of_a_step_has_the_speed_of_the_run_the_time_left_and_no_rate_of_a_gpu(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    trainer: Any = SimpleNamespace(is_global_zero=True, max_steps=9)
+    trainer: Any = SimpleNamespace(is_global_zero=True)
     rates = {"train/tokens_per_second": 5e4, "gpu/pcie_received_bytes_per_second": 2.7e7}
-    StepLog(plan())._show(trainer, 5, {"train/loss": 2.0, "train/step_seconds": 900.0} | rates)
+    log = StepLog(plan())
+    log.total = 9
+    log._show(trainer, 5, {"train/loss": 2.0, "train/step_seconds": 900.0} | rates)
     assert capsys.readouterr().out == "step 5/9  loss 2  tokens/s 50,000  left 1:00:00\n"

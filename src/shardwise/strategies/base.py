@@ -74,6 +74,7 @@ class PlannedStrategy(
     def _use(self, plan: Plan, precision: Callable[[Plan, StepVerdict], PlannedPrecision] = PlannedPrecision) -> None:
         self.plan, self.mesh = plan, Mesh(plan)
         self.verdict = StepVerdict(plan, self.mesh)
+        self.order = CollectiveOrder(plan, lambda: self.module_name, self.file_group)
         self.precision_plugin = precision(plan, self.verdict)
         self.window, self._frozen = AccumulationWindow(plan.accumulate_grad_batches), FrozenForGood()
         self._before_training: Callable[[], None] | None = None
@@ -94,7 +95,6 @@ class PlannedStrategy(
         self.module_name = type(module).__name__  # kept, since FSDP2 changes the class
         cast_late_layers(module, self.plan.precision)
         refuse_parameters(module, self.plan)
-        self.order = CollectiveOrder(self.plan, self.module_name, self.file_group)
         self.units, message = units_for(module, self.plan)
         _tell(message)
         if self.plan.activation_checkpointing.name != "none":
@@ -147,8 +147,9 @@ class PlannedStrategy(
             self._closing.pop()()
         self._file_group = None
         module = self.lightning_module
-        if module is None or not any(p.is_meta for p in module.parameters()):
-            super().teardown()  # moves the module to the CPU; on meta that would raise, and hide the first error
+        if not self.order.is_refused and (module is None or not any(p.is_meta for p in module.parameters())):
+            super().teardown()  # moves the module to the CPU: on meta that raises, and behind a collective that waits for
+            # ranks that do not come it never ends; both would hide the first error
 
     def at_teardown(self, close: Callable[[], Any]) -> None:
         """Call `close` at the end, also after an error: a thread that outlives the interpreter would abort it."""

@@ -97,8 +97,11 @@ class CollectiveOrder:
     ones, so the others leave them there too, or they do not answer.
     """
 
-    def __init__(self, plan: Plan, module_name: str, group: Callable[[], dist.ProcessGroup | None]) -> None:
+    def __init__(
+        self, plan: Plan, module_name: Callable[[], str], group: Callable[[], dist.ProcessGroup | None]
+    ) -> None:
         self._plan, self._module_name, self._group = plan, module_name, group
+        self.is_refused = False  # whether ranks have been found at different collectives
         self._collectives = ["is at the end of the step"]  # what a rank does, in words; the place here is its number
         self._known: dict[tuple[str, bool], list[list[int]]] = defaultdict(
             list
@@ -178,11 +181,11 @@ class CollectiveOrder:
             raise self._refusal(number, f"another rank {self._collectives[other.pop() % len(self._collectives)]}")
 
     def _refusal(self, number: int, where: str) -> ConfigError:
-        self._now = None  # what hooks of the end run is not compared
+        self._now, self.is_refused = None, True  # what hooks of the end run is not compared
         strategy, unused = self._plan.strategy.name, "strategy.find_unused_parameters=true"
         remedy = {1: f"give {unused}", 2: f"give {unused}", 3: f"use strategy=fsdp units=[] or strategy=zero2 {unused}"}
         return ConfigError(
-            f"{self._module_name} uses different layers on different ranks: in {self._step[0]} rank {dist.get_rank()} "
+            f"{self._module_name()} uses different layers on different ranks: in {self._step[0]} rank {dist.get_rank()} "
             f"{self._collectives[number]} where {where}. Under {strategy} all ranks gather layers and reduce gradients "
             f"in one order: {remedy.get(self._plan.strategy.zero_stage, f'give units=[], or strategy=ddp {unused}')}"
         )

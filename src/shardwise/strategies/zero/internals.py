@@ -127,8 +127,9 @@ def before_collectives(engine: Any, module: LightningModule, add: Callable[[str]
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     if hasattr(offload, "get_param_coordinator"):
         # Layers without weights count as well: another layer than before lets DeepSpeed forget what it gathers ahead.
-        gathers = {layer: add(f"gathers {name or 'the root'}") for name, layer in module.named_modules()}
-        before(offload.get_param_coordinator(), "fetch_sub_module", lambda layer, *_: gathers[layer]())
+        # By id, since the hash of a torchmetrics' Metric changes.
+        gathers = {id(layer): add(f"gathers {name or 'the root'}") for name, layer in module.named_modules()}
+        before(offload.get_param_coordinator(), "fetch_sub_module", lambda layer, *_: gathers[id(layer)]())
 
 
 def release_engine(engine: Any) -> None:
