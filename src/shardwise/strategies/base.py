@@ -148,8 +148,7 @@ class PlannedStrategy(
         self._file_group = None
         module = self.lightning_module
         if not self.order.is_refused and (module is None or not any(p.is_meta for p in module.parameters())):
-            super().teardown()  # moves the module to the CPU: on meta that raises, and behind a collective that waits for
-            # ranks that do not come it never ends; both would hide the first error
+            super().teardown()  # moves the module to the CPU: on meta that raises; behind others' collective it waits
 
     def at_teardown(self, close: Callable[[], Any]) -> None:
         """Call `close` at the end, also after an error: a thread that outlives the interpreter would abort it."""

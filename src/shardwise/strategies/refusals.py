@@ -184,8 +184,9 @@ class CollectiveOrder:
         self._now, self.is_refused = None, True  # what hooks of the end run is not compared
         strategy, unused = self._plan.strategy.name, "strategy.find_unused_parameters=true"
         remedy = {1: f"give {unused}", 2: f"give {unused}", 3: f"use strategy=fsdp units=[] or strategy=zero2 {unused}"}
+        name = self._module_name()
         return ConfigError(
-            f"{self._module_name()} uses different layers on different ranks: in {self._step[0]} rank {dist.get_rank()} "
+            f"{name} uses different layers on different ranks: in {self._step[0]} rank {dist.get_rank()} "
             f"{self._collectives[number]} where {where}. Under {strategy} all ranks gather layers and reduce gradients "
             f"in one order: {remedy.get(self._plan.strategy.zero_stage, f'give units=[], or strategy=ddp {unused}')}"
         )
