@@ -538,7 +538,7 @@ def test_what_is_frozen_is_told_by_name(parts: list[str], frozen: list[str], not
 def test_a_part_that_is_not_there_and_freezing_all_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plan: Any = SimpleNamespace(freeze=["model.stem"], freeze_epochs=None, stage="fit")
     with pytest.raises(
-        ConfigError, match="freeze=model.stem: ImageClassifier has no part of this name; give .* below mod"
+        ConfigError, match="freeze=model.stem: ImageClassifier has no part of this name.*; give .* below mod"
     ):
         freeze_for_good(plan, classifier())
     plan.freeze = ["model"]

@@ -109,7 +109,7 @@ def test_a_position_is_all_that_a_resumed_run_needs(order: GlobalOrder, step: in
 
 
 def test_less_than_a_batch_is_refused_and_the_remedy_works() -> None:
-    message = "training set has 7 samples, less than one global_batch_size=8: use a smaller one"
+    message = "training set has 7 samples, less than one global_batch_size=8: use a smaller one, and"
     with pytest.raises(ConfigError, match=message):
         GlobalOrder(7, 8, shuffle=True, seed=0)
     assert GlobalOrder(7, 7, shuffle=True, seed=0).steps_per_epoch == 1

@@ -123,7 +123,7 @@ WORDS: list[tuple[str, str]] = [
     ("TMP/empty.jsonl tokenizer=train vocab_size=300 output=TMP/s", "error: TMP/empty.jsonl is empty"),
     ("TMP/one.txt tokenizer=train vocab_size=300 output=TMP/s", "error: validation=0.01 of 1 document"),
     ("TMP/good.jsonl field=txt tokenizer=train vocab_size=300 output=TMP/s", "error: TMP/good.jsonl:1: has no field txt"),
-    ("TMP/one.txt TMP/two.txt tokenizer=bytes output=TMP/s validation=0.0001 processes=1", "give cut_texts=10000 to cut it at empty lines, "),
+    ("TMP/one.txt TMP/two.txt tokenizer=bytes output=TMP/s validation=0.0001 processes=1", "validation: give at least validation=0."),
     ("TMP/good.jsonl tokenizer=bytes output=.", "output=.: name a folder that is to be made, such as output=data/books"),
     ("TMP/good.jsonl tokenizer=bytes output=/", "output=/: name a folder that is to be made"),
     ("kind=images input=TMP/other output=..", "output=..: name a folder that is to be made"),

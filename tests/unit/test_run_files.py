@@ -169,6 +169,8 @@ def test_the_best_checkpoint_is_never_guessed(tmp_path: Path) -> None:
     for name in ("step-00000004", "step-00000008"):
         (folder := tmp_path / files.CHECKPOINTS / f"{name}.ckpt").mkdir(parents=True)
         (folder / files.MANIFEST).write_text(json.dumps({"files": {}, "format": 2}))
+    with pytest.raises(ConfigError, match="holds checkpoints, and no word asks for one: give resume=best"):
+        resolve_resume(None, tmp_path, "test")
     newest = resolve_resume("best", tmp_path, "test")
     assert newest == str(files.checkpoint_path(tmp_path, 8))
     plan: Any = SimpleNamespace(resume=newest, run_dir=str(tmp_path), stage="test", init_from=None)

@@ -94,6 +94,13 @@ def test_a_word_of_lightnings_is_read_as_ours_and_told(word: str, ours: list[str
     assert len(found.messages) == 1 and found.messages[0].startswith(f"{word} is read as {' '.join(ours)}")
 
 
+def test_epochs_bring_validation_after_each_of_them() -> None:
+    job = compose(["max_epochs=2", "accelerator=cpu"]).jobs[0]
+    assert job.config.validate_every_n_steps is None and "validate_every_n_steps=100 does not count" in job.messages[1]
+    given = compose(["max_epochs=2", "validate_every_n_steps=3", "accelerator=cpu"]).jobs[0]
+    assert given.config.validate_every_n_steps == 3
+
+
 def test_a_parallel_axis_alone_takes_fsdp() -> None:
     found = translate(["strategy.pipeline_parallel_size=2"])
     assert found.overrides == ["strategy.pipeline_parallel_size=2", "strategy=fsdp"] and len(found.messages) == 1

@@ -48,8 +48,7 @@ class Summary(Callback):
         self.parameters = {"parameters": sum(size for size, _ in found.values()), "trained_parameters": trained}
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self.parameters:  # nothing was left to train
-            self._count_parameters(trainer, pl_module)
+        self._count_parameters(trainer, pl_module)  # some may be trained by now that were frozen
         if not trainer.is_global_zero:
             return
         run_dir = Path(self.plan.run_dir)

@@ -26,6 +26,10 @@ def replaced_words(composed: DictConfig, words: tuple[str, ...]) -> dict[str, st
         for key in alternatives:
             if by is not None and key not in given and (value := OmegaConf.select(composed, key)) is not None:
                 found[f"{key}={value}"] = by
+    epochs = next((word for word in words if word.startswith("max_epochs=") and not word.endswith("=null")), None)
+    says_when = any(word.startswith(("validate_every_n_steps=", "validate_every_n_epochs=")) for word in words)
+    if epochs and not says_when and (every := composed.get("validate_every_n_steps")) is not None:
+        found[f"validate_every_n_steps={every}"] = epochs  # validation comes after each epoch, as in Lightning
     return found
 
 

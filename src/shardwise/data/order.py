@@ -58,7 +58,7 @@ class GlobalOrder:
         if self.samples < self.global_batch_size:
             raise ConfigError(
                 f"the training set has {count(self.samples, 'sample')}, less than one global_batch_size="
-                f"{self.global_batch_size}: use a smaller one"
+                f"{self.global_batch_size}: use a smaller one, and a smaller micro_batch_size where that is larger"
             )
 
     @property

@@ -59,6 +59,11 @@ def resolve_resume(resume: str | None, run_dir: str | Path, stage: str, may_be_t
         path = None if resume is None else _checkpoint(resume)
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"cannot look for checkpoints of {run_dir}: {error}; give another path") from None
+    if may_be_taken and stage != "fit" and path is None and newest_whole(run_dir):
+        raise ConfigError(
+            f"{run_dir} holds checkpoints, and no word asks for one: give resume=best or resume=auto to {stage} it, or "
+            f"another name= for other weights"
+        )
     if taken and (path is None or Path(run_dir).resolve() not in path.parents):
         raise ConfigError(f"{run_dir} already holds a run: resume=auto goes on with it, another name= starts a new one")
     if taken and path and (newer := [p.name for p in list_checkpoints(run_dir) if step_of(p) > step_of(path)]):

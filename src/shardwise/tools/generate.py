@@ -97,7 +97,8 @@ def run(words: list[str], *, chats: bool = False) -> None:
     alone, config = read_words(words, GenerateConfig)
     if len(alone) != 1:
         hint = f'give the text to continue as prompt="{alone[1]}"' if len(alone) == 2 else "--help shows how"
-        raise ConfigError(f"generate takes one run or checkpoint, and got {' '.join(alone) or 'none'}; {hint}")
+        tool = "chat" if chats else "generate"
+        raise ConfigError(f"{tool} takes one run or checkpoint, and got {' '.join(alone) or 'none'}; {hint}")
     _check(config, chats)
     numbered: dict[int, str] = {}
     if not chats:

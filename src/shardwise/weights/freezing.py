@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from shardwise.checkpoint.state import COMPILED
-from shardwise.errors import ConfigError, class_name
+from shardwise.errors import ConfigError, class_name, count, did_you_mean
 from shardwise.plan import Plan
 from shardwise.protocols import head_name_of
 
@@ -38,7 +38,7 @@ def freeze_for_good(plan: Plan, module: nn.Module) -> None:
             raise ConfigError(f"freeze={_as_given(plan)} leaves no parameter to train: freeze less")
     if os.environ["RANK"] == "0":
         weights, total = (sum(p.numel() for p in of) for of in (frozen, named.values()))
-        until = "" if plan.freeze_epochs is None else f" for the first {plan.freeze_epochs} epochs"
+        until = "" if plan.freeze_epochs is None else f" for the first {count(plan.freeze_epochs, 'epoch')}"
         print(
             f"frozen{until}: {weights:,} of {total:,} parameters (freeze={_as_given(plan)}); there batch norm keeps "
             f"its statistics and normalises by them, and dropout is off",
@@ -68,9 +68,10 @@ def frozen_names(plan: Plan, module: LightningModule) -> Callable[[str], bool]:
                 if part == BACKBONE
                 else ""
             )
+            near = did_you_mean(part, [*has, BACKBONE])
             raise ConfigError(
-                f"freeze={part}: {class_name(module)} has no part of this name{why}; give the name of a layer or a "
-                f"parameter, as named_modules() has it, below {', '.join(has[:8])}"
+                f"freeze={part}: {class_name(module)} has no part of this name{near}{why}; give the name of a layer or "
+                f"a parameter, as named_modules() has it, below {', '.join(has[:8])}"
             )
     chosen = set(parts)
 

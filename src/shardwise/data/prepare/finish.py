@@ -34,7 +34,7 @@ def check_splits(job: Job, folder: Path, output: Path, totals: Totals) -> None:
     rows = skipped.read_text(encoding="utf-8").splitlines() if not total and totals.skipped else []
     shutil.rmtree(folder)  # a small corpus: the next start makes it again
     refuse_all_left_out(output, [Flaw(**json.loads(row)) for row in rows])
-    cut = f"{CUT}, " if job.has_whole_texts else ""
+    cut = f"{CUT}, " if job.has_long_texts else ""
     if total < 2 or not share:
         remedy = f"give {cut}validation=0, or more documents" if total else "check the inputs and field="
     elif empty == [VALIDATION]:
@@ -89,7 +89,7 @@ def _notes(job: Job, tokenizer: Tokenizer, vocab_size: int, totals: Totals) -> l
     if totals.skipped:
         notes.append(f"{count(totals.skipped, 'document')} or file left out, with the reasons, in skipped.jsonl")
     if totals.documents.get(VALIDATION) == 1 and totals.tokens[VALIDATION] < FEW_TOKENS:
-        cut = f" and {CUT}" * job.has_whole_texts
+        cut = f" and {CUT}" * job.has_long_texts
         notes.append(
             f"validation is one document of {count(totals.tokens[VALIDATION], 'token')}, whose loss says little of "
             f"others: give a larger validation= (now {job.config.validation}){cut}, or more documents"

@@ -60,6 +60,11 @@ class Job:
         return self.config.cut_texts is None and any(file.kind == "text" for file in self.files)
 
     @property
+    def has_long_texts(self) -> bool:
+        """Whether `cut_texts=10000` would make several documents of a file."""
+        return self.has_whole_texts and any(file.size > 10_000 for file in self.files)
+
+    @property
     def size(self) -> int:
         return sum(file.size for file in self.files)
 
