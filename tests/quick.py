@@ -8,7 +8,6 @@ from __future__ import annotations
 
 UNITS = ("tests/unit", "tests/configs")  # all of them, but for
 HEAVY = {
-    "tests/unit/test_upstream.py::test_the_symptom_is_still_there": "minutes of programs, for the day of a new version",
     "tests/unit/test_activation_checkpointing.py::test_a_compiled_layer_computes_again_only_what_a_gradient_needs":
         "two minutes of compiling",
     "tests/unit/test_parallelize.py::test_compiled_units_give_the_same_numbers[plain]": "half a minute of compiling",
@@ -178,6 +177,7 @@ LONG = {
     **{f"{_FOREIGN}{test}[{name}]": "half a minute of a package's imports and runs; three packages are in"
        for test in ("its_losses_are_those_of_the_stock_trainer", "it_goes_on_from_a_checkpoint_as_if_never_stopped")
        for name in _PACKAGES},
+    "tests/unit/test_upstream.py::test_the_symptom_is_still_there": "minutes of programs, for the day of a new version",
     f"{_FOREIGN}killed_and_resumed_as_a_user_does": "a minute a case; test_chaos is in",
     "tests/distributed/test_weights_in_steps.py": "minutes of habits that no package has; test_gradient_hooks is in",
     "tests/distributed/test_parts_of_shards.py": "the same",
@@ -197,7 +197,7 @@ def tier_of(test: str) -> str:
 def is_quick(test: str) -> bool:
     """Whether the test of this id belongs to the tier."""
     if test.startswith(tuple(f"{folder}/" for folder in UNITS)):
-        return not any(names(one, test) for one in HEAVY)
+        return not any(names(one, test) for one in (*HEAVY, *LONG))
     return any(names(one, test) for one in listed())
 
 
