@@ -122,6 +122,8 @@ def _with_plus(words: list[str]) -> list[str]:
     Later the arguments are checked against the class.
     """
     classes = {w.partition("._target_=")[0] for w in words if "._target_=" in w and not w.startswith(("+", "~"))}
+    if "recipe=custom" in words:  # whose classes may stand in an experiment
+        classes |= {"module", "data"}
 
     def is_argument(word: str) -> bool:  # which may have a target of its own: module.backbone._target_=my.Backbone
         return any(word.startswith(f"{c}.") and not word.startswith(f"{c}._target_=") for c in classes)

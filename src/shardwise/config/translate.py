@@ -67,6 +67,8 @@ def _translate(word: str) -> list[str]:
         raise ConfigError(f"{word}: {_DEBUG}")
     if name in ("hydra/sweeper", "hydra/launcher", "optimized_metric", "hparams_search"):
         raise ConfigError(f"{word}: {_SWEEPS}")
+    if (root := name.partition(".")[0]) in _OF_THE_TEMPLATE:
+        raise ConfigError(f"{word}: no option here: {_OF_THE_TEMPLATE[root]}")
     if name in _VALUES:
         return _by_value(word, key, value)
     if name in _OTHERS:
@@ -80,7 +82,8 @@ def _argument_of_trainer(word: str, name: str, value: str) -> list[str]:
     """Translate `trainer.max_steps=3`."""
     if not name or "." in name:
         raise ConfigError(
-            f"{word}: the Trainer is made by the run, and what it takes is said without `trainer.`, e.g. max_steps=100"
+            f"{word}: the Trainer is made by the run, and what it takes is said without `trainer.`, e.g. max_steps=100 "
+            f"strategy=ddp devices=4"
         )
     if name in _OTHERS:
         return _OTHERS[name](word, value)
@@ -194,6 +197,12 @@ _SWEEPS = (
     "-m runs every combination of values one after the other, and shardwise submit -m as an array; a search such as "
     "Optuna's is a loop of ten lines: docs/coming-from-lightning-hydra-template.md"
 )
+_OF_THE_TEMPLATE = {  # lightning-hydra-template
+    "test": "stage=test name=RUN resume=best tests the best checkpoint of a run",
+    "train": "stage=validate, test or predict is another stage than training",
+    "paths": "runs_dir=FOLDER has the runs, and a path of your own is ${oc.env:NAME} or a word of data",
+    "extras": "dry_run=true prints the config",
+}
 _PROCESSES = "one process drives one device; use strategy=ddp, which starts the processes by itself"
 _VALUES: dict[str, dict[str, str]] = {
     "accelerator": {"gpu": "cuda"},
@@ -218,6 +227,7 @@ _BECAUSE = {
     "strategy=auto": ", which is right for one device and for several",
 }
 _REFUSED_VALUES: dict[str, dict[str, str]] = {
+    "logger": dict.fromkeys(("many_loggers", "mlflow", "comet", "neptune", "aim"), _LOGGERS),
     "accelerator": dict.fromkeys(("rocm", "hip", "amd"), "AMD's GPUs are accelerator=cuda, with torch's ROCm build"),
     "precision": {
         "transformer-engine": "products in fp8 come from torchao here, around fp32 weights; use precision=fp8",
