@@ -698,6 +698,9 @@ def test_sixteen_bits_a_pixel_become_eight(mode: str) -> None:
 
 
 def test_folders_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="none: there is no such folder"):
+        folder(tmp_path / "none").check()
+    (tmp_path / "none").mkdir()
     with pytest.raises(
         ConfigError, match="none has no folder train, validation or test, and no images .*<class>/ to t"
     ):

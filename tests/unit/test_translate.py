@@ -188,3 +188,9 @@ def test_words_of_lightning_hydra_template_name_ours() -> None:
                        ("callbacks=early_stopping", "callbacks.stop._target_=")):  # fmt: skip
         with pytest.raises(ConfigError, match=re.escape(ours)):
             translate([word])
+
+
+def test_an_own_backbone_alone_takes_model_custom() -> None:
+    words = ["recipe=image_classification", "model._target_=mine.Backbone"]
+    assert translate(words).overrides == [*words, "model=custom"]
+    assert translate([*words, "model=vit_tiny"]).messages == ()

@@ -44,10 +44,13 @@ class ImageFolder(ImageData):
         """Raises `ConfigError` unless all splits that are there have images of the same `num_classes` classes."""
         classes = {split: names for split in SPLITS if (names := self._classes(split))}
         if not classes and self._without_labels("test") is None:
+            if not self.directory.is_dir():
+                raise ConfigError(f"data.directory={self.directory}: there is no such folder")
             raise ConfigError(
                 f"{self.directory} has no folder train, validation or test, and no images ({', '.join(SUFFIXES)}): "
                 f"data.directory needs train/<class>/ and validation/<class>/ to train, test/<class>/ to test, or "
-                f"images to predict"
+                f"images to predict; `shardwise prepare kind=images input={self.directory} validation=0.1 output=…` "
+                f"makes the splits of class folders"
             )
         first = next(iter(classes), "")
         for split, names in classes.items():

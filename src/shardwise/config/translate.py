@@ -45,10 +45,14 @@ def translate(words: Sequence[str]) -> Translated:
             because = _BECAUSE.get(word.lstrip("+").removeprefix("trainer.").lower(), "")
             messages.append(f"{word} is read as {' '.join(new)}{because}" if new else f"{word} {_ANYWAY}")
         ours += new
+    keys = {word.partition("=")[0] for word in ours}
     axis = next((word for word in ours if _AXIS.fullmatch(word)), None)
-    if axis is not None and not {"strategy", "experiment"} & {word.partition("=")[0] for word in ours}:
+    if axis is not None and not {"strategy", "experiment"} & keys:
         ours.append("strategy=fsdp")
         messages.append(f"{axis} is an option of strategy=fsdp, which is taken")
+    if "recipe=image_classification" in ours and "model._target_" in keys and not {"model", "experiment"} & keys:
+        ours.append("model=custom")
+        messages.append("model._target_ is given alone, so model=custom is taken")
     return Translated(ours, tuple(messages))
 
 
@@ -205,6 +209,7 @@ _OF_THE_TEMPLATE = {  # lightning-hydra-template
 }
 _PROCESSES = "one process drives one device; use strategy=ddp, which starts the processes by itself"
 _VALUES: dict[str, dict[str, str]] = {
+    "resume": {"true": "auto", "True": "auto"},
     "accelerator": {"gpu": "cuda"},
     "precision": {
         "bf16-mixed": "bf16", "16-mixed": "fp16", "16": "fp16", "bf16-true": "bf16_true",
