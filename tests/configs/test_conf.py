@@ -47,7 +47,7 @@ NEEDS = {  # other words without which an option cannot be composed: the recipe 
     "data=token_shards": "data.directory=anywhere",
     "data=mixture": "'data.corpora={a: {directory: anywhere, weight: 1}}'",
     "data=text_stream": "data.source._target_=tests.configs.foreign.Data",
-    **{f"model={model}": IMAGES for model in ("resnet_tiny", "resnet50", "vit_tiny", "vit_b16")},
+    **{f"model={model}": IMAGES for model in ("resnet_tiny", "resnet18", "resnet50", "vit_tiny", "vit_b16")},
     "model=custom": f"{IMAGES} model._target_=tests.configs.foreign.Own",
     "model=timm": f"{IMAGES} model.name=resnet18",
     **{f"data={data}": IMAGES for data in ("digits", "synthetic_images")},

@@ -107,12 +107,14 @@ def trainer_for(folder: Path, **options: Any) -> Trainer:
 # Models
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("resnet50", 25_557_032), ("vit_b16", 86_567_656)])
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("resnet18", 11_689_512), ("resnet50", 25_557_032), ("vit_b16", 86_567_656)]
+)
 def test_sizes_in_conf_are_the_published_ones(name: str, parameters: int) -> None:
     model = from_yaml(name)
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert find_units(model).share > 0.9
-    assert {type(unit).__name__ for _, unit in find_units(model).modules} <= {"Bottleneck", "Block"}
+    assert {type(unit).__name__ for _, unit in find_units(model).modules} <= {"Bottleneck", "BasicBlock", "Block"}
 
 
 @pytest.mark.parametrize("name", ["resnet_tiny", "vit_tiny"])

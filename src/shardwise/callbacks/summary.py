@@ -161,7 +161,10 @@ class Summary(Callback):
         if summary["train/loss"] is not None:
             lines["training loss"] = digits(summary["train/loss"])
         of_data = {key: value for key, value in summary.items() if key.startswith("data/")}
-        lines |= {words(key): digits(value) for key, value in (of_data | measured).items()}
+        validated = self.saving.validated_step
+        at = f" (step {validated:,})" if 0 < validated < summary["steps"] else ""
+        lines |= {words(key): digits(value) + at * key.startswith("validation/")
+                  for key, value in (of_data | measured).items()}  # fmt: skip
         lines |= {f"baseline: {name}": digits(value) for name, value in summary["baselines"].items()}
         if self.plan.quick_check:  # keeps no file
             return lines
