@@ -183,6 +183,9 @@ LONG = {
     "tests/distributed/test_parts_of_shards.py": "the same",
     "tests/distributed/test_lost_writes.py": "the same",
     "tests/distributed/test_own_ways_of_layers.py": "the same",
+    "tests/distributed/test_overlap.py": "a minute of compiling; for those who change the tensor axis",
+    "tests/distributed/test_parallel_axes.py::test_a_compiled_step_of_two_axes_equals_the_plain_loop": "compiling",
+    "tests/distributed/test_layouts.py::test_the_run_goes_on_with_another_layout[four]": "four ranks; [quick] is in",
     "tests/distributed/test_host_memory.py": "large models, for those who change the initialisation",
 }  # fmt: skip
 
