@@ -495,3 +495,9 @@ def test_planning_needs_neither_torch_nor_numpy_nor_hydra() -> None:
     code = f"import sys, shardwise.plan; print([m for m in {foreign} if m in sys.modules])"
     done = run_patiently([sys.executable, "-c", code], 60, env={"PYTHONPATH": str(SRC)})
     assert done.returncode == 0 and done.stdout.strip() == "[]"
+
+
+def test_a_quick_check_leaves_the_profiler_out() -> None:
+    """It makes fewer steps than profiler=pytorch needs."""
+    config = compose(["quick_check=true", "profiler=pytorch", "accelerator=cpu", "name=run"]).jobs[0].config
+    assert make_plan(config, Host(cuda_devices=0)).profiler == "none"

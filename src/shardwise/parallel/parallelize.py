@@ -59,8 +59,10 @@ def parallelize(
     contexts = keep_results_of(checkpointing.save) if checkpointing.name == "selective" else None
     for number, (_, unit) in enumerate(units.modules):
         where = parameter_sites(unit, of=copied) if precision.is_mixed else []
-        three = plan.strategy.zero_stage == 3  # with find_unused_parameters it adds a zero to any output of a layer
-        if casts_inputs and (not plan.strategy.find_unused_parameters if three else precision.is_low):
+        replaces_tensors = precision.is_low
+        if plan.strategy.zero_stage == 3:  # with find_unused_parameters it adds a zero to any output of a layer
+            replaces_tensors = not plan.strategy.find_unused_parameters
+        if casts_inputs and replaces_tensors:
             return_passed_tensors(unit)
         if precision.is_low and (casts_inputs or where):
             cast_forward(unit, dtype_of(precision.compute_dtype), where, cast_inputs=casts_inputs)

@@ -6,7 +6,7 @@ import dataclasses
 
 from shardwise.config.groups import CheckpointConfig, LoggerConfig
 from shardwise.config.profiling import ProfileConfig
-from shardwise.config.schema import OnNonfinite, OnSpike, RunConfig, Stage
+from shardwise.config.schema import OnNonfinite, OnSpike, Profiler, RunConfig, Stage
 from shardwise.errors import ConfigError
 from shardwise.plan.plan import FINDER_STEPS
 
@@ -26,7 +26,7 @@ def for_quick_check(config: RunConfig) -> RunConfig:
         config, max_steps=QUICK_BATCHES, max_epochs=None, max_samples=None, validate_every_n_steps=QUICK_BATCHES,
         validate_every_n_epochs=None,
         checkpoint=_unsaved(config.checkpoint), logger=LoggerConfig(), loggers={}, log_every_n_steps=1, max_restarts=0,
-        profile=ProfileConfig(),
+        profile=ProfileConfig(), profiler=Profiler.none,
         name=None if config.name is None else f"{config.name}-quick-check",
     )  # fmt: skip
 

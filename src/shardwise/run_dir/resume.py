@@ -57,9 +57,10 @@ def resolve_resume(resume: str | None, run_dir: str | Path, stage: str, may_be_t
                 )
             return str(found) if found else None
         path = None if resume is None else _checkpoint(resume)
+        forgotten = may_be_taken and stage != "fit" and path is None and newest_whole(run_dir) is not None
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"cannot look for checkpoints of {run_dir}: {error}; give another path") from None
-    if may_be_taken and stage != "fit" and path is None and newest_whole(run_dir):
+    if forgotten:
         raise ConfigError(
             f"{run_dir} holds checkpoints, and no word asks for one: give resume=best or resume=auto to {stage} it, or "
             f"another name= for other weights"

@@ -103,9 +103,8 @@ class CollectiveOrder:
         self._plan, self._module_name, self._group = plan, module_name, group
         self.is_refused = False  # whether ranks have been found at different collectives
         self._collectives = ["is at the end of the step"]  # what a rank does, in words; the place here is its number
-        self._known: dict[tuple[str, bool], list[list[int]]] = defaultdict(
-            list
-        )  # step → orders that it had, the last one last
+        # step → orders that it had, the last one last
+        self._known: dict[tuple[str, bool], list[list[int]]] = defaultdict(list)
         self._compared: Counter[tuple[str, bool]] = Counter()  # step → how many times the whole order was compared
         self._now: list[int] | None = None  # the order of the step that runs, up to now
         self._expected: list[int] = []  # the order that this rank follows without asking the others; empty: none
