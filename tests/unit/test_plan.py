@@ -24,7 +24,7 @@ from shardwise.config.groups import (
     PrecisionConfig,
     PrecisionName,
 )
-from shardwise.config.schema import Accelerator, GuardConfig, RunConfig, Stage
+from shardwise.config.schema import Accelerator, GuardConfig, Profiler, RunConfig, Stage
 from shardwise.devices import count_cpus, count_granted_cpus
 from shardwise.errors import ConfigError
 from shardwise.launch.host import inspect_host
@@ -499,5 +499,4 @@ def test_planning_needs_neither_torch_nor_numpy_nor_hydra() -> None:
 
 def test_a_quick_check_leaves_the_profiler_out() -> None:
     """It makes fewer steps than profiler=pytorch needs."""
-    config = compose(["quick_check=true", "profiler=pytorch", "accelerator=cpu", "name=run"]).jobs[0].config
-    assert make_plan(config, Host(cuda_devices=0)).profiler == "none"
+    assert plan(quick_check=True, profiler=Profiler.pytorch).profiler == "none"
