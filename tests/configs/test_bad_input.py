@@ -497,7 +497,7 @@ TARGETS: list[tuple[str, list[str]]] = [
     ("data=text_stream data.source._target_=tests.configs.foreign.Data data.num_workers=-1",
      ["data.num_workers=-1: must be at least 0"]),
     ("recipe=image_classification data=image_folder data.directory=TMP/nowhere",
-     ["TMP/nowhere has no folder train, validation or test, and no images (.jpg, .jpeg, .png): data"]),
+     ["data.directory=TMP/nowhere: there is no such folder"]),
     ("recipe=image_classification data=webdataset data.directory=TMP/good",
      ["TMP/good has 0 shards: data.directory needs train-*.tar and validation-*.tar, or test-*.tar"]),
     ("recipe=image_classification data.image_size=16", ["the digits are what they are; leave them at 10, 1 and 8"]),
