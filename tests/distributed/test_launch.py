@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import struct
@@ -26,7 +27,7 @@ from tests.harness.patience import exit_code, run_patiently
 FILES = {"config.yaml", "plan.json", "environment.json", "starts.json", "metrics.csv", "ranks.csv", "events.jsonl",
          "summary.json", "loss.png", "report.html",
          "checkpoints", "logs"}  # fmt: skip
-SHORT = [*RECIPE, "max_steps=3", "validate_every_n_steps=3"]
+SHORT = [*RECIPE, "max_steps=3", "validate_every_n_steps=2"]
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +71,13 @@ def test_output_without_a_terminal_is_plain_lines(home: Path, two: subprocess.Co
     lines = two.stdout.splitlines()
     assert "\r" not in two.stdout and "\x1b" not in two.stdout
     assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == [
-        "step 1/3", "step 2/3", "step 3/3", "step 3",
+        "step 1/3", "step 2/3", "step 2", "step 3/3",
     ]  # fmt: skip
     first, last = (number for number, line in enumerate(lines) if line.startswith("─"))
     table = lines[first:last]
     assert any("tokens/s" in line for line in table) and any("3 steps, 24 samples" in line for line in table)
+    assert any(line.startswith("validation loss") and line.endswith("(step 2)") for line in table)
+    assert any(re.fullmatch(r"parameters: [\d,]+, of which [\d,]+ are trained", line) for line in lines)
 
 
 def test_a_terminal_gets_a_progress_bar(home: Path) -> None:

@@ -51,6 +51,7 @@ def check(own: Result, other: Result, bound: float) -> None:
     for key in ("losses", "norms"):
         assert own[key] == pytest.approx(other[key], rel=bound, abs=0) and own[key], key
     assert own["validation"] == pytest.approx(other["validation"], rel=bound)
+    assert own["parameters"] == other["parameters"]
 
 
 def check_ranks(results: list[list[Result]]) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from shardwise.callbacks.summary import Summary
 from shardwise.config.compose import compose
 from shardwise.distributed.process_group import init_process_group
 from shardwise.parallel.precision import set_matmul_mode
@@ -100,4 +101,5 @@ def fit(plan: Plan, *callbacks: Callback) -> dict[str, Any]:
         "rates": [float(r["train/learning_rate"]) for r in rows if r.get("train/learning_rate")],
         "norms": [float(r["train/gradient_norm"]) for r in rows if r.get("train/gradient_norm")],
         "validation": {k: float(v) for k, v in trainer.callback_metrics.items()},
+        "parameters": [one.parameters for one in trainer.callbacks if isinstance(one, Summary)],  # type: ignore[attr-defined]
     }
