@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,11 +15,12 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.checkpoint.left_behind import tell_kept
+from shardwise.checkpoint.retention import remove, remove_left_over, write_best
 from shardwise.checkpoint.verify import named_unchanged
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, make_plan
-from shardwise.run_dir.files import MANIFEST, checkpoint_path, keep_earlier
+from shardwise.run_dir.files import MANIFEST, checkpoint_path, keep_earlier, sync
 from shardwise.run_dir.resume import differences, resumption
 
 
@@ -163,3 +166,44 @@ def test_every_damaged_checkpoint_that_is_passed_over_is_named(tmp_path: Path) -
     with pytest.raises(ConfigError) as refused:
         named_unchanged(str(tmp_path))
     assert all(f"step-{step:08d}.ckpt is damaged: {size}; " in str(refused.value) for step in (2, 4, 6, 8, 10))
+
+
+def test_what_a_killed_process_has_left_is_removed_and_nothing_that_a_user_has_put_there(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    for path in (
+        "best-00000002.ckpt",
+        "best-00000004.ckpt",
+        "step-00000004.ckpt",
+        "step-00000006.ckpt.partial",
+        "mine",
+    ):
+        (folder / path).mkdir(parents=True)
+        (folder / path / "file").touch()
+    elsewhere.mkdir()
+    (elsewhere / "file").touch()
+    for link in ("x.partial", "step-00000002.ckpt"):
+        (folder / link).symlink_to(elsewhere)
+    remove_left_over(folder)  # no best.json: nothing says which best is the one
+    kept = {"mine", "step-00000002.ckpt", "step-00000004.ckpt", "best-00000004.ckpt"}
+    assert {path.name for path in folder.iterdir()} == kept | {"best-00000002.ckpt"}
+    write_best(folder / "best-00000004.ckpt", "loss", 1.0)
+    remove_left_over(folder)
+    assert {path.name for path in folder.iterdir()} == kept | {"best.json"}
+    remove(folder / "step-00000002.ckpt")
+    assert (elsewhere / "file").exists() and not (folder / "step-00000002.ckpt").exists()
+
+
+def test_a_checkpoint_loses_its_name_before_its_files(tmp_path: Path) -> None:
+    path = tmp_path / "step-00000002.ckpt"
+    path.mkdir()
+    (path / "manifest.json").touch()
+    with patch("shutil.rmtree", side_effect=[None, OSError]), pytest.raises(OSError):  # as if killed there
+        remove(path)
+    assert [left.name for left in tmp_path.iterdir()] == ["step-00000002.ckpt.removed.partial"]
+
+
+def test_a_folder_that_could_not_be_synced_is_an_error_unless_none_can(tmp_path: Path) -> None:
+    with patch("os.fsync", side_effect=OSError(errno.EINVAL, "not supported")):
+        sync(tmp_path)
+    with patch("os.fsync", side_effect=OSError(errno.EIO, "the disk fails")), pytest.raises(OSError, match="disk"):
+        sync(tmp_path)

@@ -14,7 +14,7 @@ from shardwise.callbacks.steps import validation_metrics
 from shardwise.callbacks.wrong_monitor import wrong_monitor
 from shardwise.checkpoint.plain import Packed
 from shardwise.checkpoint.publish import publish_again
-from shardwise.checkpoint.retention import read_best, remove, remove_superseded, write_best
+from shardwise.checkpoint.retention import read_best, remove, remove_left_over, remove_superseded, write_best
 from shardwise.checkpoint.writer import Outcome, Writer
 from shardwise.distributed.process_group import group_timeout
 from shardwise.errors import CheckpointError
@@ -22,8 +22,9 @@ from shardwise.lightning_internals.results import step_logging
 from shardwise.lightning_internals.resume_validation import validate_now
 from shardwise.plan import Plan
 from shardwise.process.watchdog import progress
+from shardwise.run_dir.checkpoints import newest_whole
 from shardwise.run_dir.events import append_event
-from shardwise.run_dir.files import CHECKPOINTS, PARTIAL, best_checkpoint_path, checkpoint_path
+from shardwise.run_dir.files import CHECKPOINTS, best_checkpoint_path, checkpoint_path
 from shardwise.run_dir.job_folder import write_job_file
 from shardwise.strategies.base import strategy_of
 
@@ -68,8 +69,7 @@ class Saving(Callback):
             read_best(self.folder, self.plan.checkpoint.monitor, keeps=trainer.is_global_zero)
         )
         if trainer.is_global_zero:
-            for left in self.folder.glob(f"*{PARTIAL}"):
-                remove(left)
+            remove_left_over(self.folder)
         if self.plan.resume is not None:
             strategy_of(trainer).state.take_up_logged()
             strategy_of(trainer).call_before_training(partial(self._finish_step, trainer))
@@ -183,6 +183,13 @@ class Saving(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._save_at_end(trainer)
         self.wait_for_save(trainer, last=True)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove what an earlier process was killed before it removed: after the last step nothing else does."""
+        newest = checkpoint_path(self.plan.run_dir, trainer.global_step)
+        if trainer.is_global_zero and newest_whole(self.plan.run_dir) == newest:
+            remove_left_over(self.folder)
+            remove_superseded(self.plan, trainer.global_step)
 
     def _save_at_end(self, trainer: Trainer) -> None:
         due = self.plan.checkpoint.save_at_end or self.due_step == trainer.global_step

@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,12 +20,16 @@ from shardwise.checkpoint.files import sha256_of, write_through
 from shardwise.checkpoint.plain import Packed, write_down
 from shardwise.run_dir.checkpoints import FORMAT, run_of
 from shardwise.run_dir.files import (
+    EVENTS,
     MANIFEST,
+    METRICS,
     PLAN,
+    RANKS,
     TENSORS,
     TRAINER_STATE,
     partial_path,
     rank_state,
+    sync,
     tokenizer_folder,
     unsafe_file,
 )
@@ -66,15 +69,17 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:  # some file systems have no links
         shutil.copy2(source, target)
+        sync(Path(target))
 
 
 def _rename(partial: Path, path: Path) -> None:
-    _sync(partial)
+    for folder in (partial, *(inner for inner in partial.rglob("*") if inner.is_dir())):
+        sync(folder)
     aside = partial_path(path.with_name(path.name + ".old"))
     if path.exists():
         os.rename(path, aside)
     os.rename(partial, path)
-    _sync(path.parent)
+    sync(path.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -105,6 +110,9 @@ def publish(path: Path, snapshot: Snapshot, writer: TensorWriter) -> int:
 
     def seal() -> None:
         if rank == 0:
+            for rows in (METRICS, RANKS, EVENTS):  # a checkpoint that outlives a loss of power has its rows beside it
+                if (run_of(path) / rows).exists():
+                    sync(run_of(path) / rows)
             manifest = {"format": FORMAT, **snapshot.about, "ranks": dist.get_world_size(), "files": files}
             write_through(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
             _rename(partial, path)
@@ -170,18 +178,7 @@ def _copy_identity(path: Path, partial: Path) -> list[Path]:
     for copy in copies:
         copy.parent.mkdir(exist_ok=True)
         write_through(copy, (run / copy.relative_to(partial)).read_bytes())
-        _sync(copy.parent)
     return copies
-
-
-def _sync(folder: Path) -> None:
-    """Sync a folder, so that the names in it are on disk as well. Some file systems cannot do this."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def describe(file: Path) -> dict[str, Any]:

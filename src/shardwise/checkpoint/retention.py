@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from shardwise.plan import Plan
 from shardwise.run_dir.checkpoints import best_in, damage, list_checkpoints, step_of
-from shardwise.run_dir.files import BEST, put_aside, write_whole
+from shardwise.run_dir.files import BEST, BEST_CHECKPOINTS, PARTIAL, partial_path, put_aside, sync, write_whole
 from shardwise.run_dir.reading import read_json
 
 
@@ -28,8 +29,27 @@ def remove_superseded(plan: Plan, step: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder or a file."""
-    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    """Remove a file, a link, or a folder, whose name goes first: a kill leaves no checkpoint with half of its files."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    if not path.name.endswith(PARTIAL):
+        named, path = path, partial_path(path.with_name(path.name + ".removed"))
+        shutil.rmtree(path, ignore_errors=True)
+        named.rename(path)
+        sync(path.parent)  # else a loss of power may keep the name and lose files
+    shutil.rmtree(path)
+
+
+def remove_left_over(folder: Path) -> None:
+    """Remove from the folder of checkpoints what a process was killed over: unfinished folders, and bests of before."""
+    for left in folder.glob(f"*{PARTIAL}"):
+        remove(left)
+    with suppress(OSError, ValueError, LookupError, TypeError):  # no best.json, or one that does not say the best
+        best = best_in(folder, read_json(folder / BEST))
+        for other in folder.glob(BEST_CHECKPOINTS):
+            if other != best and best.exists():
+                remove(other)
 
 
 def write_best(path: Path, monitor: str, score: float) -> None:

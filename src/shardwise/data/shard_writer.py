@@ -17,6 +17,7 @@ import numpy.typing as npt
 from shardwise.data.shard_index import DTYPES, ENDS_DTYPE, INDEX, TOKENIZER, VERSION, Tokens, dtype_for
 from shardwise.data.tokenizer import Tokenizer, digest
 from shardwise.errors import DataError
+from shardwise.run_dir.files import sync
 
 
 def write_token_shards(
@@ -183,12 +184,12 @@ def write_index(directory: Path, index: dict[str, Any], tokenizer: Tokenizer | N
             with (directory / TOKENIZER / name).open("wb") as file:
                 file.write(content.encode())
                 flush(file)
-        flush_directory(directory / TOKENIZER)
+        sync(directory / TOKENIZER)
         described = {"name": tokenizer.name, "sha256": digest(tokenizer)}
     with (directory / INDEX).open("wb") as file:
         file.write(json.dumps(index | {"tokenizer": described}, indent=2).encode())
         flush(file)
-    flush_directory(directory)
+    sync(directory)
 
 
 def publish(temporary: Path, directory: Path) -> None:
@@ -202,17 +203,9 @@ def publish(temporary: Path, directory: Path) -> None:
             f"{directory} cannot be written ({error.strerror or error}): it must be absent, empty or hold a complete "
             f"{INDEX}; remove it or name another directory"
         ) from error
-    flush_directory(directory.parent)
+    sync(directory.parent)
 
 
 def flush(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def flush_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

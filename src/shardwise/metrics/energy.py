@@ -45,7 +45,8 @@ class Energy:
             return
         self._written = time.monotonic()
         with suppress(OSError):  # a folder that cannot be written to is reported at the next save
-            write_whole(self.path, json.dumps({"joules": round(self.joules, 1), "loss_weight": self.weight}) + "\n")
+            numbers = {"joules": round(self.joules, 1), "loss_weight": self.weight}
+            write_whole(self.path, json.dumps(numbers) + "\n", synced=False)
 
     @property
     def kwh(self) -> float | None:

@@ -111,7 +111,7 @@ class Watchdog:
         dump.start()
         dump.join(_PATIENCE)
         with suppress(OSError):
-            write_whole(hang_report(self.run_dir, self.rank), json.dumps(own))
+            write_whole(hang_report(self.run_dir, self.rank), json.dumps(own), synced=False)
         # A device runs behind its host, so some hosts went on for a few steps: their limit is reached later.
         patience = max(_PATIENCE, self.seconds / 10)
         deadline = time.monotonic() + patience
@@ -131,7 +131,7 @@ class Watchdog:
             status = json.loads(c10d._dump_nccl_trace_json(includeCollectives=False))["pg_status"]  # type: ignore[attr-defined]
             own["enqueued"] = sum(int(group["last_enqueued_collective"]) for group in status.values())
             trace = c10d._dump_nccl_trace()  # type: ignore[attr-defined]
-            write_whole(nccl_trace(self.run_dir, self.rank), trace)
+            write_whole(nccl_trace(self.run_dir, self.rank), trace, synced=False)
 
     def _others(self) -> dict[int, dict[str, Any]]:
         found = {}

@@ -38,7 +38,9 @@ def append_event(run_dir: str | Path, kind: str, step: int | None, text: str, **
     try:
         descriptor = os.open(Path(run_dir) / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            os.write(descriptor, line.encode())  # in one call, which a kill cannot cut in two
+            rest = line.encode()
+            while rest:  # in one call, which a kill cannot cut in two; a disk that is nearly full may take a part
+                rest = rest[os.write(descriptor, rest) :]
         finally:
             os.close(descriptor)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -44,6 +45,7 @@ LOGS = "logs"  # a file a rank
 CHECKPOINTS = "checkpoints"
 # In the folder of checkpoints
 BEST = "best.json"  # which checkpoint has the best score
+BEST_CHECKPOINTS = "best-*.ckpt"  # that one, and those that a killed process has not removed
 # In a checkpoint
 MANIFEST = "manifest.json"  # it is written last: a folder without it is no checkpoint
 DAMAGED = "damaged.txt"  # a run that could not go on from it says why: names and sizes do not tell
@@ -58,23 +60,40 @@ def partial_path(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL)
 
 
-def put_in_place(path: Path) -> None:
-    """Give what is `partial_path(path)` its name. Raises OSError."""
+def sync(path: Path) -> None:
+    """Sync a file's bytes, or the names in a folder, to disk. Some file systems cannot sync a folder: they need not.
+
+    Raises:
+        OSError: the disk, or the server, could not.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.EBADF, errno.ENOTSUP)):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def put_in_place(path: Path, *, synced: bool = True) -> None:
+    """Give what is `partial_path(path)` its name. `synced`: it outlives a loss of power. Raises OSError."""
+    if synced:
+        sync(partial_path(path))
     partial_path(path).replace(path)
+    if synced:
+        sync(path.parent)
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """The file has all of `content`, or what it had before.
+def write_whole(path: Path, content: str | bytes, *, synced: bool = True) -> None:
+    """The file has all of `content`, or what it had before. `synced`: also after a loss of power.
 
     Raises:
         OSError: it could not be written; nothing is left beside it.
     """
     try:
-        if isinstance(content, bytes):
-            partial_path(path).write_bytes(content)
-        else:
-            partial_path(path).write_text(content, encoding="utf-8")
-        put_in_place(path)
+        partial_path(path).write_bytes(content if isinstance(content, bytes) else content.encode())
+        put_in_place(path, synced=synced)
     except OSError:
         with suppress(OSError):
             partial_path(path).unlink(missing_ok=True)

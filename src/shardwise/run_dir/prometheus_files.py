@@ -51,14 +51,14 @@ def paths(plan: Plan) -> list[Path]:
 def write_numbers(plan: Plan, text: str) -> None:
     """Write the numbers in Prometheus's text format to all places. Raises OSError."""
     for path in paths(plan):
-        write_whole(path, f"{_OWNER}{_this_process()}\n{text}")
+        write_whole(path, f"{_OWNER}{_this_process()}\n{text}", synced=False)
 
 
 def write_targets(plan: Plan, address: str) -> None:
     """Write where this run's numbers can be asked for, as Prometheus's file_sd reads it. Raises OSError."""
     labels = {_OWNER_LABEL: _this_process()}  # a label run would rename that of the numbers
     for path in paths(plan):
-        write_whole(path, json.dumps([{"targets": [address], "labels": labels}], indent=2) + "\n")
+        write_whole(path, json.dumps([{"targets": [address], "labels": labels}], indent=2) + "\n", synced=False)
 
 
 def remove(plan: Plan) -> None:

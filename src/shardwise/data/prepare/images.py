@@ -25,10 +25,11 @@ from shardwise.data.prepare.progress import say
 from shardwise.data.prepare.report import PAGE, REPORT
 from shardwise.data.prepare.work import LONE, SKIPPED, locked
 from shardwise.data.prepare.worker import interrupts_held
-from shardwise.data.shard_writer import flush, flush_directory
+from shardwise.data.shard_writer import flush
 from shardwise.devices import count_cpus
 from shardwise.errors import ConfigError, DataError
 from shardwise.process.parent import kill_with_parent
+from shardwise.run_dir.files import sync
 
 CLASSES = "classes.txt"  # line n names class n
 
@@ -96,7 +97,7 @@ def prepare_images(given: list[str], config: ImagesConfig, *, quiet: bool = Fals
         try:
             _make(config, classes, splits, others, folder / "shards", quiet)
             (folder / "shards").rename(output)
-            flush_directory(output.parent)
+            sync(output.parent)
         except OSError as error:
             raise DataError(
                 f"{error.filename or folder} cannot be written or read ({error.strerror or error}): make room or grant "

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 
 from shardwise.data.prepare.parts import Part, Position
 from shardwise.data.prepare.worker import SPLITS, Result
-from shardwise.data.shard_writer import SplitWriter, flush, flush_directory
+from shardwise.data.shard_writer import SplitWriter, flush
 from shardwise.errors import DataError
-from shardwise.run_dir.files import partial_path, put_in_place
+from shardwise.run_dir.files import write_whole
 from shardwise.run_dir.reading import read_text
 
 INPUTS = "inputs.jsonl"  # path, size and SHA-256 of each input
@@ -154,7 +154,7 @@ class Work:
             "splits": {split: writer.state() for split, writer in self._writers.items()},
             "lists": {name: file.tell() for name, file in self._logs.items()},
         }
-        write_flushed(self.folder / _STATE, state)
+        write_whole(self.folder / _STATE, json.dumps(state))
         self._kept = time.monotonic()
 
     def finish(self) -> dict[str, list[dict[str, Any]]]:
@@ -200,14 +200,14 @@ def begin_or_go_on(folder: Path, identity: dict[str, Any], listing: list[Any]) -
     before = json.loads(_read(folder / _IDENTITY) or "null")
     if before is not None and (folder / _STATE).exists():
         _refuse_others(folder, before, identity, listing)
-        write_flushed(folder / _IDENTITY, identity)  # on_error may differ
+        write_whole(folder / _IDENTITY, json.dumps(identity))  # on_error may differ
         return
     if before == identity and json.loads(_read(folder / _LISTING)) == listing:
         return
     for path in folder.iterdir():  # nothing was kept yet, so that nothing is lost
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    write_flushed(folder / _LISTING, listing)
-    write_flushed(folder / _IDENTITY, identity)
+    write_whole(folder / _LISTING, json.dumps(listing))
+    write_whole(folder / _IDENTITY, json.dumps(identity))
 
 
 def _refuse_others(folder: Path, before: dict[str, Any], now: dict[str, Any], listing: list[Any]) -> None:
@@ -237,15 +237,6 @@ def other_word(before: dict[str, Any], now: dict[str, Any]) -> str:
             was, is_now = (kinds[str(v)] if key == "tokenizer" else f"{key}={v}" for v in (before.get(key), value))
             return f"{was}, and now {is_now}"
     return ""
-
-
-def write_flushed(path: Path, content: Any) -> None:
-    """Write JSON whole or not at all, and onto the disk."""
-    with partial_path(path).open("wb") as file:
-        file.write(json.dumps(content).encode())
-        flush(file)
-    put_in_place(path)
-    flush_directory(path.parent)
 
 
 def _read(path: Path) -> str:
