@@ -42,9 +42,11 @@ class Syncs:
             if not target.endswith(".partial"):
                 self.names.append(os.path.basename(target))
                 inner = [one for one in self.unsynced if one == path or one.startswith(f"{path}/")]
-                self.found += [
-                    f"{os.path.relpath(one, self.root)} is not synced when it gets its name" for one in inner
-                ]
+                if target.endswith(".ckpt"):
+                    inner += [
+                        one for one in self.unsynced if one.endswith(("metrics.csv", "ranks.csv", "events.jsonl"))
+                    ]
+                self.found += [f"{one.removeprefix(self.root)} is not synced: {self.names[-1]}" for one in inner]
             self.unsynced |= {os.path.dirname(path), os.path.dirname(target)}
         elif event == "shutil.rmtree" and not path.endswith("checkpoints") and os.path.dirname(path) in self.unsynced:
             self.found.append(f"{os.path.basename(path)} is removed before the names beside it are synced")

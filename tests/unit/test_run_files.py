@@ -37,8 +37,8 @@ MADE = [
 NAMES = {value for name, value in vars(files).items() if name.isupper() and isinstance(value, str)}
 NAMES |= {re.sub(r"\d+", "*", path.name) for path in MADE} | {"*.json"}  # what `stage_results` makes
 # These give a whole folder its name, which is theirs.
-PUBLISHES_FOLDERS = {"shardwise.checkpoint.publish", "shardwise.checkpoint.retention", "shardwise.tools.export", "shardwise.data.shard_writer",
-                     "shardwise.data.prepare.images"}  # fmt: skip
+PUBLISHES_FOLDERS = {"shardwise.checkpoint.publish", "shardwise.checkpoint.retention", "shardwise.tools.export",
+                     "shardwise.data.shard_writer", "shardwise.data.prepare.images"}  # fmt: skip
 
 
 def text_of(node: ast.AST) -> str | None:
