@@ -240,10 +240,12 @@ def synced(folder: Path) -> tuple[list[str], list[str]]:
 
 def test_what_is_published_is_on_the_disk(tmp_path: Path) -> None:
     [(names, found)] = spawn(1, synced, tmp_path)
-    assert not found, found and {name for name in names if name.endswith(".ckpt")} == {
+    assert not found
+    assert {name for name in names if name.endswith(".ckpt")} == {
         "best-00000001.ckpt", "step-00000002.ckpt", "best-00000002.ckpt", "best-00000003.ckpt",
         "step-00000004.ckpt", "best-00000004.ckpt",
-    } and {"best.json", "metrics.csv"} <= set(names)  # fmt: skip
+    }  # fmt: skip
+    assert {"best.json", "metrics.csv"} <= set(names)
 
 
 # Damage

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from shardwise.run_dir.files import EVENTS, METRICS, RANKS
+
 
 class Syncs:
     """Follows what this process writes below `root`: what is not synced when a folder or a file gets its name."""
@@ -42,10 +44,8 @@ class Syncs:
             if not target.endswith(".partial"):
                 self.names.append(os.path.basename(target))
                 inner = [one for one in self.unsynced if one == path or one.startswith(f"{path}/")]
-                if target.endswith(".ckpt"):
-                    inner += [
-                        one for one in self.unsynced if one.endswith(("metrics.csv", "ranks.csv", "events.jsonl"))
-                    ]
+                if self.names[-1].startswith("step-"):
+                    inner += [one for one in self.unsynced if one.endswith((METRICS, RANKS, EVENTS))]
                 self.found += [f"{one.removeprefix(self.root)} is not synced: {self.names[-1]}" for one in inner]
             self.unsynced |= {os.path.dirname(path), os.path.dirname(target)}
         elif event == "shutil.rmtree" and not path.endswith("checkpoints") and os.path.dirname(path) in self.unsynced:
