@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import re
+import resource
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +28,47 @@ def test_a_new_metric_gets_a_column(tmp_path: Path) -> None:
     logger.log_metrics({"b": 2.0, "a": 3.0}, 2)
     logger.log_metrics({"b": 4.0}, 3)
     assert (tmp_path / "metrics.csv").read_text() == "step,a,b\n1,1.0,\n2,3.0,2.0\n3,,4.0\n"
+
+
+@contextmanager
+def room_for(path: Path, more: int) -> Iterator[None]:
+    """No file may have more than so many bytes beyond those of `path`, as on a disk that is nearly full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_rows_that_find_no_room_are_written_when_there_is_some(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_room, without = CsvLogger(tmp_path / "with"), CsvLogger(tmp_path / "without")
+    rows = {1: {"a": 1.0}, 2: {"a": 2.0}, 3: {"a": 3.0, "new": 1.0}, 4: {"a": 4.0}, 5: {"a": 5.0}}
+    for logger in (with_room, without):
+        logger.path.parent.mkdir()
+        for step, row in rows.items():
+            full = logger is without and step in (2, 3)
+            with room_for(logger.path, 3) if full else nullcontext():  # a part of the row finds room
+                logger.log_row(row, step)
+                logger.log_metrics({"validation": step / 2}, step)
+    assert without.path.read_text() == with_room.path.read_text() and len(read_rows(without.path)) == 5
+    assert capsys.readouterr().err.count("could not be written: File too large; the row is kept until it can be") == 1
+
+
+@pytest.mark.usefixtures("capsys")  # what is said then is in no file
+def test_no_room_for_the_validation_of_a_step_loses_no_step(tmp_path: Path) -> None:
+    logger = CsvLogger(tmp_path)
+    logger.log_row({"a": 1.0}, 1)
+    logger.log_metrics({"validation": 0.5}, 1)
+    logger.log_row({"a": 2.0}, 2)
+    with room_for(logger.path, 1):
+        logger.log_metrics({"validation": 0.123456789}, 2)
+    logger.log_row({"a": 3.0}, 3)
+    assert [(row["a"], row["validation"]) for row in read_rows(logger.path)] == [
+        ("1.0", "0.5"), ("2.0", "0.123456789"), ("3.0", ""),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("header", "step", "why"), [

@@ -100,7 +100,10 @@ class Summary(Callback):
             "baselines": baselines,
             "best": {"checkpoint": self.saving.best_path, monitor: self.saving.best_score} if monitor else None,
         }
-        write_whole(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
+        try:
+            write_whole(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
+        except OSError as error:  # what was trained is saved by now
+            print(f"{run_dir / SUMMARY} could not be written: {error.strerror}", flush=True)
         picture = plot_losses(rows, baselines, run_dir / LOSSES)
         print_table(self._lines(summary, measured, unit, picture))
 

@@ -29,16 +29,22 @@ def remove_superseded(plan: Plan, step: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder, whose name goes first: a kill leaves no checkpoint with half of its files."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
-        return
-    if not path.name.endswith(PARTIAL):
-        named, path = path, partial_path(path.with_name(path.name + ".removed"))
-        shutil.rmtree(path, ignore_errors=True)
-        named.rename(path)
-        sync(path.parent)  # else a loss of power may keep the name and lose files
-    shutil.rmtree(path)
+    """Remove a file, a link, or a folder, whose name goes first: a kill leaves no checkpoint with half of its files.
+
+    What cannot be removed is said: the end of the run, and its next start, try again.
+    """
+    try:
+        if path.is_symlink() or not path.is_dir():
+            path.unlink(missing_ok=True)
+            return
+        if not path.name.endswith(PARTIAL):
+            named, path = path, partial_path(path.with_name(path.name + ".removed"))
+            shutil.rmtree(path, ignore_errors=True)
+            named.rename(path)
+            sync(path.parent)  # else a loss of power may keep the name and lose files
+        shutil.rmtree(path)
+    except OSError as error:
+        print(f"{path} could not be removed: {error.strerror}; the run goes on", flush=True)
 
 
 def remove_left_over(folder: Path) -> None:

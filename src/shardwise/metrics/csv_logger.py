@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,7 +36,9 @@ class CsvLogger(Logger):
         self._is_awaited: Callable[[int], bool] = lambda step: False
         self._last: dict[str, str] = {}  # the last row
         self._last_offset = 0  # where the last row begins in the file
-        self._waiting: dict[int, dict[str, Any]] = {}  # step → what callbacks have logged before the step's own row
+        # step → what callbacks have logged before the step's own row, or what could not be written
+        self._waiting: dict[int, dict[str, Any]] = {}
+        self._is_torn = False  # whether the last row could not be written, or not all of it
 
     def wait_for_rows(self, is_awaited: Callable[[int], bool]) -> None:
         """Keep what is logged for a step until its own row comes. `is_awaited(step)`: whether it is to come."""
@@ -79,6 +82,24 @@ class CsvLogger(Logger):
             self._append(self._waiting.pop(step), step)
 
     def _append(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write a row. What cannot be written is kept for the next row, and said."""
+        earlier = {number: self._waiting.pop(number) for number in sorted(self._waiting) if number < step}
+        for number, row in [*earlier.items(), (step, dict(metrics))]:
+            try:
+                self._append_row(row, number)
+            except OSError as error:
+                self._waiting[number] = {**self._waiting.get(number, {}), **row}
+                if not self._is_torn:
+                    said = f"{self.path} could not be written: {error.strerror}; the row is kept until it can be"
+                    print(said, file=sys.stderr, flush=True)
+                self._is_torn = True
+
+    def _append_row(self, metrics: Mapping[str, float], step: int) -> None:
+        if self._is_torn and self.path.exists():
+            whole = read_rows(self.path)  # without a row of which only a part was written
+            if self._last and (not whole or whole[-1]["step"] != self._last["step"]):
+                whole.append(self._last)
+            self._write(self._fields, whole)
         known = self._known[1] if step == self._known[0] else set()
         row: dict[str, Any] = {**{key: value for key, value in metrics.items() if key not in known}, "step": step}
         if row.keys() <= {"step", "epoch"}:
@@ -93,6 +114,7 @@ class CsvLogger(Logger):
         if joins:  # what comes after a step, such as a validation, goes into the step's row
             row = {**row, **self._last}
         self._put(row, joins)
+        self._is_torn = False
 
     def _put(self, row: dict[str, Any], over_the_last: bool) -> None:
         """Write a row in one call, which a kill cannot cut in two. A row that replaces the last one is longer."""
@@ -129,7 +151,6 @@ class CsvLogger(Logger):
             )
 
     def _write(self, fields: list[str], rows: list[dict[str, str]]) -> None:
-        self._fields = fields
         with partial_path(self.path).open("w", newline="") as file:
             writer = csv.DictWriter(file, fields)
             writer.writeheader()
@@ -138,6 +159,7 @@ class CsvLogger(Logger):
             writer.writerows(rows[-1:])
         self._last = {key: value for key, value in rows[-1].items() if value} if rows else {}
         put_in_place(self.path)
+        self._fields = fields
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
