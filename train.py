@@ -9,8 +9,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-from shardwise.cli import train
-from shardwise.launch.worker import leave
+from shardwise.errors import needs_packages
+
+with needs_packages():
+    from shardwise.cli import train
+    from shardwise.launch.worker import leave
 
 if __name__ == "__main__":
     leave(train(sys.argv[1:]))

@@ -7,6 +7,7 @@
 set -uo pipefail
 
 say() { printf 'shardwise: %s\n' "$*"; }
+refuse() { say "not requeued: exit code 2: $*" >&2; exit 2; }
 
 if [[ -z ${SLURM_JOB_ID:-} || -z ${SLURM_NODEID:-} ]]; then
     say "this is a batch script: sbatch --nodes=N $0 …" >&2
@@ -18,10 +19,8 @@ home=${SHARDWISE_HOME:-$SLURM_SUBMIT_DIR}
 id=$SLURM_JOB_ID
 [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || id=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 RESTARTS_WITHOUT_PROGRESS=${RESTARTS_WITHOUT_PROGRESS:-3}
-if [[ ! $RESTARTS_WITHOUT_PROGRESS =~ ^[0-9]{1,6}$ ]]; then
-    say "not requeued: RESTARTS_WITHOUT_PROGRESS=$RESTARTS_WITHOUT_PROGRESS: must be a whole number" >&2
-    exit 2
-fi
+[[ $RESTARTS_WITHOUT_PROGRESS =~ ^[0-9]{1,6}$ ]] ||
+    refuse "RESTARTS_WITHOUT_PROGRESS=$RESTARTS_WITHOUT_PROGRESS: must be a whole number"
 
 # A signal to the batch script (scancel --batch, --full) is meant for the run. On SIGTERM srun would kill its tasks at once:
 # it has a process group of its own (-m), and is told in words that it passes on.
@@ -45,7 +44,7 @@ begin() { # OVERRIDE...
     local run_id=slurm-$id
     job=$PWD/runs/jobs/$run_id
     set_aside
-    mkdir -p "$job" || { say "cannot write $job: submit from a folder that all nodes share"; exit 2; }
+    mkdir -p "$job" || refuse "cannot write $job: submit from a folder that all nodes share"
     if [[ -e $job/done ]]; then
         say "$run_id is done already: to train further, sbatch again with its name=, resume=auto and a larger max_steps="
         exit 0
@@ -95,10 +94,8 @@ begin() { # OVERRIDE...
     done
     if ((${#profiler[@]})); then
         mkdir -p "$job/profile"
-        if [[ -z ${CONTAINER:-} ]] && ! command -v nsys > /dev/null; then
-            say "not requeued: profile.tool=nsys: there is no nsys on the PATH of $(hostname)" >&2
-            exit 2
-        fi
+        [[ -n ${CONTAINER:-} ]] || command -v nsys > /dev/null ||
+            refuse "profile.tool=nsys: there is no nsys on the PATH of $(hostname)"
         say "the reports of nsys come into $job/profile; shardwise profile $job/profile reads them"
     fi
     # shellcheck disable=SC2034 # for the templates
@@ -118,10 +115,10 @@ load_environment() { # SHARDWISE_MODULES and SHARDWISE_PROLOG, for the run's pro
         [[ ! -r $file ]] || . "$file"
     done
     for name in "${names[@]}"; do
-        module load "$name" || { say "not requeued: module load $name has failed on $(hostname)" >&2; exit 2; }
+        module load "$name" || refuse "module load $name has failed on $(hostname)"
     done
     if [[ -n ${SHARDWISE_PROLOG:-} ]]; then # the user's own code, as in a batch script of theirs
-        eval "$SHARDWISE_PROLOG" || { say "not requeued: prolog=$SHARDWISE_PROLOG has failed on $(hostname)" >&2; exit 2; }
+        eval "$SHARDWISE_PROLOG" || refuse "prolog=$SHARDWISE_PROLOG has failed on $(hostname)"
     fi
     set -u
 }
@@ -130,7 +127,7 @@ set_aside() { # Another job's folder. Slurm gives its numbers out again when its
     local number=1
     [[ ${SLURM_RESTART_COUNT:-0} == 0 && -e $job/starts ]] || return 0
     while [[ -e $job-earlier-$number ]]; do number=$((number + 1)); done
-    mv "$job" "$job-earlier-$number" || { say "cannot move $job, which is another job's, out of the way"; exit 2; }
+    mv "$job" "$job-earlier-$number" || refuse "cannot move $job, which is another job's, out of the way"
     say "an earlier job had this number: its folder is $job-earlier-$number now"
 }
 
@@ -173,7 +170,7 @@ end() { # SRUN'S EXIT CODE
     done
     case $code in
         0) say "srun ended with 0, and the run has not said that it is done"; code=1 ;;
-        2 | 3 | 4) say "not requeued: exit code $code: $said"; exit "$code" ;;
+        2 | 3 | 4) say "not requeued: exit code $code: ${said:-the lines above say why}"; exit "$code" ;;
         7) [[ -s $job/bad-nodes ]] || { say "not requeued: exit code 7: $said"; exit 7; } ;;
     esac
     ((code != 140)) || said=${said:-SIGUSR2 before training began: --time has to be longer than --signal comes early}

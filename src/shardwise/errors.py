@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import platform
+import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
@@ -75,6 +78,21 @@ class BadSample(DataError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
+
+
+@contextmanager
+def needs_packages() -> Iterator[None]:
+    """Around a program's first imports: a Python that lacks a package is one message, and no crash to start again."""
+    try:
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] in ("shardwise", "recipes"):
+            raise
+        sys.stderr.write(
+            f"error: {sys.executable} (Python {platform.python_version()}) cannot run shardwise: {error}; use the "
+            f"Python in which requirements.txt is installed, such as .venv/bin/python after `make train`\n"
+        )
+        raise SystemExit(ExitCode.user_error) from None
 
 
 def describe_error(error: BaseException) -> str:

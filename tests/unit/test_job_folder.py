@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -72,9 +73,24 @@ def test_modules_and_the_prolog_reach_the_run(tmp_path: Path) -> None:
     prolog = {"SHARDWISE_PROLOG": "export LOADED=\"$LOADED and $NOT_SET'mine'\""}
     assert "srun has [load cuda/12.4][load gcc] and 'mine'\n" in batch(tmp_path, **modules, **prolog)
     said = batch(tmp_path, code=2, MODULESHOME=str(tmp_path), SHARDWISE_MODULES="gcc missing")
-    assert "not requeued: module load missing has failed on " in said and "srun" not in said
+    assert "not requeued: exit code 2: module load missing has failed on " in said and "srun" not in said
     said = batch(tmp_path, code=2, SHARDWISE_PROLOG="source /nowhere/x.sh")
-    assert "not requeued: prolog=source /nowhere/x.sh has failed on " in said and "srun" not in said
+    assert "not requeued: exit code 2: prolog=source /nowhere/x.sh has failed on " in said and "srun" not in said
+
+
+def test_a_python_without_the_packages_is_one_line_and_starts_once(tmp_path: Path) -> None:
+    """It has none of site-packages here."""
+    bare = programs(tmp_path, bare=f'#!/bin/bash\nexec {sys.executable} -S "$@"\n').partition(":")[0] + "/bare"
+    told = "; use the Python in which requirements.txt is installed, such as .venv/bin/python after `make train`\n"
+    for words in ([str(ROOT / "train.py")], ["-m", "shardwise", "preflight"]):
+        done = subprocess.run(
+            [bare, *words], env={"PYTHONPATH": f"{ROOT}/src"}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    (tmp_path / "first").mkdir()
+    path = programs(tmp_path / "first", srun='#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
+    said = batch(tmp_path, code=2, PYTHON=bare, PATH=path)
+    assert told in said and "shardwise: not requeued: exit code 2: the lines above say why\n" in said
 
 
 def test_who_follows_a_job_is_not_told_of_an_earlier_one(

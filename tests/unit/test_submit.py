@@ -249,6 +249,21 @@ def test_a_sweep_prints_its_values_and_folders(capsys: pytest.CaptureFixture[str
     assert "[1] seed=2: run own-1: " in asked(capsys, "-m", "seed=1,2", "name=own")[1]
 
 
+def test_the_job_runs_the_python_that_has_made_the_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The batch script finds the repository's own by itself, and knows nothing of what is in a container."""
+    monkeypatch.delenv("PYTHON", raising=False)
+    for python, more, expected in [
+        ("/my env/bin/python", [], "PYTHON='/my env/bin/python' sbatch "),
+        ("/my env/bin/python", ["container=image"], "CONTAINER=image sbatch "),
+        (f"{ROOT}/.venv/bin/python3", [], f"SHARDWISE_HOME={ROOT} sbatch "),
+    ]:
+        monkeypatch.setattr(sys, "executable", python)
+        assert main([*DGX, *more]) == 0
+        assert expected in capsys.readouterr().out.splitlines()[-1]
+
+
 SBATCH = """#!{python}
 import json, os, sys
 names = ("SHARDWISE_HOME", "CONTAINER", "CONTAINER_MOUNTS", "SHARDWISE_MODULES", "SHARDWISE_PROLOG", "PYTHON")

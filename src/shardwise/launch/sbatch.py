@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,8 @@ def batch_environment(
         raise ConfigError(
             f"mounts={mounts}: without a container all folders are there; give container=IMAGE, or leave it out"
         )
+    if "CONTAINER" not in found and Path(sys.executable).parent != ROOT / ".venv/bin":  # which job.sh finds by itself
+        found.setdefault("PYTHON", sys.executable)
     own = None if mounts is None else ",".join(_mount(word, "mounts") for word in _listed(mounts))
     site = ",".join(_mount(word, "cluster.mounts") for word in cluster.mounts)
     if "CONTAINER" in found and (value := _first(own, "CONTAINER_MOUNTS", site)):

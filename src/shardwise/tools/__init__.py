@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from shardwise.config.bind import bind
-from shardwise.errors import ConfigError, did_you_mean
+from shardwise.errors import ConfigError, did_you_mean, needs_packages
 from shardwise.process.console import show_anything
 from shardwise.process.report import report as report_error  # `report` is a tool in this folder
 from shardwise.process.signals import Stopped, in_words
@@ -81,7 +81,8 @@ def _run(words: list[str]) -> int:
     root = str(Path(__file__).resolve().parents[3])
     if root not in sys.path:
         sys.path.append(root)  # where recipes are
-    tool: Any = import_module(f"shardwise.tools.{words[0].replace('-', '_')}")
+    with needs_packages():
+        tool: Any = import_module(f"shardwise.tools.{words[0].replace('-', '_')}")
     if {"--help", "-h"} & set(words[1:]):
         print(tool.HELP)
         return 0
