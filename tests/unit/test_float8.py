@@ -242,7 +242,17 @@ AMPERE = Host(1, run_id="r", gpu="A100", gpu_capability=(8, 0))
 @pytest.mark.parametrize(
     ("host", "words", "said"),
     [
-        (AMPERE, "precision=fp8", "precision=fp8 on A100, compute capability 8.0: products in fp8 need 8.9 or more"),
+        (
+            AMPERE,
+            "precision=fp8",
+            "needs compute capability 8.9 or more (Ada, Hopper or newer), and the GPU is A100, "
+            "which has 8.0; use precision=bf16",
+        ),
+        (
+            Host(1, run_id="r", gpu="A100"),
+            "precision=fp8",
+            "the GPU is A100; use precision=bf16",
+        ),  # a cluster's file says
         (CPU, "precision=fp8", "on the CPU use precision=bf16, or precision.fp8.emulate=true"),
         (ADA, "precision=fp8 strategy=zero2", "strategy=zero2 precision=fp8: fp8 is made of the fp32 weights"),
         (CPU, "precision=fp8 precision.fp8.emulate=true strategy=zero3", "use strategy=fsdp, or precision=bf16"),

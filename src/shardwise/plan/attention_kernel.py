@@ -56,7 +56,7 @@ def choose_kernel(word: AttentionKernel, facts: Facts) -> Choice:
         return Choice(word.value, "")
     against = obstacle("fa4", facts)
     if facts.capability is None and against is None:
-        against = "the GPUs' compute capability is not known"
+        against = "the GPUs' compute capability is not known here; each run decides by the GPUs that it finds"
     if against is None:
         return Choice("fa4", "FlashAttention 4 is installed and can run")
     return Choice("sdpa", f"torch chooses by the tensors; fa4 cannot run: {against}")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.accelerator import WHERE, vendor
+from shardwise.plan.hardware import is_gpu
 from shardwise.plan.plan import Float8, Host
 
 # Usual names of layers that stay in bf16 (conf/precision/fp8.yaml): no model has all of them
 USUAL = ("head", "lm_head", "heads", "output", "classifier", "fc", "router", "gate")
 
 _OLDEST = (8, 9)  # the compute capability of Ada, the first whose tensor cores multiply in fp8
+_OLDER = ("A100", "A40", "A30", "A10", "V100", "T4")  # on a login node a cluster's file gives the GPU's name alone
 
 
 def make_float8(config: RunConfig, host: Host, accelerator: str) -> Float8 | None:
@@ -50,8 +52,9 @@ def _check_device(host: Host, accelerator: str) -> None:
             f"use precision=bf16, or precision.fp8.emulate=true to try out fp8's rounding, slowly"
         )
     found = host.gpu_capability
-    if found is not None and found < _OLDEST:
+    if any(is_gpu(older, host.gpu or "") for older in _OLDER) if found is None else found < _OLDEST:
+        has = "" if found is None else f", which has {found[0]}.{found[1]}"
         raise ConfigError(
-            f"precision=fp8 on {host.gpu or 'this GPU'}, compute capability {found[0]}.{found[1]}: products in fp8 "
-            f"need {_OLDEST[0]}.{_OLDEST[1]} or more (Ada, Hopper or newer); use precision=bf16"
+            f"precision=fp8 needs compute capability {_OLDEST[0]}.{_OLDEST[1]} or more (Ada, Hopper or newer), and the "
+            f"GPU is {host.gpu or 'an older one'}{has}; use precision=bf16"
         )

@@ -48,7 +48,8 @@ def choose_loss(config: RunConfig, host: Host, accelerator: str) -> Choice:
     if rows * vocabulary <= LARGE_LOGITS:
         return Choice("full", f"{logits}, few enough to hold them at once")
     if obstacle is None and host.gpu_capability is None:
-        obstacle = Obstacle("the GPUs' compute capability is not known", _CHUNKED)
+        unknown = "the GPUs' compute capability is not known here; each run decides by the GPUs that it finds"
+        obstacle = Obstacle(unknown, _CHUNKED)
     if obstacle is None:
         return Choice("fused", f"{logits}, too many to hold them at once")
     return Choice("chunked", f"{logits}, too many to hold them at once; fused cannot run: {obstacle.reason}")
