@@ -150,6 +150,14 @@ def test_an_option_of_sbatch_that_cannot_be_is_refused(word: str, told: str) -> 
         (["--max-steps", "3"], "write max_steps=3, without --"),
         (["-C", "ib"], "-C: options of sbatch are written as words, in full"),
         (["constraint=ib"], "an option of sbatch is written sbatch.constraint=…"),
+        (
+            ["partitin=a"],
+            "partitin=a: there is no partitin (did you mean partition?); --help lists what there is; an option",
+        ),
+        (["mount=/data"], "there is no mount (did you mean mounts?)"),  # and not units, a word of the run
+        (["prologue=source /a b.sh"], "there is no prologue (did you mean prolog?)"),
+        (["max_step=3"], "max_step=3: there is no max_step (did you mean max_steps?); --help lists what there is"),
+        (["module=[cuda/12.4]"], "module is the LightningModule; environment modules are modules=[cuda/12.4,…]"),
         (["mounts=/data"], "mounts=/data: without a container all folders are there"),
         (["container=/i.sqsh", "mounts=data"], "mounts=data: a folder begins with /"),
         (["modules=$(id)"], "modules=$(id): names no environment module"),

@@ -238,7 +238,7 @@ def explain_mounts(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     """Lines about folders and files of a run that its container does not see."""
     if "CONTAINER" not in environment:
         return []
-    inside = [environment["SHARDWISE_HOME"], os.getcwd()]
+    inside = list(dict.fromkeys([environment["SHARDWISE_HOME"], os.getcwd()]))
     inside += [mount.split(":")[1] for mount in environment.get("CONTAINER_MOUNTS", "").split(",") if ":" in mount]
     paths = {"runs_dir": str(Path(plan.run_dir).parent), "init_from": plan.init_from, "resume": plan.resume}
     paths |= dict(_paths(plan.data, "data")) | dict(_paths(plan.module, "module"))
@@ -247,7 +247,7 @@ def explain_mounts(plan: Plan, environment: Mapping[str, str]) -> list[str]:
         if path and not any(Path(os.path.abspath(path)).is_relative_to(folder) for folder in inside):
             lost = "what the run writes there is lost with the container; " * (word == "runs_dir")
             lines.append(
-                f"{word}={path}: is not among the folders that the container sees, {', '.join(inside)}: "
+                f"{word}={path}: is in no folder that the container sees ({', '.join(inside)}); "
                 f"{lost}give mounts={os.path.abspath(path)}"
             )
     return lines

@@ -21,7 +21,7 @@ from shardwise.config.help import config_groups
 from shardwise.config.paths import CONF, ROOT
 from shardwise.config.schema import RunConfig
 from shardwise.config.translate import translate
-from shardwise.errors import ConfigError, count
+from shardwise.errors import ConfigError, count, did_you_mean
 from shardwise.launch.host import planned_host
 from shardwise.launch.sbatch import SbatchOptions, batch_environment, explain_mounts, merge_options
 from shardwise.plan import Host, Plan, make_plan
@@ -189,13 +189,20 @@ def _explain_unknown(cluster: str, devices: int, gpus: int, wanted: SbatchOption
 
 
 def _compose(overrides: Sequence[str]) -> Command:
+    if wrong := next((word for word in overrides if re.match(r"module=[^{]", word)), None):
+        raise ConfigError(f"{wrong}: module is the LightningModule; environment modules are modules=[cuda/12.4,…]")
     try:
         return compose(list(overrides))
-    except ConfigError as error:
-        found = re.match(r"([a-z]+(?:[-_][a-z]+)*)=[^ ]*: there is no \1;", str(error))
+    except ConfigError as error:  # it knows the words of a run, and neither ours nor sbatch's
+        found = re.match(r"(([a-z]+(?:[-_][a-z]+)*)=.*): there is no \2(?: \(did you mean (\w+)\?\))?;", str(error))
         if found is None:
             raise
-        raise ConfigError(f"{error}; an option of sbatch is written sbatch.{found[1]}=…") from None
+        line, word, of_run = found.groups(default="")
+        near = did_you_mean(word, [*Options.__dataclass_fields__, of_run])
+        if of_run not in Options.__dataclass_fields__ and f" {of_run}?" in near:
+            raise
+        sbatch = f"an option of sbatch is written sbatch.{word}=…"
+        raise ConfigError(f"{line}: there is no {word}{near}; --help lists what there is; {sbatch}") from None
 
 
 def _check_flags(words: Sequence[str]) -> None:
