@@ -232,7 +232,7 @@ def test_what_a_container_does_not_see_is_said(
     _, said = asked(capsys, *data)
     assert "container" not in said
     _, said = asked(capsys, *data, "container=/i.sqsh", "mounts=[/c,/a:/b]")
-    assert "data.directory=/data/tokens: is not among the folders that the container sees" in said
+    assert "data.directory=/data/tokens: is in no folder that the container sees" in said
     assert "give mounts=/data/tokens" in said and "data.more" not in said
     assert "runs_dir=/scratch/runs" in said and "is lost with the container" in said
     _, said = asked(capsys, *data[:2], "container=/i.sqsh", "mounts=/data")

@@ -19,7 +19,7 @@ def wrong_monitor(plan: Plan, monitor: str, measured: Mapping[str, float], save:
     saved = ""
     if plan.checkpoint.saves:
         try:
-            saved = f"; {save()}, and {plan.goes_on_by} goes on"
+            saved = f"; {save()}"  # and `process/report.py` says how the run goes on
         except CheckpointError as error:  # the first mistake is the one to mend
             saved = f"; {error}"
     return ConfigError(f"checkpoint.monitor={monitor}: {why}, or give checkpoint.monitor=null{saved}")
