@@ -22,7 +22,7 @@ from shardwise.plan.attention_kernel import check_takes_attention, explain_atten
 from shardwise.plan.context_parallel import check_takes_context, explain_context
 from shardwise.plan.location import number_run
 from shardwise.plan.loss import check_takes_loss, explain_loss
-from shardwise.plan.parallel_lines import parallel_lines
+from shardwise.plan.parallel_lines import explain_memory, parallel_lines
 from shardwise.plan.pipeline import check_stages
 from shardwise.plan.plan import headline
 from shardwise.plan.unreached import explain_unreached
@@ -85,7 +85,7 @@ def _train(argv: list[str]) -> int:
                 check_weights(plan)
                 check_folder(plan.run_dir)
                 lines = [*job.messages, *explain_planned(job.config, plan, host), *explain_context(plan)]
-                lines += [*explain_unreached(plan), *parallel_lines(plan)]
+                lines += [*explain_unreached(plan), *parallel_lines(plan), *explain_memory(plan, job.config.cluster)]
                 notices = "".join(f"# {line}\n" for line in lines)
                 print(f"{notices}# config\n{job.yaml}\n# plan\n{plan.to_json()}")
             return 0

@@ -9,6 +9,7 @@ from torch import nn
 
 from benchmarks.harness.state_memory import FILE, state_of
 from recipes.language_modeling.model import Transformer
+from shardwise.config.cluster import ClusterConfig
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.optim.adamw import AdamW8bit, AdamWBf16
@@ -16,7 +17,7 @@ from shardwise.optim.matrices import choose_matrices, muon_groups
 from shardwise.optim.muon import Muon
 from shardwise.plan import Plan
 from shardwise.plan.decoder import Decoder, decoder_of
-from shardwise.plan.parallel_lines import bytes_sent, parallel_lines, state_bytes
+from shardwise.plan.parallel_lines import bytes_sent, explain_memory, parallel_lines, state_bytes
 from shardwise.plan.plan import ActivationCheckpointing
 from shardwise.plan.topology import Topology
 from tests.unit.test_plan import plan
@@ -71,6 +72,20 @@ def test_layers_are_cut_by_what_they_cost_over_this_length(
 
 def test_a_run_without_these_axes_states_nothing() -> None:
     assert parallel_lines(laid_out(Topology(1, 8, 1, 8), 8)) == []
+
+
+def test_a_model_that_no_gpu_of_the_cluster_holds_is_told_so() -> None:
+    h100, adamw = ClusterConfig(name="mine", gpu_memory_gib=80), {"_target_": "torch.optim.AdamW"}
+    sharded, whole = (
+        laid_out(Topology(1, 8, *sizes), 8, optimizer=adamw, accelerator="cuda") for sizes in ((1, 8), (8, 1))
+    )
+    [told] = explain_memory(whole, h100)
+    assert "of a rank take 120 GiB, and a GPU of cluster=mine has 80 GiB; strategy=fsdp" in told
+    zero = dataclasses.replace(whole, strategy=dataclasses.replace(whole.strategy, name="zero1"))
+    frozen = dataclasses.replace(whole, freeze=("layers",))
+    for made in (sharded, zero, frozen, dataclasses.replace(whole, accelerator="cpu")):
+        assert not explain_memory(made, h100)
+    assert not explain_memory(whole, ClusterConfig())
 
 
 def test_what_each_axis_sends_is_stated() -> None:

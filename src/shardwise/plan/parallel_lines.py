@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from shardwise.config.cluster import ClusterConfig
 from shardwise.plan import parallel_arithmetic as arithmetic
 from shardwise.plan.decoder import SIZES, Decoder, decoder_of, recomputed
 from shardwise.plan.optimizer_bytes import bytes_of_weight, known_optimizer, size_of
@@ -38,6 +39,20 @@ def parallel_lines(plan: Plan) -> list[str]:
         f"a rank sends in a step{', on average over the stages' * (topology.pipeline > 1)}: {each}",
         f"{state} {of}: {ranks}",
     ]
+
+
+def explain_memory(plan: Plan, cluster: ClusterConfig) -> list[str]:
+    """A line where a GPU of the cluster cannot hold even the weights, the gradients and the optimizer's state."""
+    decoder, has = decoder_of(plan), cluster.gpu_memory_gib
+    if plan.stage != "fit" or plan.accelerator == "cpu" or decoder is None or has is None:
+        return []
+    if plan.strategy.zero_stage or plan.freeze:  # DeepSpeed keeps other copies; what is frozen has weights alone
+        return []
+    needs = max(state_bytes(plan, decoder)) / 2**30
+    return [] if needs <= has else [
+        f"memory will run out: weights, gradients and optimizer state of a rank take {needs:.0f} GiB, and a GPU of "
+        f"cluster={cluster.name} has {has:.0f} GiB; strategy=fsdp over more ranks or optimizer=adamw_8bit takes less"
+    ]  # fmt: skip
 
 
 def _schedule(plan: Plan, decoder: Decoder | None) -> list[str]:

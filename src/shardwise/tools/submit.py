@@ -27,6 +27,7 @@ from shardwise.launch.sbatch import SbatchOptions, batch_environment, explain_mo
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.plan.context_parallel import explain_context
 from shardwise.plan.location import number_run
+from shardwise.plan.parallel_lines import explain_memory
 from shardwise.plan.plan import headline
 from shardwise.run_dir.resume import find_checkpoint
 from shardwise.run_dir.sweep import report_sweep, swept
@@ -109,7 +110,8 @@ def run(words: list[str]) -> int:
         print(line)
     for number, (plan, values) in enumerate(zip(plans, labels(submission), strict=True)):
         member = f"[{number}] {values}: " if len(plans) > 1 else ""
-        print("\n".join([member + headline(plan), *explain_context(plan)]))
+        lines = [*explain_context(plan), *explain_memory(plan, submission.jobs[0].config.cluster)]
+        print("\n".join([member + headline(plan), *lines]))
     print(" ".join([*(f"{key}={shlex.quote(value)}" for key, value in more.items()), shlex.join(command)]), flush=True)
     if dry_run:
         return 0
