@@ -130,5 +130,6 @@ def class_name(made: object) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint to append to a message: the most similar known word, or nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1)
+    words = list(known)
+    near = difflib.get_close_matches(word, words, n=1) or difflib.get_close_matches(word.lower(), words, n=1)
     return f" (did you mean {near[0]}?)" if near else ""

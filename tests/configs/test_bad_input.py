@@ -92,6 +92,7 @@ WORDS: list[tuple[str, list[str]]] = [
     ("optimizer=null", ["optimizer=null: no such option", "(did you mean none?)"]),
     ("strategy=3", ["strategy=3: no such option; strategy is one of ddp"]),
     ("strategy=[ddp,fsdp]", ["strategy=[ddp,fsdp]: no such option; strategy is one of ddp"]),
+    ("strategy=FSDP", ["strategy=FSDP: no such option", "(did you mean fsdp?)"]),
     ("-m strategy=ddp,fdsp", ["strategy=fdsp: no such option", "(did you mean fsdp?)"]),
     ("+strategy=fsdp", ["a run always has one strategy; write strategy=…, without + or ~"]),
     ("~strategy", ["~strategy: a run always has one strategy"]),

@@ -164,6 +164,7 @@ def test_a_position_belongs_to_a_number_of_workers() -> None:
         (["text"], "data.source: sample 1 of list is a str, and must be a dict with the field text"),
         ([{"text": 3}], "data.source: sample 1 of list has an int in text, and must have text there"),
         ([{"text": b"ab\xff"}], "data.source: sample 1 of list is no UTF-8 at byte 2 of text"),
+        ([], "data.source: list gives no document: look at its arguments, such as a folder"),
     ],
 )  # fmt: skip
 def test_a_sample_that_is_no_text_is_named(samples: list[Any], message: str) -> None:

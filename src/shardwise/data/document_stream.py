@@ -56,6 +56,8 @@ class Documents:
             self.read += 1
             if (self.read - 1) % parts == part:
                 yield self._text(sample)
+        if not self.read and epoch == 0 and not self.is_split:  # of a source that splits itself, a part may be empty
+            raise BadSample(f"data.source: {self.name} gives no document: look at its arguments, such as a folder")
 
     def state(self) -> dict[str, Any] | None:
         """The position after the last text; None: the source has no state."""
