@@ -250,6 +250,12 @@ def test_a_machine_that_is_not_named_is_said(capsys: pytest.CaptureFixture[str])
     assert main(DGX) == 0 and "is given" not in capsys.readouterr().out
 
 
+def test_a_new_job_has_nothing_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = "resume=auto without name=: a new job is a new run, which starts from the seed"
+    assert told in asked(capsys, "resume=auto")[1]
+    assert told not in asked(capsys, "resume=auto", "name=first", f"runs_dir={tmp_path}")[1]
+
+
 def test_a_sweep_prints_its_values_and_folders(capsys: pytest.CaptureFixture[str]) -> None:
     _, said = asked(capsys, "-m", "seed=1,2", "gradient_clip_val=1,2")
     assert "[0] seed=1 gradient_clip_val=1: run slurm-JOB_0: " in said and "/runs/slurm-JOB_3" in said

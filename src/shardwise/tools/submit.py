@@ -176,6 +176,9 @@ def make_submission(options: Options, sbatch: Mapping[str, str], overrides: Sequ
     words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in wanted.items() if value]
     if cluster.devices_per_node is None:
         notices.append(_explain_unknown(cluster.name, devices, gpus, wanted))
+    if any(job.config.resume == "auto" and job.config.name is None for job in jobs):
+        unnamed = "resume=auto without name=: a new job is a new run, which starts from the seed; give name= of the run"
+        notices.append(f"{unnamed} to go on with (a job that is requeued goes on by itself)")
     environment = batch_environment(cluster, options.container, options.mounts, options.modules, options.prolog)
     notices += explain_mounts(plans[0], environment)
     return Submission(["sbatch", "--parsable", *words, str(template), *train], environment, jobs, plans, notices)
