@@ -93,7 +93,7 @@ class Summary(Callback):
             # these two are of all GPUs since the run's first start
             "energy_kwh": self.energy.kwh,
             f"joules_per_{one_of(unit)}": self.energy.joules_per_weight,
-            "train/loss": last_of(rows, loss_key(rows)),
+            **{key: last_of(rows, key) for key in (LOSS, loss_key(rows))},
             **trainer.strategy.train_loader.progress(trainer.strategy.train_loader.consumed),  # type: ignore[attr-defined]
             **measured,
             "verdicts": [as_json(verdict, self.verdicts.judge) for verdict in self.verdicts.told],
@@ -161,8 +161,8 @@ class Summary(Callback):
             each = f", {digits(joules)} J a {one_of(unit)}" if joules is not None else ""
             lines["energy"] = f"{digits(kwh)} kWh of all GPUs{each}"
         lines |= self.verdicts.lines
-        if summary["train/loss"] is not None:
-            lines["training loss"] = digits(summary["train/loss"])
+        if (loss := summary.get(OTHER_LOSS, summary[LOSS])) is not None:
+            lines["training loss"] = digits(loss)
         of_data = {key: value for key, value in summary.items() if key.startswith("data/")}
         validated = self.saving.validated_step
         at = f" (step {validated:,})" if 0 < validated < summary["steps"] else ""
