@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,13 @@ def test_the_member_of_an_array_that_ends_prints_the_table_of_all(
 
 def test_only_what_differs_is_named() -> None:
     assert swept([("a=1", "b=2", "+c=3"), ("a=1", "b=3", "+c=3")]) == [{"b": "2"}, {"b": "3"}]
+
+
+def test_runs_without_a_monitor_are_ranked_by_the_loss_of_their_validation(tmp_path: Path) -> None:
+    plans = [replace(made, checkpoint=replace(made.checkpoint, monitor=None))
+             for made in (plan(tmp_path, number, "min") for number in range(2))]  # fmt: skip
+    for made, score in zip(plans, (0.5, 0.25), strict=True):
+        Path(made.run_dir).mkdir()
+        (Path(made.run_dir) / "summary.json").write_text(json.dumps({"val/loss": score, "train/loss": 1.0 - score}))
+    lines = report_sweep([("seed=1",), ("seed=2",)], plans, [0, 0]).splitlines()
+    assert lines[2].startswith("seed=2  val/loss 0.25")

@@ -65,7 +65,7 @@ def _score(plan: Plan) -> tuple[str, float | None]:
     best = summary.get("best")
     if monitor and isinstance(best, dict) and isinstance(best.get(monitor), (int, float)):
         return monitor, float(best[monitor])
-    for key in ("validation/loss", "val_loss", "train/loss"):
+    for key in ("validation/loss", "val_loss", "val/loss", "train/loss"):
         if isinstance(value := summary.get(key), (int, float)):
             return key, float(value)
     return "", None
