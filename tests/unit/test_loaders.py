@@ -147,6 +147,14 @@ def test_a_batch_size_that_no_argument_sets_is_met_by_ours() -> None:
         TrainLoader(loader(batch_size=3), hard_coded(plan()), 0, CPU, None)
 
 
+def test_data_that_divides_its_batch_size_by_the_ranks_is_given_the_product() -> None:
+    divides = replace(plan(ranks=2), data={"_target_": "my.Data", "batch_size": 2})
+    with pytest.raises(
+        ConfigError, match=r"my\.Data divides data\.batch_size=2 by the 2 ranks; give data\.batch_size=4$"
+    ):
+        TrainLoader(loader(batch_size=1), divides, 0, CPU, None)
+
+
 class EveryThird(Sampler[int]):
     """Counts its own epochs, as some do."""
 
