@@ -38,7 +38,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_quick_check_runs_every_stage_and_keeps_nothing(home: Path) -> None:
-    words = [*OWN, "module._target_=mine.Stages", "data._target_=mine.All", "quick_check=true", "name=quick"]
+    words = [*OWN, "module._target_=mine.Stages", "data._target_=mine.All", "quick_check=true", "name=quick",
+             "checkpoint.monitor=validation/loss"]  # fmt: skip
     done = check(run(home, *words, "strategy=fsdp"))
     assert "step 3/3" in done.stdout and "validation/loss" in done.stdout
     assert [line for line in done.stdout.splitlines() if line.startswith("tested")] == [f"tested {n}" for n in range(3)]

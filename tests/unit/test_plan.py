@@ -500,3 +500,8 @@ def test_planning_needs_neither_torch_nor_numpy_nor_hydra() -> None:
 def test_a_quick_check_leaves_the_profiler_out() -> None:
     """It makes fewer steps than profiler=pytorch needs."""
     assert plan(quick_check=True, profiler=Profiler.pytorch).profiler == "none"
+
+
+def test_a_quick_check_looks_for_the_metric_that_is_monitored() -> None:
+    made = plan(quick_check=True, checkpoint=CheckpointConfig(monitor="val/nope")).checkpoint
+    assert made.monitor == "val/nope" and not made.saves

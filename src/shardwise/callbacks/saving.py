@@ -135,7 +135,7 @@ class Saving(Callback):
         self.validated_step, self.before_validation = trainer.global_step, None
         if trainer.global_step == self.plan.max_steps:  # this save had to wait for validation
             self._save_at_end(trainer)
-        if monitor is None:
+        if monitor is None or self.plan.quick_check:
             return
         # Rank 0 decides for all: a metric that its module has not synchronised differs between ranks.
         busy = self.writer is not None and self.writer.busy

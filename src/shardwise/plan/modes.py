@@ -37,7 +37,6 @@ def _unsaved(checkpoint: CheckpointConfig) -> CheckpointConfig:
         save_every_n_steps=None,
         save_every_n_epochs=None,
         save_at_end=False,
-        monitor=None,
         keep_every_n_steps=None,
     )
 
