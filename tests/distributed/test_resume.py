@@ -222,7 +222,7 @@ def test_auto_starts_from_the_seed_where_there_is_nothing(runs: Path) -> None:
 def test_a_checkpoint_of_another_model_is_refused_in_one_message(runs: Path) -> None:
     told = (runs.parent / "unsafe").read_text()
     assert told.count(".ckpt is of another model: ") == told.count("size mismatch") // 6 == len(STRATEGIES)
-    assert told.count("; the model's options (model=, model.dim=, module.… and so on) must be") == len(STRATEGIES)
+    assert told.count("; the model's options (recipe=, model=, module.… and so on) must be") == len(STRATEGIES)
 
 
 def test_checkpoints_hold_no_code(runs: Path) -> None:

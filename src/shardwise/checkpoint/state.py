@@ -185,8 +185,8 @@ def _check_names(state: ShardedState, module: LightningModule, known: dict[str, 
     own, saved = without_missing(module, state.whole_shapes(), saved, state.left_out, f"resume={folder}")
     if difference := unlike(own, saved, "this model", "the checkpoint"):
         raise ConfigError(
-            f"resume={folder} is of another model: {difference}; the model's options (model=, model.dim=, module.… and "
-            f"so on) must be those that it was trained with"
+            f"resume={folder} is of another model: {difference}; the model's options (recipe=, model=, "
+            f"module.… and so on) must be those that it was trained with"
         )
 
 

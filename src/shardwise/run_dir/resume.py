@@ -172,7 +172,10 @@ def resumption(plan: Plan, given: str | None = None) -> list[str]:
         notices.append(f"the weights are those of {Path(plan.resume).name}: init_from={plan.init_from} is not read")
     if plan.stage != "fit":
         if given == "best" and not (Path(plan.run_dir) / CHECKPOINTS / BEST).exists():
-            notices.append(f"{plan.run_dir} has kept no best checkpoint: {Path(plan.resume).name} is its newest")
+            notices.append(
+                f"{plan.run_dir} has kept no best checkpoint: {Path(plan.resume).name} is its newest; "
+                f"checkpoint.monitor=NAME in its training keeps one"
+            )
         return notices
     if plan.may_fall_back:
         passed = [p for p in list_checkpoints(plan.run_dir) if step_of(p) > step_of(plan.resume)]
