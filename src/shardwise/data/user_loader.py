@@ -155,11 +155,11 @@ def check_batch_size(loader: Any, plan: Plan) -> None:
     if not isinstance(loader, DataLoader) or size in (None, plan.micro_batch_size):
         return
     options, ranks = _options_for_batch_size(plan), plan.topology.world_size
-    given = (plan.data or {}).get("batch_size")
+    given = (data := plan.data or {}).get("batch_size")
     if ranks > 1 and isinstance(given, int) and given // ranks == size:  # as DataModules for a Trainer with ranks do
         raise ConfigError(
             f"the training loader's batch_size is {size}, and micro_batch_size={plan.micro_batch_size}: "
-            f"{plan.data['_target_']} divides data.batch_size={given} by the {ranks} ranks; give "
+            f"{data['_target_']} divides data.batch_size={given} by the {ranks} ranks; give "
             f"data.batch_size={plan.micro_batch_size * ranks}"
         )
     named = f"'{options[0]}=${{micro_batch_size}}' (in quotes, as the shell would read ${{…}}), or " if options else ""
