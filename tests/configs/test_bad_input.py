@@ -263,6 +263,7 @@ WORDS: list[tuple[str, list[str]]] = [
     ("checkpoint.keep_last=0", ["checkpoint.keep_last=0: must be at least 1"]),
     ("checkpoint.save_every_n_steps=0", ["checkpoint.save_every_n_steps=0: must be at least 1, or null"]),
     ("checkpoint.mode=best", ["checkpoint.mode=best: must be min or max"]),
+    ("checkpoint.monitor=val/acc", ["checkpoint.monitor=val/acc: give checkpoint.mode=max if its largest value"]),
     ("logger=wandb logger.mode=on", ["logger.mode=on: must be one of auto, online, offline"]),
     ("gradient_clip_val=-1", ["gradient_clip_val=-1.0: must be above 0 and finite, or null for no clipping"]),
     ("gradient_clip_val=nan", ["gradient_clip_val=nan: must be above 0"]),

@@ -202,7 +202,7 @@ def test_each_job_of_a_sweep_says_once_what_went_wrong(home: Path) -> None:
 
 def test_a_refusal_in_mid_run_keeps_what_was_written_and_an_early_one_leaves_nothing(home: Path) -> None:
     words = [*RECIPE, "max_steps=3", "validate_every_n_steps=2"]
-    late = check(run(home, *words, "checkpoint.monitor=nope", "name=late"), 2)
+    late = check(run(home, *words, "checkpoint.monitor=nope", "checkpoint.mode=min", "name=late"), 2)
     assert late.stderr.startswith("error: checkpoint.monitor=nope") and late.stderr.count("\n") == 1
     assert sorted(metrics(home / "runs" / "late", "train/loss")) == [1, 2]
     early = check(run(home, *words, "model.vocab_size=100", "name=early"), 2)

@@ -378,7 +378,8 @@ def monitored(folder: Path) -> dict[str, Any]:
     """In each rank: runs that validate after each step, undisturbed, and ended by a monitor and gone on with."""
     words = ["recipe=custom", f"module._target_={__name__}.Draws", "micro_batch_size=4", "global_batch_size=8",
              "accelerator=cpu", "devices=2", "strategy=ddp", "max_steps=4", "validate_every_n_steps=1",
-             "log_every_n_steps=1", "checkpoint.save_every_n_steps=100", f"runs_dir={folder}"]  # fmt: skip
+             "log_every_n_steps=1", "checkpoint.save_every_n_steps=100", f"runs_dir={folder}",
+             "checkpoint.mode=min"]  # fmt: skip
     found: dict[str, Any] = {}
 
     def train(name: str, *more: str) -> None:

@@ -287,7 +287,8 @@ def test_a_one_cycle_that_is_called_now_and_then_ends_the_run_with_one_message(t
 
 def best_and_last(folder: Path) -> dict[str, list[int]]:
     """Links per file of each checkpoint."""
-    words = ["max_steps=8", "checkpoint.save_every_n_steps=null", "checkpoint.monitor=validated"]
+    words = ["max_steps=8", "checkpoint.save_every_n_steps=null", "checkpoint.monitor=validated",
+             "checkpoint.mode=min"]  # fmt: skip
     one(folder / "run", 1, ["StepLR", "step"], *words)
     found = folder.glob("run/checkpoints/*.ckpt")
     return {path.name: [file.stat().st_nlink for file in path.iterdir()] for path in found}

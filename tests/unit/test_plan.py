@@ -503,5 +503,5 @@ def test_a_quick_check_leaves_the_profiler_out() -> None:
 
 
 def test_a_quick_check_looks_for_the_metric_that_is_monitored() -> None:
-    made = plan(quick_check=True, checkpoint=CheckpointConfig(monitor="val/nope")).checkpoint
+    made = plan(quick_check=True, checkpoint=CheckpointConfig(monitor="val/nope", mode="max")).checkpoint
     assert made.monitor == "val/nope" and not made.saves

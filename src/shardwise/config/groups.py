@@ -253,7 +253,9 @@ class CheckpointConfig:
     monitor: str | None = option(
         None, "a validation metric, whose best checkpoint is kept as well; null: no best one (default: validation/loss)"
     )
-    mode: str = option("min", "min: the smallest value is the best; max: the largest", form="min|max")
+    mode: str | None = option(
+        None, "min: the smallest value is the best; max: the largest; left out: min, for a loss", form="min|max"
+    )
     save_at_end: bool = option(True, "save after the last step")
     keep_every_n_steps: int | None = option(None, "checkpoints at multiples of N steps are kept for good")
     asynchronous: bool | None = option(None, "write while training goes on; left out: on GPUs", form="true|false")

@@ -40,8 +40,13 @@ def make_checkpointing(config: CheckpointConfig, accelerator: str) -> Checkpoint
         )
     if config.keep_last < 1:
         raise ConfigError(f"checkpoint.keep_last={config.keep_last}: must be at least 1")
-    if config.mode not in ("min", "max"):
+    if config.mode not in ("min", "max", None):
         raise ConfigError(f"checkpoint.mode={config.mode}: must be min or max")
+    if config.mode is None and config.monitor is not None and "loss" not in config.monitor:
+        raise ConfigError(
+            f"checkpoint.monitor={config.monitor}: give checkpoint.mode=max if its largest value is the best, as of an "
+            f"accuracy, or checkpoint.mode=min"
+        )
     if keep is not None and (keep < 1 or every is None or keep % every):
         raise ConfigError(
             f"checkpoint.keep_every_n_steps={keep}: must be a multiple of checkpoint.save_every_n_steps="
@@ -53,7 +58,7 @@ def make_checkpointing(config: CheckpointConfig, accelerator: str) -> Checkpoint
         save_every_n_steps=every,
         keep_last=config.keep_last,
         monitor=config.monitor,
-        mode=config.mode,
+        mode=config.mode or "min",
         save_at_end=config.save_at_end,
         keep_every_n_steps=keep,
         asynchronous=accelerator == "cuda" if config.asynchronous is None else config.asynchronous,
