@@ -456,7 +456,9 @@ configs = st.builds(
         parameter_dtype=st.just(Dtype.float32),
         compute_dtype=st.sampled_from([d for d in Dtype if d is not Dtype.float16]),
     ),
-    checkpoint=st.builds(CheckpointConfig, save_every_n_steps=optional, monitor=st.none() | texts),
+    checkpoint=st.builds(
+        CheckpointConfig, save_every_n_steps=optional, monitor=st.none() | texts, mode=st.sampled_from(["min", "max"])
+    ),
     optimizer=st.none() | st.fixed_dictionaries({"_target_": st.just("a.Optimizer"), "lr": st.floats(0, 1)}),
     schedule=st.none(),
     logger=st.builds(LoggerConfig, name=st.sampled_from(LoggerName), tags=st.lists(texts, max_size=3)),
