@@ -170,11 +170,11 @@ LEFT_OUT = {
 
 _CHAOS = "tests/distributed/test_chaos.py::test_a_run_that_is_interrupted_again_and_again_is_the_one_that_was_not"
 _FOREIGN = "tests/foreign_packages/test_foreign_packages.py::test_"
-_PACKAGES = ("gluonts", "chemprop", "rl4co", "pytorch-tabular")
+_PACKAGES = ("gluonts", "chemprop", "rl4co", "pytorch-tabular", "pytorch-forecasting")
 # Of the rest, what `make test-all` alone runs, and CI does not: files, functions or cases, and why
 LONG = {
     **dict.fromkeys((f"{_CHAOS}[{case}]" for case in ("ddp", "pipeline", "tensor")), "two minutes; fsdp's case is in"),
-    **{f"{_FOREIGN}{test}[{name}]": "half a minute of a package's imports and runs; three packages are in"
+    **{f"{_FOREIGN}{test}[{name}]": "half a minute of a package's imports and runs; two packages are in"
        for test in ("its_losses_are_those_of_the_stock_trainer", "it_goes_on_from_a_checkpoint_as_if_never_stopped")
        for name in _PACKAGES},
     "tests/unit/test_upstream.py::test_the_symptom_is_still_there": "minutes of programs, for the day of a new version",
