@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from statistics import median
 from typing import Any
 
@@ -83,4 +84,28 @@ def stock() -> list[str]:
     return lines
 
 
-TABLES = {"exit_codes": exit_codes, "faults": faults, "stock": stock}
+def crash_points() -> list[str]:
+    """Under each layout: operations, the states that kills and losses of power leave, and what is wrong in them."""
+    return [line for result in read("crash-points") for line in crash_points_of(result)]
+
+
+def crash_points_of(result: dict[str, Any]) -> list[str]:
+    environment, rows, wrongs = result["environment"], [], []
+    for layout, found in result["layouts"].items():
+        counts: list[Any] = [sum(found["operations"].values())]
+        for model in ("kills", "power"):
+            of_model = found.get(model, {"states": 0, "wrong": []})
+            states, wrong = of_model["states"], of_model["wrong"]
+            counts.append(f"{states:,}, {len(wrong)} wrong" if states else "")
+            wrongs += [f"- {layout}, {model}: {json.dumps(one)}" for one in wrong]
+        rows.append([layout, *counts])
+    return [
+        f"torch {environment['packages']['torch']}, commit {environment['commit'][:10]}, `{result['command']}`:",
+        "",
+        *table(["", "operations", "states after a kill", "states after a loss of power"], rows),
+        "",
+        *wrongs,
+    ]
+
+
+TABLES = {"exit_codes": exit_codes, "faults": faults, "stock": stock, "crash_points": crash_points}
