@@ -8,7 +8,8 @@ A run of six steps saves twice, keeps one checkpoint, and its best one is writte
 All that it does to its folder is recorded (benchmarks/harness/storage.py). From what a kill before each operation
 leaves, the run goes on to its end, and must come to what the undisturbed run came to: exit code 0, the same rows, the
 same bits in every tensor, the same best checkpoint, the same names in the folder of checkpoints. What a loss of power
-may leave is looked at: no checkpoint that was promised is lost, none that has its name is damaged, no record is empty.
+may leave is looked at: no checkpoint that was promised is lost, none that has its name is damaged, and config.yaml,
+plan.json, starts.json and ranks.csv are not empty.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_checks.first_steps import compare
+from benchmarks.harness import storage
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
@@ -88,6 +89,23 @@ def test_classes_that_overrides_name_are_there() -> None:
         for target in re.findall(r"_target_=((?:benchmarks|tests)[\w.]+)", path.read_text()):
             module, _, what = target.rpartition(".")
             assert hasattr(importlib.import_module(module), what), target
+
+
+def test_what_a_crash_leaves_is_read_from_the_log(tmp_path: Path) -> None:
+    """A file is written, synced and renamed; the folder is synced last."""
+    lines = ["create\t/a\t-\t0\t0\t-1", "write\t/a\t-\t0\t3\t0", "fsync\t/a\t-\t0\t0\t-1",
+             "rename\t/a\t/b\t0\t0\t-1", "fsync\t\t-\t0\t0\t-1"]  # fmt: skip
+    (tmp_path / "log").write_text("\n".join(lines) + "\n")
+    (tmp_path / "bytes").write_bytes(b"one")
+    operations, written = storage.read(tmp_path)
+
+    def after_power(before: int) -> list[storage.Tree]:
+        return [storage.tree(operations, written, keeps) for _, keeps in storage.without_power(operations, before)]
+
+    assert storage.tree(operations, written, storage.killed(1)) == {"a": b""}
+    assert storage.tree(operations, written, storage.killed(4)) == {"b": b"one"}
+    assert {"a": b""} in after_power(2) and {} in after_power(4) and {"b": b"one"} in after_power(4)
+    assert {"a": b""} not in after_power(3) and after_power(5) == [{"b": b"one"}] * 3
 
 
 def test_commands_in_the_docs_are_there() -> None:

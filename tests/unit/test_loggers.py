@@ -57,6 +57,17 @@ def test_rows_that_find_no_room_are_written_when_there_is_some(
     assert capsys.readouterr().err.count("could not be written: File too large; the row is kept until it can be") == 1
 
 
+def test_ranks_whose_row_finds_no_room_lack_that_step_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = RanksCsv(tmp_path)
+    for step in (1, 2, 3):
+        with room_for(ranks.path, 30) if step == 2 else nullcontext():  # a part of a row finds room
+            ranks.append(step, {"a": [0.125, 0.25]})
+    assert [(row["step"], row["rank"], row["a"]) for row in read_rows(ranks.path)] == [
+        ("1", "0", "0.125"), ("1", "1", "0.25"), ("3", "0", "0.125"), ("3", "1", "0.25"),
+    ]  # fmt: skip
+    assert "ranks.csv lacks step 2: it could not be written: File too large" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("capsys")  # what is said then is in no file
 def test_no_room_for_the_validation_of_a_step_loses_no_step(tmp_path: Path) -> None:
     logger = CsvLogger(tmp_path)

@@ -168,10 +168,7 @@ class StepLog(Callback):
         values = gathered.read()
         row |= self.rank_values.row(values)
         if self.ranks_csv is not None:
-            try:
-                self.ranks_csv.append(step, values)
-            except OSError as error:
-                self.write(f"{self.ranks_csv.path} lacks step {step}: it could not be written: {error.strerror}")
+            self.ranks_csv.append(step, values)
         for listen in self.row_listeners:
             listen(step, row, values)
         self._written.update(row)

@@ -258,7 +258,7 @@ def _write(
         if dist.get_rank() == 0:
             try:
                 then()
-            except OSError as error:  # for instance, an old file cannot be removed; the new checkpoint is complete
+            except OSError as error:  # for instance, best.json cannot be written; the new checkpoint is complete
                 print(f"checkpoint {path} is written, and tidying up failed: {error}", flush=True)
     except SaveError as error:
         outcome.error = str(error)

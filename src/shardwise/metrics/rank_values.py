@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -122,7 +124,13 @@ class RanksCsv:
             self.path.unlink(missing_ok=True)
 
     def append(self, step: int, values: dict[str, list[float]]) -> None:
-        """Write a step's row of every rank. A number that a rank does not know is left empty."""
+        """Write a step's row of every rank, or say that it could not be. What a rank does not know is left empty."""
+        try:
+            self._append(step, values)
+        except OSError as error:
+            print(f"{self.path} lacks step {step}: it could not be written: {error.strerror}", file=sys.stderr)
+
+    def _append(self, step: int, values: dict[str, list[float]]) -> None:
         self._offered += 1
         if (self._offered - 1) % self._every:
             return
@@ -138,10 +146,14 @@ class RanksCsv:
             self._write(list(dict.fromkeys([*names, *(earlier[0] if earlier else ())])), earlier)
         text = io.StringIO(newline="")
         csv.DictWriter(text, self._fields).writerows(rows)
-        with self.path.open("a", newline="") as file:
-            file.write(text.getvalue())  # in one call, which a kill cannot cut in two
-            is_long = file.tell() > self._limit
-        if is_long:
+        whole = self.path.stat().st_size
+        try:
+            with self.path.open("a", newline="") as file:
+                file.write(text.getvalue())  # in one call, which a kill cannot cut in two
+        except OSError:
+            os.truncate(self.path, whole)  # a part of a row, which the next one would go on with
+            raise
+        if self.path.stat().st_size > self._limit:
             self._thin()
 
     def _thin(self) -> None:
@@ -151,12 +163,12 @@ class RanksCsv:
         self._every *= 2
 
     def _write(self, fields: list[str], rows: list[dict[str, str]]) -> None:
-        self._fields = fields
         with partial_path(self.path).open("w", newline="") as file:
             writer = csv.DictWriter(file, fields)
             writer.writeheader()
             writer.writerows(rows)
         put_in_place(self.path)
+        self._fields = fields
 
 
 def _in_order(source: Source) -> list[float]:
