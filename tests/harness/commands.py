@@ -139,9 +139,9 @@ class Running:
         return found
 
     def ranks(self, variable: str = "RANK") -> dict[int, int]:
-        """Rank → process id, of the launcher's children."""
-        found = {}
-        for pid in self.pids():
+        """Rank → process id, of the launcher's children; not of those that stand by for a restart, which are younger."""
+        found: dict[int, int] = {}
+        for pid in sorted(self.pids(), reverse=True):
             try:
                 parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
                 words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")

@@ -56,8 +56,8 @@ ENDS = [(143, 1), (140, 1), (SAVED, 1), (USER, 1), (CRASH, 2), (HANG, 2), (137, 
 @pytest.mark.parametrize(("code", "starts"), ENDS)
 def test_what_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, starts: int) -> None:
     """Not what a signal has told to leave, though it had nothing to save yet."""
-    begun = []
-    monkeypatch.setattr(local, "_Start", lambda plan: begun.append(plan) or SimpleNamespace(run=lambda: code))
+    begun: list[Any] = []
+    monkeypatch.setattr(local._Start, "run", lambda self, plan: begun.append(plan) or code)
     size = SimpleNamespace(world_size=2)
     plan: Any = SimpleNamespace(
         launcher="local",
@@ -66,6 +66,7 @@ def test_what_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
         stage="fit",
         run_dir=str(tmp_path),
         resume=None,
+        environment={},
         profile=SimpleNamespace(tool="torch"),
     )
     assert launch(plan, True) == code and len(begun) == starts

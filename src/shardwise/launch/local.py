@@ -18,7 +18,7 @@ from shardwise.config.paths import ROOT
 from shardwise.devices import count_cpus
 from shardwise.errors import ExitCode
 from shardwise.launch.nsight import make_folder, read_reports, words_before
-from shardwise.launch.worker import run_rank
+from shardwise.launch.worker import STANDBY, run_rank
 from shardwise.plan import Plan
 from shardwise.process.parent import BEHIND_ANOTHER, PARENT
 from shardwise.process.report import REPORT
@@ -32,6 +32,7 @@ LOOPBACK = "127.0.0.1"
 GRACE_SECONDS = 60  # a rank that has reported how it ends gets this time, for instance for its tracker's last upload
 _DEATH_SECONDS = 10  # the launcher waits this long for killed ranks: one that waits for a lost disk or GPU cannot die
 _SILENCE_SECONDS = 3  # once a rank has failed, the others get this time to report why they end
+STANDBY_SECONDS = 30.0  # after this time a start has its imports behind it, and the ranks of a restart make theirs
 _FRUITLESS = 2  # after this many restarts in a row that saved nothing new, there is no further one
 
 
@@ -45,26 +46,30 @@ def launch(plan: Plan, in_process: bool) -> int:
     if plan.launcher != "local" or alone:
         return run_rank(plan)
     make_folder(plan)
-    restarts = fruitless = 0
-    while True:
-        code = _Start(plan).run()
-        read_reports(plan)
-        # A rank that LEAVE or SAVE has ended before it could save has not crashed: it was asked to leave
-        crashed = code in (ExitCode.crash, ExitCode.hang) or (code > 128 and code - 128 not in (*LEAVE, SAVE))
-        if not crashed or plan.stage != "fit" or restarts == plan.max_restarts:
-            return code
-        newest, before = newest_whole(plan.run_dir), plan.resume
-        if newest is not None:
-            plan = plan.going_on_from(str(newest), may_fall_back=True)
-        fruitless = fruitless + 1 if restarts and plan.resume == before else 0
-        if fruitless == _FRUITLESS:
-            sys.stderr.write(f"shardwise: {fruitless} restarts in a row have saved nothing new: no further one\n")
-            return code
-        restarts += 1
-        begin = f"step {step_of(plan.resume)}" if plan.resume else "the beginning"
-        text = f"restart {restarts} of {plan.max_restarts}, from {begin}"
-        append_event(plan.run_dir, "restart", None, text, exit_code=code)
-        print(f"shardwise: {text}", flush=True)
+    start, restarts, fruitless = _Start(plan), 0, 0
+    try:
+        while True:
+            code = start.run(plan)
+            read_reports(plan)
+            # A rank that LEAVE or SAVE has ended before it could save has not crashed: it was asked to leave
+            crashed = code in (ExitCode.crash, ExitCode.hang) or (code > 128 and code - 128 not in (*LEAVE, SAVE))
+            if not crashed or plan.stage != "fit" or restarts == plan.max_restarts:
+                return code
+            newest, before = newest_whole(plan.run_dir), plan.resume
+            if newest is not None:
+                plan = plan.going_on_from(str(newest), may_fall_back=True)
+            fruitless = fruitless + 1 if restarts and plan.resume == before else 0
+            if fruitless == _FRUITLESS:
+                sys.stderr.write(f"shardwise: {fruitless} restarts in a row have saved nothing new: no further one\n")
+                return code
+            restarts += 1
+            begin = f"step {step_of(plan.resume)}" if plan.resume else "the beginning"
+            text = f"restart {restarts} of {plan.max_restarts}, from {begin}"
+            append_event(plan.run_dir, "restart", None, text, exit_code=code)
+            print(f"shardwise: {text}", flush=True)
+            start = start.following(plan)
+    finally:
+        start.end_standby()
 
 
 class _Rank:
@@ -82,6 +87,8 @@ class _Rank:
         )  # fmt: skip
         os.close(writes)
         self.number, self.killed, self._received = number, False, b""
+
+    def begin(self, plan: Plan) -> None:
         assert self.process.stdin is not None
         with suppress(BrokenPipeError), self.process.stdin as stdin:  # the process may be gone already
             stdin.write(plan.to_json().encode())
@@ -111,32 +118,43 @@ class _Rank:
 
 
 class _Start:
-    """All ranks once, from start to end."""
+    """All ranks once, from start to end. In a `standby` they have imported what they need and wait for their Plan."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, standby: bool = False) -> None:
         self.plan = plan
         self.stopped_by: int | None = None  # the signal that asked this process to stop
-        self.ranks: list[_Rank] = []
+        self.standby: _Start | None = None
+        self.store = local_store()  # in this process, which outlives every rank
+        self.environment = rank_environment(plan.topology.world_size, self.store.port)
+        ready = plan.environment | self.environment | {STANDBY: "yes"}
+        self.ranks = [_Rank(number, plan, ready) for number in range(plan.topology.world_size if standby else 0)]
 
-    def run(self) -> int:
-        store = local_store()  # in this process, which outlives every rank
+    def following(self, plan: Plan) -> _Start:
+        """The start after this one."""
+        if self.standby is not None and all(rank.code is None for rank in self.standby.ranks):
+            return self.standby
+        self.end_standby()
+        return _Start(plan)
+
+    def end_standby(self) -> None:
+        if self.standby is not None:
+            self.standby._end()
+            self.standby._close()
+
+    def run(self, plan: Plan) -> int:
+        self.plan = plan
         try:
             with self._signals():
-                for number in range(self.plan.topology.world_size):
-                    self.ranks.append(
-                        _Rank(number, self.plan, rank_environment(self.plan.topology.world_size, store.port))
-                    )
+                for number in range(plan.topology.world_size):
+                    if number == len(self.ranks):
+                        self.ranks.append(_Rank(number, plan, self.environment))
+                    self.ranks[number].begin(plan)
                     if self.stopped_by is not None:  # the signal came before this rank was started
-                        self.ranks[-1].send(self.stopped_by)
+                        self.ranks[number].send(self.stopped_by)
                 self._wait()
         finally:
-            for rank in self.ranks:
-                rank.kill()
-            deadline = time.monotonic() + _DEATH_SECONDS
-            while any(rank.code is None for rank in self.ranks) and time.monotonic() < deadline:
-                time.sleep(0.05)
+            self._end()
             remove_abandoned(patience=1.0)
-            del store
         code, text = outcome(self.ranks, self.stopped_by)
         if code:
             claim_exit_code(code, text)
@@ -144,17 +162,32 @@ class _Start:
                 append_event(self.plan.run_dir, "error", None, text.strip(), exit_code=code)
         sys.stderr.write(text)
         sys.stderr.flush()
-        for rank in self.ranks:
-            os.close(rank.reports)
+        self._close()
         if self.stopped_by is not None:
             raise SystemExit(code)  # further runs of a sweep do not start either
         return code
 
+    def _end(self) -> None:
+        """Kill the ranks that are left."""
+        for rank in self.ranks:
+            rank.kill()
+        deadline = time.monotonic() + _DEATH_SECONDS
+        while any(rank.code is None for rank in self.ranks) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _close(self) -> None:
+        for rank in self.ranks:
+            os.close(rank.reports)
+
     def _wait(self) -> None:
         """Wait for all ranks. Once one has failed, give the others some time and kill those that are left."""
+        restarts = self.plan.stage == "fit" and self.plan.max_restarts > 0 and self.plan.profile.tool == "torch"
+        began = time.monotonic()
         while all(rank.code in (None, 0) and rank.report() is None for rank in self.ranks):
             if all(rank.code == 0 for rank in self.ranks):
                 return
+            if restarts and self.standby is None and time.monotonic() - began > STANDBY_SECONDS:
+                self.standby = _Start(self.plan, standby=True)
             time.sleep(0.05)
         failed = time.monotonic()
         while alive := [rank for rank in self.ranks if rank.code is None and not rank.killed]:

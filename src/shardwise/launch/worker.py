@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from contextlib import suppress
+from importlib import import_module
 from typing import NoReturn
 
 from shardwise.config.one_lightning import read_as_one
@@ -18,6 +19,8 @@ from shardwise.process.report import report, send_report
 from shardwise.process.scratch import use_scratch
 from shardwise.process.signals import end_workers, ignore_save_signal, leave_at_once_on_ctrl_c
 from shardwise.run_dir.files import nccl_log
+
+STANDBY = "SHARDWISE_STANDBY"  # set for a process that makes ready for a restart and waits for its Plan
 
 read_as_one()  # a data worker that is spawned imports this file first too, and the user's code after it
 
@@ -67,4 +70,7 @@ if __name__ == "__main__":
     ignore_save_signal()
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training begins it ends the process, as other signals do
+    if os.environ.pop(STANDBY, None):
+        with suppress(Exception):  # the rank itself says what is wrong
+            import_module("shardwise.rank")
     leave(run_rank(Plan.from_json(sys.stdin.read())))
