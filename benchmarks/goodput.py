@@ -44,7 +44,7 @@ from tests.harness.patience import exit_code, wait_until  # noqa: E402
 PERIOD = 1800.0  # seconds between two kills
 WAITS = (0, 45, 45)  # seconds that the run goes on before each kill
 CELLS: dict[str, tuple[int, list[str]]] = {  # name → steps between two saves, words
-    "small": (100, []),
+    "small": (90, []),
     "llama3_1b": (200, ["model=llama3_1b", "strategy=fsdp", "precision=bf16", "micro_batch_size=2", "runs_dir=runs",
                        "data.sequence_length=2048", "module.sample_tokens=0", "validate_every_n_steps=null",
                        "log_every_n_steps=1"]),
