@@ -9,35 +9,34 @@ TEST_WORKERS ?= 2
 PYTEST = $(VENV)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile \
 	--reruns 1 --only-rerun 'Connection (reset|closed) by peer'
 
-.PHONY: train test test-quick test-all test-rest test-long test-slurm check fix parity parity-gpu checkpoint-matrix chaos crash-points gpu-test bench-llm bench-strategies bench-images overhead \
+.PHONY: train test test-all test-rest test-long test-slurm lint check fix parity parity-gpu checkpoint-matrix chaos crash-points gpu-test bench-llm bench-strategies bench-images overhead \
 	clean
 
 train: $(VENV)/.run
 	$(VENV)/bin/python train.py $(ARGS)
 
-# Linters, types, units, and one honest run of every strategy and feature (tests/quick.py). Types take one core.
-test: $(VENV)/.dev
-	@$(MAKE) --no-print-directory -j2 check test-quick
-
-test-quick: $(VENV)/.dev
+# Linters, units, and one honest run of every strategy and axis (tests/quick.py). CI and a commit check types too.
+test: lint
 	$(PYTEST) $(ARGS)
 
-# Everything: `make test`, then the rest of the matrix, with chaos and a real Slurm, then what CI leaves out.
-test-all: test test-rest test-long
+# Everything: what CI runs, then all of the matrix, chaos, foreign packages and Slurm. Hours.
+test-all: check test test-rest test-long
 
 test-long: $(VENV)/.dev
-	$(PYTEST) --tier=long $(ARGS)
+	SHARDWISE_TEST_SLURM=1 $(PYTEST) --tier=long $(ARGS)
 
-# What `make test` leaves out and CI runs. Its Slurm of four emulated nodes is installed for it: root, on Debian or Ubuntu.
+# What CI runs besides. Its Slurm of four emulated nodes is installed for it: root, on Debian or Ubuntu.
 test-rest: $(VENV)/.dev
 	SHARDWISE_TEST_SLURM=1 $(PYTEST) --tier=rest $(ARGS)
 
 test-slurm: $(VENV)/.dev
 	SHARDWISE_TEST_SLURM=1 $(VENV)/bin/python -m pytest --tier=all tests/slurm $(ARGS)
 
-check: $(VENV)/.dev
+lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+check: lint
 	$(VENV)/bin/mypy
 
 fix: $(VENV)/.dev

@@ -139,7 +139,7 @@ class Running:
         return found
 
     def ranks(self, variable: str = "RANK") -> dict[int, int]:
-        """Rank → process id, of the launcher's children; not of those that stand by for a restart, which are younger."""
+        """Rank → process id, of the launcher's children; not of the younger ones that stand by for a restart."""
         found: dict[int, int] = {}
         for pid in sorted(self.pids(), reverse=True):
             try:
