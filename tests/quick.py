@@ -260,6 +260,7 @@ CI: dict[str, list[str]] = {
     ],
     "processes": [
         "test_launch.py::test_nothing_outlives_the_launcher",
+        "test_launch.py::test_the_ranks_of_a_restart_have_stood_by",
         "test_launch.py::test_each_job_of_a_sweep_says_once_what_went_wrong",
         "test_launch.py::test_of_two_runs_that_want_one_name_the_first_has_it",
     ],

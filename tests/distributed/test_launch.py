@@ -151,6 +151,36 @@ def test_a_run_outlives_its_terminal(home: Path, unbuffered: str) -> None:
     assert sorted(metrics(home / "runs" / name, "train/loss")) == [1, 2, 3]
 
 
+STANDBY = f"""
+import runpy, sys
+sys.path[:0] = [{str(TRAIN.parent / "src")!r}]
+from shardwise.launch import local
+local.STANDBY_SECONDS = 0.0
+runpy.run_path({str(TRAIN)!r}, run_name="__main__")
+"""
+DIES_ONCE = """
+class Dies(Module):
+    def on_train_batch_start(self, batch, batch_idx):
+        stood_by = b"SHARDWISE_STANDBY=yes" in open("/proc/self/environ", "rb").read()
+        open("steps", "a").write(f"{batch_idx} {stood_by}\\n")
+        if batch_idx == 2 and not stood_by:
+            os.kill(os.getpid(), 9)
+"""
+
+
+def test_the_ranks_of_a_restart_have_stood_by(tmp_path: Path) -> None:
+    """They have imported everything, with the environment of their Plan; and none of those that wait is left behind."""
+    home = make_home(tmp_path, DIES_ONCE)
+    (home / "standby.py").write_text(STANDBY)
+    words = [*OWN[:-1], "module._target_=mine.Dies", "global_batch_size=2", "max_restarts=2"]
+    words += ["checkpoint.save_every_n_steps=1"]
+    with Running(home, "standby", *words, program=home / "standby.py") as running:
+        assert exit_code(running.process, 120) == 0, running.log.read_text()
+        running.wait_until_gone()
+        assert "shardwise: restart 1 of 2, from step 2" in running.log.read_text()
+    assert (home / "steps").read_text().splitlines() == ["0 False", "1 False", "2 False", "2 True"]
+
+
 def test_torchrun_standalone(home: Path) -> None:
     check(run(home, *OWN[:-1], "name=standalone", command=torchrun("--standalone")))
     assert {path.name for path in (home / "runs" / "standalone").iterdir()} == FILES

@@ -6,9 +6,8 @@ import json
 import os
 import re
 import shlex
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,17 +17,24 @@ from hypothesis import strategies as st
 
 from tests.harness.chaos import SUBJECT, compare
 from tests.harness.commands import check, metrics, run
-from tests.slurm.conftest import TESTBED
-from tests.slurm.jobs import ROOT, Submitted, call
+from tests.slurm.jobs import (
+    ROOT,
+    WARNED,
+    Fault,
+    Submitted,
+    all_tasks,
+    call,
+    node_failure,
+    one_task,
+    preemption,
+    requeue,
+    time_limit,
+    whole_job,
+    words,
+)
 
 STEPS = 200
-WARNED = 295  # seconds before a job's time is over
-WORDS = [
-    "recipe=custom", "module._target_=subject.Subject", "data._target_=subject.Data",
-    "+data.batch_size=${micro_batch_size}", "micro_batch_size=2", "global_batch_size=8", f"max_steps={STEPS}",
-    "validate_every_n_steps=20", "checkpoint.save_every_n_steps=10", "log_every_n_steps=1", "accelerator=cpu",
-    "runs_dir=runs",
-]  # fmt: skip
+WORDS = words(STEPS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,49 +59,8 @@ def undisturbed(home: Path) -> Path:
     return home / "runs" / "undisturbed"
 
 
-def one_task(job: Submitted) -> None:
-    os.kill(job.ranks()[1], signal.SIGTERM)
-
-
-def all_tasks(job: Submitted) -> None:
-    call("scancel", "--signal=TERM", job.id)
-
-
-def whole_job(job: Submitted) -> None:
-    """The batch script and srun as well."""
-    call("scancel", "--full", "--signal=TERM", job.id)
-
-
-def requeue(job: Submitted) -> None:
-    call("scontrol", "requeue", job.id)
-
-
-def time_limit(job: Submitted) -> None:
-    """Leaves the job four to five minutes, which is less than `WARNED`; a slow machine can save in them."""
-    passed = call("squeue", "--noheader", f"--jobs={job.id}", "--format=%M").split("-")[-1].split(":")
-    minutes = sum(int(number) * 60**power for power, number in enumerate(reversed(passed))) // 60
-    call("scontrol", "update", f"JobId={job.id}", f"TimeLimit={minutes + 5}")
-    job.wait(lambda: job.state() == "PENDING", "the requeue of a job whose time is over")
-    call("scontrol", "update", f"JobId={job.id}", "TimeLimit=60")
-
-
-def preemption(job: Submitted) -> None:
-    """By a job of a partition with a higher tier."""
-    other = call(
-        "sbatch", "--parsable", "--nodes=2", "--nodelist=dgx[03-04]", "--exclusive", "--output=/dev/null",
-        "--wrap=sleep 1",
-    )  # fmt: skip
-    job.wait(lambda: not call("squeue", "--noheader", f"--jobs={other}", check=False), "the other job's end")
-
-
-def node_failure(job: Submitted) -> None:
-    call(TESTBED / "kill-node", "dgx04")
-    job.wait(lambda: job.state() == "PENDING", "the requeue of a job whose node died")
-    call(TESTBED / "start-node", "dgx04")
-
-
 # On nodes of its own each; the two are disturbed at the same time
-DISTURBED: dict[str, tuple[list[str], tuple[Callable[[Submitted], None], ...]]] = {
+DISTURBED: dict[str, tuple[list[str], tuple[Fault, ...]]] = {
     "signalled": (["--nodelist=dgx[01-02]"], (one_task, all_tasks, whole_job, requeue)),
     "withdrawn": (["--nodelist=dgx[03-04]", "--partition=scavenge"], (preemption, time_limit, node_failure)),
 }
