@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from benchmarks.harness import results  # noqa: E402
-from shardwise.run_dir.checkpoints import list_checkpoints  # noqa: E402
+from shardwise.run_dir.checkpoints import newest_whole  # noqa: E402
 from shardwise.run_dir.events import read_events  # noqa: E402
 from tests.harness.chaos import make_subject, words_for  # noqa: E402
 from tests.harness.commands import Running  # noqa: E402
@@ -84,31 +84,41 @@ def measure(home: Path, cell: str, accelerator: str, ranks: int) -> dict[str, An
             return len(re.findall(r"^step \d+/\d", text(), re.MULTILINE))
 
         step_is_made = wait(lambda: f"step {every}/" in text())
-        save_seconds = wait(lambda: list_checkpoints(run_dir)) - step_is_made
+        save_seconds = wait(lambda: newest_whole(run_dir)) - step_is_made
+        newest = None
         for number, seconds in enumerate(WAITS, 1):
             began = time.time()
             wait(lambda began=began, seconds=seconds: time.time() > began + seconds)
+            wait(lambda newest=newest: newest_whole(run_dir) != newest)  # two restarts that lose all end a run
+            newest = newest_whole(run_dir)
             os.kill(chance.choice(list(running.ranks().values())), signal.SIGKILL)
             killed = time.time()
             wait(lambda n=number: f"restart {n} of" in text())
             told = steps()
             back = wait(lambda told=told: steps() > told)
             times = {one.kind: one.time for one in read_events(run_dir) if one.time > killed - 1}
-            restarts.append({"standby": seconds > 0, "seconds": back - killed, "ended": times["restart"] - killed,
+            stood_by = any(
+                b"SHARDWISE_STANDBY=" in Path(f"/proc/{pid}/environ").read_bytes() for pid in running.ranks().values()
+            )
+            restarts.append({"standby": stood_by, "seconds": back - killed, "ended": times["restart"] - killed,
                              "started": times["start"] - times["restart"], "step": back - times["start"]})  # fmt: skip
             print(json.dumps(restarts[-1]), flush=True)
         running.process.send_signal(signal.SIGTERM)
         code = exit_code(running.process, 300)
         assert code == 5, text()[-4000:]
-    return {"words": words, "restarts": restarts} | goodput(run_dir, every, restarts, save_seconds)
+        resumed = {int(step) for step in re.findall(r"restart \d of \d, from step (\d+)", text())}
+    return {"words": words, "restarts": restarts} | goodput(run_dir, every, resumed, restarts, save_seconds)
 
 
-def goodput(run_dir: Path, every: int, restarts: list[dict[str, Any]], save_seconds: float) -> dict[str, float]:
+def goodput(
+    run_dir: Path, every: int, resumed: set[int], restarts: list[dict[str, Any]], save_seconds: float
+) -> dict[str, float]:
     with (run_dir / "metrics.csv").open(newline="") as file:
         rows = {int(row["step"]): float(row["train/step_seconds"]) for row in csv.DictReader(file)
                 if row["train/step_seconds"]}  # fmt: skip
     step = median(rows.values())
-    behind = sorted(max(0.0, rows[after] - step) for after in rows if after % every == 1 and after > every)
+    # The first step of a process is no step after a save
+    behind = sorted(max(0.0, rows[n] - step) for n in rows if n % every == 1 and n > every and n - 1 not in resumed)
     held_up, first = median(behind), behind[-1]
     restart = mean(one["seconds"] for one in restarts if one["standby"])
     interval = max(save_seconds, sqrt(2 * PERIOD * held_up))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from statistics import median
 from typing import Any
 
@@ -108,4 +109,44 @@ def crash_points_of(result: dict[str, Any]) -> list[str]:
     ]
 
 
-TABLES = {"exit_codes": exit_codes, "faults": faults, "stock": stock, "crash_points": crash_points}
+def restarts() -> list[str]:
+    """Of each model: seconds from a killed rank to the next step, and the goodput at a kill every 30 minutes."""
+    rows = []
+    for result in read("goodput"):
+        for name, found in result["cells"].items():
+            seconds = {
+                by: [f"{one['seconds']:.1f}" for one in found["restarts"] if one["standby"] is by]
+                for by in (False, True)
+            }
+            share = f"{100 * found['goodput']:.1f} %" if "goodput" in found else "not measured"
+            where = ", ".join(result["environment"]["gpus"]) or "2 CPU cores"
+            rows.append([name, where, ", ".join(seconds[False]), ", ".join(seconds[True]), share])
+    return table(["", "on", "seconds without ranks that stand by", "with them", "goodput"], rows)
+
+
+def slurm_faults() -> list[str]:
+    """Of each job under Slurm: how often it met each fault, and what became of it."""
+    rows = []
+    for result in read("slurm-chaos"):
+        for name, job in result["jobs"].items():
+            met = Counter(one["fault"].replace("_", " ") for one in job["faults"])
+            told = ", ".join(f"{number} × {fault}" for fault, number in met.most_common())
+            rows.append([name, len(job["faults"]), told, job["end"], job["differs"] or "the same bits"])
+    return table(["job", "faults", "", "end", "beside the run that met none"], rows)
+
+
+def soak() -> list[str]:
+    """What a run held in its second tenth and in its last."""
+    lines = []
+    for result in read("soak"):
+        rows = [
+            [key.replace("_", " ").replace("mib", "MiB"), f"{one['second_tenth']:,.0f}", f"{one['last_tenth']:,.0f}"]
+            for key, one in sorted(result["held"].items())
+        ]
+        lines += [f"{result['saves']:,} saves, {result['restarts']} restarts, exit code {result['exit_code']}:", ""]
+        lines += table(["", "in the second tenth", "in the last"], rows)
+    return lines
+
+
+TABLES = {"exit_codes": exit_codes, "faults": faults, "stock": stock, "crash_points": crash_points,
+          "restarts": restarts, "slurm_faults": slurm_faults, "soak": soak}  # fmt: skip
