@@ -114,13 +114,14 @@ def restarts() -> list[str]:
     rows = []
     for result in read("goodput"):
         for name, found in result["cells"].items():
-            seconds = {
-                by: [f"{one['seconds']:.1f}" for one in found["restarts"] if one["standby"] is by]
-                for by in (False, True)
-            }
+            alone, with_them = (
+                ", ".join(f"{one['seconds']:.1f}" for one in found["restarts"] if one["standby"] is stood_by)
+                for stood_by in (False, True)
+            )
+            gpus = result["environment"]["gpus"]
+            where = f"{len(gpus)} × {gpus[0]}" if gpus else "2 CPU cores"
             share = f"{100 * found['goodput']:.1f} %" if "goodput" in found else "not measured"
-            where = ", ".join(result["environment"]["gpus"]) or "2 CPU cores"
-            rows.append([name, where, ", ".join(seconds[False]), ", ".join(seconds[True]), share])
+            rows.append([name, where, alone, with_them, share])
     return table(["", "on", "seconds without ranks that stand by", "with them", "goodput"], rows)
 
 
