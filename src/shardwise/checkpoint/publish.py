@@ -60,7 +60,10 @@ def publish_again(path: Path, name: Path) -> None:
     """
     partial = partial_path(name)
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(path, partial, copy_function=_link)
+    try:
+        shutil.copytree(path, partial, copy_function=_link)
+    except shutil.Error as errors:
+        raise OSError(errors.args[0][0][-1]) from None  # of the first file that failed
     _rename(partial, name)
 
 
