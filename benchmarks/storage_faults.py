@@ -1,7 +1,8 @@
 """Lets every operation of a run on its folder fail: the table of docs/reliability.md.
 
-    make storage-faults                                       all errors: about an hour on two cores
+    make storage-faults                                       1,200 cases: an hour or two on two cores
     make storage-faults ARGS="--errors EIO --only best.json"  one error, of operations on paths with this text
+    make storage-faults ARGS=--in-turn                        each operation and way with one of the errors: 230 cases
 
 The run of benchmarks/crash_points.py trains under benchmarks/harness/storage_recorder.c. Each of its operations, by its
 kind and the file that it is about, fails in three ways: the first time, every time, or the first time and all that comes
@@ -40,7 +41,9 @@ ERRORS = ["ENOSPC", "EIO", "EDQUOT", "ESTALE", "EROFS", "short"]
 WAYS = ["once", "always", "from then on"]
 KINDS = "create,truncate,write,fsync,ftruncate,rename,link,unlink,rmdir,mkdir,symlink"
 TAKES_ROOM = "create,write,fsync,link,mkdir,symlink"  # what a full disk refuses
-SAID = re.compile(r"^(?:error: |shardwise: |checkpoint )?.*(?:could not|cannot|without|error:|tried again|lacks).*", re.M)
+SAID = re.compile(
+    r"^(?:error: |shardwise: |checkpoint )?.*(?:could not|cannot|without|error:|tried again|lacks).*", re.M
+)
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,7 @@ def fault(point: Point, error: str, way: str) -> dict[str, str]:
     if error == "short":
         return words | {"FAULT_SHORT": "1"} | ({"FAULT_THEN": "write"} if way == "from then on" else {})
     then = TAKES_ROOM if error in ("ENOSPC", "EDQUOT") else KINDS
-    return (
-        words
-        | {"FAULT_ERRNO": str(getattr(errno, error))}
-        | ({"FAULT_THEN": then} if way == "from then on" else {})
-    )
+    return words | {"FAULT_ERRNO": str(getattr(errno, error))} | ({"FAULT_THEN": then} if way == "from then on" else {})
 
 
 class Trial:
@@ -162,25 +161,25 @@ def main() -> int:
     parser.add_argument("--errors", type=results.names(ERRORS), default=ERRORS, help="separated by commas")
     parser.add_argument("--ways", type=results.names(WAYS), default=WAYS, help="separated by commas")
     parser.add_argument("--only", default="", help="operations with this text in `kind path`, numbers as *")
+    parser.add_argument("--in-turn", action="store_true", help="the errors take turns")
     arguments = parser.parse_args()
     environment, _ = results.measured_on("cpu", arguments.commit)
     path = arguments.out / "storage-faults-cpu.json"
     cases = results.earlier(path, lambda found: [case["way"] for case in found["cases"]]).get("cases", [])
     with tempfile.TemporaryDirectory() as folder:
         trial = Trial(Path(folder))
-        chosen = [
-            (point, error, way)
-            for point in trial.points
-            if arguments.only in f"{point.kind} {point.path} {point.like}"
-            for error in arguments.errors
-            for way in arguments.ways
-            if error != "short" or point.kind == "write"
-        ]
+        chosen = []
+        for at, point in enumerate(trial.points):
+            errors = [error for error in arguments.errors if error != "short" or point.kind == "write"]
+            for turn, way in enumerate(arguments.ways):
+                some = [errors[(at + 2 * turn) % len(errors)]] if arguments.in_turn else errors
+                if arguments.only in f"{point.kind} {point.path} {point.like}":
+                    chosen += [(point, error, way) for error in some]
         for point, error, way in tqdm(chosen, disable=None):
             case = trial.run(point, error, way)
             same = {"kind": point.kind, "path": point.like, "error": error, "way": way}
             cases = [*(one for one in cases if any(one[key] != same[key] for key in same)), case]
-            results.write(path, {"command": "make storage-faults", "environment": environment, "cases": cases})
+            results.write(path, {"command": results.command(), "environment": environment, "cases": cases})
             if "wrong" in case:
                 what = f"{point.kind} {point.like}, {error} {way}: exit code {case['exit_code']}"
                 tqdm.write(f"{what}: {'; '.join(case['wrong'])[:300]}\n    {' | '.join(case['said'])[:400]}")

@@ -11,13 +11,16 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from shardwise.metrics.csv_logger import CsvLogger
 from shardwise.metrics.meter import Meter
 from shardwise.metrics.rank_values import RanksCsv
+from shardwise.process import console
 from shardwise.run_dir.checkpoints import was_trained
+from shardwise.run_dir.files import rank_log
 from shardwise.run_dir.rows import read_rows
 from tests.harness.commands import RECIPE, check, make_home, run
 
@@ -66,6 +69,20 @@ def test_ranks_whose_row_finds_no_room_lack_that_step_alone(tmp_path: Path, caps
         ("1", "0", "0.125"), ("1", "1", "0.25"), ("3", "0", "0.125"), ("3", "1", "0.25"),
     ]  # fmt: skip
     assert "ranks.csv lacks step 2: it could not be written: File too large" in capsys.readouterr().err
+
+
+def test_a_log_that_finds_no_room_ends_no_run_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Watchdog", "faulthandler"):
+        monkeypatch.setattr(console, name, MagicMock())
+    log = rank_log(tmp_path, 0)
+    log.parent.mkdir()
+    log.touch()
+    plan: Any = SimpleNamespace(run_dir=str(tmp_path), topology=SimpleNamespace(world_size=1), strategy=MagicMock())
+    with room_for(log, 3):
+        console.keep_log(plan, lambda code, text: None)
+    stream = console.faulthandler.enable.call_args.args[0]  # type: ignore[attr-defined]
+    stream.write("second\n")
+    assert log.read_text().endswith("second\n")
 
 
 @pytest.mark.usefixtures("capsys")  # what is said then is in no file
