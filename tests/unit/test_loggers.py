@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import re
 import resource
@@ -11,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 
@@ -58,6 +59,25 @@ def test_rows_that_find_no_room_are_written_when_there_is_some(
                 logger.log_metrics({"validation": step / 2}, step)
     assert without.path.read_text() == with_room.path.read_text() and len(read_rows(without.path)) == 5
     assert capsys.readouterr().err.count("could not be written: File too large; the row is kept until it can be") == 1
+
+
+@pytest.mark.usefixtures("capsys")
+def test_a_row_that_the_second_try_wrote_is_not_written_twice(tmp_path: Path) -> None:
+    """Closing a file tries once more to write what could not be written, and raises the first error all the same."""
+    errors, real = iter([OSError(errno.EIO, "Input/output error")]), Path.open
+
+    @contextmanager
+    def once_bad(path: Path, *words: Any, **more: Any) -> Iterator[Any]:
+        with real(path, *words, **more) as file:
+            yield file
+        if words == ("r+",) and (error := next(errors, None)):
+            raise error
+
+    logger = CsvLogger(tmp_path)
+    with patch.object(Path, "open", once_bad):
+        for step in (1, 2):
+            logger.log_row({"a": step / 2}, step)
+    assert logger.path.read_text() == "step,a\n1,0.5\n2,1.0\n"
 
 
 def test_ranks_whose_row_finds_no_room_lack_that_step_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,6 +80,7 @@ def _rename(partial: Path, path: Path) -> None:
         sync(folder)
     aside = partial_path(path.with_name(path.name + ".old"))
     if path.exists():
+        shutil.rmtree(aside, ignore_errors=True)  # of a save that failed when it had its name
         os.rename(path, aside)
     os.rename(partial, path)
     sync(path.parent)
