@@ -9,7 +9,7 @@ TEST_WORKERS ?= 2
 PYTEST = $(VENV)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile \
 	--reruns 1 --only-rerun 'Connection (reset|closed) by peer'
 
-.PHONY: train test test-quick test-all test-rest test-long test-slurm check fix parity parity-gpu checkpoint-matrix chaos crash-points gpu-test bench-llm bench-strategies bench-images overhead \
+.PHONY: train test test-quick test-all test-rest test-long test-slurm check fix parity parity-gpu checkpoint-matrix chaos crash-points storage-faults gpu-test bench-llm bench-strategies bench-images overhead \
 	clean
 
 train: $(VENV)/.run
@@ -66,6 +66,11 @@ chaos: $(VENV)/.dev
 # A crash at every operation of a run on its folder, ten minutes; writes benchmarks/results/ and docs/reliability.md.
 crash-points: $(VENV)/.dev
 	$(VENV)/bin/python benchmarks/crash_points.py $(ARGS)
+	$(VENV)/bin/python benchmarks/report.py
+
+# An error at every operation of a run on its folder, two hours; writes benchmarks/results/ and docs/reliability.md.
+storage-faults: $(VENV)/.dev
+	$(VENV)/bin/python benchmarks/storage_faults.py $(ARGS)
 	$(VENV)/bin/python benchmarks/report.py
 
 # On a machine with GPUs; writes benchmarks/results/.

@@ -179,7 +179,7 @@ def main() -> int:
                 if arguments.only in f"{point.kind} {point.path} {point.like}":
                     chosen += [(point, error, way) for error in some]
         for point, error, way in tqdm(chosen, disable=None):
-            case = trial.run(point, error, way)
+            case = trial.run(point, error, way) | {"commit": environment["commit"]}
             same = {"kind": point.kind, "path": point.like, "error": error, "way": way}
             cases = [*(one for one in cases if any(one[key] != same[key] for key in same)), case]
             results.write(path, {"command": results.command(), "environment": environment, "cases": cases})

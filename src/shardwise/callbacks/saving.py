@@ -309,9 +309,12 @@ class Saving(Callback):
         if outcome.path == checkpoint_path(self.plan.run_dir, self.saved_step):
             self.saved_step = -1
         if self.best_path is not None and step_of(Path(self.best_path)) == step_of(outcome.path):
+            dropped = self.best_path
             self.best_score, self.best_path = trainer.strategy.broadcast(
                 read_best(self.folder, self.plan.checkpoint.monitor)
             )
+            if outcome.is_of_step and dropped != self.best_path and trainer.is_global_zero:
+                print(f"{dropped} was to share its files: the best stays the one of before", flush=True)
         stops = outcome.is_of_step and (last or self.failures > self.plan.checkpoint.max_failures)
         self._announce(trainer, outcome, self.failures, raised=stops)
         if stops:
