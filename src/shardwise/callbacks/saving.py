@@ -35,6 +35,29 @@ from shardwise.run_dir.job_folder import write_job_file
 from shardwise.strategies.base import strategy_of
 
 
+class Naming:
+    """Names the best checkpoint, on rank 0. The writer's thread calls it."""
+
+    def __init__(self) -> None:
+        # A best checkpoint that could not be named so far, the checkpoint that has its content, and what names it
+        self.due: tuple[Path, Path, Callable[[], None]] | None = None
+
+    def name(self, path: Path, written: Path, work: Callable[[], None], *, last: bool = False) -> None:
+        """Name `path` as the best by `work`. `written` stays until that has worked."""
+        self.due = path, written, work
+        try:
+            work()
+            self.due = None
+        except OSError as error:
+            goes_on = f"{written.name} stays, and {BEST} is as it was" if last else "it is tried again at the next save"
+            print(f"{path} could not be kept as the best: {error}; {goes_on}", flush=True)
+
+    def again(self, *, last: bool = False) -> None:
+        """Try what did not work."""
+        if self.due is not None:
+            self.name(*self.due, last=last)
+
+
 class Saving(Callback):
     """Decides when a checkpoint is saved. Saving is collective; rank 0 removes old ones once the new one is published.
 
@@ -49,9 +72,7 @@ class Saving(Callback):
         self.folder = Path(plan.run_dir) / CHECKPOINTS
         self.best_score: float | None = None
         self.best_path: str | None = None
-        # On rank 0, a best checkpoint that could not be named so far, the checkpoint that has its content, and what
-        # names it. The writer's thread changes it.
-        self._best_due: tuple[Path, Path, Callable[[], None]] | None = None
+        self.naming = Naming()
         self.saved_step = -1
         self.due_step = -1  # the last step after which a save was due
         self.writer: Writer | None = None
@@ -171,24 +192,11 @@ class Saving(Callback):
             append_event(self.plan.run_dir, "best", step, f"{monitor} is at its best, {score:.6g}", score=score)
             remove_other_bests(path)
 
-        published = partial(self._name_best, (path, written, name_best))
+        published = partial(self.naming.name, path, written, name_best)
         if with_step is not None:
             with_step.also(published)
         else:
             self._save(trainer, path, published)
-
-    def _name_best(self, due: tuple[Path, Path, Callable[[], None]] | None, *, last: bool = False) -> None:
-        """Name the checkpoint that is `due` as the best. Rank 0 tries it again after every save until it works."""
-        self._best_due = due
-        if due is None:
-            return
-        path, written, name_best = due
-        try:
-            name_best()
-            self._best_due = None
-        except OSError as error:
-            goes_on = f"{written.name} stays, and {BEST} is as it was" if last else "it is tried again at the next save"
-            print(f"{path} could not be kept as the best: {error}; {goes_on}", flush=True)
 
     def forget_state_before_validation(self) -> None:
         """Forget the state before validation: the guard has taken the run back to an earlier step."""
@@ -202,8 +210,8 @@ class Saving(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._save_at_end(trainer)
         self.wait_for_save(trainer, last=True)
-        if self._best_due is not None:
-            self._name_best(self._best_due, last=True)
+        if self.naming.due is not None:
+            self.naming.again(last=True)
             self.best_score, self.best_path = read_best(self.folder, self.plan.checkpoint.monitor)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -214,7 +222,7 @@ class Saving(Callback):
             self._remove_superseded(trainer.global_step)
 
     def _remove_superseded(self, step: int) -> None:
-        remove_superseded(self.plan, step, but=self._best_due[1] if self._best_due else None)
+        remove_superseded(self.plan, step, but=self.naming.due[1] if self.naming.due else None)
 
     def _save_at_end(self, trainer: Trainer) -> None:
         """Save the last step. What fails is tried once more here, as no later save does it."""
@@ -253,7 +261,7 @@ class Saving(Callback):
             self.saves += 1
             write_job_file("saved", str(step))
             append_event(self.plan.run_dir, "save", step, f"{path.name} is saved", path=str(path))
-            self._name_best(self._best_due)
+            self.naming.again()
             self._remove_superseded(step)
 
         path = checkpoint_path(self.plan.run_dir, step)
