@@ -9,7 +9,7 @@ TEST_WORKERS ?= 2
 PYTEST = $(VENV)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile \
 	--reruns 1 --only-rerun 'Connection (reset|closed) by peer'
 
-.PHONY: train test test-all test-rest test-long test-slurm lint check fix parity parity-gpu checkpoint-matrix chaos crash-points slurm-chaos soak goodput gpu-test bench-llm bench-strategies bench-images overhead \
+.PHONY: train test test-all test-rest test-long test-slurm lint check fix parity parity-gpu checkpoint-matrix chaos crash-points storage-faults slurm-chaos soak goodput gpu-test bench-llm bench-strategies bench-images overhead \
 	clean
 
 train: $(VENV)/.run
@@ -65,6 +65,11 @@ chaos: $(VENV)/.dev
 # A crash at every operation of a run on its folder, ten minutes; writes benchmarks/results/ and docs/reliability.md.
 crash-points: $(VENV)/.dev
 	$(VENV)/bin/python benchmarks/crash_points.py $(ARGS)
+	$(VENV)/bin/python benchmarks/report.py
+
+# An error at every operation of a run on its folder, two hours; writes benchmarks/results/ and docs/reliability.md.
+storage-faults: $(VENV)/.dev
+	$(VENV)/bin/python benchmarks/storage_faults.py $(ARGS)
 	$(VENV)/bin/python benchmarks/report.py
 
 # A hundred faults of jobs of a real Slurm, and ten thousand saves: an hour each. Seconds from a dead rank to the next step.

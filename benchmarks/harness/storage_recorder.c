@@ -4,13 +4,15 @@
 //   STORAGE_SHARED  a file of 4096 zeros: the lock and the counters of all processes
 //   STORAGE_LOG     gets a line an operation: kind, path, new path or "-", offset, length, where its bytes begin in
 //   STORAGE_BYTES   all bytes that were written
-//   FAULT_KIND=fsync,write FAULT_PATH=text   of these operations, on paths with this text,
-//   FAULT_FIRST=1 FAULT_LAST=3               these
+//   FAULT_KIND=fsync,write FAULT_PATH=/a/*   of these operations, on paths below the folder that match this (glob),
+//   FAULT_FIRST=1 FAULT_LAST=3               these; they are read at each operation, so that a fork may have its own
+//   FAULT_THEN=write,create                  and from the first of them on all operations of these kinds
 //   FAULT_ERRNO=5 | FAULT_SHORT=1 | FAULT_SECONDS=60   fail so, write half, or wait before they work
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <fnmatch.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -25,12 +27,10 @@
 #include <limits.h>
 #include <unistd.h>
 
-struct shm { pthread_mutex_t lock; long faults; long bytes; int inited; };
+struct shm { long faults; pthread_mutex_t lock; long bytes; int inited; };
 static struct shm *S;
 static char root[PATH_MAX]; static size_t rootlen;
 static int logfd = -1, bytesfd = -1;
-static long f_from = -1, f_to = -1, f_sleep = 0; static int f_errno = 0, f_short = 0;
-static const char *f_op, *f_path;
 static __thread int inside;
 #define REAL(name) static __typeof__(name) *real; if (!real) real = (__typeof__(name) *)dlsym(RTLD_NEXT, #name)
 
@@ -51,12 +51,6 @@ __attribute__((constructor)) static void init(void) {
   char *e;
   if ((e = getenv("STORAGE_LOG"))) { int f = syscall(SYS_openat, AT_FDCWD, e, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600); logfd = fcntl(f, F_DUPFD_CLOEXEC, 900); syscall(SYS_close, f); }
   if ((e = getenv("STORAGE_BYTES"))) { int f = syscall(SYS_openat, AT_FDCWD, e, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600); bytesfd = fcntl(f, F_DUPFD_CLOEXEC, 901); syscall(SYS_close, f); }
-  if ((e = getenv("FAULT_FIRST"))) f_from = f_to = atol(e);
-  if ((e = getenv("FAULT_LAST"))) f_to = atol(e);
-  if ((e = getenv("FAULT_ERRNO"))) f_errno = atoi(e);
-  if ((e = getenv("FAULT_SHORT"))) f_short = atoi(e);
-  if ((e = getenv("FAULT_SECONDS"))) f_sleep = atol(e);
-  f_op = getenv("FAULT_KIND"); f_path = getenv("FAULT_PATH");
 }
 static int under(const char *p) { return S && rootlen && !strncmp(p, root, rootlen) && (p[rootlen] == '/' || !p[rootlen]); }
 static int resolve(int dir, const char *p, char *out) {  // lexical; folder part by realpath of dir fd
@@ -86,20 +80,21 @@ static int fdpath(int fd, char *out) {
 }
 static void begin(void) { if (pthread_mutex_lock(&S->lock) == EOWNERDEAD) pthread_mutex_consistent(&S->lock); }
 static void end(void) { pthread_mutex_unlock(&S->lock); }
+static long number(const char *name, long otherwise) { const char *e = getenv(name); return e ? atol(e) : otherwise; }
+static int is_among(const char *kinds, const char *kind) {
+  char all[256], one[64]; snprintf(all, 256, ",%s,", kinds ? kinds : ""); snprintf(one, 64, ",%s,", kind);
+  return strstr(all, one) != 0;
+}
 // Called with the lock. Returns: 0 go on; >0 errno to fail with; -1 short write
 static int gate(const char *op, const char *path) {
-  if (f_from >= 0) {
-    char ops[256]; snprintf(ops, 256, ",%s,", f_op ? f_op : op); char one[64]; snprintf(one, 64, ",%s,", op);
-    if (strstr(ops, one) && (!f_path || strstr(path, f_path))) {
-      S->faults++;
-      if (S->faults >= f_from && S->faults <= f_to) {
-        if (f_sleep) { end(); sleep(f_sleep); begin(); return 0; }
-        if (f_short) return -1;
-        return f_errno;
-      }
-    }
-  }
-  return 0;
+  long first = number("FAULT_FIRST", -1), seconds = number("FAULT_SECONDS", 0);
+  if (first < 0) return 0;
+  const char *kinds = getenv("FAULT_KIND"), *paths = getenv("FAULT_PATH"), *then = getenv("FAULT_THEN");
+  int chosen = (!kinds || is_among(kinds, op)) && (!paths || !fnmatch(paths, path[rootlen] ? path + rootlen : "/", 0));
+  if (!chosen && !(S->faults >= first && is_among(then, op))) return 0;
+  if (++S->faults < first || S->faults > number("FAULT_LAST", first)) return 0;
+  if (seconds) { end(); sleep(seconds); begin(); return 0; }
+  return number("FAULT_SHORT", 0) ? -1 : number("FAULT_ERRNO", 0);
 }
 static void note(const char *op, long ret, const char *p, const char *q, long off, long len, const void *data) {
   if (logfd < 0 || ret < 0 || strstr(p, " (deleted)")) return;

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
+from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
@@ -149,5 +151,78 @@ def soak() -> list[str]:
     return lines
 
 
-TABLES = {"exit_codes": exit_codes, "faults": faults, "stock": stock, "crash_points": crash_points,
-          "restarts": restarts, "slurm_faults": slurm_faults, "soak": soak}  # fmt: skip
+# What an operation is about, by the path in `kind path`
+ABOUT = {
+    "removal of an older checkpoint": r"\.removed\.partial",
+    "the best checkpoint, `best.json`": r"/best",
+    "a file of a step's checkpoint": r"/step-.*\.partial",
+    "names of checkpoints": r"/checkpoints|^(fsync|mkdir) /$",
+    "`metrics.csv`, `ranks.csv`, `events.jsonl`": r"/(metrics|ranks|events)",
+    "`logs/`": r"/logs",
+    "what is written at the end": r"/(summary|loss|report)",
+    "what is written at the start": "",
+}
+
+
+def storage_faults() -> list[str]:
+    """What an operation is about and how it fails: exit codes, what is said, and what is left."""
+    return [line for result in read("storage-faults") for line in storage_faults_of(result)]
+
+
+def storage_faults_of(result: dict[str, Any]) -> list[str]:
+    cases, groups = result["cases"], {}  # type: ignore[var-annotated]
+    for case in cases:
+        what = next(name for name, path in ABOUT.items() if re.search(path, f"{case['kind']} {case['path']}"))
+        groups.setdefault((list(ABOUT).index(what), list(WAYS).index(case["way"])), []).append(case)
+    rows = [
+        [list(ABOUT)[what], list(WAYS.values())[way], len(of), commonest(map(code_of, of), every=True),
+         commonest(map(said_in, of)), commonest(map(left_by, of))]
+        for (what, way), of in sorted(groups.items())
+    ]  # fmt: skip
+    operations = len({(case["kind"], case["path"]) for case in cases})
+    errors = ", ".join(dict.fromkeys(case["error"] for case in cases))
+    wrong = [case for case in cases if "wrong" in case]
+    return [
+        f"torch {result['environment']['packages']['torch']}, commit {commits_of(cases)}, `{result['command']}`: "
+        f"{operations} operations, {len(cases)} cases of {errors}, {len(wrong)} wrong.",
+        "",
+        *table(["operations on", "fail", "cases", "exit code", "most often said", "most often left"], rows),
+        "",
+        *(f"- {one['kind']} {one['path']}, {one['error']} {one['way']}: {'; '.join(one['wrong'])}" for one in wrong),
+    ]
+
+
+WAYS = {"once": "once", "always": "always", "from then on": "with all that follows"}
+
+
+def code_of(case: dict[str, Any]) -> str:
+    return str(case["exit_code"])
+
+
+def said_in(case: dict[str, Any]) -> str:
+    """The error, or else the first warning, without what is this case's alone."""
+    lines = sorted(case["said"], key=lambda line: not line.startswith("error: "))
+    first = re.sub(r"\d+", "N", lines[0].replace("runs/subject/", "")) if lines else "nothing"
+    return re.sub(r"(: rank N)?: ?(OSError: )?(\[Errno N\] )?[A-Z][^:;']*?(?=;|:|$).*", "", first)
+
+
+def left_by(case: dict[str, Any]) -> str:
+    names = [re.sub(r"(-0+)|\.ckpt$", lambda found: "-" if found[1] else "", name) for name in case["left"]]
+    return ", ".join(name for name in names if not name.endswith(".json")) or "none"
+
+
+def commonest(found: Iterable[str], *, every: bool = False) -> str:
+    counts = Counter(found).most_common(None if every else 1)
+    return ", ".join(f"{one} ({count})" if every and len(counts) > 1 else one for one, count in counts)
+
+
+TABLES = {
+    "exit_codes": exit_codes,
+    "faults": faults,
+    "stock": stock,
+    "crash_points": crash_points,
+    "storage_faults": storage_faults,
+    "restarts": restarts,
+    "slurm_faults": slurm_faults,
+    "soak": soak,
+}

@@ -175,6 +175,22 @@ class HeldUp(Obstacle):
             super().on_validation_start(trainer, *args)
 
 
+class Unnamed(Obstacle):
+    """In the way of best.json, until a step."""
+
+    def __init__(self, path: Path, until: int) -> None:
+        super().__init__(path)
+        self.until = until
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        until_written(trainer)
+        partial = self.path / "best.json.partial"
+        if trainer.global_step < self.until:
+            partial.mkdir(parents=True, exist_ok=True)
+        elif partial.exists():
+            partial.rmdir()
+
+
 def scored(folder: Path) -> dict[str, list[str]]:
     found = {}
     real = saving.publish
@@ -187,6 +203,8 @@ def scored(folder: Path) -> dict[str, list[str]]:
         ("best-fails", "best-00000001.ckpt", [5.0, 6.0, 7.0, 7.0]),
         ("another-fails", "step-00000002.ckpt", [5.0, 6.0, 4.0, 4.5]),
         ("left-out", None, [5.0, 4.0, 6.0, 6.0]),
+        ("named-later", Unnamed(folder / "named-later" / "checkpoints", 3), [5.0, 6.0, 7.0, 8.0]),
+        ("never-named", Unnamed(folder / "never-named" / "checkpoints", 9), [5.0, 6.0, 7.0, 4.0]),
     ):
         plan = plan_for(folder / name, 1, 4, "strategy=ddp", "checkpoint=async")
         plan = replace(
@@ -200,10 +218,12 @@ def scored(folder: Path) -> dict[str, list[str]]:
             ),
         )  # fmt: skip
         checkpoints = folder / name / "checkpoints"
-        watch = Obstacle(checkpoints / in_the_way) if in_the_way else HeldUp(checkpoints)
+        watch = HeldUp(checkpoints) if in_the_way is None else in_the_way
+        watch = Obstacle(checkpoints / watch) if isinstance(watch, str) else watch
         with patch.object(saving, "publish", real if in_the_way else held_up):
             fit(plan, watch)
-        best = [json.loads((checkpoints / "best.json").read_text())["checkpoint"]]
+        named = checkpoints / "best.json"
+        best = [json.loads(named.read_text())["checkpoint"]] if named.exists() else []
         found[name] = best + sorted(path.name for path in checkpoints.glob("best-*.ckpt"))
     return found
 
@@ -214,6 +234,8 @@ def test_what_could_not_be_written_is_not_the_best(tmp_path: Path) -> None:
         "best-fails": ["best-00000002.ckpt"] * 2,
         "another-fails": ["best-00000003.ckpt"] * 2,
         "left-out": ["best-00000001.ckpt"] * 2,
+        "named-later": ["best-00000001.ckpt"] * 2,  # by the next save
+        "never-named": ["best-00000001.ckpt", "best-00000004.ckpt"],  # which ends no run
     }
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.checkpoint.left_behind import tell_kept
+from shardwise.checkpoint.publish import publish_again
 from shardwise.checkpoint.retention import remove, remove_left_over, write_best
 from shardwise.checkpoint.verify import named_unchanged
 from shardwise.config.compose import compose
@@ -31,6 +32,15 @@ def test_earlier_records_stay_beside_later_ones(tmp_path: Path) -> None:
         path.write_text(text)
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {
         "plan-1.json": "first", "plan-2.json": "second", "plan.json": "third"}  # fmt: skip
+
+
+def test_what_a_failed_publication_left_is_in_no_ones_way(tmp_path: Path) -> None:
+    source, name = tmp_path / "step-00000002.ckpt", tmp_path / "best-00000002.ckpt"
+    for folder, text in ((source, "new"), (name, "old"), (tmp_path / "best-00000002.ckpt.old.partial", "older")):
+        folder.mkdir()
+        (folder / "file").write_text(text)
+    publish_again(source, name)
+    assert (name / "file").read_text() == "new" and sorted(tmp_path.iterdir()) == [name, source]
 
 
 def test_differences_name_every_value_that_is_another() -> None:

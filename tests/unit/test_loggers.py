@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import re
 import resource
@@ -11,13 +12,16 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import pytest
 
 from shardwise.metrics.csv_logger import CsvLogger
 from shardwise.metrics.meter import Meter
 from shardwise.metrics.rank_values import RanksCsv
+from shardwise.process import console
 from shardwise.run_dir.checkpoints import was_trained
+from shardwise.run_dir.files import rank_log
 from shardwise.run_dir.rows import read_rows
 from tests.harness.commands import RECIPE, check, make_home, run
 
@@ -57,6 +61,25 @@ def test_rows_that_find_no_room_are_written_when_there_is_some(
     assert capsys.readouterr().err.count("could not be written: File too large; the row is kept until it can be") == 1
 
 
+@pytest.mark.usefixtures("capsys")
+def test_a_row_that_the_second_try_wrote_is_not_written_twice(tmp_path: Path) -> None:
+    """Closing a file tries once more to write what could not be written, and raises the first error all the same."""
+    errors, real = iter([OSError(errno.EIO, "Input/output error")]), Path.open
+
+    @contextmanager
+    def once_bad(path: Path, *words: Any, **more: Any) -> Iterator[Any]:
+        with real(path, *words, **more) as file:
+            yield file
+        if words == ("r+",) and (error := next(errors, None)):
+            raise error
+
+    logger = CsvLogger(tmp_path)
+    with patch.object(Path, "open", once_bad):
+        for step in (1, 2):
+            logger.log_row({"a": step / 2}, step)
+    assert logger.path.read_text() == "step,a\n1,0.5\n2,1.0\n"
+
+
 def test_ranks_whose_row_finds_no_room_lack_that_step_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ranks = RanksCsv(tmp_path)
     for step in (1, 2, 3):
@@ -66,6 +89,20 @@ def test_ranks_whose_row_finds_no_room_lack_that_step_alone(tmp_path: Path, caps
         ("1", "0", "0.125"), ("1", "1", "0.25"), ("3", "0", "0.125"), ("3", "1", "0.25"),
     ]  # fmt: skip
     assert "ranks.csv lacks step 2: it could not be written: File too large" in capsys.readouterr().err
+
+
+def test_a_log_that_finds_no_room_ends_no_run_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Watchdog", "faulthandler"):
+        monkeypatch.setattr(console, name, MagicMock())
+    log = rank_log(tmp_path, 0)
+    log.parent.mkdir()
+    log.touch()
+    plan: Any = SimpleNamespace(run_dir=str(tmp_path), topology=SimpleNamespace(world_size=1), strategy=MagicMock())
+    with room_for(log, 3):
+        console.keep_log(plan, lambda code, text: None)
+    stream = console.faulthandler.enable.call_args.args[0]  # type: ignore[attr-defined]
+    stream.write("second\n")
+    assert log.read_text().endswith("second\n")
 
 
 @pytest.mark.usefixtures("capsys")  # what is said then is in no file

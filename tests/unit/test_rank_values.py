@@ -80,7 +80,7 @@ def test_a_long_file_keeps_every_second_step(tmp_path: Path) -> None:
 def test_events_survive_a_line_that_was_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     append_event(tmp_path, "save", 3, "it is saved", path="x")
     with (tmp_path / "events.jsonl").open("a") as file:
-        file.write('{"time": 1.0, "kind": "sa\n[1]\n')
+        file.write('{"time": 1.0, "kind": "sa\n[1]')
     append_event(tmp_path, "end", None, "the run ended", exit_code=0)
     assert [(e.kind, e.step, e.data) for e in read_events(tmp_path)] == [
         ("save", 3, {"path": "x"}), ("end", None, {"exit_code": 0}),

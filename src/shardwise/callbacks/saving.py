@@ -14,7 +14,13 @@ from shardwise.callbacks.steps import validation_metrics
 from shardwise.callbacks.wrong_monitor import wrong_monitor
 from shardwise.checkpoint.plain import Packed
 from shardwise.checkpoint.publish import publish_again
-from shardwise.checkpoint.retention import read_best, remove, remove_left_over, remove_superseded, write_best
+from shardwise.checkpoint.retention import (
+    read_best,
+    remove_left_over,
+    remove_other_bests,
+    remove_superseded,
+    write_best,
+)
 from shardwise.checkpoint.writer import Outcome, Writer
 from shardwise.distributed.process_group import group_timeout
 from shardwise.errors import CheckpointError
@@ -22,11 +28,34 @@ from shardwise.lightning_internals.results import step_logging
 from shardwise.lightning_internals.resume_validation import validate_now
 from shardwise.plan import Plan
 from shardwise.process.watchdog import progress
-from shardwise.run_dir.checkpoints import newest_whole
+from shardwise.run_dir.checkpoints import newest_whole, step_of
 from shardwise.run_dir.events import append_event
-from shardwise.run_dir.files import CHECKPOINTS, best_checkpoint_path, checkpoint_path
+from shardwise.run_dir.files import BEST, CHECKPOINTS, best_checkpoint_path, checkpoint_path
 from shardwise.run_dir.job_folder import write_job_file
 from shardwise.strategies.base import strategy_of
+
+
+class Naming:
+    """Names the best checkpoint, on rank 0. The writer's thread calls it."""
+
+    def __init__(self) -> None:
+        # A best checkpoint that could not be named so far, the checkpoint that has its content, and what names it
+        self.due: tuple[Path, Path, Callable[[], None]] | None = None
+
+    def name(self, path: Path, written: Path, work: Callable[[], None], *, last: bool = False) -> None:
+        """Name `path` as the best by `work`. `written` stays until that has worked."""
+        self.due = path, written, work
+        try:
+            work()
+            self.due = None
+        except OSError as error:
+            goes_on = f"{written.name} stays, and {BEST} is as it was" if last else "it is tried again at the next save"
+            print(f"{path} could not be kept as the best: {error}; {goes_on}", flush=True)
+
+    def again(self, *, last: bool = False) -> None:
+        """Try what did not work."""
+        if self.due is not None:
+            self.name(*self.due, last=last)
 
 
 class Saving(Callback):
@@ -43,6 +72,7 @@ class Saving(Callback):
         self.folder = Path(plan.run_dir) / CHECKPOINTS
         self.best_score: float | None = None
         self.best_path: str | None = None
+        self.naming = Naming()
         self.saved_step = -1
         self.due_step = -1  # the last step after which a save was due
         self.writer: Writer | None = None
@@ -102,7 +132,7 @@ class Saving(Callback):
     ) -> None:
         step = trainer.global_step
         if trainer.is_global_zero and self.writer is not None and (ended := self.writer.ended) and ended.error:
-            self._announce(trainer, ended, self.failures + 1)
+            self._announce(trainer, ended, self.failures + ended.is_of_step)
         ends_window = (batch_idx + 1) % self.plan.accumulate_grad_batches == 0
         if ends_window:
             strategy_of(trainer).state.rehearse_after_step()
@@ -152,22 +182,19 @@ class Saving(Callback):
             if self._leaves_out(trainer, path):
                 return
             self.wait_for_save(trainer)
-        previous, self.best_score, self.best_path = self.best_path, score, str(path)
+        self.best_score, self.best_path = score, str(path)
+        written = path if with_step is None else checkpoint_path(self.plan.run_dir, step)
 
-        def published() -> None:
+        def name_best() -> None:
+            if written != path:
+                publish_again(written, path)
             write_best(path, monitor, score)
             append_event(self.plan.run_dir, "best", step, f"{monitor} is at its best, {score:.6g}", score=score)
-            if previous is not None and previous != str(path):
-                remove(Path(previous))
+            remove_other_bests(path)
 
+        published = partial(self.naming.name, path, written, name_best)
         if with_step is not None:
-            written = checkpoint_path(self.plan.run_dir, step)
-
-            def again() -> None:
-                publish_again(written, path)
-                published()
-
-            with_step.also(path, again)
+            with_step.also(published)
         else:
             self._save(trainer, path, published)
 
@@ -183,18 +210,27 @@ class Saving(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._save_at_end(trainer)
         self.wait_for_save(trainer, last=True)
+        if self.naming.due is not None:
+            self.naming.again(last=True)
+            self.best_score, self.best_path = read_best(self.folder, self.plan.checkpoint.monitor)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove what an earlier process was killed before it removed: after the last step nothing else does."""
         newest = checkpoint_path(self.plan.run_dir, trainer.global_step)
         if trainer.is_global_zero and newest_whole(self.plan.run_dir) == newest:
             remove_left_over(self.folder)
-            remove_superseded(self.plan, trainer.global_step)
+            self._remove_superseded(trainer.global_step)
+
+    def _remove_superseded(self, step: int) -> None:
+        remove_superseded(self.plan, step, but=self.naming.due[1] if self.naming.due else None)
 
     def _save_at_end(self, trainer: Trainer) -> None:
+        """Save the last step. What fails is tried once more here, as no later save does it."""
         due = self.plan.checkpoint.save_at_end or self.due_step == trainer.global_step
-        if due and 0 < trainer.global_step != self.saved_step:
-            self.save_step(trainer)
+        for _ in range(2):
+            if due and 0 < trainer.global_step != self.saved_step:
+                self.save_step(trainer)
+                self.wait_for_save(trainer)
 
     def save_now(self, trainer: Trainer, *, leaves: bool) -> str:
         """Save the current step, unless it is saved already, and wait until it is written. Collective.
@@ -225,7 +261,8 @@ class Saving(Callback):
             self.saves += 1
             write_job_file("saved", str(step))
             append_event(self.plan.run_dir, "save", step, f"{path.name} is saved", path=str(path))
-            remove_superseded(self.plan, step)
+            self.naming.again()
+            self._remove_superseded(step)
 
         path = checkpoint_path(self.plan.run_dir, step)
         if not self._leaves_out(trainer, path, must):
@@ -267,22 +304,26 @@ class Saving(Callback):
         """Wait for the save under way, and act on a failure. Collective, so that all ranks act at the same point.
 
         Raises:
-            CheckpointError: the save has failed, and it is the `last`, or too many have failed.
+            CheckpointError: the save of a step has failed, and it is the `last`, or too many have failed.
         """
         outcome = None if self.writer is None else self.writer.wait()
         if outcome is None or (outcome is self._handled and not (last and outcome.error)):
             return
         if outcome is not self._handled:
-            self.failures = self.failures + 1 if outcome.error else 0
+            self.failures = self.failures + outcome.is_of_step if outcome.error else 0
         self._handled = outcome
         if outcome.error is None:
             return
         if outcome.path == checkpoint_path(self.plan.run_dir, self.saved_step):
             self.saved_step = -1
-        self.best_score, self.best_path = trainer.strategy.broadcast(
-            read_best(self.folder, self.plan.checkpoint.monitor)
-        )
-        stops = last or self.failures > self.plan.checkpoint.max_failures
+        if self.best_path is not None and step_of(Path(self.best_path)) == step_of(outcome.path):
+            dropped = self.best_path
+            self.best_score, self.best_path = trainer.strategy.broadcast(
+                read_best(self.folder, self.plan.checkpoint.monitor)
+            )
+            if outcome.is_of_step and dropped != self.best_path and trainer.is_global_zero:
+                print(f"{dropped} was to share its files: the best stays the one of before", flush=True)
+        stops = outcome.is_of_step and (last or self.failures > self.plan.checkpoint.max_failures)
         self._announce(trainer, outcome, self.failures, raised=stops)
         if stops:
             row = f", {self.failures} in a row" if self.failures > 1 else ""
@@ -309,7 +350,5 @@ class Saving(Callback):
             )
         if trainer.is_global_zero and not raised:
             does = "stops" if failures > self.plan.checkpoint.max_failures else "goes on, and tries again"
-            print(
-                f"checkpoint {outcome.path} could not be written: {outcome.error}; the run {does} at the next save",
-                flush=True,
-            )
+            does = f"{does} at the next save" if outcome.is_of_step else "goes on, and the best stays the one of before"
+            print(f"checkpoint {outcome.path} could not be written: {outcome.error}; the run {does}", flush=True)

@@ -104,8 +104,12 @@ class Summary(Callback):
             write_whole(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
         except OSError as error:  # what was trained is saved by now
             print(f"{run_dir / SUMMARY} could not be written: {error.strerror}", flush=True)
-        picture = plot_losses(rows, baselines, run_dir / LOSSES)
-        print_table(self._lines(summary, measured, unit, picture))
+        try:
+            picture = plot_losses(rows, baselines, run_dir / LOSSES)
+            curve = _short(picture) if picture else "no losses were logged"
+        except OSError as error:
+            curve = f"{run_dir / LOSSES} could not be written: {error.strerror}"
+        print_table(self._lines(summary, measured, unit, curve))
 
     def _stop(self, trainer: Trainer) -> dict[str, Any] | None:
         """What stopped the run early, with the run's callbacks: `resume=auto` trains on only if these have changed."""
@@ -114,9 +118,7 @@ class Summary(Callback):
             return stopped_before(self.plan.run_dir, trainer.global_step)
         return stop | {"callbacks": self.plan.callbacks}
 
-    def _lines(
-        self, summary: dict[str, Any], measured: dict[str, float], unit: str, picture: Path | None
-    ) -> dict[str, str]:
+    def _lines(self, summary: dict[str, Any], measured: dict[str, float], unit: str, curve: str) -> dict[str, str]:
         """The lines of the table: names in words, numbers with their units."""
         speeds = [(unit, summary[f"{unit}_per_second"]), ("samples", summary["samples_per_second"])]
         if speeds[0][1] == speeds[1][1]:  # a unit such as images, of which each is a sample
@@ -180,7 +182,7 @@ class Summary(Callback):
             # Lightning's profilers name their files so
             name = "fit-profile-0.txt" if self.plan.topology.world_size > 1 else "fit-profile.txt"
             lines["profile"] = _short(Path(self.plan.run_dir) / name)
-        lines["loss curve"] = _short(picture) if picture else "no losses were logged"
+        lines["loss curve"] = curve
         return lines | {"run folder": _short(self.plan.run_dir)}
 
 

@@ -60,7 +60,10 @@ def publish_again(path: Path, name: Path) -> None:
     """
     partial = partial_path(name)
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(path, partial, copy_function=_link)
+    try:
+        shutil.copytree(path, partial, copy_function=_link)
+    except shutil.Error as errors:
+        raise OSError(errors.args[0][0][-1]) from None  # of the first file that failed
     _rename(partial, name)
 
 
@@ -77,6 +80,7 @@ def _rename(partial: Path, path: Path) -> None:
         sync(folder)
     aside = partial_path(path.with_name(path.name + ".old"))
     if path.exists():
+        shutil.rmtree(aside, ignore_errors=True)  # of a save that failed when it had its name
         os.rename(path, aside)
     os.rename(partial, path)
     sync(path.parent)

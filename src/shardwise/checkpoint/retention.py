@@ -13,8 +13,8 @@ from shardwise.run_dir.files import BEST, BEST_CHECKPOINTS, PARTIAL, partial_pat
 from shardwise.run_dir.reading import read_json
 
 
-def remove_superseded(plan: Plan, step: int) -> None:
-    """Remove the checkpoints that are not needed any more after the save of `step`.
+def remove_superseded(plan: Plan, step: int, *, but: Path | None = None) -> None:
+    """Remove the checkpoints, `but` one, that are not needed any more after the save of `step`.
 
     Checkpoints of later steps go too. A run that was rolled back has them, and `resume=auto` would go on from them.
     """
@@ -24,7 +24,7 @@ def remove_superseded(plan: Plan, step: int) -> None:
             remove(path)
     whole = [path for path in list_checkpoints(plan.run_dir) if damage(path) is None]
     for old in whole[: -plan.checkpoint.keep_last]:
-        if every is None or step_of(old) % every:
+        if old != but and (every is None or step_of(old) % every):
             remove(old)
 
 
@@ -52,10 +52,14 @@ def remove_left_over(folder: Path) -> None:
     for left in folder.glob(f"*{PARTIAL}"):
         remove(left)
     with suppress(OSError, ValueError, LookupError, TypeError):  # no best.json, or one that does not say the best
-        best = best_in(folder, read_json(folder / BEST))
-        for other in folder.glob(BEST_CHECKPOINTS):
-            if other != best and best.exists():
-                remove(other)
+        if (best := best_in(folder, read_json(folder / BEST))).exists():
+            remove_other_bests(best)
+
+
+def remove_other_bests(best: Path) -> None:
+    for other in best.parent.glob(BEST_CHECKPOINTS):
+        if other != best:
+            remove(other)
 
 
 def write_best(path: Path, monitor: str, score: float) -> None:

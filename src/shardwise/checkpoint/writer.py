@@ -38,6 +38,11 @@ class Outcome:
     bytes: int = 0  # the size of all ranks' files
     error: str | None = None
 
+    @property
+    def is_of_step(self) -> bool:
+        """Whether it is of a step's regular checkpoint, and not of the best one."""
+        return self.path.name.startswith("step-")
+
 
 @dataclass
 class Writer:
@@ -94,13 +99,15 @@ class Writer:
         self._pending = self._thread.submit(_write, path, snapshot, self._writer, then, staged_tensors)
         return copied
 
-    def also(self, path: Path, work: Callable[[], None]) -> None:
+    def also(self, work: Callable[[], None]) -> None:
         """Call `work` on rank 0 when the save under way, or else the last one, is published; never if it failed."""
+        if dist.get_rank() != 0:
+            return
         if self._thread is not None and self._pending is not None:
-            self._pending = self._thread.submit(_afterwards, self._pending.result, path, work, self._writer.group)
+            self._pending = self._thread.submit(_afterwards, self._pending.result, work)
         elif self.outcome is not None:
             last = self.outcome
-            self.outcome = _afterwards(lambda: last, path, work, self._writer.group)
+            _afterwards(lambda: last, work)
 
     def wait(self) -> Outcome | None:
         """Wait until nothing is being written, and return the last outcome, which is the same on all ranks."""
@@ -258,7 +265,7 @@ def _write(
         if dist.get_rank() == 0:
             try:
                 then()
-            except OSError as error:  # for instance, best.json cannot be written; the new checkpoint is complete
+            except OSError as error:  # for instance, the folder cannot be listed; the new checkpoint is complete
                 print(f"checkpoint {path} is written, and tidying up failed: {error}", flush=True)
     except SaveError as error:
         outcome.error = str(error)
@@ -266,13 +273,8 @@ def _write(
     return outcome
 
 
-def _afterwards(
-    outcome_of: Callable[[], Outcome], path: Path, work: Callable[[], None], group: dist.ProcessGroup | None
-) -> Outcome:
+def _afterwards(outcome_of: Callable[[], Outcome], work: Callable[[], None]) -> Outcome:
     outcome = outcome_of()
     if outcome.error is None:
-        try:
-            run_on_every_rank(lambda: work() if dist.get_rank() == 0 else None, group)
-        except SaveError as error:
-            outcome = replace(outcome, path=path, error=str(error))
+        work()
     return outcome

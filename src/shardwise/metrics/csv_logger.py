@@ -96,10 +96,10 @@ class CsvLogger(Logger):
 
     def _append_row(self, metrics: Mapping[str, float], step: int) -> None:
         if self._is_torn and self.path.exists():
-            whole = read_rows(self.path)  # without a row of which only a part was written
-            if self._last and (not whole or whole[-1]["step"] != self._last["step"]):
-                whole.append(self._last)
-            self._write(self._fields, whole)
+            # Without a row of which only a part was written, or all of it by the second try that closing a file makes
+            torn = str(step), self._last.get("step")
+            whole = [row for row in read_rows(self.path) if row["step"] not in torn]
+            self._write(self._fields, [*whole, self._last] if self._last else whole)
         known = self._known[1] if step == self._known[0] else set()
         row: dict[str, Any] = {**{key: value for key, value in metrics.items() if key not in known}, "step": step}
         if row.keys() <= {"step", "epoch"}:

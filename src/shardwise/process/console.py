@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -31,7 +32,10 @@ def outlive_console() -> None:
 
 
 class Console:
-    """A stream that may go away: after its pipe or terminal is closed nothing is shown, and the run goes on."""
+    """A stream that may go away: after its pipe or terminal is closed nothing is shown, and the run goes on.
+
+    It may be a file on a disk that is full: what finds no room is lost, and what comes later may find some.
+    """
 
     def __init__(self, stream: Any) -> None:
         # The stream is None if it was closed from the start
@@ -50,7 +54,8 @@ class Console:
             self._gone("")
 
     def _gone(self, text: str) -> int:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        if not stat.S_ISREG(os.fstat(self.stream.fileno()).st_mode):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -77,7 +82,7 @@ def keep_log(plan: Plan, report_hang: Callable[[int, str], None]) -> None:
     path = rank_log(plan.run_dir, rank)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+        log = cast(Any, Console(path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")))
     except OSError:  # a folder that cannot be written to is reported at the next save
         return
     log.write(f"{time.strftime('%F %T')} rank {rank} on {os.uname().nodename}, process {os.getpid()}\n")

@@ -40,10 +40,11 @@ def report(error: Exception, plan: Plan | None = None) -> int:
         elif isinstance(error, Left):
             text = f"shardwise: {error}\n"
     elif not _is_lightnings_message(error):
-        if isinstance(error, OSError) and error.errno in _FULL:
+        if isinstance(error, OSError) and (error.errno in _FULL or _is_of_runs_disk(error, plan)):
             path = f" {error.filename2 or error.filename}" if error.filename else ""
             code, goes_on = int(ExitCode.crash), "resume=auto" if plan is None else plan.goes_on_by
-            text = f"error: cannot write{path}: {error.strerror}; make room, then {goes_on}\n"
+            remedy = "make room" if error.errno in _FULL else "mend its disk"
+            text = f"error: cannot write{path}: {error.strerror}; {remedy}, then {goes_on}\n"
         elif (mistake := describe_mistake(error, _package(plan), class_name)) is not None:
             trained = plan is not None and plan.stage == "fit" and (plan.resume is not None or progress.trained)
             code = int(ExitCode.crash if trained or not would_fail_again(error) else ExitCode.user_error)
@@ -63,6 +64,12 @@ def report(error: Exception, plan: Plan | None = None) -> int:
     if plan is not None and plan.stage == "fit":
         append_event(plan.run_dir, "error", None, text[-_MOST:].strip(), rank=int(os.environ.get("RANK", "0")))
     return code
+
+
+def _is_of_runs_disk(error: OSError, plan: Plan | None) -> bool:
+    """Whether the disk of the run's folder, or the server that it is on, does not work."""
+    is_own = plan is not None and Path(str(error.filename)).is_relative_to(plan.run_dir)
+    return is_own and error.errno in (errno.EIO, errno.ESTALE)
 
 
 def _how_to_go_on(plan: Plan | None) -> str:

@@ -27,7 +27,7 @@ class Event:
 
 
 def append_event(run_dir: str | Path, kind: str, step: int | None, text: str, **data: Any) -> None:
-    """Append an event. A full disk does not end the run.
+    """Append an event. A full disk does not end the run, and what it takes of an event spoils no other one.
 
     Rank 0 or its launcher calls this; and the rank whose GPU reports an error, which may not live to tell rank 0.
     """
@@ -36,9 +36,11 @@ def append_event(run_dir: str | Path, kind: str, step: int | None, text: str, **
         + "\n"
     )
     try:
-        descriptor = os.open(Path(run_dir) / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        descriptor = os.open(Path(run_dir) / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            rest = line.encode()
+            end = os.lseek(descriptor, 0, os.SEEK_END)
+            is_torn = end > 0 and os.pread(descriptor, 1, end - 1) != b"\n"
+            rest = b"\n" * is_torn + line.encode()
             while rest:  # in one call, which a kill cannot cut in two; a disk that is nearly full may take a part
                 rest = rest[os.write(descriptor, rest) :]
         finally:

@@ -94,7 +94,8 @@ def write_whole(path: Path, content: str | bytes, *, synced: bool = True) -> Non
     try:
         partial_path(path).write_bytes(content if isinstance(content, bytes) else content.encode())
         put_in_place(path, synced=synced)
-    except OSError:
+    except OSError as error:
+        error.filename = error.filename or str(path)  # the system names no file where bytes find no room
         with suppress(OSError):
             partial_path(path).unlink(missing_ok=True)
         raise
