@@ -7,11 +7,13 @@
 //   FAULT_KIND=fsync,write FAULT_PATH=text   of these operations, on paths with this text,
 //   FAULT_FIRST=1 FAULT_LAST=3               these
 //   FAULT_ERRNO=5 | FAULT_SHORT=1 | FAULT_SECONDS=60   fail so, write half, or wait before they work
+//   FAULT_KILL=12   the process that makes the operation after the first 12 is killed before it
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -25,11 +27,11 @@
 #include <limits.h>
 #include <unistd.h>
 
-struct shm { pthread_mutex_t lock; long faults; long bytes; int inited; };
+struct shm { pthread_mutex_t lock; long faults; long bytes; long noted; int inited; };
 static struct shm *S;
 static char root[PATH_MAX]; static size_t rootlen;
 static int logfd = -1, bytesfd = -1;
-static long f_from = -1, f_to = -1, f_sleep = 0; static int f_errno = 0, f_short = 0;
+static long f_from = -1, f_to = -1, f_sleep = 0, f_kill = -1; static int f_errno = 0, f_short = 0;
 static const char *f_op, *f_path;
 static __thread int inside;
 #define REAL(name) static __typeof__(name) *real; if (!real) real = (__typeof__(name) *)dlsym(RTLD_NEXT, #name)
@@ -56,6 +58,7 @@ __attribute__((constructor)) static void init(void) {
   if ((e = getenv("FAULT_ERRNO"))) f_errno = atoi(e);
   if ((e = getenv("FAULT_SHORT"))) f_short = atoi(e);
   if ((e = getenv("FAULT_SECONDS"))) f_sleep = atol(e);
+  if ((e = getenv("FAULT_KILL"))) f_kill = atol(e);
   f_op = getenv("FAULT_KIND"); f_path = getenv("FAULT_PATH");
 }
 static int under(const char *p) { return S && rootlen && !strncmp(p, root, rootlen) && (p[rootlen] == '/' || !p[rootlen]); }
@@ -88,6 +91,7 @@ static void begin(void) { if (pthread_mutex_lock(&S->lock) == EOWNERDEAD) pthrea
 static void end(void) { pthread_mutex_unlock(&S->lock); }
 // Called with the lock. Returns: 0 go on; >0 errno to fail with; -1 short write
 static int gate(const char *op, const char *path) {
+  if (f_kill >= 0 && S->noted == f_kill) kill(getpid(), SIGKILL);
   if (f_from >= 0) {
     char ops[256]; snprintf(ops, 256, ",%s,", f_op ? f_op : op); char one[64]; snprintf(one, 64, ",%s,", op);
     if (strstr(ops, one) && (!f_path || strstr(path, f_path))) {
@@ -106,7 +110,7 @@ static void note(const char *op, long ret, const char *p, const char *q, long of
   int e = errno; long at = -1;
   if (data && len > 0 && bytesfd >= 0) { at = S->bytes; const char *d = data; long left = len; while (left > 0) { long w = syscall(SYS_write, bytesfd, d, left); if (w <= 0) break; d += w; left -= w; } S->bytes += len; }
   char b[3 * PATH_MAX]; int k = snprintf(b, sizeof b, "%s\t%s\t%s\t%ld\t%ld\t%ld\n", op, p + rootlen, q ? q + rootlen : "-", off, len, at);
-  syscall(SYS_write, logfd, b, k); errno = e;
+  syscall(SYS_write, logfd, b, k); S->noted++; errno = e;
 }
 static long inode_at(const char *p) { struct stat s; return lstat(p, &s) ? -1 : (long)s.st_ino; }
 
