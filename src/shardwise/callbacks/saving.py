@@ -22,7 +22,7 @@ from shardwise.lightning_internals.results import step_logging
 from shardwise.lightning_internals.resume_validation import validate_now
 from shardwise.plan import Plan
 from shardwise.process.watchdog import progress
-from shardwise.run_dir.checkpoints import newest_whole
+from shardwise.run_dir.checkpoints import newest_whole, step_of
 from shardwise.run_dir.events import append_event
 from shardwise.run_dir.files import CHECKPOINTS, best_checkpoint_path, checkpoint_path
 from shardwise.run_dir.job_folder import write_job_file
@@ -51,20 +51,23 @@ class Saving(Callback):
         self._handled: Outcome | None = None  # the last outcome that all ranks have acted on
         self._announced: Outcome | None = None  # the last failure that was logged and printed
         self.validated_step = -1
+        self.score: dict[str, float] = {}  # of the last validation, by the name of the monitored metric
         self.finished_step = -1  # the step after which nothing was left to do but to end the epoch
         # The content of a checkpoint just before validation, and this rank's own state
         self.before_validation: tuple[Packed, dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"validated_step": self.validated_step, "finished_step": self.finished_step}
+        return {"validated_step": self.validated_step, "finished_step": self.finished_step, "score": self.score}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.validated_step = state_dict["validated_step"]
-        self.finished_step = state_dict.get("finished_step", -1)
+        self.finished_step, self.score = state_dict.get("finished_step", -1), state_dict.get("score", {})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.plan.resume == str(checkpoint_path(self.plan.run_dir, trainer.global_step)):
             self.saved_step = trainer.global_step
+            if trainer.is_global_zero:
+                self._catch_up_on_best(trainer.global_step)
         self.best_score, self.best_path = trainer.strategy.broadcast(
             read_best(self.folder, self.plan.checkpoint.monitor, keeps=trainer.is_global_zero)
         )
@@ -133,6 +136,7 @@ class Saving(Callback):
         if monitor and strategy_of(trainer).reduce_boolean_decision(monitor not in measured, all=False):
             raise wrong_monitor(self.plan, monitor, measured, lambda: self.save_now(trainer, leaves=True))
         self.validated_step, self.before_validation = trainer.global_step, None
+        self.score = {monitor: measured[monitor]} if monitor else {}
         if trainer.global_step == self.plan.max_steps:  # this save had to wait for validation
             self._save_at_end(trainer)
         if monitor is None or self.plan.quick_check:
@@ -142,8 +146,7 @@ class Saving(Callback):
         score, busy = trainer.strategy.broadcast((measured[monitor], busy))
         if not busy:
             self.wait_for_save(trainer)  # a checkpoint that could not be written must not count as the best
-        sign = -1 if self.plan.checkpoint.mode == "max" else 1
-        if math.isnan(score) or (self.best_score is not None and sign * score >= sign * self.best_score):
+        if not self._is_better(score, self.best_score):
             return
         step, path = trainer.global_step, best_checkpoint_path(self.plan.run_dir, trainer.global_step)
         # The writer that has this step's checkpoint, or is writing it
@@ -154,12 +157,7 @@ class Saving(Callback):
             self.wait_for_save(trainer)
         previous, self.best_score, self.best_path = self.best_path, score, str(path)
 
-        def published() -> None:
-            write_best(path, monitor, score)
-            append_event(self.plan.run_dir, "best", step, f"{monitor} is at its best, {score:.6g}", score=score)
-            if previous is not None and previous != str(path):
-                remove(Path(previous))
-
+        published = partial(self._note_best, path, score, previous)
         if with_step is not None:
             written = checkpoint_path(self.plan.run_dir, step)
 
@@ -170,6 +168,34 @@ class Saving(Callback):
             with_step.also(path, again)
         else:
             self._save(trainer, path, published)
+
+    def _is_better(self, score: float, than: float | None) -> bool:
+        sign = -1 if self.plan.checkpoint.mode == "max" else 1
+        return not math.isnan(score) and (than is None or sign * score < sign * than)
+
+    def _note_best(self, path: Path, score: float, previous: str | None) -> None:
+        """Name the checkpoint at `path`, which is published, as the best one. Rank 0 calls this."""
+        monitor, step = str(self.plan.checkpoint.monitor), step_of(path)
+        write_best(path, monitor, score)
+        append_event(self.plan.run_dir, "best", step, f"{monitor} is at its best, {score:.6g}", score=score)
+        if previous is not None and previous != str(path):
+            remove(Path(previous))
+
+    def _catch_up_on_best(self, step: int) -> None:
+        """Publish the checkpoint of `step` as the best one, if a process was killed between the two: the checkpoint of
+        the last step is written after its validation, and has its score. Rank 0 calls this."""
+        score = self.score.get(str(self.plan.checkpoint.monitor)) if self.validated_step == step else None
+        if score is None:
+            return
+        best, previous = read_best(self.folder, self.plan.checkpoint.monitor, keeps=True)
+        if not self._is_better(score, best):
+            return
+        path = best_checkpoint_path(self.plan.run_dir, step)
+        try:
+            publish_again(checkpoint_path(self.plan.run_dir, step), path)
+            self._note_best(path, score, previous)
+        except OSError as error:
+            print(f"the best checkpoint {path} could not be written: {error}", flush=True)
 
     def forget_state_before_validation(self) -> None:
         """Forget the state before validation: the guard has taken the run back to an earlier step."""
@@ -185,9 +211,10 @@ class Saving(Callback):
         self.wait_for_save(trainer, last=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove what an earlier process was killed before it removed: after the last step nothing else does."""
+        """Do what an earlier process was killed before it did: after the last step nothing else does."""
         newest = checkpoint_path(self.plan.run_dir, trainer.global_step)
         if trainer.is_global_zero and newest_whole(self.plan.run_dir) == newest:
+            self._catch_up_on_best(trainer.global_step)
             remove_left_over(self.folder)
             remove_superseded(self.plan, trainer.global_step)
 
