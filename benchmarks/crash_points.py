@@ -13,8 +13,7 @@ has its name is damaged, and config.yaml, plan.json, starts.json and ranks.csv a
 `ddp` makes six steps, saves twice and keeps one checkpoint. Its best one is written on its own, then replaced by one of
 links, then by one of copies, since links are refused. Every state that differs is tried, and the run is killed for real
 at some. The others make two steps, save after each, and replace a best one of links by one of copies; those states are
-tried that differ in the folder of checkpoints, but for the middle of what several calls write to one file. They are a
-strategy, `pipeline` or `tensor`, and a word: `short`; `asynchronous` saves; `late`, where the tensors of rank 1 come
+tried that differ in the names in the folder of checkpoints. They are a strategy, `pipeline` or `tensor`, and a word: `short`; `asynchronous` saves; `late`, where the tensors of rank 1 come
 seconds after those of rank 0; `again`, where the newest checkpoint is damaged and its step is saved once more over its
 name; `recovery`, where the run is killed, goes on, and is killed in that. Besides there are `prepare` and `export`.
 """
@@ -170,17 +169,13 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     return found
 
 
-def kill_states(recorded: Recorded, below: str | None = None, until: int | None = None) -> Iterator[tuple[int, Any]]:
+def kill_states(recorded: Recorded, below: str | None = None) -> Iterator[tuple[int, Any]]:
     """Each distinct folder that a kill leaves, with the number of the operation before which it is killed. `below`:
-    only those that differ in this inner folder, without the middle of what is written to one file in several calls."""
-    operations, seen = recorded.operations, set()
-    for number in range(recorded.begins, (len(operations) if until is None else until) + 1):
-        around = operations[number - 1 : number + 1] if number > recorded.begins else []
-        middle = len(around) == 2 and {(one.kind, one.node) for one in around} == {("write", around[0].node)}
-        if below is not None and middle:
-            continue
+    only those that differ in the names in this inner folder."""
+    seen = set()
+    for number in range(recorded.begins, len(recorded.operations) + 1):
         left = recorded.killed(number)
-        part = {path: content for path, content in left.items() if below is None or path.startswith(below)}
+        part = left if below is None else {path: None for path in left if path.startswith(below)}
         if (digest := storage.digest(part)) not in seen:
             seen.add(digest)
             yield number, left
@@ -316,10 +311,14 @@ def try_layout(name: str, ranks: int, folder: Path, library: Path, power_only: b
         home, run_dir, words, library, **(LATE if "late" in more else NO_LINKS | {"FAULT_PATH": f"best-{steps:08d}"})
     )
     found: dict[str, Any] = {"operations": dict(Counter(one.kind for one in recorded.operations))}
-    jobs = max(1, count_cpus() // ranks)
 
-    def kills(one: Recorded, states: list[tuple[int, storage.Tree]]) -> dict[str, Any]:
-        return try_kills(one, states, look_at, differences, wrongs_of_run, jobs)
+    def wrongs(run_dir: Path, left: storage.Tree, promised: int) -> list[str]:
+        lacks = "rank-N.pt is missing" if "again" in more else "nothing"
+        return [one for one in wrongs_of_run(run_dir, left, promised) if not one.endswith(lacks)]
+
+    def kills(one: Recorded) -> dict[str, Any]:
+        states = list(kill_states(one, None if every else CHECKPOINTS))
+        return try_kills(one, states, look_at, differences, wrongs, max(1, count_cpus() // ranks))
 
     if "again" in more:
         damaged = f"{CHECKPOINTS}/step-{steps:08d}.ckpt/rank-00000.pt"
@@ -333,18 +332,16 @@ def try_layout(name: str, ranks: int, folder: Path, library: Path, power_only: b
                        recorded.first("unlink", "best-00000001.ckpt.removed"),
                        recorded.first("unlink", "step-00000001.ckpt.removed")):  # fmt: skip
             own = record(home, run_dir, words, library, there=recorded.killed(number))
-            states = list(kill_states(own, CHECKPOINTS))
-            parts.append({"killed_before": recorded.before(number), **kills(own, states),
+            parts.append({"killed_before": recorded.before(number), **kills(own),
                           "operations": len(own.operations) - own.begins})  # fmt: skip
         found["operations"] = {"all": sum(part["operations"] for part in parts)}
         found["kills"] = {"states": sum(part["states"] for part in parts),
                           "wrong": [wrong for part in parts for wrong in part["wrong"]], "parts": parts}  # fmt: skip
         return found
-    found["power"] = try_power(folder / "power", recorded, wrongs_of_run)
+    found["power"] = try_power(folder / "power", recorded, wrongs)
     if power_only:
         return found
-    states = list(kill_states(recorded, None if every else CHECKPOINTS))
-    found["kills"] = kills(recorded, states)
+    found["kills"] = kills(recorded)
     if every:
         real = [recorded.first("create", f"step-00000004.ckpt{PARTIAL}/.metadata"),
                 recorded.first("rename", "step-00000004.ckpt"), recorded.first("rename", BEST),
@@ -410,6 +407,9 @@ def main() -> int:
     environment, _ = results.measured_on("cpu", arguments.commit)
     path = arguments.out / f"crash-points-cpu-x{arguments.ranks}.json"
     result: dict[str, Any] = {"command": results.command(), "environment": environment, "layouts": {}}
+    if path.exists() and (earlier := json.loads(path.read_text()))["environment"] == environment:  # of the same commit
+        commands = dict.fromkeys([*earlier["command"].split("; "), results.command()])
+        result |= {"command": "; ".join(commands), "layouts": earlier["layouts"]}
     with tempfile.TemporaryDirectory() as folder:
         library = storage.build(Path(folder))
         for name in (arguments.layouts or LAYOUTS[arguments.ranks]).split(","):

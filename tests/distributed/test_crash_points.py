@@ -15,5 +15,5 @@ from benchmarks.harness import storage
 def test_from_what_a_crash_leaves_a_run_comes_to_the_same_end(tmp_path: Path) -> None:
     """Two saves, a best one of links that is replaced by one of copies, and retention."""
     found = try_layout("ddp short", 1, tmp_path, storage.build(tmp_path))
-    assert found["operations"]["link"] > 3 and found["kills"]["states"] > 50
+    assert found["operations"]["link"] > 3 and found["kills"]["states"] > 40
     assert not found["power"]["wrong"] and not found["kills"]["wrong"]
