@@ -13,9 +13,10 @@ has its name is damaged, and config.yaml, plan.json, starts.json and ranks.csv a
 `ddp` makes six steps, saves twice and keeps one checkpoint. Its best one is written on its own, then replaced by one of
 links, then by one of copies, since links are refused. Every state that differs is tried, and the run is killed for real
 at some. The others make two steps, save after each, and replace a best one of links by one of copies; those states are
-tried that differ in the names in the folder of checkpoints. They are a strategy, `pipeline` or `tensor`, and a word: `short`; `asynchronous` saves; `late`, where the tensors of rank 1 come
-seconds after those of rank 0; `again`, where the newest checkpoint is damaged and its step is saved once more over its
-name; `recovery`, where the run is killed, goes on, and is killed in that. Besides there are `prepare` and `export`.
+tried that differ in the names in the folder of checkpoints. They are a strategy, `pipeline` or `tensor`, and perhaps a
+word: `short`; `asynchronous` saves; `late`, where the tensors of rank 1 come seconds after those of rank 0; `again`,
+where the newest checkpoint is damaged and its step is saved once more over its name; `recovery`, where the run is
+killed, goes on, and is killed in that. Besides there are `prepare` and `export`.
 """
 
 from __future__ import annotations
