@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,14 @@ from shardwise.callbacks.steps import validation_metrics
 from shardwise.callbacks.wrong_monitor import wrong_monitor
 from shardwise.checkpoint.plain import Packed
 from shardwise.checkpoint.publish import publish_again
-from shardwise.checkpoint.retention import read_best, remove, remove_left_over, remove_superseded, write_best
+from shardwise.checkpoint.retention import (
+    catch_up_on_best,
+    is_better,
+    note_best,
+    read_best,
+    remove_left_over,
+    remove_superseded,
+)
 from shardwise.checkpoint.writer import Outcome, Writer
 from shardwise.distributed.process_group import group_timeout
 from shardwise.errors import CheckpointError
@@ -22,7 +28,7 @@ from shardwise.lightning_internals.results import step_logging
 from shardwise.lightning_internals.resume_validation import validate_now
 from shardwise.plan import Plan
 from shardwise.process.watchdog import progress
-from shardwise.run_dir.checkpoints import newest_whole, step_of
+from shardwise.run_dir.checkpoints import newest_whole
 from shardwise.run_dir.events import append_event
 from shardwise.run_dir.files import CHECKPOINTS, best_checkpoint_path, checkpoint_path
 from shardwise.run_dir.job_folder import write_job_file
@@ -146,7 +152,7 @@ class Saving(Callback):
         score, busy = trainer.strategy.broadcast((measured[monitor], busy))
         if not busy:
             self.wait_for_save(trainer)  # a checkpoint that could not be written must not count as the best
-        if not self._is_better(score, self.best_score):
+        if not is_better(self.plan, score, self.best_score):
             return
         step, path = trainer.global_step, best_checkpoint_path(self.plan.run_dir, trainer.global_step)
         # The writer that has this step's checkpoint, or is writing it
@@ -157,7 +163,7 @@ class Saving(Callback):
             self.wait_for_save(trainer)
         previous, self.best_score, self.best_path = self.best_path, score, str(path)
 
-        published = partial(self._note_best, path, score, previous)
+        published = partial(note_best, self.plan, path, score, previous)
         if with_step is not None:
             written = checkpoint_path(self.plan.run_dir, step)
 
@@ -169,33 +175,11 @@ class Saving(Callback):
         else:
             self._save(trainer, path, published)
 
-    def _is_better(self, score: float, than: float | None) -> bool:
-        sign = -1 if self.plan.checkpoint.mode == "max" else 1
-        return not math.isnan(score) and (than is None or sign * score < sign * than)
-
-    def _note_best(self, path: Path, score: float, previous: str | None) -> None:
-        """Name the checkpoint at `path`, which is published, as the best one. Rank 0 calls this."""
-        monitor, step = str(self.plan.checkpoint.monitor), step_of(path)
-        write_best(path, monitor, score)
-        append_event(self.plan.run_dir, "best", step, f"{monitor} is at its best, {score:.6g}", score=score)
-        if previous is not None and previous != str(path):
-            remove(Path(previous))
-
     def _catch_up_on_best(self, step: int) -> None:
-        """Publish the checkpoint of `step` as the best one, if a process was killed between the two: the checkpoint of
-        the last step is written after its validation, and has its score. Rank 0 calls this."""
+        """The checkpoint of the last step is written after its validation, and has its score. Rank 0 calls this."""
         score = self.score.get(str(self.plan.checkpoint.monitor)) if self.validated_step == step else None
-        if score is None:
-            return
-        best, previous = read_best(self.folder, self.plan.checkpoint.monitor, keeps=True)
-        if not self._is_better(score, best):
-            return
-        path = best_checkpoint_path(self.plan.run_dir, step)
-        try:
-            publish_again(checkpoint_path(self.plan.run_dir, step), path)
-            self._note_best(path, score, previous)
-        except OSError as error:
-            print(f"the best checkpoint {path} could not be written: {error}", flush=True)
+        if score is not None:
+            catch_up_on_best(self.plan, step, score)
 
     def forget_state_before_validation(self) -> None:
         """Forget the state before validation: the guard has taken the run back to an earlier step."""
