@@ -17,13 +17,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.checkpoint.left_behind import tell_kept
 from shardwise.checkpoint.publish import _rename
-from shardwise.checkpoint.retention import remove, remove_left_over, write_best
+from shardwise.checkpoint.retention import catch_up_on_best, read_best, remove, remove_left_over, write_best
 from shardwise.checkpoint.verify import named_unchanged
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, make_plan
 from shardwise.run_dir.checkpoints import give_name_again
-from shardwise.run_dir.files import MANIFEST, checkpoint_path, keep_earlier, partial_path, sync
+from shardwise.run_dir.files import MANIFEST, best_checkpoint_path, checkpoint_path, keep_earlier, partial_path, sync
 from shardwise.run_dir.resume import differences, resumption
 
 
@@ -215,6 +215,22 @@ def test_a_checkpoint_that_was_being_replaced_gets_its_name_again(tmp_path: Path
     assert (path / MANIFEST).read_text() == "earlier"
     _rename(partial_path(path), path)
     assert [(left.name, (left / MANIFEST).read_text()) for left in path.parent.iterdir()] == [(path.name, "later")]
+
+
+def test_a_start_makes_up_for_the_best_checkpoint_that_a_killed_process_did_not_make(tmp_path: Path) -> None:
+    words = ["name=run", f"runs_dir={tmp_path}", "checkpoint.monitor=loss", "max_steps=20"]
+    plan = make_plan(compose(words).jobs[0].config, Host(0))
+    last, before = checkpoint_path(plan.run_dir, 4), best_checkpoint_path(plan.run_dir, 2)
+    for path in (last, before):
+        path.mkdir(parents=True)
+        (path / MANIFEST).write_text(path.name)
+    write_best(before, "loss", 2.0)
+    catch_up_on_best(plan, 4, 3.0)  # not better
+    assert before.exists() and not best_checkpoint_path(plan.run_dir, 4).exists()
+    catch_up_on_best(plan, 4, 1.0)
+    best = best_checkpoint_path(plan.run_dir, 4)
+    assert read_best(last.parent, "loss") == (1.0, str(best)) and not before.exists()
+    assert (best / MANIFEST).read_text() == last.name
 
 
 def test_a_checkpoint_loses_its_name_before_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
