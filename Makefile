@@ -62,7 +62,7 @@ chaos: $(VENV)/.dev
 	$(VENV)/bin/python benchmarks/chaos.py $(ARGS)
 	$(VENV)/bin/python benchmarks/report.py
 
-# A crash at every operation of a run on its folder, ten minutes; writes benchmarks/results/ and docs/reliability.md.
+# A crash at every operation of a run on its folder, half an hour; writes benchmarks/results/ and docs/reliability.md.
 crash-points: $(VENV)/.dev
 	$(VENV)/bin/python benchmarks/crash_points.py $(ARGS)
 	$(VENV)/bin/python benchmarks/report.py

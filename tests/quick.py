@@ -301,6 +301,7 @@ LEFT_OUT = {
     "tests/distributed/test_own_ways_of_layers.py": "half a minute; tests/unit/test_divided_layer_checks.py is in",
     "tests/distributed/test_pipeline_hang.py": "half a minute of standing still; test_leaving is in",
     "tests/distributed/test_loss_scale_axes.py": "half a minute; test_loss_scale is in",
+    "tests/distributed/test_crash_points.py": "two minutes of CPU time; a signal and a failed save are in",
     "tests/distributed/test_chaos.py": "two minutes a case; a signal and a failed save are in",
 }
 

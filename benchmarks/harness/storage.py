@@ -10,14 +10,17 @@ fsync has promised, and of the rest anything. The second is that of ALICE (Pilla
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("storage_recorder.c")
-NEVER = 2**62
+NEVER, BEFORE = 2**62, -1
 _ROOT = 0  # the number of the recorded folder itself
 _CONTENT = ("write", "truncate", "ftruncate")  # operations on a file's bytes; the others are on names
 
@@ -61,13 +64,22 @@ def recording(library: Path, root: Path, log: Path, **fault: str) -> dict[str, s
     return {"LD_PRELOAD": str(library)} | {f"STORAGE_{key}": str(value) for key, value in own.items()} | fault
 
 
-def read(log: Path) -> tuple[list[Operation], bytes]:
-    """The operations, in their order, and all bytes that were written."""
+def read(log: Path, there: Tree | None = None) -> tuple[list[Operation], bytes]:
+    """The operations, in their order, and all bytes that were written. `there`: what the folder held before: it comes
+    first, as operations that are on the disk."""
+    written = (log / "bytes").read_bytes() if (log / "bytes").exists() else b""
     operations = []
+    for path, content in sorted((there or {}).items()):
+        operations.append(Operation("create" if content is not None else "mkdir", f"/{path}", "-", 0, 0, -1))
+        if content:
+            operations.append(Operation("write", f"/{path}", "-", 0, len(content), len(written)))
+            written += content
+    for one in operations:
+        one.durable = BEFORE
     for line in (log / "log").read_text().splitlines():
         kind, path, to, *numbers = line.split("\t")
         operations.append(Operation(kind, path, to, *map(int, numbers)))
-    return _resolved(operations), (log / "bytes").read_bytes() if (log / "bytes").exists() else b""
+    return _resolved(operations), written
 
 
 def _resolved(operations: list[Operation]) -> list[Operation]:
@@ -193,6 +205,62 @@ def write(found: Tree, folder: Path) -> None:
         else:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)  # bytes may have a name whose folder is lost
             (folder / path).write_bytes(content)
+
+
+STRACE = ["strace", "-f", "-y", "-s", "0", "--seccomp-bpf", "-e", "trace=openat,creat,mkdir,mkdirat,rename,renameat,"
+          "renameat2,link,linkat,unlink,unlinkat,rmdir,write,pwrite64,writev,pwritev,sendfile,copy_file_range,ftruncate,"
+          "truncate,fsync,fdatasync,symlink,symlinkat"]  # fmt: skip
+_KINDS = {
+    "mkdirat": "mkdir", "renameat": "rename", "renameat2": "rename", "linkat": "link", "pwrite64": "write",
+    "writev": "write", "pwritev": "write", "sendfile": "write", "copy_file_range": "write", "fdatasync": "fsync",
+    "symlinkat": "symlink",
+}  # fmt: skip
+
+
+def counted(trace: Path, root: Path, there: Tree | None = None) -> Counter[str]:
+    """How often each kind of operation below `root` stands in what `strace -o` has written, started as STRACE says."""
+    found: Counter[str] = Counter()
+    files = {f"{root}/{path}" for path in there or {}}
+    begun: dict[str, str] = {}
+    for line in trace.read_text(errors="replace").splitlines():
+        pid, _, call = line.partition(" ")
+        if call.endswith("<unfinished ...>"):
+            begun[pid] = call.removesuffix("<unfinished ...>")
+            continue
+        if resumed := re.match(r"\s*<\.\.\. \w+ resumed>", call):
+            call = begun.pop(pid, "") + call[resumed.end() :]
+        call = call.strip()
+        if not (match := re.match(r"(\w+)\((.*)\)\s+= (\d+)", call)):
+            continue  # it failed, or is no call
+        name, words = match[1], match[2]
+        kind = _KINDS.get(name, name)
+        # Each path: a name in a folder (a descriptor's, or the working one), or a descriptor's own
+        named = [
+            os.path.normpath(os.path.join(folder or "/", path))
+            for folder, path in re.findall(r'(?:\w+<([^>]*)>, )?"((?:[^"\\]|\\.)*)"', words)
+        ] if kind not in ("write", "fsync", "ftruncate") else re.findall(r"^\d+<([^>]*)>", words)  # fmt: skip
+        paths = [path for path in named if path == str(root) or path.startswith(f"{root}/")]
+        if not paths or (kind == "write" and match[3] == "0"):
+            continue
+        if kind in ("openat", "creat"):
+            if "O_CREAT" in words and paths[0] not in files:
+                kind = "create"
+            elif "O_TRUNC" in words and paths[0] in files:
+                kind = "truncate"
+            else:
+                continue
+        if kind == "unlinkat":
+            kind = "rmdir" if "AT_REMOVEDIR" in words else "unlink"
+        if kind == "rename":
+            old, new = paths
+            moved = {path for path in files if path == old or path.startswith(f"{old}/")}
+            files = (files - moved) | {new + path.removeprefix(old) for path in moved}
+        elif kind in ("create", "mkdir", "link", "symlink"):
+            files.add(paths[-1])
+        elif kind in ("unlink", "rmdir"):
+            files.discard(paths[0])
+        found[kind] += 1
+    return found
 
 
 def of_disk(folder: Path) -> Tree:

@@ -8,12 +8,14 @@
 //   FAULT_FIRST=1 FAULT_LAST=3               these; they are read at each operation, so that a fork may have its own
 //   FAULT_THEN=write,create                  and from the first of them on all operations of these kinds
 //   FAULT_ERRNO=5 | FAULT_SHORT=1 | FAULT_SECONDS=60   fail so, write half, or wait before they work
+//   FAULT_KILL=12   the process that makes the operation after the first 12 is killed before it
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <fnmatch.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -27,7 +29,7 @@
 #include <limits.h>
 #include <unistd.h>
 
-struct shm { long faults; pthread_mutex_t lock; long bytes; int inited; };
+struct shm { long faults; pthread_mutex_t lock; long bytes; long noted; int inited; };
 static struct shm *S;
 static char root[PATH_MAX]; static size_t rootlen;
 static int logfd = -1, bytesfd = -1;
@@ -87,6 +89,8 @@ static int is_among(const char *kinds, const char *kind) {
 }
 // Called with the lock. Returns: 0 go on; >0 errno to fail with; -1 short write
 static int gate(const char *op, const char *path) {
+  long last = number("FAULT_KILL", -1);
+  if (last >= 0 && S->noted == last) kill(getpid(), SIGKILL);
   long first = number("FAULT_FIRST", -1), seconds = number("FAULT_SECONDS", 0);
   if (first < 0) return 0;
   const char *kinds = getenv("FAULT_KIND"), *paths = getenv("FAULT_PATH"), *then = getenv("FAULT_THEN");
@@ -101,7 +105,7 @@ static void note(const char *op, long ret, const char *p, const char *q, long of
   int e = errno; long at = -1;
   if (data && len > 0 && bytesfd >= 0) { at = S->bytes; const char *d = data; long left = len; while (left > 0) { long w = syscall(SYS_write, bytesfd, d, left); if (w <= 0) break; d += w; left -= w; } S->bytes += len; }
   char b[3 * PATH_MAX]; int k = snprintf(b, sizeof b, "%s\t%s\t%s\t%ld\t%ld\t%ld\n", op, p + rootlen, q ? q + rootlen : "-", off, len, at);
-  syscall(SYS_write, logfd, b, k); errno = e;
+  syscall(SYS_write, logfd, b, k); S->noted++; errno = e;
 }
 static long inode_at(const char *p) { struct stat s; return lstat(p, &s) ? -1 : (long)s.st_ino; }
 

@@ -96,7 +96,7 @@ def crash_points_of(result: dict[str, Any]) -> list[str]:
     environment, rows, wrongs = result["environment"], [], []
     for layout, found in result["layouts"].items():
         counts: list[Any] = [sum(found["operations"].values())]
-        for model in ("kills", "power"):
+        for model in ("kills", "real", "power"):
             of_model = found.get(model, {"states": 0, "wrong": []})
             states, wrong = of_model["states"], of_model["wrong"]
             counts.append(f"{states:,}, {len(wrong)} wrong" if states else "")
@@ -105,7 +105,7 @@ def crash_points_of(result: dict[str, Any]) -> list[str]:
     return [
         f"torch {environment['packages']['torch']}, commit {environment['commit'][:10]}, `{result['command']}`:",
         "",
-        *table(["", "operations", "states after a kill", "states after a loss of power"], rows),
+        *table(["", "operations", "states after a kill", "killed for real", "states after a loss of power"], rows),
         "",
         *wrongs,
     ]

@@ -32,7 +32,7 @@ from shardwise.process.report import report
 from shardwise.process.signals import ignore_save_signal
 from shardwise.protocols import check_data_of, check_of, link_arguments_of
 from shardwise.run_dir import prometheus_files
-from shardwise.run_dir.checkpoints import list_checkpoints, was_trained
+from shardwise.run_dir.checkpoints import give_name_again, list_checkpoints, was_trained
 from shardwise.run_dir.command import record_command
 from shardwise.run_dir.events import append_event
 from shardwise.run_dir.files import (
@@ -239,6 +239,8 @@ def start(job: Job, plan: Plan, single: bool) -> int:
             run_dir.mkdir(parents=True, exist_ok=True)
             begun = has_begun(plan.run_dir)
             locked = lock_run_dir(run_dir, plan.stage, is_requeued=begun)
+            if plan.stage == "fit":
+                give_name_again(run_dir)
             plan = choose_again(plan)  # the process that had the lock may have saved once more
             notices = resumption(plan, job.config.resume)
             note_begun(plan.run_dir)

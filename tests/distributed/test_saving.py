@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import re
 import resource
 import shutil
@@ -36,7 +35,6 @@ from tests.harness.commands import RECIPE, Running, check, make_home, metrics, r
 from tests.harness.exact_resume import BATCH, Dropping, Noise, NoiseData, plan_for
 from tests.harness.patience import slowness, wait_until
 from tests.harness.processes import spawn
-from tests.harness.syncs import Syncs
 
 WIDE = 1536  # 9 MB a layer, 28 MB with what AdamW keeps
 
@@ -217,6 +215,7 @@ def scored(folder: Path) -> dict[str, list[str]]:
                 save_every_n_steps=2 if name == "another-fails" else None,
             ),
         )  # fmt: skip
+        (folder / name / "summary.json").mkdir(parents=True)  # it cannot be written: that ends no run
         checkpoints = folder / name / "checkpoints"
         watch = HeldUp(checkpoints) if in_the_way is None else in_the_way
         watch = Obstacle(checkpoints / watch) if isinstance(watch, str) else watch
@@ -237,38 +236,6 @@ def test_what_could_not_be_written_is_not_the_best(tmp_path: Path) -> None:
         "named-later": ["best-00000001.ckpt"] * 2,  # by the next save
         "never-named": ["best-00000001.ckpt", "best-00000004.ckpt"],  # which ends no run
     }
-
-
-def synced(folder: Path) -> tuple[list[str], list[str]]:
-    """Bests of their own, by links, and by copies where there are no links; each replaced, and older ones removed."""
-    Scored.scores = [5.0, 4.0, 3.0, 2.0]
-    plan = plan_for(folder / "run", 1, 4, "strategy=ddp", "checkpoint.asynchronous=false", "checkpoint.keep_last=1")
-    plan = replace(
-        plan, module={**plan.module, "_target_": "tests.distributed.test_saving.Scored"},
-        data={**plan.data, "_target_": "tests.distributed.test_saving.ScoredData"}, validate_every_n_steps=1,
-        checkpoint=replace(plan.checkpoint, monitor="score", save_every_n_steps=2),
-    )  # fmt: skip
-    (folder / "run" / "summary.json").mkdir()  # it cannot be written: that ends no run
-    syncs, link = Syncs(folder), os.link
-
-    def until_step_3(source: str, target: str) -> None:
-        if "best-00000004" in str(target):
-            raise OSError("this file system has no links")
-        link(source, target)
-
-    with patch.object(os, "link", until_step_3):
-        fit(plan)
-    return syncs.names, syncs.found
-
-
-def test_what_is_published_is_on_the_disk(tmp_path: Path) -> None:
-    [(names, found)] = spawn(1, synced, tmp_path)
-    assert not found
-    assert {name for name in names if name.endswith(".ckpt")} == {
-        "best-00000001.ckpt", "step-00000002.ckpt", "best-00000002.ckpt", "best-00000003.ckpt",
-        "step-00000004.ckpt", "best-00000004.ckpt",
-    }  # fmt: skip
-    assert {"best.json", "metrics.csv"} <= set(names)
 
 
 # Damage

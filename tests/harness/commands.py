@@ -80,15 +80,15 @@ def environment(**more: str) -> dict[str, str]:
 
 def run(
     home: Path, *words: str, command: list[str] | None = None, timeout: float = TIMEOUT_SECONDS, anew: bool = False,
-    **more: str,
+    program: Path = TRAIN, **more: str,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """`python train.py …` in `home`; fails the test when it hangs. Its processes are forks that have imported
     everything, unless they are to start `anew`, as a user's do."""
     if command is None and not anew and fork_server() is not None:
-        return forked.start(TRAIN, list(words), home, environment(**more), timeout)
+        return forked.start(program, list(words), home, environment(**more), timeout)
     command = [sys.executable] if command is None else command
     return run_patiently(
-        [*command, str(TRAIN), *words], timeout, cwd=home, env=environment(**more), stdin=subprocess.DEVNULL
+        [*command, str(program), *words], timeout, cwd=home, env=environment(**more), stdin=subprocess.DEVNULL
     )
 
 

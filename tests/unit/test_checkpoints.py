@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import os
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,13 +16,14 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.checkpoint.left_behind import tell_kept
-from shardwise.checkpoint.publish import publish_again
-from shardwise.checkpoint.retention import remove, remove_left_over, write_best
+from shardwise.checkpoint.publish import _rename, publish_again
+from shardwise.checkpoint.retention import catch_up_on_best, read_best, remove, remove_left_over, write_best
 from shardwise.checkpoint.verify import named_unchanged
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, make_plan
-from shardwise.run_dir.files import MANIFEST, checkpoint_path, keep_earlier, sync
+from shardwise.run_dir.checkpoints import give_name_again
+from shardwise.run_dir.files import MANIFEST, best_checkpoint_path, checkpoint_path, keep_earlier, partial_path, sync
 from shardwise.run_dir.resume import differences, resumption
 
 
@@ -201,6 +203,43 @@ def test_what_a_killed_process_has_left_is_removed_and_nothing_that_a_user_has_p
     assert {path.name for path in folder.iterdir()} == kept | {"best.json"}
     remove(folder / "step-00000002.ckpt")
     assert (elsewhere / "file").exists() and not (folder / "step-00000002.ckpt").exists()
+
+
+def test_a_checkpoint_that_was_being_replaced_gets_its_name_again(tmp_path: Path) -> None:
+    path = checkpoint_path(tmp_path, 2)
+    rename = os.rename
+
+    def killed_after_the_first(source: Path, target: Path) -> None:
+        if source != path:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    for folder, content in ((path, "earlier"), (partial_path(path), "later")):
+        folder.mkdir(parents=True)
+        (folder / MANIFEST).write_text(content)
+    with patch("os.rename", killed_after_the_first), pytest.raises(KeyboardInterrupt):
+        _rename(partial_path(path), path)
+    assert not path.exists()
+    give_name_again(tmp_path)
+    assert (path / MANIFEST).read_text() == "earlier"
+    _rename(partial_path(path), path)
+    assert [(left.name, (left / MANIFEST).read_text()) for left in path.parent.iterdir()] == [(path.name, "later")]
+
+
+def test_a_start_makes_up_for_the_best_checkpoint_that_a_killed_process_did_not_make(tmp_path: Path) -> None:
+    words = ["name=run", f"runs_dir={tmp_path}", "checkpoint.monitor=loss", "max_steps=20"]
+    plan = make_plan(compose(words).jobs[0].config, Host(0))
+    last, before = checkpoint_path(plan.run_dir, 4), best_checkpoint_path(plan.run_dir, 2)
+    for path in (last, before):
+        path.mkdir(parents=True)
+        (path / MANIFEST).write_text(path.name)
+    write_best(before, "loss", 2.0)
+    catch_up_on_best(plan, 4, 3.0)  # not better
+    assert before.exists() and not best_checkpoint_path(plan.run_dir, 4).exists()
+    catch_up_on_best(plan, 4, 1.0)
+    best = best_checkpoint_path(plan.run_dir, 4)
+    assert read_best(last.parent, "loss") == (1.0, str(best)) and not before.exists()
+    assert (best / MANIFEST).read_text() == last.name
 
 
 def test_a_checkpoint_loses_its_name_before_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,6 +109,14 @@ def test_shards_hold_what_one_file_would(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == 4 * sum(p.numel() for p in module.parameters())
     stored = list_weights(tmp_path / "many", "x")
     assert {name: tensor.file.name for name, tensor in stored.items()} == index["weight_map"]
+
+
+def test_an_export_that_has_its_name_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, *language_model())
+    synced: set[str] = set()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(Path(os.readlink(f"/proc/self/fd/{file}")).name))
+    export(str(tmp_path), "format=hf", f"out={tmp_path}/out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} | {"out.partial", tmp_path.name} <= synced
 
 
 def test_a_shard_is_full_before_the_next_begins() -> None:

@@ -118,6 +118,15 @@ def test_without_a_tokenizer_one_is_trained_and_what_follows_is_printed(
         make(Path("other"), "a.jsonl", field="text,body")
 
 
+def test_what_has_its_name_is_on_the_disk(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[str] = set()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.readlink(f"/proc/self/fd/{file}")))
+    made = make(tmp_path / "out", corpus, tokenizer="train", vocab_size=300)
+    work = f"{tmp_path}/.out.preparing"
+    assert {f"{work}/shards/{path.relative_to(made)}" for path in made.rglob("*")} | {str(tmp_path)} <= synced
+    assert f"{work}/trained.partial/tokenizer.json.partial" in synced
+
+
 def test_every_format_becomes_documents_in_the_order_of_the_files(corpus: Path, tmp_path: Path) -> None:
     made = make(tmp_path / "shards", corpus)
     everything = [*texts(300, 1), *texts(300, 2), *texts(300, 2), *texts(40, 3), *texts(100, 4)]

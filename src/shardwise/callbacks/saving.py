@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,11 +14,12 @@ from shardwise.callbacks.wrong_monitor import wrong_monitor
 from shardwise.checkpoint.plain import Packed
 from shardwise.checkpoint.publish import publish_again
 from shardwise.checkpoint.retention import (
+    catch_up_on_best,
+    is_better,
+    note_best,
     read_best,
     remove_left_over,
-    remove_other_bests,
     remove_superseded,
-    write_best,
 )
 from shardwise.checkpoint.writer import Outcome, Writer
 from shardwise.distributed.process_group import group_timeout
@@ -81,20 +81,23 @@ class Saving(Callback):
         self._handled: Outcome | None = None  # the last outcome that all ranks have acted on
         self._announced: Outcome | None = None  # the last failure that was logged and printed
         self.validated_step = -1
+        self.score: dict[str, float] = {}  # of the last validation, by the name of the monitored metric
         self.finished_step = -1  # the step after which nothing was left to do but to end the epoch
         # The content of a checkpoint just before validation, and this rank's own state
         self.before_validation: tuple[Packed, dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"validated_step": self.validated_step, "finished_step": self.finished_step}
+        return {"validated_step": self.validated_step, "finished_step": self.finished_step, "score": self.score}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.validated_step = state_dict["validated_step"]
-        self.finished_step = state_dict.get("finished_step", -1)
+        self.finished_step, self.score = state_dict.get("finished_step", -1), state_dict.get("score", {})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.plan.resume == str(checkpoint_path(self.plan.run_dir, trainer.global_step)):
             self.saved_step = trainer.global_step
+            if trainer.is_global_zero:
+                self._catch_up_on_best(trainer.global_step)
         self.best_score, self.best_path = trainer.strategy.broadcast(
             read_best(self.folder, self.plan.checkpoint.monitor, keeps=trainer.is_global_zero)
         )
@@ -163,6 +166,7 @@ class Saving(Callback):
         if monitor and strategy_of(trainer).reduce_boolean_decision(monitor not in measured, all=False):
             raise wrong_monitor(self.plan, monitor, measured, lambda: self.save_now(trainer, leaves=True))
         self.validated_step, self.before_validation = trainer.global_step, None
+        self.score = {monitor: measured[monitor]} if monitor else {}
         if trainer.global_step == self.plan.max_steps:  # this save had to wait for validation
             self._save_at_end(trainer)
         if monitor is None or self.plan.quick_check:
@@ -172,8 +176,7 @@ class Saving(Callback):
         score, busy = trainer.strategy.broadcast((measured[monitor], busy))
         if not busy:
             self.wait_for_save(trainer)  # a checkpoint that could not be written must not count as the best
-        sign = -1 if self.plan.checkpoint.mode == "max" else 1
-        if math.isnan(score) or (self.best_score is not None and sign * score >= sign * self.best_score):
+        if not is_better(self.plan, score, self.best_score):
             return
         step, path = trainer.global_step, best_checkpoint_path(self.plan.run_dir, trainer.global_step)
         # The writer that has this step's checkpoint, or is writing it
@@ -188,15 +191,19 @@ class Saving(Callback):
         def name_best() -> None:
             if written != path:
                 publish_again(written, path)
-            write_best(path, monitor, score)
-            append_event(self.plan.run_dir, "best", step, f"{monitor} is at its best, {score:.6g}", score=score)
-            remove_other_bests(path)
+            note_best(self.plan, path, score)
 
         published = partial(self.naming.name, path, written, name_best)
         if with_step is not None:
             with_step.also(published)
         else:
             self._save(trainer, path, published)
+
+    def _catch_up_on_best(self, step: int) -> None:
+        """The checkpoint of the last step is written after its validation, and has its score. Rank 0 calls this."""
+        score = self.score.get(str(self.plan.checkpoint.monitor)) if self.validated_step == step else None
+        if score is not None:
+            catch_up_on_best(self.plan, step, score)
 
     def forget_state_before_validation(self) -> None:
         """Forget the state before validation: the guard has taken the run back to an earlier step."""
@@ -215,9 +222,10 @@ class Saving(Callback):
             self.best_score, self.best_path = read_best(self.folder, self.plan.checkpoint.monitor)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove what an earlier process was killed before it removed: after the last step nothing else does."""
+        """Do what an earlier process was killed before it did: after the last step nothing else does."""
         newest = checkpoint_path(self.plan.run_dir, trainer.global_step)
         if trainer.is_global_zero and newest_whole(self.plan.run_dir) == newest:
+            self._catch_up_on_best(trainer.global_step)
             remove_left_over(self.folder)
             self._remove_superseded(trainer.global_step)
 

@@ -18,7 +18,7 @@ from shardwise.checkpoint.chunks import ChunkedTensor
 from shardwise.checkpoint.dcp import RankError, TensorWriter, cause_of
 from shardwise.checkpoint.files import sha256_of, write_through
 from shardwise.checkpoint.plain import Packed, write_down
-from shardwise.run_dir.checkpoints import FORMAT, run_of
+from shardwise.run_dir.checkpoints import FORMAT, aside_path, run_of
 from shardwise.run_dir.files import (
     EVENTS,
     MANIFEST,
@@ -78,7 +78,7 @@ def _link(source: str, target: str) -> None:
 def _rename(partial: Path, path: Path) -> None:
     for folder in (partial, *(inner for inner in partial.rglob("*") if inner.is_dir())):
         sync(folder)
-    aside = partial_path(path.with_name(path.name + ".old"))
+    aside = aside_path(path)
     if path.exists():
         shutil.rmtree(aside, ignore_errors=True)  # of a save that failed when it had its name
         os.rename(path, aside)

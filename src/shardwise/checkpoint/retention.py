@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from shardwise.checkpoint.publish import publish_again
 from shardwise.plan import Plan
 from shardwise.run_dir.checkpoints import best_in, damage, list_checkpoints, step_of
-from shardwise.run_dir.files import BEST, BEST_CHECKPOINTS, PARTIAL, partial_path, put_aside, sync, write_whole
+from shardwise.run_dir.events import append_event
+from shardwise.run_dir.files import (
+    BEST,
+    BEST_CHECKPOINTS,
+    CHECKPOINTS,
+    PARTIAL,
+    best_checkpoint_path,
+    checkpoint_path,
+    partial_path,
+    put_aside,
+    sync,
+    write_whole,
+)
 from shardwise.run_dir.reading import read_json
 
 
@@ -66,6 +80,32 @@ def write_best(path: Path, monitor: str, score: float) -> None:
     """Write the best score and the name of its checkpoint to `best.json` in the same folder."""
     best = {"checkpoint": path.name, "monitor": monitor, "score": score}
     write_whole(path.parent / BEST, json.dumps(best) + "\n")
+
+
+def is_better(plan: Plan, score: float, than: float | None) -> bool:
+    sign = -1 if plan.checkpoint.mode == "max" else 1
+    return not math.isnan(score) and (than is None or sign * score < sign * than)
+
+
+def note_best(plan: Plan, path: Path, score: float) -> None:
+    """Name the checkpoint at `path`, which is published, as the best one, and remove those before. Raises OSError."""
+    monitor = str(plan.checkpoint.monitor)
+    write_best(path, monitor, score)
+    append_event(plan.run_dir, "best", step_of(path), f"{monitor} is at its best, {score:.6g}", score=score)
+    remove_other_bests(path)
+
+
+def catch_up_on_best(plan: Plan, step: int, score: float) -> None:
+    """Publish the checkpoint of `step` as the best one if its score is, and a process was killed between the two."""
+    best, _ = read_best(Path(plan.run_dir) / CHECKPOINTS, plan.checkpoint.monitor, keeps=True)
+    if not is_better(plan, score, best):
+        return
+    path = best_checkpoint_path(plan.run_dir, step)
+    try:
+        publish_again(checkpoint_path(plan.run_dir, step), path)
+        note_best(plan, path, score)
+    except OSError as error:
+        print(f"the best checkpoint {path} could not be written: {error}", flush=True)
 
 
 def read_best(folder: Path, monitor: str | None, *, keeps: bool = False) -> tuple[float | None, str | None]:

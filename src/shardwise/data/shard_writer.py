@@ -17,7 +17,7 @@ import numpy.typing as npt
 from shardwise.data.shard_index import DTYPES, ENDS_DTYPE, INDEX, TOKENIZER, VERSION, Tokens, dtype_for
 from shardwise.data.tokenizer import Tokenizer, digest
 from shardwise.errors import DataError
-from shardwise.run_dir.files import sync
+from shardwise.run_dir.files import sync, sync_all
 
 
 def write_token_shards(
@@ -181,19 +181,14 @@ def write_index(directory: Path, index: dict[str, Any], tokenizer: Tokenizer | N
     if tokenizer is not None:
         (directory / TOKENIZER).mkdir(exist_ok=True)
         for name, content in tokenizer.files().items():
-            with (directory / TOKENIZER / name).open("wb") as file:
-                file.write(content.encode())
-                flush(file)
-        sync(directory / TOKENIZER)
+            (directory / TOKENIZER / name).write_text(content, encoding="utf-8")
         described = {"name": tokenizer.name, "sha256": digest(tokenizer)}
-    with (directory / INDEX).open("wb") as file:
-        file.write(json.dumps(index | {"tokenizer": described}, indent=2).encode())
-        flush(file)
-    sync(directory)
+    (directory / INDEX).write_text(json.dumps(index | {"tokenizer": described}, indent=2), encoding="utf-8")
 
 
 def publish(temporary: Path, directory: Path) -> None:
     """Give a complete directory its name. If another process was first, its directory stays."""
+    sync_all(temporary)
     try:
         temporary.rename(directory)
     except OSError as error:

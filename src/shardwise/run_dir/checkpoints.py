@@ -15,6 +15,7 @@ from shardwise.run_dir.files import (
     DAMAGED,
     MANIFEST,
     METRICS,
+    PARTIAL,
     PLAN,
     SUMMARY,
     trained_mark,
@@ -34,6 +35,22 @@ def list_checkpoints(run_dir: str | Path) -> list[Path]:
     folder = Path(run_dir) / CHECKPOINTS
     found = [p for p in folder.iterdir() if _STEP.fullmatch(p.name)] if folder.is_dir() else []
     return sorted(p for p in found if (p / MANIFEST).is_file())
+
+
+_ASIDE = ".old" + PARTIAL
+
+
+def aside_path(checkpoint: Path) -> Path:
+    """Where a checkpoint is while another one gets its name: a folder with content cannot be replaced at once."""
+    return checkpoint.with_name(checkpoint.name + _ASIDE)
+
+
+def give_name_again(run_dir: str | Path) -> None:
+    """Give a checkpoint its name again, if the process that was replacing it was killed before the new one had it."""
+    for aside in (Path(run_dir) / CHECKPOINTS).glob(f"*{_ASIDE}"):
+        named = aside.with_name(aside.name.removesuffix(_ASIDE))
+        if not named.exists():
+            aside.rename(named)
 
 
 def damage(checkpoint: Path) -> str | None:

@@ -76,6 +76,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def sync_all(folder: Path) -> None:
+    """Sync the files of a folder that is to get its name, and the names in it. Raises OSError."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
 def put_in_place(path: Path, *, synced: bool = True) -> None:
     """Give what is `partial_path(path)` its name. `synced`: it outlives a loss of power. Raises OSError."""
     if synced:

@@ -6,7 +6,6 @@ It needs no GPU and no process group, and holds one tensor in memory at a time, 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from shardwise.config.schema import MISSING
 from shardwise.config.targets import locate
 from shardwise.errors import ConfigError, count
 from shardwise.run_dir.checkpoints import module_node, named_checkpoint, run_of
-from shardwise.run_dir.files import partial_path
+from shardwise.run_dir.files import partial_path, put_in_place, sync_all
 from shardwise.tools import Weights, read_words
 from shardwise.weights.safetensors import DTYPES, Entry, write_weights
 
@@ -110,9 +109,10 @@ def _publish(out: Path, write: Callable[[Path], None]) -> None:
         partial.mkdir(parents=True)
         try:
             write(partial)
+            sync_all(partial)
             with suppress(FileNotFoundError):
                 out.rmdir()
-            os.rename(partial, out)
+            put_in_place(out)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:

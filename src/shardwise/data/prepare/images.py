@@ -29,7 +29,7 @@ from shardwise.data.shard_writer import flush
 from shardwise.devices import count_cpus
 from shardwise.errors import ConfigError, DataError
 from shardwise.process.parent import kill_with_parent
-from shardwise.run_dir.files import sync
+from shardwise.run_dir.files import sync, sync_all
 
 CLASSES = "classes.txt"  # line n names class n
 
@@ -96,6 +96,7 @@ def prepare_images(given: list[str], config: ImagesConfig, *, quiet: bool = Fals
     with locked(output, waits=False) as folder:
         try:
             _make(config, classes, splits, others, folder / "shards", quiet)
+            sync_all(folder / "shards")
             (folder / "shards").rename(output)
             sync(output.parent)
         except OSError as error:

@@ -12,6 +12,7 @@ from shardwise.data.prepare.parts import Flaw, Position
 from shardwise.data.prepare.worker import held_out_number
 from shardwise.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from shardwise.errors import DataError
+from shardwise.run_dir.files import write_whole
 
 END = "<|endoftext|>"
 MOST_BYTES = 100_000_000  # of the inputs, evenly spread over them
@@ -65,4 +66,4 @@ def _texts(job: Job) -> Iterator[str]:
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in tokenizer.files().items():
-        (folder / name).write_text(content, encoding="utf-8")
+        write_whole(folder / name, content)
