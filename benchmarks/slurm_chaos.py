@@ -30,10 +30,15 @@ from tests.harness.commands import check, run  # noqa: E402
 from tests.slurm.jobs import EVERYWHERE, ON_DGX03_AND_04, WARNED, Fault, Submitted, testbed, words  # noqa: E402
 
 STEPS = 15  # to the next fault, at most; a save comes every five
+TO_A_TIME_LIMIT = 40  # steps that a fault takes in the mean until it strikes: a time limit does so within a minute
 JOBS: dict[str, tuple[list[str], tuple[Fault, ...]]] = {
     "signalled": (["--nodelist=dgx[01-02]"], EVERYWHERE),
     "withdrawn": (["--nodelist=dgx[03-04]", "--partition=scavenge"], (*EVERYWHERE, *ON_DGX03_AND_04)),
 }
+
+
+def steps_of(faults: int) -> int:
+    return (STEPS + TO_A_TIME_LIMIT) * (faults + 1)
 
 
 def torment(home: Path, name: str, faults: int, bar: tqdm[Any]) -> dict[str, Any]:
@@ -41,13 +46,15 @@ def torment(home: Path, name: str, faults: int, bar: tqdm[Any]) -> dict[str, Any
     options, kinds = JOBS[name]
     chance, met = random.Random(name), []
     job = Submitted(
-        home, ["--nodes=2", f"--signal=USR2@{WARNED}", *options], *words(STEPS * (faults + 1), 5), f"name={name}",
+        home, ["--nodes=2", f"--signal=USR2@{WARNED}", *options], *words(steps_of(faults), 5), f"name={name}",
         "preflight=false", PAUSE="0.05",
     )  # fmt: skip
     job.wait(job.step, "a step")
     for _ in range(faults):
         at = job.step() + chance.randrange(6, STEPS)
-        job.wait(lambda at=at: job.step() >= at, f"step {at}")
+        job.wait(lambda at=at: job.step() >= at or job.state() == "COMPLETED", f"step {at}")
+        if job.state() == "COMPLETED":
+            break
         fault, starts, struck = chance.choice(kinds), job.starts(), time.monotonic()
         fault(job)
         job.wait(lambda starts=starts: job.starts() > starts and job.step(), f"a step after {fault.__name__}")
@@ -66,7 +73,7 @@ def main() -> int:
         os.environ |= slurm
         home = Path(folder)
         make_subject(home)
-        check(run(home, *words(STEPS * (arguments.faults + 1), 5), "devices=2", "name=undisturbed", timeout=900))
+        check(run(home, *words(steps_of(arguments.faults), 5), "devices=2", "name=undisturbed", timeout=900))
         with tqdm(total=len(JOBS) * arguments.faults, unit="fault") as bar, ThreadPoolExecutor() as threads:
             found = threads.map(lambda name: torment(home, name, arguments.faults, bar), JOBS)
             result["jobs"] = dict(zip(JOBS, found, strict=True))
