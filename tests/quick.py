@@ -162,6 +162,7 @@ CI: dict[str, list[str]] = {
     ],
     "saving": [
         "test_saving.py",
+        "test_crash_points.py::test_from_what_a_crash_leaves_a_run_comes_to_the_same_end",
     ],
     "content of the module's own": [
         "test_own_content.py::test_what_is_put_into_a_checkpoint_is_there_again",
@@ -301,7 +302,6 @@ LEFT_OUT = {
     "tests/distributed/test_own_ways_of_layers.py": "half a minute; tests/unit/test_divided_layer_checks.py is in",
     "tests/distributed/test_pipeline_hang.py": "half a minute of standing still; test_leaving is in",
     "tests/distributed/test_loss_scale_axes.py": "half a minute; test_loss_scale is in",
-    "tests/distributed/test_crash_points.py": "two minutes of CPU time; a signal and a failed save are in",
     "tests/distributed/test_chaos.py": "two minutes a case; a signal and a failed save are in",
 }
 
