@@ -27,7 +27,7 @@ from tqdm import tqdm  # noqa: E402
 from benchmarks.harness import results  # noqa: E402
 from tests.harness.chaos import Trouble, compare, make_subject  # noqa: E402
 from tests.harness.commands import check, run  # noqa: E402
-from tests.slurm.jobs import EVERYWHERE, ON_DGX03_AND_04, WARNED, Fault, Submitted, testbed, words  # noqa: E402
+from tests.harness.slurm_jobs import EVERYWHERE, ON_DGX03_AND_04, WARNED, Fault, Submitted, testbed, words  # noqa: E402
 
 STEPS = 15  # to the next fault, at most; a save comes every five
 TO_A_TIME_LIMIT = 40  # steps that a fault takes in the mean until it strikes: a time limit does so within a minute

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.jobs import testbed
+from tests.harness.slurm_jobs import testbed
 
 HERE = Path(__file__).parent
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.harness.chaos import SUBJECT, compare
 from tests.harness.commands import check, metrics, run
-from tests.slurm.jobs import (
+from tests.harness.slurm_jobs import (
     ROOT,
     WARNED,
     Fault,

@@ -102,6 +102,7 @@ def test_a_log_that_finds_no_room_ends_no_run_and_goes_on(tmp_path: Path, monkey
         console.keep_log(plan, lambda code, text: None)
     stream = console.faulthandler.enable.call_args.args[0]  # type: ignore[attr-defined]
     stream.write("second\n")
+    stream.close()
     assert log.read_text().endswith("second\n")
 
 

@@ -38,6 +38,7 @@ NAMES = {value for name, value in vars(files).items() if name.isupper() and isin
 NAMES |= {re.sub(r"\d+", "*", path.name) for path in MADE} | {"*.json"}  # what `stage_results` makes
 # These give a whole folder its name, which is theirs.
 PUBLISHES_FOLDERS = {"shardwise.checkpoint.publish", "shardwise.checkpoint.retention", "shardwise.tools.export",
+                     "shardwise.run_dir.checkpoints",
                      "shardwise.data.shard_writer", "shardwise.data.prepare.images"}  # fmt: skip
 
 

@@ -52,6 +52,11 @@ class Naming:
             goes_on = f"{written.name} stays, and {BEST} is as it was" if last else "it is tried again at the next save"
             print(f"{path} could not be kept as the best: {error}; {goes_on}", flush=True)
 
+    @property
+    def source(self) -> Path | None:
+        """The checkpoint that is to be the best and has not been named so far."""
+        return self.due[1] if self.due else None
+
     def again(self, *, last: bool = False) -> None:
         """Try what did not work."""
         if self.due is not None:
@@ -227,10 +232,7 @@ class Saving(Callback):
         if trainer.is_global_zero and newest_whole(self.plan.run_dir) == newest:
             self._catch_up_on_best(trainer.global_step)
             remove_left_over(self.folder)
-            self._remove_superseded(trainer.global_step)
-
-    def _remove_superseded(self, step: int) -> None:
-        remove_superseded(self.plan, step, but=self.naming.due[1] if self.naming.due else None)
+            remove_superseded(self.plan, trainer.global_step, but=self.naming.source)
 
     def _save_at_end(self, trainer: Trainer) -> None:
         """Save the last step. What fails is tried once more here, as no later save does it."""
@@ -270,7 +272,7 @@ class Saving(Callback):
             write_job_file("saved", str(step))
             append_event(self.plan.run_dir, "save", step, f"{path.name} is saved", path=str(path))
             self.naming.again()
-            self._remove_superseded(step)
+            remove_superseded(self.plan, step, but=self.naming.source)
 
         path = checkpoint_path(self.plan.run_dir, step)
         if not self._leaves_out(trainer, path, must):
