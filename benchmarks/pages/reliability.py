@@ -148,7 +148,7 @@ def soak() -> list[str]:
         ]
         lines += [f"{result['saves']:,} saves, {result['restarts']} restarts, exit code {result['exit_code']}:", ""]
         lines += table(["", "in the second tenth", "in the last"], rows)
-    return lines
+    return lines or ["Not measured so far."]
 
 
 # What an operation is about, by the path in `kind path`
