@@ -3,8 +3,8 @@
     python benchmarks/goodput.py                                   two GPUs: a small model, then llama3_1b
     python benchmarks/goodput.py --accelerator cpu --cells small
 
-A run saves asynchronously, and its launcher may restart it (`max_restarts`). A rank is killed three times: soon after
-the first step, and twice when the run has gone on for 45 seconds, so that the ranks of the restart stand by. Measured
+A run saves asynchronously, and its launcher may restart it (`max_restarts`). A rank is killed three times: behind the
+first save, and twice when the run has gone on for 45 seconds, so that the ranks of the restart stand by. Measured
 are the seconds from the kill to the next step that is made, in parts: until the launcher has ended the other ranks,
 until the run starts again (the new ranks have built the model and loaded the checkpoint), until a step is made.
 

@@ -29,10 +29,10 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from tqdm import tqdm  # noqa: E402
 
-from benchmarks.crash_points import STEPS, WORDS, differences, look_at, make_home  # noqa: E402
+from benchmarks.crash_points import STEPS, WORDS, make_home  # noqa: E402
 from benchmarks.harness import results, storage  # noqa: E402
-from shardwise.checkpoint.verify import changed  # noqa: E402
-from shardwise.run_dir.checkpoints import best_whole, damage, newest_whole, step_of  # noqa: E402
+from benchmarks.harness.crashes import damaged, differences, look_at  # noqa: E402
+from shardwise.run_dir.checkpoints import best_whole, newest_whole, step_of  # noqa: E402
 from shardwise.run_dir.files import BEST, CHECKPOINTS  # noqa: E402
 from tests.harness.chaos import words_for  # noqa: E402
 from tests.harness.commands import check, run  # noqa: E402
@@ -135,8 +135,7 @@ class Trial:
 
     def wrongs(self, point: Point, way: str, code: int, text: str, said: list[str]) -> list[str]:
         wrong = ["a traceback"] if "Traceback" in text else []
-        for path in self.run_dir.glob(f"{CHECKPOINTS}/*.ckpt"):
-            wrong += [f"{path.name} is damaged: {found}"] if (found := damage(path) or changed(path, 0, 1)) else []
+        wrong += [f"{name} is damaged: {found}" for name, found in damaged(self.run_dir / CHECKPOINTS).items()]
         newest = newest_whole(self.run_dir)
         if (-1 if newest is None else step_of(newest)) < (4 if point.number > self.step_saved else -1):
             wrong.append("the checkpoint of step 4 is lost")

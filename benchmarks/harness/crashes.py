@@ -98,10 +98,13 @@ def look_at(run_dir: Path) -> dict[str, Any]:
         "rows": rows(run_dir),
         "best": json.loads((folder / BEST).read_text()),
         "tensors": whole,
-        "damaged": {
-            path.name: found for path in folder.glob("*.ckpt") if (found := damage(path) or changed(path, 0, 1))
-        },
+        "damaged": damaged(folder),
     }
+
+
+def damaged(folder: Path) -> dict[str, str]:
+    """The checkpoints that have their names and are not whole: name → what is wrong."""
+    return {path.name: found for path in folder.glob("*.ckpt") if (found := damage(path) or changed(path, 0, 1))}
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
@@ -218,9 +221,8 @@ def wrongs_of_run(run_dir: Path, left: storage.Tree, promised: int) -> list[str]
     step = -1 if newest is None else step_of(newest)
     if step < promised:
         found.append("a checkpoint that was published is lost")
-    for path in folder.glob("*.ckpt"):
-        if said := damage(path) or changed(path, 0, 1):
-            found.append(f"{path.name[:4]}-….ckpt has its name and is damaged: {re.sub(r'[0-9]+', 'N', said)}")
+    for name, said in damaged(folder).items():
+        found.append(f"{name[:4]}-….ckpt has its name and is damaged: {re.sub(r'[0-9]+', 'N', said)}")
     best = left.get(f"{CHECKPOINTS}/{BEST}")
     if best is not None and best_whole(run_dir) is None:
         found.append(f"{BEST} does not name a whole checkpoint")

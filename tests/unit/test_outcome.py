@@ -56,6 +56,8 @@ ENDS = [(143, 1), (140, 1), (SAVED, 1), (USER, 1), (CRASH, 2), (HANG, 2), (137, 
 @pytest.mark.parametrize(("code", "starts"), ENDS)
 def test_what_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, starts: int) -> None:
     """Not what a signal has told to leave, though it had nothing to save yet."""
+    aside = tmp_path / "checkpoints" / "step-00000001.ckpt.old.partial"  # killed while another one was to get its name
+    aside.mkdir(parents=True)
     begun: list[Any] = []
     monkeypatch.setattr(local._Start, "run", lambda self, plan: begun.append(plan) or code)
     size = SimpleNamespace(world_size=2)
@@ -70,6 +72,7 @@ def test_what_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
         profile=SimpleNamespace(tool="torch"),
     )
     assert launch(plan, True) == code and len(begun) == starts
+    assert aside.exists() == (starts == 1)
 
 
 def test_nobody_else_reaches_the_store_of_ranks_on_one_node() -> None:

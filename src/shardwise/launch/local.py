@@ -24,7 +24,7 @@ from shardwise.process.parent import BEHIND_ANOTHER, PARENT
 from shardwise.process.report import REPORT
 from shardwise.process.scratch import remove_abandoned
 from shardwise.process.signals import LEAVE, SAVE, in_words
-from shardwise.run_dir.checkpoints import newest_whole, step_of
+from shardwise.run_dir.checkpoints import give_name_again, newest_whole, step_of
 from shardwise.run_dir.events import append_event
 from shardwise.run_dir.job_folder import claim_exit_code
 
@@ -55,6 +55,7 @@ def launch(plan: Plan, in_process: bool) -> int:
             crashed = code in (ExitCode.crash, ExitCode.hang) or (code > 128 and code - 128 not in (*LEAVE, SAVE))
             if not crashed or plan.stage != "fit" or restarts == plan.max_restarts:
                 return code
+            give_name_again(plan.run_dir)
             newest, before = newest_whole(plan.run_dir), plan.resume
             if newest is not None:
                 plan = plan.going_on_from(str(newest), may_fall_back=True)
