@@ -43,6 +43,7 @@ from tests.harness.patience import exit_code, wait_until  # noqa: E402
 
 PERIOD = 1800.0  # seconds between two kills
 WAITS = (0, 45, 45)  # seconds that the run goes on before each kill
+SAVES = 4  # after the last one
 CELLS: dict[str, tuple[int, list[str]]] = {  # name → steps between two saves, words
     "small": (90, []),
     "llama3_1b": (200, ["model=llama3_1b", "strategy=fsdp", "precision=bf16", "micro_batch_size=2", "runs_dir=runs",
@@ -103,23 +104,27 @@ def measure(home: Path, cell: str, accelerator: str, ranks: int) -> dict[str, An
             restarts.append({"standby": stood_by, "seconds": back - killed, "ended": times["restart"] - killed,
                              "started": times["start"] - times["restart"], "step": back - times["start"]})  # fmt: skip
             print(json.dumps(restarts[-1]), flush=True)
+        for _ in range(SAVES):  # by one process, whose first save holds up the training more than the others
+            wait(lambda newest=newest: newest_whole(run_dir) != newest)
+            newest = newest_whole(run_dir)
+        told = steps()
+        wait(lambda: steps() > told + 1)  # the step after the last save is in metrics.csv
         running.process.send_signal(signal.SIGTERM)
         code = exit_code(running.process, 300)
         assert code == 5, text()[-4000:]
-        resumed = {int(step) for step in re.findall(r"restart \d of \d, from step (\d+)", text())}
+        resumed = max(int(step) for step in re.findall(r"restart \d of \d, from step (\d+)", text()))
     return {"words": words, "restarts": restarts} | goodput(run_dir, every, resumed, restarts, save_seconds)
 
 
 def goodput(
-    run_dir: Path, every: int, resumed: set[int], restarts: list[dict[str, Any]], save_seconds: float
+    run_dir: Path, every: int, resumed: int, restarts: list[dict[str, Any]], save_seconds: float
 ) -> dict[str, float]:
     with (run_dir / "metrics.csv").open(newline="") as file:
         rows = {int(row["step"]): float(row["train/step_seconds"]) for row in csv.DictReader(file)
                 if row["train/step_seconds"]}  # fmt: skip
     step = median(rows.values())
-    # The first step of a process is no step after a save
-    behind = sorted(max(0.0, rows[n] - step) for n in rows if n % every == 1 and n > every and n - 1 not in resumed)
-    held_up, first = median(behind), behind[-1]
+    behind = [max(0.0, rows[n] - step) for n in sorted(rows) if n % every == 1 and n > resumed + every]
+    held_up, first = median(behind[1:]), behind[0]
     restart = mean(one["seconds"] for one in restarts if one["standby"])
     interval = max(save_seconds, sqrt(2 * PERIOD * held_up))
     lost = restart + first + interval / 2 + save_seconds + held_up * PERIOD / interval
