@@ -27,7 +27,6 @@ from shardwise.lightning_internals.counters import run_length
 from shardwise.lightning_internals.hooks import Unprofiled
 from shardwise.lightning_internals.patches import StoppableTrainer, is_constructed, prepare_trainer
 from shardwise.metrics.loggers import build_loggers
-from shardwise.optim.fused_adamw import use_one_kernel
 from shardwise.optim.matrices import choose_matrices, describe_choice
 from shardwise.optim.optimizers import configure_optimizers, muon_matrices
 from shardwise.optim.ownership import check_ownership
@@ -108,8 +107,6 @@ def build_module(plan: Plan) -> LightningModule:
         module.configure_optimizers = one_optimizer(module)  # type: ignore[method-assign]
     if not module.automatic_optimization:
         _check_by_hand(plan, type(module).__name__)
-    if plan.accelerator == "cuda":
-        use_one_kernel()  # in whatever fused AdamW the module makes
     return module
 
 
