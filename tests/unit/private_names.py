@@ -748,7 +748,6 @@ NO_NAMES = {
     "_max_rank": "how names of values end",
     "_min": "how names of values end",
     "_min_rank": "how names of values end",
-    "_v": "between a call of CUDA and its version in an export of nsys",
     "_per_second": "how names of values end",
     "_this_process": "how names of values end",
     "_reasons": "within a name of nvidia-smi's",
