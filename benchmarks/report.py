@@ -55,7 +55,6 @@ def main() -> None:
         if lines := made():
             (ROOT / "docs" / name).write_text("\n".join(lines).rstrip() + "\n")
     large_models.draw()
-    parallelism.draw()
     (ROOT / "docs" / "floors.svg").write_text(architecture.picture())
     for name in WITH_TABLES:
         page = ROOT / "docs" / name

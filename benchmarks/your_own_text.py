@@ -1,5 +1,5 @@
 """Runs the commands of docs/your-own-text.md up to the generated text, as a reader would. Keeps what they print, the
-samples and the pictures: benchmarks/results/your-own-text-cpu.json and docs/your-own-text-*.png.
+samples and the picture: benchmarks/results/your-own-text-cpu.json and docs/your-own-text-loss.png.
 
     python benchmarks/your_own_text.py && python benchmarks/report.py
 """
@@ -47,9 +47,8 @@ def keep(folder: Path, result: dict[str, Any], out: Path) -> None:
     """Keep what there is so far."""
     samples = folder / "runs/docstrings/samples.txt"
     result["samples"] = samples.read_text(encoding="utf-8") if samples.exists() else ""
-    for picture, source in (("lengths", "data/docstrings/lengths.png"), ("loss", "runs/docstrings/loss.png")):
-        if (folder / source).exists():
-            shutil.copyfile(folder / source, ROOT / f"docs/your-own-text-{picture}.png")
+    if (picture := folder / "runs/docstrings/loss.png").exists():
+        shutil.copyfile(picture, ROOT / "docs/your-own-text-loss.png")
     write(out / "your-own-text-cpu.json", result)
 
 

@@ -96,7 +96,7 @@ begin() { # OVERRIDE...
         mkdir -p "$job/profile"
         [[ -n ${CONTAINER:-} ]] || command -v nsys > /dev/null ||
             refuse "profile.tool=nsys: there is no nsys on the PATH of $(hostname)"
-        say "the reports of nsys come into $job/profile; shardwise profile $job/profile reads them"
+        say "the reports of nsys come into $job/profile; nsys stats and nsys-ui read them"
     fi
     # shellcheck disable=SC2034 # for the templates
     TRAIN=("${profiler[@]}" "$PYTHON" "$home/train.py" ${cluster:+"$cluster"})

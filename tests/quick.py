@@ -39,7 +39,7 @@ HEAVY = (  # which take seconds each: CI runs them
     "tests/unit/test_prepare.py",
     "tests/unit/test_prepare_bad_input.py",
     "tests/unit/test_private_names.py",
-    "tests/unit/test_profiling.py::test_nsys_is_put_before_a_rank_and_its_report_is_read",
+    "tests/unit/test_profiling.py::test_nsys_is_put_before_a_rank",
     "tests/unit/test_race.py",
     "tests/unit/test_trace.py::test_a_recorded_trace_adds_up_and_is_drawn",
     "tests/unit/test_verdicts.py::test_the_run_can_take_each_override_that_a_verdict_names",

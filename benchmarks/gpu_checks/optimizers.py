@@ -24,7 +24,6 @@ from torch import Tensor, nn  # noqa: E402
 
 from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.device import free_memory, wait_for  # noqa: E402
-from shardwise.optim import fused_adamw  # noqa: E402
 from shardwise.optim.adamw import AdamW8bit, AdamWBf16  # noqa: E402
 from shardwise.optim.muon import Muon  # noqa: E402
 
@@ -97,45 +96,6 @@ def same_as_on_the_cpu() -> dict[str, Any]:
 def same_as_torchs_muon() -> dict[str, Any]:
     found = distance(updates(lambda p: muon_of(p, "bfloat16"), DEVICE), updates(TorchsMuon, DEVICE))
     return {"ok": found <= 1e-5, "distance": found}
-
-
-def adamw_in_one_kernel(parameters: list[nn.Parameter], least: int = 0) -> Any:
-    """torch's fused AdamW with the kernel of `fused_adamw`, from `least` elements on."""
-    fused_adamw.LEAST = least
-    fused_adamw.use_one_kernel()
-    return torch.optim.AdamW(parameters, lr=0.01, betas=BETAS, weight_decay=DECAY, fused=True)
-
-
-def clipped_adamw(parameters: list[nn.Parameter], least: int, wide: bool) -> Any:
-    """It divides the gradients by 3 in its step, and the third step does not count. `wide`: torch's own in fp64."""
-    if wide:
-        optimizer: Any = torch.optim.AdamW(parameters, lr=0.01, betas=BETAS, weight_decay=DECAY, fused=True)
-    else:
-        optimizer = adamw_in_one_kernel(parameters, least)
-    device = parameters[0].device
-    optimizer.grad_scale, optimizer.found_inf = torch.full((), 3.0, device=device), torch.zeros((), device=device)
-    plain, steps = optimizer.step, iter(range(STEPS))
-
-    def step() -> None:
-        optimizer.found_inf.fill_(float(next(steps) == 2))
-        plain()
-
-    optimizer.step = step
-    return optimizer
-
-
-def one_kernel_is_right() -> dict[str, Any]:
-    """AdamW in one kernel beside torch's in fp64, and torch's in fp32 beside that."""
-    if DEVICE.type != "cuda":
-        return {"ok": True, "left out": "it is for GPUs"}
-    before = fused_adamw.LEAST
-    try:
-        exact = updates(lambda p: clipped_adamw(p, 0, True), DEVICE, torch.float64)
-        found = {"one kernel": distance(updates(lambda p: clipped_adamw(p, 0, False), DEVICE), exact),
-                 "torch's": distance(updates(lambda p: clipped_adamw(p, 2**60, False), DEVICE), exact)}  # fmt: skip
-    finally:
-        fused_adamw.LEAST = before
-    return {"ok": found["one kernel"] <= 1.5 * found["torch's"] + 1e-6, **found}
 
 
 def near_adamw() -> dict[str, Any]:
@@ -233,8 +193,7 @@ def time_and_memory(make: Make, tiny: bool) -> dict[str, Any]:
 
 def largest_sizes(tiny: bool) -> dict[str, Any]:
     makes: dict[str, tuple[Make, float]] = {  # with the most bytes of state per parameter
-        "adamw, torch's kernel": (lambda p: adamw_in_one_kernel(p, 2**60), 8.01),
-        "adamw, one kernel": (lambda p: adamw_in_one_kernel(p, 0), 8.01),
+        "adamw": (adamw_of(torch.optim.AdamW, fused=True), 8.01),
         "adamw_8bit": (lambda p: AdamW8bit(p, lr=1e-3, betas=BETAS), 2.2 if tiny else 2.04),
         "adamw_bf16": (lambda p: AdamWBf16(p, lr=1e-3, betas=BETAS), 4.01),
         "muon": (muon_of_model, 8.0),
@@ -263,7 +222,6 @@ def main() -> int:
     for name, check in {
         "the same as on the CPU": same_as_on_the_cpu,
         "the same as torch.optim.Muon": same_as_torchs_muon,
-        "AdamW in one kernel is right": one_kernel_is_right,
         "near AdamW": near_adamw,
         "no step waits": no_step_waits,
         "a billion parameters": lambda: largest_sizes(options.tiny),

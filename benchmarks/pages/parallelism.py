@@ -1,25 +1,16 @@
-"""docs/parallelism.md: what the simulator and the arithmetic say, and pictures of a mesh and a schedule."""
+"""docs/parallelism.md: what the simulator and the arithmetic say."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.results import read
 from benchmarks.pages.markdown import table
-from shardwise.metrics.parallel_pictures import draw_mesh, draw_schedule
 from shardwise.plan import parallel_arithmetic as arithmetic
 from shardwise.plan.pipeline_schedule import make_schedule, simulate
 from shardwise.plan.pipeline_split import split_units, stage_costs
-from shardwise.plan.topology import Topology
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 HEAD = 2.4  # layers of Llama 3 8 B
-
-
-def draw() -> None:
-    draw_mesh(Topology(2, 4, replicate=1, shard=2, tensor=2, pipeline=2), DOCS / "parallelism-mesh.png")
-    draw_schedule("1f1b", simulate(make_schedule("1f1b", 4, 1, 8)), DOCS / "parallelism-schedule.png")
 
 
 def schedules() -> list[str]:

@@ -22,7 +22,7 @@ from shardwise.data.shard_index import load_index
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
 from shardwise.data.tokens import INDEX, Tokens, TokenSequences, TokenShards, tokenizer_of, write_token_shards
 from shardwise.errors import ConfigError, DataError, count
-from shardwise.protocols import takes_documents
+from shardwise.protocols import optional
 
 STDLIB_DIRECTORY = "data/python_stdlib"
 NOT_CORPUS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
@@ -133,7 +133,7 @@ class TextData(LightningDataModule):
             DataError: validation runs, and a folder has no split for it.
         """
         module = getattr(self.trainer, "lightning_module", None)
-        if self.document_mask and module is not None and not takes_documents(module):
+        if self.document_mask and module is not None and not optional(module, "takes_documents"):
             raise ConfigError(
                 f"data.document_mask=true: {type(module).__name__} does not keep documents apart: use "
                 f'data.document_mask=false, or let it read batch["documents"] and say so with takes_documents = True'

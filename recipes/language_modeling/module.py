@@ -21,7 +21,7 @@ from shardwise.nn.key_value_cache import KeyValueCache
 from shardwise.nn.linear_cross_entropy import IGNORE, linear_cross_entropy
 from shardwise.nn.mean_metric import ExactMean
 from shardwise.nn.vocabulary_part import vocabulary_part_of
-from shardwise.protocols import gathered_weights, tokenizer_of_data
+from shardwise.protocols import gathered_weights, optional
 
 Batch = dict[str, Tensor]
 # What the model is given of packed documents, and its key in a batch
@@ -213,7 +213,7 @@ class LanguageModel(LightningModule):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The data's; bytes if it does not know and the model has 256 tokens; None: tokens are shown as numbers."""
-        found: Tokenizer | None = tokenizer_of_data(getattr(self.trainer, "datamodule", None))
+        found: Tokenizer | None = optional(getattr(self.trainer, "datamodule", None), "tokenizer")
         return ByteTokenizer() if found is None and self.vocab_size == ByteTokenizer.vocab_size else found
 
     def _prompt(self) -> list[int]:

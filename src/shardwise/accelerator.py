@@ -298,11 +298,6 @@ def stop_capture() -> None:
         torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
 
 
-def records_graph() -> bool:
-    """Whether this device's kernels are recorded now, to be replayed later as a CUDA graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 def look_for_synchronizing(mode: str) -> None:
     """On CUDA: "warn" of operations that let the host wait for the device, stop at them ("error"), or "default"."""
     torch.cuda.set_sync_debug_mode(mode)

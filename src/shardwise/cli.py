@@ -30,7 +30,7 @@ from shardwise.process.console import outlive_console
 from shardwise.process.parent import die_with_parent
 from shardwise.process.report import report
 from shardwise.process.signals import ignore_save_signal
-from shardwise.protocols import check_data_of, check_of, link_arguments_of
+from shardwise.protocols import optional
 from shardwise.run_dir import prometheus_files
 from shardwise.run_dir.checkpoints import give_name_again, list_checkpoints, was_trained
 from shardwise.run_dir.command import record_command
@@ -164,7 +164,7 @@ def check_targets(plans: list[Plan], jobs: Sequence[Job] = ()) -> list[Plan]:
             check(plan.data, "data", LightningDataModule)
         target, data = locate(plan.module["_target_"], "module"), build(plan.data, "data")
         is_given = job is not None and any(".vocab_size=" in word for word in job.overrides)
-        if (link := link_arguments_of(target)) is not None and not is_given:
+        if (link := optional(target, "link_arguments")) is not None and not is_given:
             plan = dataclasses.replace(plan, module=link(plan.module, data))
         check(plan.module, "module", LightningModule)
         check_callbacks(plan)
@@ -190,9 +190,9 @@ def check_targets(plans: list[Plan], jobs: Sequence[Job] = ()) -> list[Plan]:
                 from shardwise.trainer import check_layers
 
                 check_layers(plan)
-            if (check_data := check_of(data)) is not None:
+            if (check_data := optional(data, "check")) is not None:
                 check_data()
-            if (check_fit := check_data_of(target)) is not None:
+            if (check_fit := optional(target, "check_data")) is not None:
                 check_fit(plan.module, data)
     return made
 

@@ -1,12 +1,12 @@
 """What a module, its data and its optimizer may define beyond Lightning.
 
 All of it is optional. A user's class needs none of these as a base class: a method or attribute of the name is enough.
-Every other file asks here whether it is there. recipes/README.md says the same for users.
+Every other file asks here whether it is there, mostly by `optional`. recipes/README.md says the same for users.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -70,6 +70,11 @@ class Module(Protocol):
         """The arguments without which a step of the module would run more than once through its layers, to generate
         text say: a pipeline, which makes one pass in a step, gives them, and says so. Or why the pipeline is refused,
         as text; None: no step does. `node`: the module's in the config."""
+
+    @staticmethod
+    def link_arguments(node: dict[str, Any], data: Any) -> dict[str, Any]:
+        """As LightningCLI's: `node`, the module's in the config, with the arguments that follow from the data, where
+        the user gives none."""
 
     def choose_attention(self, name: str) -> None:
         """Compute attention with this kernel, a word of `attention=`, or "sdpa", which leaves the choice to torch:
@@ -173,62 +178,54 @@ class Logger(Protocol):
         """The run ends in the middle, at the wish of a signal, and may go on."""
 
 
-def loss_weight_of(module: Any) -> Callable[[Any], Any] | None:
-    """`Module.loss_weight`, or None. A module that optimizes by hand weighs its micro-batches itself."""
-    found: Callable[[Any], Any] | None = getattr(module, "loss_weight", None)
-    return found if module.automatic_optimization else None
+class Strategy(Protocol):
+    """Of a Lightning strategy, for its users: what a module may ask of `trainer.strategy`."""
+
+    def gathered_weights(self) -> AbstractContextManager[Any]:
+        """Inside, forward passes without gradients find all weights gathered, where memory suffices: many short ones
+        would gather them again each time. Weights must not be written. Collective."""
 
 
-def flops_of(module: Any) -> Callable[[Any], int] | None:
-    found: Callable[[Any], int] | None = getattr(module, "flops", None)
-    return found
+_METHODS = {
+    name
+    for kind in (Module, Data, Samples, Optimizer, Logger, Strategy)
+    for name, value in vars(kind).items()
+    if not name.startswith("_") and (callable(value) or isinstance(value, staticmethod))
+}
 
 
-def choose_loss_of(module: Any) -> Callable[[str], None] | None:
-    """Of a module or its class."""
-    found = getattr(module, "choose_loss", None)
-    return found if callable(found) else None
+def optional(owner: Any, name: str) -> Any:
+    """What a user's object, or its class, has by this name of the classes above. None: nothing, or no method where the
+    name is a method's."""
+    found = getattr(owner, name, None)
+    return found if name not in _METHODS or callable(found) else None
 
 
 def loss_weight_unit_of(module: Any) -> str:
     return str(getattr(module, "loss_weight_unit", "targets"))
 
 
-def takes_documents(module: Any) -> bool:
-    return bool(getattr(module, "takes_documents", False))
+def flops_of(module: Any) -> Callable[[Any], int] | None:
+    found: Callable[[Any], int] | None = optional(module, "flops")
+    return found
 
 
 def sequence_tensors_of(module: Any) -> tuple[str, ...]:
-    return tuple(getattr(module, "sequence_tensors", ()))
-
-
-def weighs_its_loss(module: Any) -> bool:
-    """Whether a module or its class has `loss_weight`."""
-    return callable(getattr(module, "loss_weight", None))
+    return tuple(optional(module, "sequence_tensors") or ())
 
 
 def wants_channels_last(module: Any) -> bool:
-    return bool(getattr(module, "channels_last", False))
+    return bool(optional(module, "channels_last"))
 
 
 def initializes_itself(module: Any) -> bool:
     """Of a module or its class."""
-    return callable(getattr(module, "init_module_weights", None))
+    return optional(module, "init_module_weights") is not None
 
 
 def no_split_modules_of(layer: Any) -> set[str]:
     """The class names of the layers that repeat, where a module says them as Hugging Face's do."""
-    return set(getattr(layer, "_no_split_modules", None) or ())
-
-
-def head_name_of(module: Any) -> str | None:
-    found: str | None = getattr(module, "head_name", None)
-    return found
-
-
-def hugging_face_names_of(module: Any) -> Callable[[dict[str, Any]], dict[str, str]] | None:
-    found = getattr(module, "hugging_face_names", None)
-    return found if callable(found) else None
+    return set(optional(layer, "_no_split_modules") or ())
 
 
 def lacks_to_continue_texts(module_class: Any) -> list[str]:
@@ -238,51 +235,10 @@ def lacks_to_continue_texts(module_class: Any) -> list[str]:
     return missing if {"make_cache", "next_token_logits"} & set(missing) else []
 
 
-def check_data_of(module_class: Any) -> Callable[[dict[str, Any], Any], None] | None:
-    found = getattr(module_class, "check_data", None)
-    return found if callable(found) else None
-
-
-def link_arguments_of(module_class: Any) -> Callable[[dict[str, Any], Any], dict[str, Any]] | None:
-    """As LightningCLI's: arguments of the module that follow from the data, where the user gives none."""
-    found = getattr(module_class, "link_arguments", None)
-    return found if callable(found) else None
-
-
-def several_passes_of(module_class: Any, node: Mapping[str, Any]) -> dict[str, Any] | str | None:
-    found = getattr(module_class, "several_passes", None)
-    return found(node) if callable(found) else None
-
-
-def choose_attention_of(module: Any) -> Callable[[str], None] | None:
-    """Of a module or its class."""
-    found = getattr(module, "choose_attention", None)
-    return found if callable(found) else None
-
-
-def tensor_parallel_layers_of(layer: Any) -> dict[str, str] | None:
-    """Of a module, its class, or a part of it."""
-    found: dict[str, str] | None = getattr(layer, "tensor_parallel_layers", None)
-    return found
-
-
 def tensor_plan_of(layer: Any) -> dict[str, str] | None:
     """How a Hugging Face model says that its layers are divided: names, with * for one part → styles."""
     found = getattr(type(layer), "tp_plan", None)
     return layer.tp_plan if isinstance(found, property) else None
-
-
-def check_of(data: Any) -> Callable[[], None] | None:
-    found = getattr(data, "check", None)
-    return found if callable(found) else None
-
-
-class Strategy(Protocol):
-    """Of a Lightning strategy, for its users: what a module may ask of `trainer.strategy`."""
-
-    def gathered_weights(self) -> AbstractContextManager[Any]:
-        """Inside, forward passes without gradients find all weights gathered, where memory suffices: many short ones
-        would gather them again each time. Weights must not be written. Collective."""
 
 
 def gathered_weights(trainer: Any) -> AbstractContextManager[Any]:
@@ -291,69 +247,10 @@ def gathered_weights(trainer: Any) -> AbstractContextManager[Any]:
     return found
 
 
-def tokenizer_of_data(data: Any) -> Any:
-    return getattr(data, "tokenizer", None)
-
-
-def has_held_out_data(data: Any) -> bool:
-    return bool(getattr(data, "has_held_out_data", True))
-
-
-def baselines_of(data: Any) -> dict[str, float]:
-    found: dict[str, float] = getattr(data, "baselines", dict)()
-    return found
-
-
-def draw_of(samples: Any) -> Callable[[int, Any], Any] | None:
-    found = getattr(samples, "draw_for_run", None)
-    return found if callable(found) else None
-
-
-def progress_of(samples: Any, seed: int, taken: int) -> dict[str, float]:
-    found: Callable[[int, int], dict[str, float]] | None = getattr(samples, "progress_of_run", None)
-    return found(seed, taken) if callable(found) else {}
-
-
-def notices_of(samples: Any, taken: int | None) -> list[str]:
-    found: Callable[[int | None], list[str]] | None = getattr(samples, "notices_for_run", None)
-    return found(taken) if callable(found) else []
-
-
-def identity_of(samples: Any) -> dict[str, str]:
-    found: Callable[[], dict[str, str]] | None = getattr(samples, "identity_of_data", None)
-    return found() if callable(found) else {}
-
-
-def is_elementwise(optimizer: Any) -> bool:
-    return bool(getattr(optimizer, "is_elementwise", False))
-
-
-def is_rowwise(optimizer: Any) -> bool:
-    return bool(getattr(optimizer, "is_rowwise", False))
-
-
-def kept_by_rows_of(optimizer: Any) -> tuple[str, ...]:
-    return tuple(getattr(optimizer, "kept_by_rows", ()))
-
-
-def needs_matrices(optimizer: Any) -> bool:
-    """`optimizer`: one, or the class of one."""
-    return callable(getattr(optimizer, "use_matrices", None))
-
-
-def reads_found_inf(optimizer: Any) -> bool:
-    return bool(getattr(optimizer, "reads_found_inf", False))
-
-
 def state_maker_of(optimizer: Any) -> Callable[[Any], dict[str, Any]] | None:
-    found = getattr(optimizer, "make_state", None)
-    return found if callable(found) else None
+    found: Callable[[Any], dict[str, Any]] | None = optional(optimizer, "make_state")
+    return found
 
 
 def rows_are_steps(logger: Any) -> bool:
-    return bool(getattr(logger, "rows_are_steps", False))
-
-
-def leaves_of(logger: Any) -> Callable[[], None] | None:
-    found: Callable[[], None] | None = getattr(logger, "leaves", None)
-    return found
+    return bool(optional(logger, "rows_are_steps"))

@@ -26,7 +26,7 @@ from shardwise.errors import count
 from shardwise.parallel.precision import set_matmul_mode
 from shardwise.plan import Plan
 from shardwise.process.watchdog import progress
-from shardwise.protocols import has_held_out_data
+from shardwise.protocols import optional
 from shardwise.run_dir.checkpoints import list_checkpoints, step_of
 from shardwise.run_dir.files import PREDICTIONS_TABLE, stage_results, write_whole
 from shardwise.trainer import build_data, build_module, build_trainer
@@ -107,7 +107,8 @@ def lacks(stage: str, module: LightningModule, data: LightningDataModule | None)
     loader = f"{stage}_dataloader"
     if not is_overridden(f"{stage}_step", module) or not (is_overridden(loader, data) or is_overridden(loader, module)):
         return "is not defined"
-    return None if has_held_out_data(data) else "has no data, since none were held out from training"
+    has_data = optional(data, "has_held_out_data")
+    return None if has_data is None or has_data else "has no data, since none were held out from training"
 
 
 def check_stage(plan: Plan, stage: Literal["test", "predict"], lacking: str | None) -> None:

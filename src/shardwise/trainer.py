@@ -27,7 +27,6 @@ from shardwise.lightning_internals.counters import run_length
 from shardwise.lightning_internals.hooks import Unprofiled
 from shardwise.lightning_internals.patches import StoppableTrainer, is_constructed, prepare_trainer
 from shardwise.metrics.loggers import build_loggers
-from shardwise.optim.fused_adamw import use_one_kernel
 from shardwise.optim.matrices import choose_matrices, describe_choice
 from shardwise.optim.optimizers import configure_optimizers, muon_matrices
 from shardwise.optim.ownership import check_ownership
@@ -41,7 +40,7 @@ from shardwise.plan.attention_kernel import check_takes_attention
 from shardwise.plan.context_parallel import check_takes_context
 from shardwise.plan.loss import check_takes_loss
 from shardwise.plan.unreached import explain_warmup
-from shardwise.protocols import choose_attention_of, choose_loss_of, initializes_itself
+from shardwise.protocols import initializes_itself, optional
 from shardwise.run_dir.environment import describe_environment
 from shardwise.run_dir.files import ENVIRONMENT, keep_earlier, stage_file, write_whole
 from shardwise.strategies import build_strategy
@@ -92,12 +91,12 @@ def build_module(plan: Plan) -> LightningModule:
     freeze_for_good(plan, module)
     check_ownership(plan, module)
     check_takes_loss(plan, module)
-    if (choose_loss := choose_loss_of(module)) is not None:
+    if (choose_loss := optional(module, "choose_loss")) is not None:
         choose_loss(plan.loss.name)
     set_dtypes(module, plan.precision)
     check_takes_attention(plan, module)
     check_takes_context(plan, module, has_models=bool(hugging_face_models(module)))
-    if (choose_attention := choose_attention_of(module)) is not None:
+    if (choose_attention := optional(module, "choose_attention")) is not None:
         choose_attention(plan.attention.name)
     if plan.optimizer is not None:
         matrices = _muon_matrices(plan, module)
@@ -108,8 +107,6 @@ def build_module(plan: Plan) -> LightningModule:
         module.configure_optimizers = one_optimizer(module)  # type: ignore[method-assign]
     if not module.automatic_optimization:
         _check_by_hand(plan, type(module).__name__)
-    if plan.accelerator == "cuda":
-        use_one_kernel()  # in whatever fused AdamW the module makes
     return module
 
 

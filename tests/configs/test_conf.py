@@ -283,30 +283,12 @@ def test_a_folder_of_your_own_adds_options_and_has_the_groups_of_ours(tmp_path: 
     assert "mine" in (compose(["--help", "--config-dir", str(tmp_path)]).print or "")
 
 
-def test_yaml_and_plans_of_before_the_groups_mean_what_they_meant(tmp_path: Path) -> None:
-    """`compile: model` was plain text in YAML and in plan.json. The command line still has the last word."""
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment/mine.yaml").write_text(
-        "# @package _global_\ncompile: model\nactivation_checkpointing: full\nbenchmark: true\n"
-    )
-    mine = ["--config-dir", str(tmp_path), "experiment=mine", "accelerator=cpu"]
-    plan = make_plan(read(*mine), Host(cuda_devices=0, run_id="made-up"))
-    assert (plan.compile, plan.activation_checkpointing) == (Compile("model"), ActivationCheckpointing("full"))
-    assert plan.cudnn_benchmark
+def test_plans_of_before_the_groups_mean_what_they_meant() -> None:
+    words = ["compile=model", "activation_checkpointing=full", "cudnn_benchmark=true"]
+    plan = make_plan(read(*words), Host(cuda_devices=0, run_id="made-up"))
     earlier = json.loads(plan.to_json()) | {"compile": "model", "activation_checkpointing": "full", "benchmark": True}
     del earlier["cudnn_benchmark"]
     assert Plan.from_json(json.dumps(earlier)) == plan
-    words = ["compile=layer", "activation_checkpointing=selective", "cudnn_benchmark=false"]
-    plan = make_plan(read(*mine, *words), Host(cuda_devices=0, run_id="made-up"))
-    assert (plan.compile.name, plan.activation_checkpointing.name, plan.cudnn_benchmark) == (
-        "layer",
-        "selective",
-        False,
-    )
-    with pytest.raises(
-        ConfigError, match=r"^compile\.memory_budget=0\.5: a YAML file says compile: model as plain text"
-    ):
-        read(*mine, "compile.memory_budget=0.5")
 
 
 def test_options_of_the_groups_reach_the_plan() -> None:

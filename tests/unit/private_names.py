@@ -82,7 +82,6 @@ USED = {
     "nn/linear_cross_entropy.py": "_assert_async",
     "nn/peers.py": "_c10d_functional",
     "optim/adamw.py": "_foreach_add_",
-    "optim/fused_adamw.py": "_fused_adamw_",
     "optim/clipping.py": (
         "_foreach_div_ _global_optimizer_post_hooks _global_optimizer_pre_hooks _optimizer_step_post_hooks "
         "_optimizer_step_pre_hooks"
@@ -465,7 +464,6 @@ NAMES = {
     ),
     "_amp_foreach_non_finite_check_and_unscale_": name("torch", "the kernel that GradScaler uses"),
     "_assert_async": name("torch", "a condition that a GPU checks without the host waiting for it"),
-    "_fused_adamw_": name("torch", "what a step of torch.optim.AdamW calls; there is no other place for a kernel"),
     "_foreach_add_": name("torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"),
     "_foreach_clamp_max_": name(
         "torch", "one kernel for many tensors; torch.optim and clip_grad_norm_ call it by this name"
@@ -750,7 +748,6 @@ NO_NAMES = {
     "_max_rank": "how names of values end",
     "_min": "how names of values end",
     "_min_rank": "how names of values end",
-    "_v": "between a call of CUDA and its version in an export of nsys",
     "_per_second": "how names of values end",
     "_this_process": "how names of values end",
     "_reasons": "within a name of nvidia-smi's",

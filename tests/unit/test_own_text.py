@@ -47,7 +47,7 @@ def test_one_text_is_prepared_once_and_a_part_of_it_is_held_out(text: Path, tmp_
     assert other.directory != first.directory and TokenShards(other.directory, "train").vocab_size == 300
     text.write_text("another text\n" * 1000)
     with pytest.raises(
-        ConfigError, match=r"data.corpus=my.txt, data.directory=.* was made from other inputs \(see .*my.txt"
+        ConfigError, match=r"data.corpus=my.txt, data.directory=.* was made from other inputs, which .*inputs.jsonl"
     ):
         data("my.txt").check()
 

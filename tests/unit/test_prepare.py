@@ -141,7 +141,7 @@ def test_every_format_becomes_documents_in_the_order_of_the_files(corpus: Path, 
     assert report["text_bytes"]["train"] == sum(len(text.encode()) for text in train)
     assert report["tokens"]["train"] == report["text_bytes"]["train"] + len(train)
     assert report["rate"]["bytes_per_second"] > 0 and report["rate"]["bare_tokenizer_bytes_per_second"] > 0
-    assert (made / "lengths.png").read_bytes()[:4] == b"\x89PNG" and "█" in (made / "report.md").read_text()
+    assert "█" in (made / "report.md").read_text()
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -263,14 +263,16 @@ def test_the_same_words_again_do_nothing_and_others_are_refused(
         ("validation=0.2", "was made with validation=0.01, and now validation=0.2: remove it, or give another output="),
         ("tokenizer=train vocab_size=300", "was made with a tokenizer that was there already, and now tokenizer=train"),
         ("field=id", "was made with field=text, and now field=id"),
-        (f"input={write_lines(tmp_path / 'b.jsonl', texts(9))}", "was made from other inputs (see"),
+        (f"input={write_lines(tmp_path / 'b.jsonl', texts(9))}", "was made from other inputs, which"),
     ]:
         others = [word for word in words if "tokenizer=" not in word or "tokenizer=" not in more]
         assert tools.main(["prepare", *others, *more.split()]) == 2
         assert message in capsys.readouterr().err
     source.write_text(source.read_text().replace("time", "tame"))
     assert tools.main(["prepare", *words]) == 2
-    assert f"{output} was made from other inputs (see {source})" in capsys.readouterr().err
+    assert (
+        f"{output} was made from other inputs, which {output}/inputs.jsonl lists: remove it" in capsys.readouterr().err
+    )
     assert content(output) == before and sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl", "s"]
 
 
@@ -365,31 +367,13 @@ def test_texts_are_cut_at_empty_lines_of_windows_too(tmp_path: Path) -> None:
         assert [text.replace("\r\n", "\n") for text in made] == paragraphs
 
 
-def test_a_folder_that_is_not_whole_or_was_made_by_skipping_is_not_complete(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_was_made_by_skipping_is_not_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, output = write_lines(tmp_path / "a.jsonl", texts(200)), tmp_path / "s"
     source.write_text(source.read_text() + "{broken\n")
     words = ["prepare", f"input={source}", f"output={output}", "tokenizer=bytes", "processes=1"]
     assert tools.main([*words, "on_error=skip"]) == 0
     assert tools.main(words) == 2
-    assert "made with on_error=skip, which left out 1 document or file (see skipped.jsonl)" in capsys.readouterr().err
-    for name, rule in [
-        ("inputs.jsonl", "inputs.jsonl, which lists the inputs, is not there"),
-        ("train-00000.bin", "train-00000.bin must be a readable file: No such file"),
-        ("validation-00000.ends", "validation-00000.ends must be a readable file"),
-        ("tokenizer/tokenizer.json", "tokenizer.json cannot be read"),
-    ]:
-        (output / name).rename(tmp_path / "gone")
-        assert tools.main([*words, "on_error=skip"]) == 2
-        said = capsys.readouterr().err
-        assert f"{output} is damaged: remove it to make it again. " in said and rule in said, said
-        (tmp_path / "gone").rename(output / name)
-    raw = bytearray((output / "train-00000.bin").read_bytes())
-    raw[77] ^= 1
-    (output / "train-00000.bin").write_bytes(raw)
-    assert tools.main([*words, "on_error=skip"]) == 2
-    assert "train-00000.bin has sha256" in capsys.readouterr().err
+    assert "made with on_error=skip, and now on_error=stop: remove it" in capsys.readouterr().err
 
 
 def test_a_second_writer_is_refused_or_waits(tmp_path: Path) -> None:

@@ -24,14 +24,13 @@ from shardwise.config.compose import compose
 from shardwise.config.paths import ROOT
 from shardwise.errors import ConfigError
 from shardwise.launch.local import launch
-from shardwise.launch.nsight import NSYS, check_profiler, make_folder, read_reports, words_before
+from shardwise.launch.nsight import NSYS, check_profiler, make_folder, show_reports, words_before
 from shardwise.launch.worker import set_environment
 from shardwise.metrics.phases import Marks, Phases
-from shardwise.metrics.profile import ProfileSummary
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.plan.profiling import Debugging, Profiling
 from shardwise.process.signals import SignalRequests, to_leave, to_profile, to_save
-from shardwise.run_dir.files import ncu_report, profile_folder
+from shardwise.run_dir.files import profile_folder
 from shardwise.run_dir.profile_request import (
     MOST_STEPS,
     Answer,
@@ -45,7 +44,6 @@ from shardwise.run_dir.profile_request import (
 from shardwise.tools import main
 from shardwise.trainer import build_profiler
 from tests.harness.cells import cell_plan
-from tests.harness.nsys_export import NsysExport
 
 GPUS = Host(cuda_devices=4, run_id="made-up")
 
@@ -268,36 +266,19 @@ def test_a_run_that_gives_no_profile_is_not_waited_for_for_ever(
 
 
 FAKE_NSYS = """#!/bin/sh
-# Records its words. `nsys profile` runs the rest and leaves a report, whose name it fills in as nsys does.
-# `nsys export` gives the database $NSYS_DATABASE, or says that it cannot.
-printf '%s\\n' "$@" > "$NSYS_SAID.$1"
-task=$1
+# Records its words, runs the rest, and leaves a report, whose name it fills in as nsys does.
+printf '%s\\n' "$@" > "$NSYS_SAID"
 shift
 while case "$1" in --*) true ;; *) false ;; esac; do
     case "$1" in --output=*) output=$(printf %s "${1#--output=}" | sed "s/%q{RANK}/$RANK/; s/%%/%/g") ;; esac
     shift
 done
-if [ "$task" = profile ]; then touch "$output.nsys-rep" || exit 1; exec "$@"; fi
-[ -e "$NSYS_DATABASE" ] || { echo "Importer error: the report was written by a newer version" >&2; exit 3; }
-[ -e "$1" ] && cp "$NSYS_DATABASE" "${output%%.sqlite}.sqlite"
+touch "$output.nsys-rep" || exit 1
+exec "$@"
 """
 
 
-def exported() -> NsysExport:
-    """A step of 1 ms: its batch comes after 100 µs, a matmul runs for 400 µs, a sum for 100 µs, a copy for 50 µs."""
-    export = NsysExport()
-    export.gpu(0, "NVIDIA H200")
-    export.range("shardwise::step#2", 0, 1000)
-    export.range("shardwise::data", 0, 100)
-    export.range("shardwise::forward", 100, 600)
-    export.range("shardwise::optimizer", 600, 1000)
-    export.kernel("nvjet_hsh_128x256", 150, 550, launched=120)
-    export.kernel("reduce_kernel", 600, 700, launched=580)
-    export.copy_to_host(700, 750, launched=620)
-    return export
-
-
-def test_nsys_is_put_before_a_rank_and_its_report_is_read(
+def test_nsys_is_put_before_a_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fake = tmp_path / "bin/nsys"
@@ -308,64 +289,19 @@ def test_nsys_is_put_before_a_rank_and_its_report_is_read(
     plan = dataclasses.replace(made, profile=Profiling(start=2, tool="nsys"))
     with pytest.raises(ConfigError, match="profile.tool=nsys: there is no nsys on the PATH"):
         check_profiler(plan)
-    database = tmp_path / "database"
     monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("NSYS_SAID", str(tmp_path / "said"))
-    monkeypatch.setenv("NSYS_DATABASE", str(exported().write(database)))
     folder = profile_folder(plan.run_dir, 2)
     check_profiler(plan)
     assert launch(plan, in_process=True) == 0
     said = capfd.readouterr().out
     assert "none is taken" not in said
-    assert "step 2/2" in said and said.endswith(f"\nprofile: nsys-ui opens the reports in {folder}\n")
-    words = (tmp_path / "said.profile").read_text().splitlines()
+    assert "step 2/2" in said and said.endswith(f"\nprofile: nsys stats and nsys-ui read the reports in {folder}\n")
+    assert (folder / "rank-0.nsys-rep").exists()
+    words = (tmp_path / "said").read_text().splitlines()
     output = str(folder).replace("%", "%%") + "/rank-%q{RANK}"
     assert words[: len(NSYS)] == [*NSYS[1:], f"--output={output}"]
     assert words[len(NSYS) :] == [sys.executable, "-u", "-m", "shardwise.launch.worker"]
-    words = (tmp_path / "said.export").read_text().splitlines()
-    assert words[1] == "--type=sqlite" and words[-1] == str(folder / "rank-0.nsys-rep")
-    table = (folder / "profile.txt").read_text()
-    assert table in said and table.startswith("step 2 of rank 0 (NVIDIA H200): 1.0 ms a step\n")
-    check_summary(ProfileSummary.from_json((folder / "summary.json").read_text()))
-    assert main(["profile", str(folder)]) == 0 and capfd.readouterr().out == table
-
-    # What cannot be read gets one message, from the tool and at the end of a run
-    database.write_bytes(database.read_bytes()[:9000])
-    read_reports(plan)
-    said = capfd.readouterr().out
-    assert said.startswith(
-        f"profile: {folder}/rank-0.sqlite is no export of nsys, or is damaged: database disk image is"
-    )
-    assert said.count("\n") == 2 and said.endswith(f"\nprofile: nsys-ui opens the reports in {folder}\n")
-    assert main(["profile", str(folder)]) == 2
-    damaged = capfd.readouterr()
-    assert damaged.out == "" and f"{folder}/rank-0.sqlite is no export of nsys" in damaged.err
-    database.unlink()
-    assert main(["profile", str(folder)]) == 2
-    assert capfd.readouterr().err.endswith(
-        f"nsys export of {folder}/rank-0.nsys-rep failed (exit code 3): Importer error: the report was written by a "
-        f"newer version\n"
-    )
-    fake.unlink()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["profile", str(folder)]) == 2
-    assert "nsys export cannot be started: No such file or directory; put nsys on the PATH" in capfd.readouterr().err
-
-
-def check_summary(summary: ProfileSummary) -> None:
-    step = {name.removesuffix("_ms"): value for name, value in vars(summary.step).items() if value}
-    assert step == {
-        "number": 2, "span": 1.0, "compute": 0.5, "copies_alone": 0.05, "idle": 0.45, "waiting_for_data": 0.1,
-        "launching": 0.34, "between_kernels": 0.01,
-    }  # fmt: skip
-    assert {kind: ms for kind, ms in summary.kinds_ms.items() if ms} == {"matmul": 0.4, "reductions": 0.1}
-    assert [(kernel.name, kernel.calls, kernel.total_ms) for kernel in summary.kernels] == [
-        ("nvjet_hsh_128x256", 1, 0.4), ("reduce_kernel", 1, 0.1),
-    ]  # fmt: skip
-    assert {phase.name: (phase.host_ms, phase.device_ms) for phase in summary.phases} == {
-        "data": (0.1, 0.0), "forward": (0.5, 0.5), "optimizer": (0.4, 0.05),
-    }  # fmt: skip
-    assert (summary.rank, summary.device_name, summary.is_cpu) == (0, "NVIDIA H200", False)
 
 
 def test_the_batch_script_puts_the_same_words_before_a_run() -> None:
@@ -378,10 +314,10 @@ def test_the_batch_script_puts_the_same_words_before_a_run() -> None:
 def test_a_report_of_ncu_is_named_only_if_it_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned("profile.start=2", "devices=1", "profile.tool=ncu", f"runs_dir={tmp_path}")
     make_folder(plan)
-    read_reports(plan)
+    show_reports(plan)
     assert "ncu has written no report into" in capsys.readouterr().out
-    ncu_report(profile_folder(plan.run_dir, 2), rank=0).touch()
-    read_reports(plan)
+    (profile_folder(plan.run_dir, 2) / "rank-0.ncu-rep").touch()
+    show_reports(plan)
     assert "ncu-ui opens" in capsys.readouterr().out
 
 

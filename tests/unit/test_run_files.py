@@ -39,7 +39,7 @@ NAMES |= {re.sub(r"\d+", "*", path.name) for path in MADE} | {"*.json"}  # what 
 # These give a whole folder its name, which is theirs.
 PUBLISHES_FOLDERS = {"shardwise.checkpoint.publish", "shardwise.checkpoint.retention", "shardwise.tools.export",
                      "shardwise.run_dir.checkpoints",
-                     "shardwise.data.shard_writer", "shardwise.data.prepare.images"}  # fmt: skip
+                     "shardwise.data.shard_writer"}  # fmt: skip
 
 
 def text_of(node: ast.AST) -> str | None:

@@ -16,7 +16,6 @@ from shardwise.errors import DataError
 from shardwise.metrics.profile import (
     ProfileSummary,
     draw,
-    read_nsys_sqlite,
     read_trace,
     summarize,
     summarize_ranks,
@@ -27,7 +26,6 @@ from shardwise.metrics.profile.kinds import COMMUNICATION, COMPUTE, COPY, KINDS,
 from shardwise.metrics.profile.steps import step_work
 from shardwise.metrics.profile.summary import StepTime
 from shardwise.metrics.profile.trace import DeviceEvents
-from tests.harness.nsys_export import NsysExport
 from tests.harness.traces import BACKWARD, TraceWriter
 
 GOLDEN_FOLDER = Path(__file__).parents[1] / "golden"
@@ -374,105 +372,6 @@ def test_what_is_no_trace_gets_one_message(tmp_path: Path, content: bytes | None
     with pytest.raises(DataError, match=message) as caught:
         read_trace(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def nsys_export() -> NsysExport:
-    """Two ranks on two GPUs, of which the second has less work."""
-    export = NsysExport()
-    export.gpu(0, "NVIDIA H200")
-    export.gpu(1, "NVIDIA H100")
-    export.kernel(GEMM, 120, 220, launched=100)
-    export.kernel(GATHER, 200, 300, launched=102, stream=20)
-    export.kernel(GEMM, 600, 700, launched=590)
-    export.graph(700, 750)
-    export.copy_to_host(300, 310, launched=104)
-    export.call("cudaStreamSynchronize_v3020", 150, 315)
-    export.range("shardwise::step#20", 0, 1000)
-    export.range("shardwise::data", 0, 90)
-    export.range("shardwise::forward", 95, 800, registered=True)
-    export.range("a mark", 5, None)
-    export.kernel(GEMM, 130, 230, launched=125, device=1, process=2)
-    export.range("shardwise::step#20", 3, 500, process=2)
-    return export
-
-
-def test_an_export_of_nsys_is_read_into_the_same_summary(tmp_path: Path) -> None:
-    trace = read_nsys_sqlite(nsys_export().write(tmp_path / "rank-0.sqlite"))
-    summary = summarize(trace, rank=3)
-    assert us(summary.step) == ALL
-    assert (summary.rank, summary.step.number, summary.device_name) == (3, 20, "NVIDIA H200")
-    assert [place.place for place in summary.idle_places if place.cause == "synchronising"] == [
-        "cudaStreamSynchronize in shardwise::forward"
-    ]
-    assert {phase.name for phase in summary.phases} == {"data", "forward", "gather"}
-    other = summarize(read_nsys_sqlite(tmp_path / "rank-0.sqlite", device=1))
-    assert us(other.step) == {"span": 497, "compute": 100, "idle": 397, "launching": 397}
-    assert other.device_name == "NVIDIA H100"
-    with pytest.raises(DataError, match="no kernel on GPU 2"):
-        read_nsys_sqlite(tmp_path / "rank-0.sqlite", device=2)
-
-
-ALL = {
-    "span": 1000, "compute": 250, "exposed_communication": 80, "communication": 100, "copies_alone": 10, "idle": 660,
-    "waiting_for_data": 90, "synchronising": 290, "launching": 280,
-}  # fmt: skip
-WITHOUT: dict[
-    str, dict[str, float]
-] = {  # a table that nsys leaves out → what the summary then says otherwise; 0: no more
-    "TARGET_INFO_GPU": {},
-    "META_DATA_EXPORT": {},
-    "CUPTI_ACTIVITY_KIND_MEMCPY": {"copies_alone": 0, "idle": 670, "synchronising": 300},
-    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": {"compute": 200, "idle": 710, "launching": 330},
-    "CUPTI_ACTIVITY_KIND_RUNTIME": {"synchronising": 0, "launching": 570},
-    "NVTX_EVENTS": {"span": 650, "idle": 310, "waiting_for_data": 0, "synchronising": 290, "launching": 20},
-}
-
-
-@pytest.mark.parametrize("table", WITHOUT)
-def test_nsys_leaves_out_tables_that_would_be_empty(tmp_path: Path, table: str) -> None:
-    path = nsys_export().write(tmp_path / "rank-0.sqlite", without=(table,))
-    summary = summarize(read_nsys_sqlite(path))
-    assert us(summary.step) == {name: value for name, value in (ALL | WITHOUT[table]).items() if value}
-    assert summary.device_name == ("" if table == "TARGET_INFO_GPU" else "NVIDIA H200")
-
-
-def test_what_is_no_export_of_nsys_gets_one_message(tmp_path: Path) -> None:
-    path = tmp_path / "rank-0 at 50%.sqlite"
-
-    def refused(said: str) -> None:
-        with pytest.raises(DataError, match=said) as caught:
-            read_nsys_sqlite(path)
-        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-
-    refused("there is no such file")
-    path.write_bytes(b"")
-    refused("is no export of nsys, or is damaged: it has no table StringIds, or an empty one; nsys export")
-    path.write_bytes(b"no database at all, but long enough to be looked at" * 9)
-    refused("is no export of nsys, or is damaged: file is not a database")
-    path.unlink()
-    whole = nsys_export().write(path).read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    refused("is no export of nsys, or is damaged: database disk image is malformed")
-    path.unlink()
-    nsys_export().write(path, without=("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE",
-                                       "CUPTI_ACTIVITY_KIND_MEMCPY"))  # fmt: skip
-    refused("has no kernel: profile with nsys profile --trace=cuda,nvtx, and export it anew")
-
-
-def test_an_export_of_another_version_of_nsys_gets_one_message(tmp_path: Path) -> None:
-    path = nsys_export().write(tmp_path / "renamed.sqlite", renamed={"deviceId": "gpuId", "copyKind": "operation"})
-    with pytest.raises(
-        DataError, match="its table CUPTI_ACTIVITY_KIND_KERNEL has no column deviceId .nsys' schema 3.28.1"
-    ):
-        read_nsys_sqlite(path)
-    export = nsys_export()
-    export.rows["META_DATA_EXPORT"] = [{"name": "EXPORT_SCHEMA_VERSION", "value": "4.0.0"}]
-    with pytest.raises(
-        DataError, match="its tables have nsys' schema 4.0.0, and schema 3 is known; look at the report in"
-    ):
-        read_nsys_sqlite(export.write(tmp_path / "later.sqlite"))
-    export.rows["META_DATA_EXPORT"] = [{"name": "EXPORT_SCHEMA_VERSION", "value": "2.7.1"}]
-    assert us(summarize(read_nsys_sqlite(export.write(tmp_path / "earlier.sqlite"))).step) == ALL
 
 
 def test_a_name_that_is_no_utf_8_hides_nothing(tmp_path: Path) -> None:

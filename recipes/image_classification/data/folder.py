@@ -12,7 +12,6 @@ from torch.utils.data import Dataset
 from recipes.image_classification.data.base import SPLITS, ImageData, Sample
 from recipes.image_classification.data.decoding import SUFFIXES
 from recipes.image_classification.data.image_files import ImageFiles, skips
-from shardwise.data.prepare.image_folder import only_in_one
 from shardwise.errors import ConfigError, count
 
 
@@ -49,8 +48,7 @@ class ImageFolder(ImageData):
             raise ConfigError(
                 f"{self.directory} has no folder train, validation or test, and no images ({', '.join(SUFFIXES)}): "
                 f"data.directory needs train/<class>/ and validation/<class>/ to train, test/<class>/ to test, or "
-                f"images to predict; `shardwise prepare kind=images input={self.directory} validation=0.1 output=…` "
-                f"makes the splits of class folders"
+                f"images to predict"
             )
         first = next(iter(classes), "")
         for split, names in classes.items():
@@ -111,6 +109,16 @@ class ImageFolder(ImageData):
         has_splits = any((self.directory / name).exists() for name in SPLITS)
         folder = self.directory / split if has_splits else self.directory
         return folder if folder.is_dir() and _images(folder) else None
+
+
+def only_in_one(splits: dict[str, list[str]]) -> str:
+    """The classes that the other of two splits lacks: "c is in train only, d and 2 more are in validation only"."""
+    told: list[str] = []
+    for split, names in splits.items():
+        odd = sorted(name for name in names if not all(name in others for others in splits.values()))
+        if odd:
+            told.append(f"{odd[0]} {f'and {len(odd) - 1:,} more are' if len(odd) > 1 else 'is'} in {split} only")
+    return ", ".join(told)
 
 
 def _images(folder: Path) -> list[str]:

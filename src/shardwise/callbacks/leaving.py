@@ -16,7 +16,7 @@ from shardwise.distributed.collectives import sum_over
 from shardwise.errors import Left
 from shardwise.plan import Plan
 from shardwise.process.signals import in_words, install_handlers, signal_requests
-from shardwise.protocols import leaves_of
+from shardwise.protocols import optional
 from shardwise.step.record import LAG, Readback
 from shardwise.strategies.base import strategy_of
 
@@ -82,7 +82,7 @@ class GracefulStop(Callback):
         by = in_words(number) if number else "a signal to another rank"
         saved = self.saving.save_now(trainer, leaves=True)
         for logger in trainer.loggers:
-            if (leaves := leaves_of(logger)) is not None:
+            if (leaves := optional(logger, "leaves")) is not None:
                 leaves()
         unsaved_by = None if self.plan.checkpoint.saves else number or signal.SIGTERM
         raise Left(f"stopped by {by}: {saved}", self.plan.goes_on_by, unsaved_by)

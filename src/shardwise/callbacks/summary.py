@@ -19,7 +19,7 @@ from shardwise.lightning_internals.patches import early_stop
 from shardwise.metrics.energy import Energy
 from shardwise.nn.attention import kernels_that_ran
 from shardwise.plan import Plan
-from shardwise.protocols import baselines_of, loss_weight_unit_of
+from shardwise.protocols import loss_weight_unit_of, optional
 from shardwise.run_dir.checkpoints import stopped_before
 from shardwise.run_dir.files import LOSSES, METRICS, SUMMARY, write_whole
 from shardwise.run_dir.rows import read_rows
@@ -54,7 +54,8 @@ class Summary(Callback):
         run_dir = Path(self.plan.run_dir)
         rows = read_rows(run_dir / METRICS)
         monitor = self.plan.checkpoint.monitor
-        baselines = baselines_of(trainer.datamodule)  # type: ignore[attr-defined]
+        find = optional(trainer.datamodule, "baselines")  # type: ignore[attr-defined]
+        baselines = {} if find is None else find()
         unit = loss_weight_unit_of(pl_module)
         meter = self.steps.meter
         steady, measured_steps = meter.steady, meter.first.steps + meter.rest.steps

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from shardwise.data.tokenizer import FILE, Tokenizer, same_tokens, tokenizer_beside
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
-from shardwise.protocols import tokenizer_of_data
+from shardwise.protocols import optional
 from shardwise.run_dir.files import tokenizer_folder, write_whole
 
 
@@ -21,7 +21,7 @@ class KeepTokenizer(Callback):
         self.plan = plan
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        tokenizer: Tokenizer | None = tokenizer_of_data(getattr(trainer, "datamodule", None))
+        tokenizer: Tokenizer | None = optional(getattr(trainer, "datamodule", None), "tokenizer")
         if tokenizer is None:
             return
         if "tokenizer" not in self.plan.resume_allow:

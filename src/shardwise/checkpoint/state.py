@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.chunks import Chunk, ChunkedTensor, whole
 from shardwise.checkpoint.dcp import read_tensors
 from shardwise.errors import ConfigError, first_of
-from shardwise.protocols import kept_by_rows_of
+from shardwise.protocols import optional
 
 COMPILED = "_orig_mod."  # in the names of what torch.compile(layer) wraps
 
@@ -105,7 +105,7 @@ def gather(state: ShardedState, module: LightningModule, training: bool) -> dict
         tensors[f"model.{shard.name}"] = _chunked(shard, shard.values)
         if shard.trained and training:
             number, kept = state.optimizer_state(shard)
-            by_rows = kept_by_rows_of(optimizers[number])
+            by_rows = optional(optimizers[number], "kept_by_rows") or ()
             for key, value in kept.items():
                 tensors[f"optimizer.{number}.{shard.name}.{key}"] = _chunked(shard, value, by_rows=key in by_rows)
         if state.average is not None and shard.name in state.average:
@@ -152,7 +152,7 @@ def restore(
             number, _ = state.optimizer_state(shard)
             same = known[f"model.{shard.name}"].properties.dtype == shard.values.dtype
             kept = state.allocate_optimizer_state(shard, saved.get(f"{number}.{shard.name}", {}), same_dtype=same)
-            by_rows = kept_by_rows_of(mine[number])
+            by_rows = optional(mine[number], "kept_by_rows") or ()
             for key, value in kept.items():
                 tensors[f"optimizer.{number}.{shard.name}.{key}"] = _chunked(shard, value, by_rows=key in by_rows)
         if state.average is not None and shard.name in state.average:

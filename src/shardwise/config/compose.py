@@ -29,7 +29,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from shardwise.config.bind import as_yaml, bind
 from shardwise.config.cluster import ClusterConfig
-from shardwise.config.earlier_words import read_earlier_words
 from shardwise.config.explain import check_cluster, check_numbers, check_open, explain
 from shardwise.config.groups import STRATEGY_CONFIGS, StrategyName
 from shardwise.config.help import config_groups, help_text
@@ -232,7 +231,6 @@ def _compose_job(config_name: str, words: tuple[str, ...], searchpath: list[str]
             )
             messages += tuple(f"{by} is given, so the recipe's {old} does not count" for old, by in replaced.items())
         plain = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=False))
-        read_earlier_words(plain, words)
         messages += drop_schedule(plain, words)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from None

@@ -12,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from shardwise.config.bind import as_number, as_yaml, remedy_for_text
-from shardwise.config.earlier_words import GROUPS_SINCE
 from shardwise.config.paths import CONF
 from shardwise.config.replaced import ALTERNATIVES
 from shardwise.config.schema import MISSING
@@ -120,11 +119,6 @@ def _no_option(key: str, config_name: str, words: tuple[str, ...], searchpath: l
         hint = f", or give module.{option}={value} where it is an argument of the module's constructor"
         also = hint if parent == "optimizer" else ""
         return f"{parent} is none here, so it has no {option}; choose {parent}=… as well{also}"
-    if parent in GROUPS_SINCE and isinstance(node, str):
-        return (
-            f"a YAML file says {parent}: {node} as plain text, which has no options; write "
-            f"`- override /{parent}: {node}` among its defaults in place of it"
-        )
     if not isinstance(node, DictConfig):
         return f"{parent} is a single value; write {parent}=…"
     known = [str(k) for k in node]

@@ -35,7 +35,7 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.rng import derived_seed
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
-from shardwise.protocols import draw_of, identity_of, notices_of, progress_of
+from shardwise.protocols import optional
 
 # The order is computed for this many steps at once: a call takes as long for one sample as for a thousand.
 _STEPS_AT_A_TIME = 64
@@ -77,7 +77,8 @@ class TrainLoader:
         self.has_ended = False  # whether the last micro-batch was the epoch's last; known for streams only
         self.stream: Stream | None = None
         self._positions: dict[int, dict[str, Any]] = {}  # clock → position of the stream, after the last few windows
-        self._identity = identity_of(self._samples)  # when the run begins
+        identity = optional(self._samples, "identity_of_data")
+        self._identity = {} if identity is None else identity()  # when the run begins
         check_batch_size(loader, plan)
         if is_stream(loader):
             check_own_samples(loader, plan)
@@ -112,12 +113,14 @@ class TrainLoader:
 
     def progress(self, consumed: int) -> dict[str, float]:
         """What the data set says of itself for the log, when the run has consumed so many samples."""
-        return {f"data/{name}": v for name, v in progress_of(self._samples, self.plan.seed, consumed).items()}
+        progress = optional(self._samples, "progress_of_run")
+        values = {} if progress is None else progress(self.plan.seed, consumed)
+        return {f"data/{name}": value for name, value in values.items()}
 
     def notices(self) -> list[str]:
         """What the data set has to say to the user before training."""
-        steps = self.plan.max_steps
-        return notices_of(self._samples, None if steps is None else steps * self.plan.global_batch_size)
+        steps, notices = self.plan.max_steps, optional(self._samples, "notices_for_run")
+        return [] if notices is None else notices(None if steps is None else steps * self.plan.global_batch_size)
 
     def rewind(self, steps: int) -> None:
         """Set the training clock back by `steps` that have changed nothing."""
@@ -301,7 +304,9 @@ def _order_of(loader: DataLoader[Any], plan: Plan, group: Group) -> tuple[bool, 
     most = None if plan.max_train_batches is None else plan.max_train_batches // plan.accumulate_grad_batches
     if (shuffle := shuffles(loader)) is not None:
         samples = len(loader.dataset)  # type: ignore[arg-type]
-        return by_batch, GlobalOrder(samples, per_step, shuffle, plan.seed, most, draw_of(loader.dataset))
+        return by_batch, GlobalOrder(
+            samples, per_step, shuffle, plan.seed, most, optional(loader.dataset, "draw_for_run")
+        )
 
     def draw(epoch: int) -> Sequence[Any]:
         keys = draw_order(loader, plan.seed, epoch)

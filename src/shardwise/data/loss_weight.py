@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from shardwise.errors import ConfigError, class_name
-from shardwise.protocols import loss_weight_of
+from shardwise.protocols import optional
 
 
 def weigher_of(module: Any) -> Callable[[Any], float] | None:
@@ -17,8 +17,8 @@ def weigher_of(module: Any) -> Callable[[Any], float] | None:
     Raises:
         ConfigError: by what is returned: the module gives no number from 0 on.
     """
-    weigh = loss_weight_of(module)
-    if weigh is None:
+    weigh = optional(module, "loss_weight")
+    if weigh is None or not module.automatic_optimization:  # which weighs its micro-batches itself
         return None
 
     def number_of(batch: Any) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 from shardwise.config.paths import ROOT
 from shardwise.devices import count_cpus
 from shardwise.errors import ExitCode
-from shardwise.launch.nsight import make_folder, read_reports, words_before
+from shardwise.launch.nsight import make_folder, show_reports, words_before
 from shardwise.launch.worker import STANDBY, run_rank
 from shardwise.plan import Plan
 from shardwise.process.parent import BEHIND_ANOTHER, PARENT
@@ -50,7 +50,7 @@ def launch(plan: Plan, in_process: bool) -> int:
     try:
         while True:
             code = start.run(plan)
-            read_reports(plan)
+            show_reports(plan)
             # A rank that LEAVE or SAVE has ended before it could save has not crashed: it was asked to leave
             crashed = code in (ExitCode.crash, ExitCode.hang) or (code > 128 and code - 128 not in (*LEAVE, SAVE))
             if not crashed or plan.stage != "fit" or restarts == plan.max_restarts:

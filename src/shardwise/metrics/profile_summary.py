@@ -11,9 +11,7 @@ from pathlib import Path
 from shardwise.errors import DataError, count
 from shardwise.metrics.profile import (
     ProfileSummary,
-    Trace,
     draw,
-    read_nsys_sqlite,
     read_trace,
     summarize,
     summarize_ranks,
@@ -24,7 +22,6 @@ from shardwise.run_dir.files import (
     PROFILE_RANKS,
     PROFILE_TABLE,
     SUMMARY,
-    profile_export,
     profile_trace,
     write_whole,
 )
@@ -41,10 +38,10 @@ def read_profile(folder: Path, ranks: list[int]) -> str:
         FileNotFoundError: no rank's trace is there.
         DataError: a trace is damaged.
     """
-    there = [rank for rank in sorted(ranks) if _has_trace(folder, rank)]
+    there = [rank for rank in sorted(ranks) if profile_trace(folder, rank).exists()]
     if not there:
         raise FileNotFoundError(f"{folder} holds no trace")
-    trace = _trace(folder, there[0])
+    trace = read_trace(profile_trace(folder, there[0]))
     summaries = [summarize(trace, rank=there[0]), *_others(folder, there[1:])]
     write_whole(folder / SUMMARY, summaries[0].to_json())
     text = table(summaries[0]).rstrip("\n") + "\n"
@@ -68,23 +65,14 @@ def _others(folder: Path, ranks: list[int]) -> list[ProfileSummary]:
 
 
 def _summary(folder: Path, rank: int) -> ProfileSummary:
-    return summarize(_trace(folder, rank), rank=rank)
-
-
-def _has_trace(folder: Path, rank: int) -> bool:
-    return profile_trace(folder, rank).exists() or profile_export(folder, rank).exists()
-
-
-def _trace(folder: Path, rank: int) -> Trace:
-    path = profile_trace(folder, rank)
-    return read_trace(path) if path.exists() else read_nsys_sqlite(profile_export(folder, rank))
+    return summarize(read_trace(profile_trace(folder, rank)), rank=rank)
 
 
 def main(words: list[str]) -> None:
     os.nice(10)
     folder, ranks = Path(words[0]), [int(word) for word in words[1:]]
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while not all(_has_trace(folder, rank) for rank in ranks) and time.monotonic() < deadline:
+    while not all(profile_trace(folder, rank).exists() for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.2)
     try:
         print(read_profile(folder, ranks), end="")

@@ -24,7 +24,7 @@ from shardwise.distributed.collectives import gather_objects
 from shardwise.errors import ConfigError, describe_error
 from shardwise.optim.matrices import LAYERS, Matrices, muon_groups
 from shardwise.plan import Plan
-from shardwise.protocols import is_elementwise, is_rowwise, needs_matrices, state_maker_of
+from shardwise.protocols import optional
 
 _STEPS_OF_A_TRIAL = 1000  # for which a schedule is tried where max_epochs says the length
 _ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad,
@@ -35,7 +35,7 @@ def treats_weights_one_by_one(optimizer: Optimizer) -> bool:
     """Whether the optimizer gives the same result if its parameters are cut into any pieces."""
     # A subclass may have a step of its own, such as one that looks at the norm of each gradient.
     known = isinstance(optimizer, _ELEMENTWISE) and _step_is_of_torch(type(optimizer))
-    return known or type(optimizer).__module__.startswith("deepspeed.") or is_elementwise(optimizer)
+    return known or type(optimizer).__module__.startswith("deepspeed.") or bool(optional(optimizer, "is_elementwise"))
 
 
 def _step_is_of_torch(kind: type[Optimizer]) -> bool:
@@ -54,12 +54,14 @@ def _step_is_of_torch(kind: type[Optimizer]) -> bool:
 
 def steps_on_shards(optimizer: Optimizer) -> bool:
     """Whether the optimizer gives the same result if each rank gives it some rows of every parameter."""
-    return treats_weights_one_by_one(optimizer) or is_rowwise(optimizer) or needs_matrices(optimizer)
+    return treats_weights_one_by_one(optimizer) or bool(
+        optional(optimizer, "is_rowwise") or optional(optimizer, "use_matrices")
+    )
 
 
 def use_matrices(optimizer: Optimizer, make: Callable[[], Matrices]) -> None:
     """Let an optimizer that needs whole matrices compute with what `make` gives."""
-    if needs_matrices(optimizer):
+    if optional(optimizer, "use_matrices") is not None:
         optimizer.use_matrices(make())  # type: ignore[attr-defined]
 
 
@@ -69,7 +71,7 @@ def check_by_hand(optimizer: Optimizer, strategy_name: str) -> None:
     Raises:
         ConfigError: the optimizer is one of shardwise's.
     """
-    if state_maker_of(optimizer) is not None:
+    if optional(optimizer, "make_state") is not None:
         raise ConfigError(
             f"{type(optimizer).__name__} in a module that optimizes by hand: under {strategy_name} it would be given "
             f"sharded tensors; use AdamW or SGD there, or strategy=ddp"
@@ -158,7 +160,7 @@ def configure_optimizers(
         if optimizer_class in (torch.optim.Adam, torch.optim.AdamW, *whole):
             arguments.setdefault("fused", True)
     groups = parameter_groups(module, arguments.get("weight_decay", 0.0))
-    if needs_matrices(optimizer_class):
+    if optional(optimizer_class, "use_matrices") is not None:
         groups = muon_groups(groups, [p for name, p in module.named_parameters() if name in matrices])
     optimizer = optimizer_class(groups, **arguments)
     if not isinstance(optimizer, Optimizer):
@@ -188,7 +190,7 @@ def _begin_momentum(optimizer: Optimizer, *_: Any) -> None:
 def muon_matrices(plan: Plan) -> str | list[str] | None:
     """What the Plan says about which matrices Muon has; None: it has another optimizer."""
     node = plan.optimizer
-    if node is None or plan.stage != "fit" or not needs_matrices(locate(node["_target_"], "optimizer")):
+    if node is None or plan.stage != "fit" or not optional(locate(node["_target_"], "optimizer"), "use_matrices"):
         return None
     found: str | list[str] = node.get("matrices", LAYERS)
     return found

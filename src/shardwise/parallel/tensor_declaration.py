@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, a_or_an
 from shardwise.parallel.divided_layers import BY_SAMPLE, CLASSES, WORDS
-from shardwise.protocols import tensor_parallel_layers_of
+from shardwise.protocols import optional
 
 # A parameter's id → the layers that own it: name, word, and the parameter's name there
 Owners = dict[int, list[tuple[str, str, str]]]
@@ -24,7 +24,7 @@ def declared_layers(module: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     names = [name for name, _ in module.named_modules()]
     for prefix, owner in module.named_modules():
-        for pattern, word in (tensor_parallel_layers_of(owner) or {}).items():
+        for pattern, word in (optional(owner, "tensor_parallel_layers") or {}).items():
             where = f"{type(owner).__name__}.tensor_parallel_layers"
             if word not in WORDS:
                 raise ConfigError(f"{where}: {pattern!r} is {word!r}, which must be one of {', '.join(WORDS)}")

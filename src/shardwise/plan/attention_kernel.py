@@ -17,7 +17,7 @@ from shardwise.plan.accelerator import WHERE, vendor
 from shardwise.plan.choices import arguments_of, for_module, installed
 from shardwise.plan.context_parallel import context_parallel_method
 from shardwise.plan.plan import Choice, Host, Plan
-from shardwise.protocols import choose_attention_of
+from shardwise.protocols import optional
 
 FLASH_ATTENTION_4 = "4.0.0b36"  # nn/flash_attention_4.py calls its private functions: exactly this version
 _CUDNN = (9, 15, 1)  # earlier ones read beyond the end of sequences whose length is no multiple of 128
@@ -68,7 +68,7 @@ def check_takes_attention(plan: Plan, module: Any) -> Plan:
     Raises:
         ConfigError: the user named a kernel, and the module has no `choose_attention`.
     """
-    return for_module(plan, "attention", choose_attention_of(module) is not None, otherwise="own")
+    return for_module(plan, "attention", optional(module, "choose_attention") is not None, otherwise="own")
 
 
 def explain_attention(plan: Plan) -> list[str]:

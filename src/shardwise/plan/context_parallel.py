@@ -9,7 +9,7 @@ from shardwise.config.schema import RunConfig, Stage
 from shardwise.errors import ConfigError
 from shardwise.plan.choices import arguments_of
 from shardwise.plan.plan import Plan
-from shardwise.protocols import sequence_tensors_of, weighs_its_loss
+from shardwise.protocols import optional, sequence_tensors_of
 
 
 def context_parallel_method(config: RunConfig) -> Literal["heads", "keys"] | None:
@@ -71,7 +71,7 @@ def check_takes_context(plan: Plan, module: Any, *, has_models: bool = True) -> 
     if ranks == 1:
         return
     missing = [] if sequence_tensors_of(module) else ["sequence_tensors"]
-    missing += [] if weighs_its_loss(module) else ["loss_weight"]
+    missing += [] if optional(module, "loss_weight") else ["loss_weight"]
     if missing and not ("sequence_tensors" in missing and has_models):
         raise ConfigError(
             f"strategy.context_parallel_size={ranks}: {plan.module['_target_']} has no {' and no '.join(missing)} and "

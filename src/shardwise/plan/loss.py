@@ -11,7 +11,7 @@ from shardwise.errors import ConfigError
 from shardwise.plan.accelerator import vendor
 from shardwise.plan.choices import arguments_of, for_module, installed
 from shardwise.plan.plan import Choice, Host, Plan
-from shardwise.protocols import choose_loss_of
+from shardwise.protocols import optional
 
 # Above this many logits in a micro-batch `auto` does not hold them at once. It is as many as a chunk has, so that below
 # it nothing would be saved: a micro-batch of gpt2_124m stays below, of 4,096 tokens, and one sequence of llama3_8b is
@@ -61,7 +61,7 @@ def check_takes_loss(plan: Plan, module: Any) -> Plan:
     Raises:
         ConfigError: the user named a way, and the module has no `choose_loss`.
     """
-    return for_module(plan, "loss", choose_loss_of(module) is not None, otherwise="full")
+    return for_module(plan, "loss", optional(module, "choose_loss") is not None, otherwise="full")
 
 
 def explain_loss(plan: Plan) -> list[str]:

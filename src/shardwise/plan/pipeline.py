@@ -13,7 +13,7 @@ from shardwise.plan.decoder import decoder_of
 from shardwise.plan.pipeline_schedule import check_schedule
 from shardwise.plan.plan import Plan
 from shardwise.plan.topology import Topology
-from shardwise.protocols import several_passes_of
+from shardwise.protocols import optional
 
 
 def check_pipeline(config: RunConfig, topology: Topology, accumulate: int) -> None:
@@ -61,7 +61,8 @@ def check_stages(plan: Plan, module_class: Any) -> tuple[Plan, str | None]:
     """
     if plan.topology.pipeline == 1:
         return plan, None
-    line, passes = None, several_passes_of(module_class, plan.module)
+    line, find = None, optional(module_class, "several_passes")
+    passes = None if find is None else find(plan.module)
     if passes is not None:
         line = (
             f"strategy.pipeline_parallel_size={plan.topology.pipeline}: a pipeline makes one pass through the layers "

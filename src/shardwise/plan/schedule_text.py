@@ -1,13 +1,11 @@
-"""Shows a pipeline's schedule as text: a diagram of time × rank, idle time and what each rank keeps."""
+"""Shows a pipeline's schedule as a table: the work, idle time and activations of each rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from string import ascii_lowercase
 
 from shardwise.errors import count
 from shardwise.plan.pipeline_schedule import (
-    Action,
     Schedule,
     Timeline,
     make_schedule,
@@ -15,40 +13,6 @@ from shardwise.plan.pipeline_schedule import (
     schedule_notice,
     simulate,
 )
-
-
-def label(action: Action, ranks: int, chunks: int) -> str:
-    """`F3`, or `F3a` for the first of several stages of a rank."""
-    chunk = action.stage // ranks
-    letter = ascii_lowercase[chunk] if chunk < len(ascii_lowercase) else f"/{chunk}"
-    return f"{action.kind}{action.micro_batch}" + letter * (chunks > 1)
-
-
-def diagram(timeline: Timeline, width: int = 120) -> list[str]:
-    """A line for each rank in the order of the layers, and time from left to right, in blocks of at most `width`.
-
-    Each action is as wide as it is long, `.` is waiting.
-    """
-    ranks = len(timeline.spans)
-    chunks = 1 + max(action.stage for own in timeline.spans for action, _, _ in own) // ranks
-    spans = [(label(action, ranks, chunks), begin, end) for own in timeline.spans for action, begin, end in own]
-    scale = max((len(text) + 1) / (end - begin) for text, begin, end in spans if end > begin)
-    rows = []
-    for own in timeline.spans:
-        row = ""
-        for action, begin, end in own:
-            row += "." * (round(begin * scale) - len(row) - 1)
-            row = row.ljust(round(begin * scale))
-            row += label(action, ranks, chunks).ljust(round(end * scale) - len(row) - 1, "-") + " "
-        rows.append(row + "." * (round(timeline.total * scale) - len(row)))
-    names = [stages_of(position, ranks, chunks) for position in range(ranks)]
-    margin = max(map(len, names))
-    wide = max(20, width - margin - 3)
-    lines = []
-    for begin in range(0, len(rows[0]), wide):
-        parts = [row[begin : begin + wide].rstrip() for row in rows]
-        lines += [*(f"{name:<{margin}} | {part}" for name, part in zip(names, parts, strict=True)), ""]
-    return lines[:-1]
 
 
 def stages_of(position: int, ranks: int, chunks: int) -> str:

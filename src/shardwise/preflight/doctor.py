@@ -71,24 +71,18 @@ def _of_accelerators(machine: Machine) -> list[str]:
     found = list(machine.trouble)
     for number, one in enumerate(machine.accelerators):
         found += [f"{one.name} (number {number}): {fault}" for fault in one.faults]
-    makers = Counter(one.maker for one in machine.accelerators)
+    gpus = [one for one in machine.accelerators if one.maker == "NVIDIA"]
     built, version = machine.torch_built_for, machine.versions["torch"]
-    if version is None:
+    if version is None or not gpus:
         return found
-    target = " and ".join(f"{key} {value}" for key, value in built.items()) or "the CPU alone"
-    if makers["NVIDIA"]:
-        if "cuda" not in built:
-            found.append(f"{_gpus(makers, 'NVIDIA')}, and torch {version} is built for {target}: pip install torch "
-                         f"--index-url https://download.pytorch.org/whl/cu130")  # fmt: skip
-        found += _of_driver(machine, built.get("cuda"))
-    elif makers["AMD"] and "hip" not in built:
-        found.append(f"{_gpus(makers, 'AMD')}, and torch {version} is built for {target}: install its ROCm build, by "
-                     f"the line that https://pytorch.org/get-started/locally shows")  # fmt: skip
+    if "cuda" not in built:
+        target = " and ".join(f"{key} {value}" for key, value in built.items()) or "the CPU alone"
+        found.append(
+            f"this machine has {count(len(gpus), 'GPU')} of NVIDIA, and torch {version} is built for {target}: pip "
+            f"install torch --index-url https://download.pytorch.org/whl/cu130"
+        )
+    found += _of_driver(machine, built.get("cuda"))
     return found
-
-
-def _gpus(makers: Counter[str], maker: str) -> str:
-    return f"this machine has {count(makers[maker], 'GPU')} of {maker}"
 
 
 def _of_driver(machine: Machine, cuda: str | None) -> list[str]:
@@ -112,14 +106,12 @@ def _of_folders(machine: Machine) -> list[str]:
 
 def _notes(machine: Machine) -> list[str]:
     found = []
-    shared, makers = machine.shared_memory_gib, {one.maker for one in machine.accelerators}
+    shared = machine.shared_memory_gib
     if shared is not None and shared < _LEAST_SHARED_GIB:
         found.append(f"/dev/shm has {shared * 1024:.0f} MiB: data workers and NCCL exchange through it; "
                      f"docker run --shm-size=8g")  # fmt: skip
     if machine.cpus_granted < machine.cpus:
         found.append(f"this container may use {machine.cpus_granted} of the {machine.cpus} CPUs at a time")
-    if "Intel" in makers and makers <= {"Intel"} and "xpu" not in machine.torch_built_for:
-        found.append("torch's xpu build would compute on the Intel GPU: https://download.pytorch.org/whl/xpu")
     return found
 
 
@@ -227,7 +219,7 @@ def measure(report: Report, words: list[str]) -> None:
         text = " ".join(str(error).split())[:200]
         report.problems.append(f"measuring ended with {type(error).__name__}: {text}")
         return
-    gpus = [one for one in report.machine.accelerators if one.maker in ("NVIDIA", "AMD")]
+    gpus = [one for one in report.machine.accelerators if one.maker == "NVIDIA"]
     if gpus and report.machine.torch_built_for and all(speed.device == "CPU" for speed in report.speeds):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = f"CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "its driver does not answer torch"

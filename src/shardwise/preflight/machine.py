@@ -1,18 +1,15 @@
-"""Describes this machine for `shardwise doctor`: accelerators of four makers, CPUs, memory, disks. No torch."""
+"""Describes this machine for `shardwise doctor`: accelerators, CPUs, memory, disks. No torch."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from shardwise.devices import amd_gpus, apple_gpu, count_cpus, count_granted_cpus, intel_gpus, torch_build
 from shardwise.plan.choices import installed
@@ -74,18 +71,17 @@ class Speed:
 
 def describe_machine(runs_dir: str, root: Path = Path("/")) -> Machine:
     """Look at this machine. `root`: where the files of the system are."""
-    with ThreadPoolExecutor() as pool:  # the tools of the makers take a while each
-        found = pool.map(_safely, (_nvidia, lambda: _amd(root), lambda: _intel(root), _apple))
+    with ThreadPoolExecutor() as pool:  # the programs take a while each
         slurm = pool.submit(lambda: run_program("sbatch", "--version"))
-        makers = list(found)
+        gpus, trouble = _safely_nvidia()
         code, text = slurm.result()
     memory = _memory(root)
     folder = _existing(runs_dir)
     return Machine(
         host=platform.node(),
         system=platform.platform(),
-        accelerators=[gpu for gpus, _ in makers for gpu in gpus],
-        trouble=[line for _, lines in makers for line in lines] + _without_driver(makers[0][0], root),
+        accelerators=[*gpus, *_others(root)],
+        trouble=trouble + _without_driver(gpus, root),
         torch_built_for=torch_build(),
         cpus=count_cpus(),
         cpus_granted=count_granted_cpus(),
@@ -108,12 +104,12 @@ def describe_machine(runs_dir: str, root: Path = Path("/")) -> Machine:
 Found = tuple[list[Accelerator], list[str]]
 
 
-def _safely(look: Callable[[], Found]) -> Found:
-    """A tool that prints what nobody expects must not end the doctor."""
+def _safely_nvidia() -> Found:
+    """A nvidia-smi that prints what nobody expects must not end the doctor."""
     try:
-        return look()
+        return _nvidia()
     except Exception as error:
-        return [], [f"a maker's tool was not understood: {type(error).__name__}: {error}"]
+        return [], [f"nvidia-smi was not understood: {type(error).__name__}: {error}"]
 
 
 def _nvidia() -> Found:
@@ -159,66 +155,11 @@ def _without_driver(nvidia: list[Accelerator], root: Path) -> list[str]:
             f"container the GPUs (docker run --gpus all)"]  # fmt: skip
 
 
-def _amd(root: Path) -> Found:
-    names = amd_gpus(root)
-    if not names:
-        return [], []
-    memories = [
-        int(path.read_text()) / 2**30
-        for path in sorted((root / "sys/class/drm").glob("card*/device/mem_info_vram_total"))
-    ]
-    version = root / "sys/module/amdgpu/version"
-    driver = version.read_text().strip() if version.exists() else None
-    code, text = run_program("amd-smi", "static", "--asic", "--bus", "--vram", "--driver", "--json")
-    told = read_amd_smi(text) if code == 0 else []
-    made = []
-    for number, name in enumerate(names):
-        gpu = told[number] if number < len(told) else {}
-        memory = memories[number] if number < len(memories) else None
-        made.append(Accelerator("AMD", name or gpu.get("name") or "AMD GPU", gpu.get("memory_gib", memory),
-                                gpu.get("driver") or driver, None, gpu.get("pcie")))  # fmt: skip
-    is_open = os.access(root / "dev/kfd", os.R_OK | os.W_OK)
-    return made, [] if is_open else ["/dev/kfd may not be opened: add this user to the groups render and video"]
-
-
-def read_amd_smi(text: str) -> list[dict[str, Any]]:
-    """What `amd-smi static --json` says of each GPU: name, memory_gib, driver and pcie, where it is there."""
-    try:
-        raw = json.loads(text)
-    except ValueError:
-        return []
-    rows = raw.get("gpu_data", []) if isinstance(raw, dict) else raw
-    return [_of_amd_smi(row) for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-
-
-def _of_amd_smi(row: dict[str, Any]) -> dict[str, Any]:
-    parts = {key: value if isinstance(value, dict) else {} for key, value in row.items()}
-    asic, bus, vram, driver = (parts.get(key, {}) for key in ("asic", "bus", "vram", "driver"))
-    found: dict[str, Any] = {"name": asic.get("market_name"), "driver": driver.get("version")}
-    size = vram.get("size")
-    if isinstance(size, dict) and isinstance(size.get("value"), int | float):
-        found["memory_gib"] = size["value"] / 1024
-    speed = bus.get("max_pcie_speed")
-    rate = speed.get("value") if isinstance(speed, dict) else None
-    if bus.get("max_pcie_width") and rate:
-        found["pcie"] = f"{ {16: '4.0', 32: '5.0', 64: '6.0'}.get(rate, f'{rate} GT/s') } x{bus['max_pcie_width']}"
-    return {key: value for key, value in found.items() if value is not None}
-
-
-def _intel(root: Path) -> Found:
-    """GPUs in a processor are listed too: torch can use those of the last years."""
-    versions = [path.name for path in (root / "sys/module").glob("*") if path.name in ("xe", "i915")]
-    return [Accelerator("Intel", f"Intel GPU {number}", driver=" ".join(sorted(versions)) or None)
-            for number in intel_gpus(root)], []  # fmt: skip
-
-
-def _apple() -> Found:
-    if (release := apple_gpu()) is None:
-        return [], []
-    brand = run_program("sysctl", "-n", "machdep.cpu.brand_string")[1].strip()
-    size = run_program("sysctl", "-n", "hw.memsize")[1].strip()
-    memory = int(size) / 2**30 if size.isdigit() else None
-    return [Accelerator("Apple", f"{brand or 'Apple'} GPU", memory, f"macOS {release}")], []
+def _others(root: Path) -> list[Accelerator]:
+    """The GPUs of other makers, by name alone. Those in a processor are listed too."""
+    found = [Accelerator("AMD", name or "AMD GPU") for name in amd_gpus(root)]
+    found += [Accelerator("Intel", f"Intel GPU {number}") for number in intel_gpus(root)]
+    return [*found, Accelerator("Apple", "Apple GPU")] if apple_gpu() is not None else found
 
 
 def _memory(root: Path) -> dict[str, float]:

@@ -272,21 +272,6 @@ def profile_folder(run_dir: str | Path, step: int) -> Path:
     return Path(run_dir) / "profile" / f"step-{step:06d}"
 
 
-def profile_report(folder: Path, rank: int) -> Path:
-    """What nsys has recorded of a rank, in the folder of a profile."""
-    return folder / f"rank-{rank}.nsys-rep"
-
-
-def ncu_report(folder: Path, rank: int) -> Path:
-    """What ncu has recorded of a rank."""
-    return folder / f"rank-{rank}.ncu-rep"
-
-
-def profile_export(folder: Path, rank: int) -> Path:
-    """The same as a database, which `nsys export` writes."""
-    return folder / f"rank-{rank}.sqlite"
-
-
 def profile_memory(folder: Path, rank: int) -> Path:
     """What held memory on a rank in the steps of a profile; a picture of the same name lies beside."""
     return folder / f"memory-rank-{rank}.json"

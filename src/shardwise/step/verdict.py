@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from shardwise.distributed.collectives import mean_over
 from shardwise.distributed.mesh import Mesh
 from shardwise.plan import Plan
-from shardwise.protocols import reads_found_inf
+from shardwise.protocols import optional
 from shardwise.step.spikes import SpikeDetector
 
 
@@ -89,7 +89,7 @@ class StepVerdict:
         # A fused SGD that has no state yet would read its momentum from uninitialised memory.
         # Apple's kernels take the flag and do nothing with it.
         fused = getattr(optimizer, "_step_supports_amp_scaling", False) and gradient_norm.device.type != "mps"
-        reads = fused or reads_found_inf(optimizer)
+        reads = fused or bool(optional(optimizer, "reads_found_inf"))
         if reads and optimizer.state:
             optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
             self.step_skipped = self._found_inf

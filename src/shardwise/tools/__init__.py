@@ -25,11 +25,11 @@ TOOLS = {
     "doctor": "what is this machine, what is installed, and what keeps a run from training?",
     "export": "a run's weights for others to read: safetensors, Hugging Face, torch",
     "generate": "text that a run's model writes, from a prompt or a file of them",
-    "prepare": "text into token shards, for data=token_shards; images into tar shards",
+    "prepare": "text into token shards, for data=token_shards",
     "preflight": "are the machines that a run would be on what they should be, and do they work together?",
     "profile": "where the time of a step goes, in a run that is under way",
     "report": "a page about a run, or about several side by side, also where they died",
-    "schedule": "which rank of a pipeline does what when, how long it waits and what it keeps",
+    "schedule": "how long each rank of a pipeline waits, and what it keeps",
     "submit": "a run to Slurm, once it is known that it can work",
     "watch": "how is a run, now and as it goes on?",
 }

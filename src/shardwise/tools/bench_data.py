@@ -129,7 +129,7 @@ def _check_data(plan: Plan) -> None:
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
     from shardwise.config.targets import check, locate
-    from shardwise.protocols import check_of
+    from shardwise.protocols import optional
     from shardwise.trainer import build_data
 
     if plan.data is None:
@@ -149,7 +149,7 @@ def _check_data(plan: Plan) -> None:
     assert data is not None
     if not is_overridden("train_dataloader", data, LightningDataModule):
         raise ConfigError(f"{name} has no train_dataloader, so there is nothing to measure: define it")
-    if (look := check_of(data)) is not None:
+    if (look := optional(data, "check")) is not None:
         look()
     data.prepare_data()
 

@@ -1,16 +1,12 @@
-"""Reads the data of each rank of a node in a process of its own, all at the same time, for bench_data.py."""
+"""Times the data of each rank of a node in a process of its own, all at the same time, for bench_data.py."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import subprocess
-import sys
-import tempfile
 import time
-from contextlib import ExitStack
-from pathlib import Path
+from multiprocessing import get_context
+from multiprocessing.connection import wait
 from typing import Any
 
 from shardwise.data.bench import Row, time_batches
@@ -18,7 +14,6 @@ from shardwise.errors import ConfigError, count
 from shardwise.launch.local import rank_environment
 from shardwise.plan import Plan
 from shardwise.process.parent import die_with_parent
-from shardwise.run_dir.files import write_whole
 
 _START_SECONDS = 300  # for the first batch of every loader
 
@@ -29,83 +24,60 @@ def measure(plan: Plan, workers: int, seconds: float) -> tuple[Row, dict[str, An
     Raises:
         ConfigError: a loader cannot be read, or has no batch for too long.
     """
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-bench-")))
-        environment = rank_environment(plan.topology.devices, _free_port())
-        loaders = [
-            stack.enter_context(_Loader(plan, rank, seconds, folder, environment))
-            for rank in range(plan.topology.devices)
-        ]
-        deadline = time.monotonic() + _START_SECONDS
-        starts = [loader.wait_for("ready", deadline) for loader in loaders]
-        for loader in loaders:
-            loader.go()
-        deadline = time.monotonic() + 4 * seconds + _START_SECONDS
-        results = [loader.wait_for("result", deadline) for loader in loaders]
+    results = _read_all(plan, seconds)
     batches = sum(result["batches"] / result["seconds"] for result in results)
     samples = batches * plan.micro_batch_size
-    first = starts[0]
-    weight = None if first["weight_per_sample"] == 1 else first["weight_per_sample"]  # samples stand in the table
+    weight = results[0]["weight_per_sample"]
     row = Row(
         workers=workers,
-        startup_seconds=max(start["startup_seconds"] for start in starts),
+        startup_seconds=max(result["startup_seconds"] for result in results),
         batches_per_second=batches,
         samples_per_second=samples,
-        weights_per_second=None if weight is None else weight * samples,
+        weights_per_second=None if weight in (None, 1) else weight * samples,  # samples stand in the table
     )
-    return row, first
+    return row, results[0]
 
 
-class _Loader:
-    """A process that reads the data of one rank. It leaves its findings as files in `folder`."""
-
-    def __init__(self, plan: Plan, rank: int, seconds: float, folder: Path, environment: dict[str, str]) -> None:
-        self.rank, self.folder = rank, folder
-        self.log = (folder / f"log-{rank}").open("w+")
-        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "shardwise.tools.bench_reader", str(folder), str(seconds)], env=environment | ranks,
-            stdin=subprocess.PIPE, stdout=self.log, stderr=self.log, text=True,
-        )  # fmt: skip
-        self._tell(json.dumps(plan.to_json()))
-
-    def __enter__(self) -> _Loader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()  # its workers end with it
-        self.process.wait()
-        self.log.close()
-
-    def go(self) -> None:
-        self._tell("go")
-
-    def wait_for(self, name: str, deadline: float) -> dict[str, Any]:
-        path = self.folder / f"{name}-{self.rank}"
-        while not path.exists():
-            if (code := self.process.poll()) is not None and not path.exists():
-                self.log.seek(0)
-                lines = [line for line in self.log.read().splitlines() if line.strip()]
-                refused = [line for line in lines if line.startswith("error: ")]
-                if refused:
-                    raise ConfigError(refused[-1].removeprefix("error: "))
-                last = lines[-1] if lines else "it printed nothing"
-                raise ConfigError(f"the data of rank {self.rank} cannot be read (exit code {code}): {last}")
-            if time.monotonic() > deadline:
+def _read_all(plan: Plan, seconds: float) -> list[dict[str, Any]]:
+    """What the process of each rank has measured."""
+    ranks = plan.topology.devices
+    context = get_context("spawn")
+    barrier, environment = context.Barrier(ranks), rank_environment(ranks, _free_port())
+    processes, waiting, results = [], {}, dict[int, dict[str, Any]]()
+    try:
+        for rank in range(ranks):
+            answer, send = context.Pipe(duplex=False)
+            given = (plan.to_json(), rank, seconds, environment, barrier, send)
+            processes.append(context.Process(target=_answer, args=given))
+            processes[-1].start()
+            send.close()  # so that the end of the process is the end of the pipe
+            waiting[answer] = rank
+        limit = 4 * seconds + 2 * _START_SECONDS
+        deadline = time.monotonic() + limit
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
                 raise ConfigError(
-                    f"the data of rank {self.rank} gave no batch within {_START_SECONDS} s: look whether a worker "
-                    f"waits for a disk or a network"
+                    f"the data were not read within {limit:.0f} s: look whether a worker waits for a disk or a network"
                 )
-            time.sleep(0.02)
-        return dict(json.loads(path.read_text()))
+            for answer in ready:
+                rank = waiting.pop(answer)  # type: ignore[arg-type]
+                results[rank] = _received(answer, rank)
+    finally:
+        for process in processes:
+            process.kill()  # its workers end with it
+            process.join()
+    return [results[rank] for rank in range(ranks)]
 
-    def _tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(line + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended, and wait_for says why
+
+def _received(answer: Any, rank: int) -> dict[str, Any]:
+    try:
+        found = answer.recv()
+    except EOFError:
+        found = f"the data of rank {rank} cannot be read: its process was killed"
+    if isinstance(found, str):
+        raise ConfigError(found)
+    return dict(found)
 
 
 def _free_port() -> int:
@@ -115,8 +87,23 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def read_here(folder: Path, seconds: float) -> None:
-    """In a process of its own: read this rank's data, and leave what was measured in `folder`."""
+def _answer(plan: str, rank: int, seconds: float, environment: dict[str, str], barrier: Any, send: Any) -> None:
+    """In a process of its own: send what was measured, or what is wrong as text."""
+    os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    die_with_parent()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)  # what the user's code prints
+    os.dup2(nowhere, 2)
+    try:
+        send.send(_measured(Plan.from_json(plan), rank, seconds, barrier))
+    except ConfigError as error:
+        send.send(str(error))
+    except Exception as error:
+        send.send(f"the data of rank {rank} cannot be read: {type(error).__name__}: {error}")
+    os._exit(0)  # the workers end with this process
+
+
+def _measured(plan: Plan, rank: int, seconds: float, barrier: Any) -> dict[str, Any]:
     import torch
 
     from shardwise.data.loaders import TrainLoader
@@ -124,7 +111,6 @@ def read_here(folder: Path, seconds: float) -> None:
     from shardwise.protocols import flops_of, loss_weight_unit_of
     from shardwise.trainer import build_data, build_module
 
-    plan, rank = Plan.from_json(json.loads(sys.stdin.readline())), int(os.environ["RANK"])
     # Only one process builds the module, which may be large, and only for what it says about a batch.
     module = build_module(plan) if rank == 0 else None
     begin = time.perf_counter()
@@ -143,11 +129,10 @@ def read_here(folder: Path, seconds: float) -> None:
         found["unit"] = loss_weight_unit_of(module)
         found["weight_per_sample"] = weigh(first) / plan.micro_batch_size if weigh else None
         found["flops_per_sample"] = flops(first) / plan.micro_batch_size if flops else None
-    write_whole(folder / f"ready-{rank}", json.dumps(found))
-    sys.stdin.readline()
+    barrier.wait()
     ready = getattr(given, "num_workers", 0) * (getattr(given, "prefetch_factor", None) or 0)
-    number, passed = time_batches(_Continued(batches, loader), seconds, ready)
-    write_whole(folder / f"result-{rank}", json.dumps({"batches": number, "seconds": passed}))
+    found["batches"], found["seconds"] = time_batches(_Continued(batches, loader), seconds, ready)
+    return found
 
 
 class _Continued:
@@ -159,14 +144,3 @@ class _Continued:
     def __iter__(self) -> Any:
         begun, self.begun = self.begun, None
         return iter(self.loader) if begun is None else begun
-
-
-if __name__ == "__main__":
-    die_with_parent()
-    try:
-        read_here(Path(sys.argv[1]), float(sys.argv[2]))
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # the workers end with this process

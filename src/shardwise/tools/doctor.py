@@ -11,7 +11,7 @@ from shardwise.tools import read_words
 HELP = """\
 usage: shardwise doctor [--measure] [--json] [cluster=NAME] [runs_dir=DIR]
 
-What this machine is, in about a second: accelerators of NVIDIA, AMD, Intel and Apple with drivers, memory and links,
+What this machine is, in about a second: NVIDIA's GPUs with driver, memory and links, the names of other accelerators,
 CPUs, memory, disk, versions, and which optional packages are installed, with what each missing one would bring.
 Problems come first.
 

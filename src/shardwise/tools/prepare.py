@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from shardwise.data.prepare.images import ImagesConfig, prepare_images
 from shardwise.data.prepare.inputs import split_words
 from shardwise.data.prepare.options import PrepareConfig
 from shardwise.data.prepare.run import prepare
-from shardwise.errors import ConfigError
 from shardwise.process.signals import ends_as_at_ctrl_c
 from shardwise.tools import read_words
 
@@ -33,16 +31,6 @@ INPUT, or input=INPUT,…: files, folders and patterns ('books/**/*.jsonl'; quot
   pad_vocabulary_to=N       the vocabulary that the shards state, at least the tokenizer's
 
 Started again after an interruption, with the same words, it goes on from what is done.
-
-usage: shardwise prepare kind=images input=FOLDER output=FOLDER [key=value …]
-
-Packs images into tar shards, which train.py reads with data=webdataset. FOLDER holds train/<class>/*.jpg and
-validation/<class>/… (.jpeg and .png too), or <class>/… alone. Every image is decoded once and packed unchanged.
-
-  validation=0.05           share that is held out, chosen by the names, where FOLDER has no train/
-  on_error=stop|skip        at an image that cannot be decoded: stop, or leave it out and list it
-  processes=N               all CPUs; the shards are the same with any number
-  shard_bytes=268435456     the most bytes of a tar file's images
 """
 
 
@@ -53,14 +41,6 @@ def run(words: list[str]) -> None:
         ConfigError: a word is wrong, an input cannot be read, or the folder has other content.
     """
     inputs = [word.partition("=")[2] for word in words if word.startswith("input=")]
-    others = [word for word in words if not word.startswith("input=")]
-    kinds = [word.partition("=")[2] for word in others if word.startswith("kind=")]
     with ends_as_at_ctrl_c():
-        if kinds == ["images"]:
-            alone, of_images = read_words(others, ImagesConfig)
-            prepare_images([*inputs, *alone], of_images)
-            return
-        if kinds not in ([], ["text"]):
-            raise ConfigError(f"kind={','.join(kinds)}: must be text, which is the default, or images")
-        alone, config = read_words([word for word in others if not word.startswith("kind=")], PrepareConfig)
+        alone, config = read_words([word for word in words if not word.startswith("input=")], PrepareConfig)
         prepare([part for word in [*inputs, *alone] for part in split_words(word)], config)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.launch.nsight import export_and_read
-from shardwise.run_dir.files import PLAN, PROFILE_REQUEST, PROFILE_TABLE, SUMMARY, is_locked, profile_report
+from shardwise.run_dir.files import PLAN, PROFILE_REQUEST, PROFILE_TABLE, SUMMARY, is_locked
 from shardwise.run_dir.profile_request import (
     MOST_STEPS,
     Answer,
@@ -33,7 +32,7 @@ run's folder, runs/NAME. The run's losses and weights stay the same to the bit. 
   stacks=true               names the line of Python behind each operation; the profiled steps become much slower
   wait_seconds=N            give up after this time; a run that validates or saves answers after that
 
-RUN may also be a folder with traces (rank-0.json.gz) or reports of nsys (rank-0.nsys-rep): they are read anew.
+RUN may also be a folder with traces (rank-0.json.gz): they are read anew.
 
 `--steps 1`, `--ranks all` and `--stacks` are read too. What a run does from its start on: train.py … profile.start=N
 """
@@ -90,8 +89,8 @@ def run(words: list[str]) -> None:
 
 
 def ranks_in(folder: Path) -> list[int]:
-    """The ranks that a folder has a trace of, or a report of nsys."""
-    found = (re.fullmatch(r"rank-(\d+)\.(json\.gz|nsys-rep|sqlite)", path.name) for path in folder.glob("rank-*"))
+    """The ranks that a folder has a trace of."""
+    found = (re.fullmatch(r"rank-(\d+)\.json\.gz", path.name) for path in folder.glob("rank-*"))
     return sorted({int(name[1]) for name in found if name})
 
 
@@ -99,11 +98,8 @@ def read_folder(folder: Path, ranks: list[int]) -> str:
     """The table of the profile in `folder`.
 
     Raises:
-        DataError: a trace or a report is damaged, or nsys cannot export it.
+        DataError: a trace is damaged.
     """
-    exported = [rank for rank in ranks if profile_report(folder, rank).exists()]
-    if exported:
-        return export_and_read(folder, exported)
     from shardwise.metrics.profile_summary import read_profile
 
     return read_profile(folder, ranks)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
-from shardwise.plan.pipeline_schedule import Timeline, make_schedule, schedule_notice, simulate
+from shardwise.plan.pipeline_schedule import make_schedule, schedule_notice, simulate
 from shardwise.plan.pipeline_split import check_split, split_units, stage_costs
-from shardwise.plan.schedule_text import describe, diagram
+from shardwise.plan.schedule_text import describe
 from shardwise.tools import read_words
 
 HELP = """\
 usage: shardwise schedule [pipeline_parallel_size=4] [pipeline_schedule=1f1b] [micro_batches=8] [WORD=VALUE …]
 
-Who does what when in a pipeline: a diagram of time × rank, the time that ranks wait, and the activations that each of
-them keeps. F3 is the forward of micro-batch 3, B3 its backward; with several stages a rank, F3a is that of its first.
-Ranks stand in the order of the layers. docs/parallelism.md
+The time that the ranks of a pipeline work and wait, and the activations that each of them keeps. Ranks stand in the
+order of the layers. docs/parallelism.md
 
   pipeline_parallel_size=N       ranks of the pipeline
   pipeline_schedule=NAME         gpipe, 1f1b or interleaved
@@ -27,7 +25,6 @@ Ranks stand in the order of the layers. docs/parallelism.md
   head_layers=X                  what the head costs, in layers: 2.4 for Llama 3 8 B. Stages are cut with it in mind
   pipeline_split=[9,9,8,6]       layers of each stage; left out: cut so that the slowest stage is as fast as it can be
   backward=2                     what a backward costs, in forwards; 3 with activation checkpointing
-  picture=FILE.png               the diagram as a picture
 
 The words of a run are read too: strategy.pipeline_chunks=2.
 """
@@ -43,14 +40,13 @@ class Options:
     head_layers: float = 0.0
     pipeline_split: str = ""
     backward: float = 2.0
-    picture: str | None = None
 
 
 def run(words: list[str]) -> None:
     """Print a schedule.
 
     Raises:
-        ConfigError: there is no such schedule, or a picture cannot be written.
+        ConfigError: there is no such schedule.
     """
     alone, options = read_words([word.removeprefix("strategy.") for word in words], Options)
     if alone:
@@ -61,27 +57,11 @@ def run(words: list[str]) -> None:
     schedule = make_schedule(name, ranks, options.pipeline_chunks, options.micro_batches)
     split, forward = _cut(options, ranks * options.pipeline_chunks)
     timeline = simulate(schedule, forward, [options.backward * cost for cost in forward])
-    if options.picture is not None:
-        _draw(name, timeline, options.picture)
-    width = shutil.get_terminal_size((120, 24)).columns
-    lines = [*diagram(timeline, width), "", *describe(name, schedule, timeline, split)]
+    lines = describe(name, schedule, timeline, split)
     notice = schedule_notice(ranks, options.micro_batches)
     text = "\n".join([*lines, *([notice] if notice else [])])
     encoding = sys.stdout.encoding or "ascii"
     print(text.encode(encoding, "replace").decode(encoding))
-    if options.picture is not None:
-        print(f"picture: {options.picture}")
-
-
-def _draw(name: str, timeline: Timeline, picture: str) -> None:
-    if not picture.endswith(".png"):
-        raise ConfigError(f"picture={picture}: give the name of a file that ends in .png")
-    from shardwise.metrics.parallel_pictures import draw_schedule
-
-    try:
-        draw_schedule(name, timeline, picture)
-    except OSError as error:
-        raise ConfigError(f"picture={picture} cannot be written: {error.strerror}; give another file") from None
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from torch import nn
 from shardwise.checkpoint.state import COMPILED
 from shardwise.errors import ConfigError, class_name, count, did_you_mean
 from shardwise.plan import Plan
-from shardwise.protocols import head_name_of
+from shardwise.protocols import optional
 
 BACKBONE = "backbone"  # everything but the head, if no part has this name
 
@@ -53,7 +53,7 @@ def frozen_names(plan: Plan, module: LightningModule) -> Callable[[str], bool]:
         ConfigError: the module has no part of this name.
     """
     names = {_plain(name) for name, _ in [*module.named_modules(), *module.named_parameters()]} - {""}
-    head = head_name_of(module)
+    head = optional(module, "head_name")
     parts = []
     for part in plan.freeze:
         if part in names:

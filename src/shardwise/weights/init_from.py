@@ -16,7 +16,7 @@ from shardwise.checkpoint.metadata import read_metadata
 from shardwise.checkpoint.state import ShardedState, persistent_buffers, unlike, without_missing
 from shardwise.errors import ConfigError, count
 from shardwise.plan import Plan
-from shardwise.protocols import head_name_of, hugging_face_names_of
+from shardwise.protocols import optional
 from shardwise.run_dir.files import MANIFEST
 from shardwise.weights.safetensors import list_weights
 
@@ -89,7 +89,7 @@ def _names(
     names = {ours: theirs for ours, theirs in names.items()
              if theirs in found or not theirs.endswith("num_batches_tracked")}  # fmt: skip
     kept = ""
-    if plan.stage == "fit" and (head := head_name_of(module)) is not None:
+    if plan.stage == "fit" and (head := optional(module, "head_name")) is not None:
         of_head = {ours: theirs for ours, theirs in names.items() if ours.startswith(f"{head}.")}
         there = {theirs.removesuffix(ours.removeprefix(head)) for ours, theirs in of_head.items()}  # the head's name
         in_files = {name: shape for name, shape in found.items() if name.startswith(tuple(f"{n}." for n in there))}
@@ -117,6 +117,6 @@ def _names_in_files(
     candidates = [{name: name for name in expected}]
     if len({name.partition(".")[0] for name in expected}) == 1:
         candidates.append({name: name.partition(".")[2] or name for name in expected})
-    if (theirs := hugging_face_names_of(module)) is not None:
+    if (theirs := optional(module, "hugging_face_names")) is not None:
         candidates.append({name: name for name in expected} | theirs(plan.module))
     return max(candidates, key=lambda names: len(found.keys() & set(names.values())))

@@ -1,4 +1,4 @@
-"""What is written when all tokens are there: the report and the index."""
+"""What is written when all tokens are there: the report and the index. And whether a folder has them already."""
 
 from __future__ import annotations
 
@@ -8,22 +8,45 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from shardwise.data.prepare.first_look import CUT, refuse_all_left_out
 from shardwise.data.prepare.job import Job
+from shardwise.data.prepare.options import OnError
 from shardwise.data.prepare.parts import Flaw
 from shardwise.data.prepare.report import write_report
 from shardwise.data.prepare.training import every_nth
-from shardwise.data.prepare.work import INPUTS, SKIPPED, Totals, Work
+from shardwise.data.prepare.work import INPUTS, SKIPPED, Totals, Work, other_word
 from shardwise.data.prepare.worker import VALIDATION
-from shardwise.data.shard_index import VERSION, dtype_for
+from shardwise.data.shard_index import INDEX, VERSION, dtype_for, load_index
 from shardwise.data.shard_writer import write_index
 from shardwise.data.tokenizer import Tokenizer, digest
 from shardwise.errors import DataError, count
+from shardwise.run_dir.reading import read_text
 
 FEW_PAIRS = "the inputs have no more pairs that stand there twice"
+CUT = "cut_texts=10000 to cut it at empty lines"
 
 
-def check_splits(job: Job, folder: Path, output: Path, totals: Totals) -> None:
+def check_same(job: Job, output: Path) -> None:
+    """Raises `DataError` unless `output` was made by `job`'s words, of inputs of the same names and bytes."""
+    remedy = "remove it, or give another output="
+    made_of = load_index(output).get("made_of") if (output / INDEX).is_file() else None
+    if made_of is None:
+        raise DataError(f"{output} exists, and was not made by shardwise prepare: {remedy}")
+    if other := other_word(made_of["words"], job.words()):
+        raise DataError(f"{output} was made with {other}: {remedy}")
+    if job.tokenizer is not None and load_index(output)["tokenizer"]["sha256"] != digest(job.tokenizer):
+        raise DataError(f"{output} was made with another tokenizer of this name: {remedy}")
+    if made_of.get("skipped") and job.config.on_error is OnError.stop:
+        raise DataError(f"{output} was made with on_error=skip, and now on_error=stop: {remedy}")
+    rows = [json.loads(line) for line in read_text(output / INPUTS).splitlines()]
+    same = [(row["path"], row["size"]) for row in rows] == [(file.path, file.size) for file in job.files]
+    for row in rows if same else ():
+        with open(row["path"], "rb") as file:
+            same = same and hashlib.file_digest(file, "sha256").hexdigest() == row["sha256"]
+    if not same:
+        raise DataError(f"{output} was made from other inputs, which {output / INPUTS} lists: {remedy}")
+
+
+def check_splits(job: Job, folder: Path, totals: Totals) -> None:
     """Raises `DataError`, and removes the work, if a split has no document."""
     documents, share = totals.documents, job.config.validation
     total = sum(documents.values())
@@ -33,7 +56,11 @@ def check_splits(job: Job, folder: Path, output: Path, totals: Totals) -> None:
     skipped = folder / "shards" / SKIPPED
     rows = skipped.read_text(encoding="utf-8").splitlines() if not total and totals.skipped else []
     shutil.rmtree(folder)  # a small corpus: the next start makes it again
-    refuse_all_left_out(output, [Flaw(**json.loads(row)) for row in rows])
+    if rows:
+        raise DataError(
+            f"on_error=skip leaves out {count(len(rows), 'document')} or files, and nothing is left to prepare: "
+            f"correct the inputs, or name the field by field=…; the first is {Flaw(**json.loads(rows[0]))}"
+        )
     cut = f"{CUT}, " if job.has_long_texts else ""
     if total < 2 or not share:
         remedy = f"give {cut}validation=0, or more documents" if total else "check the inputs and field="

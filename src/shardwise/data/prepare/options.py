@@ -30,14 +30,6 @@ def fitting_vocabulary(size: int) -> int:
     return next((tokens for limit, tokens in _FITTING if size < limit), 32_768)
 
 
-def check_output(output: str) -> None:
-    """Raises `ConfigError` if `output` cannot be the name of a folder that is made."""
-    if not output:
-        raise ConfigError("output is empty: name the folder that is to be made")
-    if Path(output).name in ("", ".."):
-        raise ConfigError(f"output={output}: name a folder that is to be made, such as output=data/books")
-
-
 @dataclass
 class PrepareConfig:
     """The words of the command. `input` has the paths, patterns and folders as they were given."""
@@ -71,7 +63,10 @@ class PrepareConfig:
             raise ConfigError(
                 f"validation={self.validation}: must be at least 0 and below 1, the share of documents that is held out"
             )
-        check_output(self.output)
+        if not self.output:
+            raise ConfigError("output is empty: name the folder that is to be made")
+        if Path(self.output).name in ("", ".."):
+            raise ConfigError(f"output={self.output}: name a folder that is to be made, such as output=data/books")
         if self.pad_vocabulary_to is not None:
             dtype_for(self.pad_vocabulary_to)
         self._check_trained()

@@ -1,4 +1,4 @@
-"""What came out: report.json, report.md and lengths.png in the folder of the shards, and lines for the terminal."""
+"""What came out: report.json and report.md in the folder of the shards, and lines for the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.data.prepare.work import INPUTS, LONE, SKIPPED
 from shardwise.data.shard_index import ENDS_DTYPE
 from shardwise.errors import count
 
-REPORT, PAGE, PICTURE = "report.json", "report.md", "lengths.png"
+REPORT, PAGE = "report.json", "report.md"
 _BAR = 40  # characters of the longest bar
 _SHOWN = 20  # of what was skipped
 
@@ -22,12 +22,11 @@ Histogram = list[tuple[int, int, int]]  # (from, below, documents)
 
 
 def write_report(folder: Path, report: dict[str, Any], splits: dict[str, list[dict[str, Any]]]) -> None:
-    """Write the three files. `report` gets the histogram of lengths."""
+    """Write both files. `report` gets the histogram of lengths."""
     histogram = length_histogram(folder, splits)
     report["lengths_in_tokens"] = [{"from": a, "below": b, "documents": n} for a, b, n in histogram]
     (folder / REPORT).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", "utf-8", LONE)
     (folder / PAGE).write_text("\n".join(_page(report, folder)) + "\n", "utf-8", LONE)
-    draw(folder / PICTURE, histogram)
 
 
 def length_histogram(folder: Path, splits: dict[str, list[dict[str, Any]]]) -> Histogram:
@@ -63,22 +62,6 @@ def bars(histogram: Histogram) -> list[str]:
     return lines
 
 
-def draw(path: Path, histogram: Histogram) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    edges = [begin for begin, _, _ in histogram] + [histogram[-1][1]]
-    axes.stairs([number for _, _, number in histogram], edges, fill=True)
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("tokens of a document")
-    axes.set_ylabel("documents")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-
-
 def summary(report: dict[str, Any], histogram: bool = True) -> list[str]:
     """What the terminal shows at the end."""
     documents, tokens, size = report["documents"], report["tokens"], report["text_bytes"]
@@ -108,7 +91,7 @@ def rate_line(report: dict[str, Any]) -> str:
 def _page(report: dict[str, Any], folder: Path) -> list[str]:
     lengths = [(row["from"], row["below"], row["documents"]) for row in report["lengths_in_tokens"]]
     lines = ["# Token shards", "", *(f"{line}  " for line in summary(report, histogram=False)), ""]
-    lines += ["## Documents by their tokens", "", f"![{PICTURE}]({PICTURE})", "", "```", *bars(lengths), "```", ""]
+    lines += ["## Documents by their tokens", "", "```", *bars(lengths), "```", ""]
     lines += ["## Options", "", *(f"- `{key}={value}`" for key, value in report["options"].items()), ""]
     lines += [
         "## Inputs",

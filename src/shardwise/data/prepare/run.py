@@ -11,16 +11,14 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-from shardwise.data.prepare.compare import compare
-from shardwise.data.prepare.finish import FEW_PAIRS, check_splits, write_results
-from shardwise.data.prepare.first_look import look_first
+from shardwise.data.prepare.finish import CUT, FEW_PAIRS, check_same, check_splits, write_results
 from shardwise.data.prepare.job import Job
 from shardwise.data.prepare.options import OnError, PrepareConfig
 from shardwise.data.prepare.parts import InputChanged, Part
 from shardwise.data.prepare.progress import Progress, magnitude
 from shardwise.data.prepare.report import PAGE, REPORT, summary
 from shardwise.data.prepare.training import END, save_tokenizer, train_tokenizer
-from shardwise.data.prepare.work import TRAINED, Work, begin_or_go_on, has_begun, how_to_go_on, locked
+from shardwise.data.prepare.work import TRAINED, Work, begin_or_go_on, how_to_go_on, locked
 from shardwise.data.prepare.worker import Pool, Result, Rules, threads_off, worker_pool
 from shardwise.data.shard_index import TOKENIZER
 from shardwise.data.shard_writer import publish
@@ -53,7 +51,7 @@ def prepare(
     with locked(output, waits) as folder, threads_off(config.count_processes()):
         try:
             if output.exists() and (not output.is_dir() or any(output.iterdir())):
-                compare(job, output)
+                check_same(job, output)
                 job.say(f"{output} is complete already, from these inputs and with these words: nothing to do")
             else:
                 _refuse_link(output)
@@ -84,14 +82,17 @@ def _refuse_link(output: Path) -> None:
 
 def _make(job: Job, folder: Path, output: Path) -> None:
     config = job.config
+    if config.validation and len(job.files) == 1 and job.has_whole_texts:
+        raise DataError(
+            f"validation={config.validation} of 1 document leaves no document for validation: {job.files[0].path} is "
+            f"one document; give {CUT}, or validation=0"
+        )
     identity = {
         "words": job.words() | {"part_bytes": job.part_bytes},
         "tokenizer": None if job.tokenizer is None else digest(job.tokenizer),
         "on_error": config.on_error.value,
     }
     begin_or_go_on(folder, identity, [[file.path, file.size, file.changed] for file in job.files])
-    if not has_begun(folder):
-        look_first(job, output)
     tokenizer = job.tokenizer or _trained(job, folder)
     save_tokenizer(tokenizer, folder / TOKENIZER)
     vocab_size, processes = job.vocab_size(tokenizer), config.count_processes()
@@ -107,7 +108,7 @@ def _make(job: Job, folder: Path, output: Path) -> None:
                 job.say(f"goes on after {done}, which an earlier start has made")
             _tokenize(job, pool, work)
             splits = work.finish()
-        check_splits(job, folder, output, work.totals)
+        check_splits(job, folder, work.totals)
         bare = pool.measure()
     write_results(job, work, splits, tokenizer, bare)
     publish(work.shards, output)

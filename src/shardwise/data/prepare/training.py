@@ -57,7 +57,7 @@ def _texts(job: Job) -> Iterator[str]:
             for item in documents(part, config.field):
                 if isinstance(item, Flaw):
                     if config.on_error.value == "stop":
-                        raise DataError(f"{item}")
+                        raise DataError(f"{item} (on_error=skip leaves such out and lists them)")
                 elif held_out_number(item[1]) >= config.validation:
                     yield item[0]
         number += 1

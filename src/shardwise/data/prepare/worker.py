@@ -60,7 +60,7 @@ class Result:
 
 
 def held_out_number(raw: bytes) -> float:
-    """A number in [0, 1) from a document's text, or an image's name, alone. Below the share, it is held out."""
+    """A number in [0, 1) from a document's text alone. Below the share, it is held out."""
     return int.from_bytes(hashlib.sha256(raw).digest()[:6], "big") / (1 << 48)
 
 

@@ -1,19 +1,18 @@
 """Reads a profile of some steps: where does each step's time go, and which rank is slow for what reason?
 
-    trace = read_trace("rank-0.json.gz")          # or read_nsys_sqlite("rank-0.sqlite")
+    trace = read_trace("rank-0.json.gz")
     summary = summarize(trace, rank=0)            # .to_json(), ProfileSummary.from_json(text)
     print(table(summary))
     draw(summary, trace, "rank-0.png")
     summarize_ranks([summary, …])                 # .text says which rank is slow
 
-No torch is imported here. A program that records a trace helps the reader by annotations (record_function or NVTX):
+No torch is imported here. A program that records a trace helps the reader by annotations (record_function):
 `shardwise::data`, `shardwise::forward`, `shardwise::backward`, `shardwise::optimizer`, `shardwise::save` and
 `shardwise::validation` around phases, and `shardwise::step#N` around a step where torch.profiler's own
 `ProfilerStep#N` is missing.
 """
 
 from shardwise.metrics.profile.chrome import read_trace
-from shardwise.metrics.profile.nsys import read_nsys_sqlite
 from shardwise.metrics.profile.picture import draw
 from shardwise.metrics.profile.ranks import RanksSummary, summarize_ranks
 from shardwise.metrics.profile.summary import ProfileSummary, summarize
@@ -21,6 +20,5 @@ from shardwise.metrics.profile.table import table
 from shardwise.metrics.profile.trace import Trace
 
 __all__ = [
-    "ProfileSummary", "RanksSummary", "Trace", "draw", "read_nsys_sqlite", "read_trace", "summarize", "summarize_ranks",
-    "table",
+    "ProfileSummary", "RanksSummary", "Trace", "draw", "read_trace", "summarize", "summarize_ranks", "table",
 ]  # fmt: skip
