@@ -251,7 +251,7 @@ def work_of(words: list[str]) -> roofline.Work:
     ranks, in_8_bits = int(config.devices or 1), "8bit" in str(config.optimizer)
     return roofline.Work(
         config.module["model"], config.global_batch_size / ranks, config.data["sequence_length"],
-        shards=1 if config.strategy.name.value == "ddp" else getattr(config.strategy, "shard_size", None) or ranks,
+        shards=1 if config.strategy.name == "ddp" else getattr(config.strategy, "shard_size", None) or ranks,
         optimizer_bytes=roofline.update_bytes(in_8_bits=in_8_bits, weights_in_16_bits=in_16_bits),
         fp8=config.precision.name.value == "fp8",
         recompute=checkpointing.name.value, recomputed_layers=1 / checkpointing.every_n_layers,

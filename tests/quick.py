@@ -99,6 +99,9 @@ CI: dict[str, list[str]] = {
     "images": [
         "test_digits.py::test_digits_are_learned_alike_under_every_strategy",
     ],
+    "a new strategy": [
+        "test_toy_strategy.py::test_a_file_and_a_row_are_a_strategy_that_trains_like_ddp",
+    ],
     "own module": [
         "test_anybodys_module.py::test_every_strategy_equals_the_plain_loop[ConvNet]",
         "test_anybodys_module.py::test_validation_is_the_same_on_one_rank_and_two[ConvNet]",

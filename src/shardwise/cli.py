@@ -153,10 +153,10 @@ def check_targets(plans: list[Plan], jobs: Sequence[Job] = ()) -> list[Plan]:
     for plan, job in zip_longest(plans, jobs):
         check_weights(plan)
         check_profiler(plan)
-        if plan.strategy.zero_stage and find_spec("deepspeed") is None:
+        if (package := plan.strategy.capabilities.package) and find_spec(package.lower()) is None:
             raise ConfigError(
-                f"strategy={plan.strategy.name} needs DeepSpeed, which is not installed: "
-                f"pip install -r requirements-deepspeed.txt"
+                f"strategy={plan.strategy.name} needs {package}, which is not installed: "
+                f"pip install -r requirements-{package.lower()}.txt"
             )
         if plan.precision.fp8 is not None and find_spec("torchao") is None:
             raise ConfigError("precision=fp8 needs torchao, which is not installed: pip install -e '.[torchao]'")

@@ -153,13 +153,10 @@ def _check_by_hand(plan: Plan, name: str) -> None:
     """Refuse what a module that optimizes by hand cannot have, and options that it takes care of itself.
 
     Raises:
-        ConfigError: ZeRO, a pipeline, a tensor axis, or such an option is set.
+        ConfigError: a strategy that cannot, a pipeline, a tensor axis, or such an option is set.
     """
-    if plan.strategy.zero_stage:  # this comes before Lightning's own message, that it cannot clip
-        raise ConfigError(
-            f"{name} optimizes by hand, which {plan.strategy.name} cannot do: DeepSpeed's engine owns one optimizer "
-            f"and its step; use strategy=ddp or fsdp"
-        )
+    if reason := plan.strategy.capabilities.manual_steps:  # before Lightning's own message, that it cannot clip
+        raise ConfigError(f"{name} optimizes by hand, which {plan.strategy.name} cannot do: {reason}")
     for axis in ("pipeline", "tensor"):
         if getattr(plan.topology, axis) > 1:
             raise ConfigError(f"{name} optimizes by hand, which strategy.{axis}_parallel_size cannot do: leave it out")

@@ -23,7 +23,6 @@ from shardwise.config.groups import (
     FsdpConfig,
     LoggerConfig,
     PrecisionConfig,
-    StrategyName,
 )
 from shardwise.config.help import config_groups
 from shardwise.config.paths import CONF
@@ -32,6 +31,7 @@ from shardwise.config.targets import build, check
 from shardwise.errors import ConfigError
 from shardwise.launch.host import planned_host
 from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan.capabilities import STRATEGIES
 from shardwise.plan.layers import SAVED
 from shardwise.plan.plan import ActivationCheckpointing, Compile
 
@@ -201,11 +201,11 @@ def test_this_machines_peak_is_that_of_the_cluster_with_its_gpu(
 
 def test_a_strategys_file_has_the_keys_and_defaults_of_its_schema() -> None:
     variants = {"fsdp_copies": FsdpConfig(symmetric_memory=None)}  # of a strategy; not one of their own
-    assert set(GROUPS["strategy"]) == set(StrategyName.__members__) | variants.keys()
+    assert set(GROUPS["strategy"]) == STRATEGIES.keys() | variants.keys()
     for option, config in variants.items():
         assert read(f"strategy={option}").strategy == config
     for name, kind in STRATEGY_CONFIGS.items():
-        values = load(CONF / "strategy" / f"{name.value}.yaml")
+        values = load(CONF / "strategy" / f"{name}.yaml")
         assert values.keys() == {f.name for f in dataclasses.fields(kind)}
         assert bind(kind, values, "strategy") == kind()
 
@@ -251,7 +251,7 @@ def test_cfg_job_is_yaml_that_loads_back(line: tuple[str, str]) -> None:
 
 def test_a_sweep_is_every_combination_each_in_its_own_folder() -> None:
     jobs = compose(["-m", "micro_batch_size=1,2", "strategy=ddp,fsdp", "seed=5"]).jobs
-    said = [(job.config.micro_batch_size, job.config.strategy.name.value, job.config.seed) for job in jobs]
+    said = [(job.config.micro_batch_size, job.config.strategy.name, job.config.seed) for job in jobs]
     assert said == [(1, "ddp", 5), (1, "fsdp", 5), (2, "ddp", 5), (2, "fsdp", 5)]
     _, plans = make_run_plans(jobs, DGX)
     assert [Path(plan.run_dir).name for plan in plans] == [plan.run_id for plan in plans]
@@ -265,7 +265,7 @@ def test_ranges_and_choices_are_swept() -> None:
     ]
     for words, found in (("zero*", ["zero1", "zero2", "zero3"]), ("zero*,exclude=zero2", ["zero1", "zero3"])):
         jobs = compose(["-m", f"strategy=glob({words})"]).jobs
-        assert [job.config.strategy.name.value for job in jobs] == found
+        assert [job.config.strategy.name for job in jobs] == found
     with pytest.raises(ConfigError, match="matches none of ddp, fsdp"):
         compose(["-m", "strategy=glob(x*)"])
     with pytest.raises(ConfigError, match="only a group has a glob"):

@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from shardwise.config.bind import as_yaml, bind
 from shardwise.config.cluster import ClusterConfig
 from shardwise.config.explain import check_cluster, check_numbers, check_open, explain
-from shardwise.config.groups import STRATEGY_CONFIGS, StrategyName
+from shardwise.config.groups import STRATEGY_CONFIGS, PlainConfig, StrategyConfig
 from shardwise.config.help import config_groups, help_text
 from shardwise.config.meant import as_text, without_dashes
 from shardwise.config.paths import CONF
@@ -281,10 +281,20 @@ def _typed(plain: dict[str, Any]) -> RunConfig:
             )
     check_open(plain)
     strategy = plain.get("strategy")
-    name = bind(StrategyName, strategy.get("name") if isinstance(strategy, dict) else strategy, "strategy.name")
+    name = strategy.get("name") if isinstance(strategy, dict) else strategy
     config: RunConfig = bind(RunConfig, plain)
-    config.strategy = bind(STRATEGY_CONFIGS[name], strategy, "strategy")
+    config.strategy = bind(_options_of(name), strategy, "strategy")
     return config
+
+
+def _options_of(name: Any) -> type[StrategyConfig]:
+    if isinstance(name, str) and name in STRATEGY_CONFIGS:
+        return STRATEGY_CONFIGS[name]
+    known = [file.stem for file in sorted((CONF / "strategy").glob("*.yaml")) if "name" in OmegaConf.load(file)]
+    if name not in known:
+        near = did_you_mean(str(name), known)
+        raise ConfigError(f"strategy.name={as_yaml(name)}: must be one of {', '.join(known)}{near}")
+    return PlainConfig
 
 
 def to_plain(value: Any) -> Any:

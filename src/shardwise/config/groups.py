@@ -23,15 +23,6 @@ _UNUSED = "weights may take no part in some steps"
 _TIMEOUT = "a run that makes no progress for so many minutes is ended"
 
 
-class StrategyName(Enum):
-    ddp = "ddp"
-    fsdp = "fsdp"
-    fsdp_hybrid = "fsdp_hybrid"
-    zero1 = "zero1"
-    zero2 = "zero2"
-    zero3 = "zero3"
-
-
 class PrecisionName(Enum):
     fp64 = "fp64"
     fp32 = "fp32"
@@ -79,7 +70,7 @@ class LoggerName(Enum):
 
 @dataclass
 class DdpConfig:
-    name: StrategyName = StrategyName.ddp
+    name: str = "ddp"
     find_unused_parameters: bool = option(False, _UNUSED)
     bucket_cap_mb: int = option(25, "MB of gradients that are reduced together")
     timeout_minutes: float = option(10.0, _TIMEOUT)
@@ -87,7 +78,7 @@ class DdpConfig:
 
 @dataclass
 class FsdpConfig:
-    name: StrategyName = StrategyName.fsdp
+    name: str = "fsdp"
     reshard_after_forward: bool | int = option(
         True,
         "free a unit's gathered parameters after its forward pass; N: keep them sharded over groups of N ranks, and "
@@ -129,7 +120,7 @@ class FsdpConfig:
 
 @dataclass
 class FsdpHybridConfig(FsdpConfig):
-    name: StrategyName = StrategyName.fsdp_hybrid
+    name: str = "fsdp_hybrid"
     shard_size: int | None = option(
         None, "ranks that share one copy of the parameters; left out: the devices of one node"
     )
@@ -139,7 +130,7 @@ class FsdpHybridConfig(FsdpConfig):
 class ZeroConfig:
     """What the three stages have in common. DeepSpeed counts elements of tensors, not bytes."""
 
-    name: StrategyName
+    name: str
     find_unused_parameters: bool = option(False, _UNUSED)
     offload_optimizer: bool = option(False, "optimizer state and its step on the CPU")
     reduce_bucket_elements: int = option(25_000_000, "gradients that are reduced together (reduce_bucket_size)")
@@ -149,7 +140,7 @@ class ZeroConfig:
 
 @dataclass
 class Zero1Config(ZeroConfig):
-    name: StrategyName = StrategyName.zero1
+    name: str = "zero1"
     allgather_bucket_elements: int = option(
         25_000_000, "updated parameters that are gathered together (allgather_bucket_size)"
     )
@@ -157,12 +148,12 @@ class Zero1Config(ZeroConfig):
 
 @dataclass
 class Zero2Config(Zero1Config):
-    name: StrategyName = StrategyName.zero2
+    name: str = "zero2"
 
 
 @dataclass
 class Zero3Config(ZeroConfig):
-    name: StrategyName = StrategyName.zero3
+    name: str = "zero3"
     offload_parameters: bool = option(False, "shards wait on the CPU until they are gathered")
     prefetch_bucket_elements: int = option(
         50_000_000, "parameters that are gathered ahead of their layer (stage3_prefetch_bucket_size); 0: none"
@@ -276,12 +267,15 @@ class LoggerConfig:
     tags: list[str] = option([], "tags of the run in W&B", form="[TEXT,…]")
 
 
-StrategyConfig = DdpConfig | FsdpConfig | ZeroConfig
-STRATEGY_CONFIGS: dict[StrategyName, type[StrategyConfig]] = {
-    StrategyName.ddp: DdpConfig,
-    StrategyName.fsdp: FsdpConfig,
-    StrategyName.fsdp_hybrid: FsdpHybridConfig,
-    StrategyName.zero1: Zero1Config,
-    StrategyName.zero2: Zero2Config,
-    StrategyName.zero3: Zero3Config,
+@dataclass
+class PlainConfig:
+    """A strategy without options of its own."""
+
+    name: str
+    timeout_minutes: float = option(10.0, _TIMEOUT)
+
+
+StrategyConfig = DdpConfig | FsdpConfig | ZeroConfig | PlainConfig
+STRATEGY_CONFIGS: dict[str, type[StrategyConfig]] = {
+    kind.name: kind for kind in (DdpConfig, FsdpConfig, FsdpHybridConfig, Zero1Config, Zero2Config, Zero3Config)
 }

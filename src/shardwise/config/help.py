@@ -16,7 +16,6 @@ from shardwise.config.groups import (
     CheckpointConfig,
     CompileConfig,
     LoggerConfig,
-    StrategyName,
 )
 from shardwise.config.profiling import DebugConfig, ProfileConfig
 from shardwise.config.schema import MISSING, GuardConfig, MetricsConfig, RunConfig
@@ -75,12 +74,12 @@ def _describe_strategies() -> Iterator[str]:
     for name, kind in STRATEGY_CONFIGS.items():
         for field in dataclasses.fields(kind):
             if "says" in field.metadata:
-                described.setdefault(field.name, []).append(name.value)
+                described.setdefault(field.name, []).append(name)
     yield from ("", "What the options of a strategy cost and save: docs/large-models.md")
     for owners in dict.fromkeys(map(tuple, described.values())):
         yield from ("", f"strategy={'|'.join(owners)}:", "")
         names = {name for name, having in described.items() if tuple(having) == owners}
-        yield from _describe(STRATEGY_CONFIGS[StrategyName[owners[0]]], "strategy.", names)
+        yield from _describe(STRATEGY_CONFIGS[owners[0]], "strategy.", names)
 
 
 def _entry(left: str, says: str) -> Iterator[str]:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from shardwise.plan import Plan
+from shardwise.plan.capabilities import capabilities_of
 from shardwise.plan.plan import ActivationCheckpointing
 
 
@@ -15,6 +16,7 @@ def remedies(plan: Plan, memory: GpuMemory | None, requested: float | None) -> l
     `requested`: GiB that the allocation which failed had asked for.
     """
     strategy, ranks, trains = plan.strategy, plan.topology.world_size, plan.stage == "fit"
+    does = strategy.capabilities
     words = []
     if (smaller := smaller_micro_batch_size(plan)) is not None:
         words.append(f"micro_batch_size={smaller}" + (f" (global_batch_size={plan.global_batch_size} stays)" * trains))
@@ -22,24 +24,25 @@ def remedies(plan: Plan, memory: GpuMemory | None, requested: float | None) -> l
         words.append("activation_checkpointing=full (recomputes each repeated layer in backward)")
     if plan.loss.name == "full" and not plan.loss.reason:
         words.append("loss=chunked (the logits of some rows at a time)")
-    if strategy.name.startswith("fsdp") and strategy.reshard_after_forward is not True:
+    if strategy.reshard_after_forward is not True:
         words.append("strategy.reshard_after_forward=true")
-    if strategy.name.startswith("fsdp") and strategy.defer_gradient_sync:
+    if strategy.defer_gradient_sync:
         words.append("strategy.defer_gradient_sync=false")
     ungraphed = " compile.cudagraphs=false" * plan.compile.cudagraphs  # graphs are for ddp alone
-    sharded = "zero3" if strategy.zero_stage and plan.compile.name != "model" else "fsdp"
-    if strategy.name not in ("fsdp", "zero3") and ranks > 1:
+    sharded = does.with_more_shards
+    if sharded and ranks > 1:
+        sharded = "fsdp" if plan.compile.name == "model" and capabilities_of(sharded).compiled_step else sharded
         words.append(
             f"strategy={sharded}{ungraphed} (parameters, gradients and optimizer state sharded over the {ranks} ranks)"
         )
     if trains and plan.accelerator == "cuda" and plan.precision.name != "fp64":
-        if not strategy.zero_stage:
+        if "offload_optimizer" not in does.options:
             words.append(
                 f"strategy=zero2 strategy.offload_optimizer=true{ungraphed} (its state and step on the CPU; DeepSpeed)"
             )
         elif not strategy.offload_optimizer:
             words.append("strategy.offload_optimizer=true (its state and step on the CPU)")
-    if strategy.zero_stage == 3 and plan.accelerator == "cuda" and not strategy.offload_parameters:
+    if "offload_parameters" in does.options and plan.accelerator == "cuda" and not strategy.offload_parameters:
         words.append("strategy.offload_parameters=true")
     if memory is not None and _is_fragmented(memory, requested):
         words.append(
@@ -47,7 +50,7 @@ def remedies(plan: Plan, memory: GpuMemory | None, requested: float | None) -> l
             f"GiB are reserved and in no tensor)"
         )
     if ranks == 1:
-        words.append("devices=N strategy=fsdp, on a machine with N GPUs" if strategy.name == "ddp" else "more devices")
+        words.append("more devices" if does.shards else "devices=N strategy=fsdp, on a machine with N GPUs")
     return words or ["a smaller model, shorter samples or more devices"]
 
 

@@ -9,14 +9,14 @@ _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 def reduces_too_often(plan: Plan) -> bool:
     """Whether gradients are reduced in every micro-batch of a step, where once would do."""
-    defers = plan.strategy.defer_gradient_sync or not plan.strategy.name.startswith("fsdp")
+    defers = plan.strategy.defer_gradient_sync or "defer_gradient_sync" not in plan.strategy.capabilities.options
     return plan.accumulate_grad_batches > 1 and not defers and _shards(plan) > 1
 
 
 def _shards(plan: Plan) -> int:
     """The ranks that share the parameters, if any do."""
     topology = plan.topology
-    return topology.shard * topology.context if plan.strategy.name.startswith("fsdp") else topology.world_size
+    return topology.shard * topology.context if plan.strategy.capabilities.shards else topology.world_size
 
 
 def expected_seconds(plan: Plan, parameters: int) -> float | None:
@@ -37,29 +37,30 @@ def _sent_bytes(plan: Plan, parameters: int) -> float:
         _BYTES[dtype] * parameters * (ranks - 1) / ranks
         for dtype in (plan.precision.reduce_dtype, plan.precision.compute_dtype)
     )
-    if strategy.name in ("ddp", "zero1"):
+    if "gradients" not in strategy.capabilities.shards:
         return 2 * reduce
-    if strategy.name == "zero2":
+    if not strategy.capabilities.shards_parameters:
         return windows * reduce + gather
-    times = 2 * windows if strategy.reshard_after_forward is True or strategy.zero_stage else windows
+    times = 2 * windows if strategy.reshard_after_forward is True else windows
     return times * gather + (1 if strategy.defer_gradient_sync else windows) * reduce
 
 
 def fewer_transfers(plan: Plan) -> str:
     """The override by which the ranks send less."""
     strategy, topology = plan.strategy, plan.topology
+    does = strategy.capabilities
     if reduces_too_often(plan):
         return "strategy.defer_gradient_sync=true reduces gradients once a step, and keeps them unsharded meanwhile"
     for axis, size in (("tensor", topology.tensor), ("context", topology.context)):
         if size > 1:
             smaller = next(size // n for n in range(2, size + 1) if size % n == 0)
             return f"strategy.{axis}_parallel_size={smaller} exchanges less within each layer, where memory suffices"
-    if strategy.name.startswith("fsdp") and strategy.reshard_after_forward is True and _shards(plan) > 1:
+    if "reshard_after_forward" in does.options and strategy.reshard_after_forward is True and _shards(plan) > 1:
         return "strategy.reshard_after_forward=false gathers parameters once, and keeps them until the backward pass"
-    if strategy.name == "fsdp" and topology.nodes > 1:
-        return "strategy=fsdp_hybrid gathers parameters within a node alone"
-    if strategy.zero_stage == 3 and not strategy.offload_parameters:  # zero2 would need room for all parameters
-        return "strategy=zero2 gathers no parameters within a step"
+    if does.sends_less_between_nodes and topology.nodes > 1:
+        return does.sends_less_between_nodes
+    if does.sends_less and not strategy.offload_parameters:  # it would need room for all parameters
+        return does.sends_less
     if topology.pipeline > 1:
         return f"global_batch_size={2 * plan.global_batch_size} lets stages of the pipeline wait less for each other"
     return f"global_batch_size={2 * plan.global_batch_size} sends half as much for each sample"

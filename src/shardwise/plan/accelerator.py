@@ -6,6 +6,7 @@ from typing import Literal
 
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError, count
+from shardwise.plan.capabilities import capabilities_of
 from shardwise.plan.plan import Host
 
 AcceleratorName = Literal["cpu", "cuda", "xpu", "mps"]
@@ -70,19 +71,12 @@ def check_accelerator(config: RunConfig, accelerator: str, host: Host) -> None:
     Raises:
         ConfigError
     """
-    kind, strategy, precision = vendor(accelerator, host), config.strategy.name.value, config.precision.name.value
+    kind, strategy, precision = vendor(accelerator, host), config.strategy.name, config.precision.name.value
     if kind in ("xpu", "mps") and config.preflight:
         raise ConfigError(f"preflight=true accelerator={kind}: it knows NVIDIA's GPUs and the CPU; leave it out")
-    if kind == "xpu" and strategy.startswith("zero"):
-        raise ConfigError(
-            f"strategy={strategy} accelerator=xpu: DeepSpeed needs Intel's own extensions of torch for it, which have "
-            f"ended; use strategy=fsdp"
-        )
-    if kind == "mps" and strategy != "ddp":
-        raise ConfigError(
-            f"strategy={strategy} accelerator=mps: one process has nobody to share with; use strategy=ddp, or "
-            f"accelerator=cpu"
-        )
+    does = capabilities_of(strategy)
+    if reason := {"xpu": does.xpu, "mps": does.mps}.get(kind):
+        raise ConfigError(f"strategy={strategy} accelerator={kind}: {reason}")
     if config.precision.tf32 and kind != "cuda":
         raise ConfigError(
             f"precision={precision} needs CUDA on NVIDIA's GPUs: TensorFloat-32 is a mode of their tensor cores; "

@@ -11,10 +11,10 @@ from shardwise.config.groups import (
     PrecisionName,
     StrategyConfig,
     Zero1Config,
-    ZeroConfig,
 )
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
+from shardwise.plan.capabilities import capabilities_of
 from shardwise.plan.topology import Topology
 
 _LEAST = {
@@ -144,18 +144,15 @@ def check_beside_precision(config: RunConfig) -> None:
             f"precision=fp8 strategy.reshard_after_forward={strategy.reshard_after_forward}: FSDP2 keeps no shards "
             f"of weights that are gathered in fp8; use true or false"
         )
-    if not isinstance(strategy, ZeroConfig) or strategy.name.value != "zero1":
+    reason, usual = capabilities_of(strategy.name).buckets_in_bf16, Zero1Config()
+    if precision.compute_dtype.value != "bfloat16" or precision.parameter_dtype.value != "float32" or not reason:
         return
-    if precision.compute_dtype.value != "bfloat16" or precision.parameter_dtype.value != "float32":
+    if getattr(strategy, "offload_optimizer", False):  # then another optimizer of DeepSpeed's, which has buckets
         return
-    if strategy.offload_optimizer:  # then another optimizer of DeepSpeed's, which has buckets
-        return
-    usual = Zero1Config()
     for word in ("reduce_bucket_elements", "overlap_comm"):
         value = getattr(strategy, word)
         if value != getattr(usual, word):
             raise ConfigError(
-                f"strategy=zero1 precision={precision.name.value} strategy.{word}={str(value).lower()}: DeepSpeed's "
-                f"optimizer for bf16 masters in fp32 reduces all gradients at the end of a step and would ignore it; "
-                f"leave it out, or use strategy=zero2"
+                f"strategy={strategy.name} precision={precision.name.value} strategy.{word}={str(value).lower()}: "
+                f"{reason}"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.accelerator import WHERE, vendor
+from shardwise.plan.capabilities import capabilities_of
 from shardwise.plan.hardware import is_gpu
 from shardwise.plan.plan import Float8, Host
 
@@ -27,11 +28,8 @@ def make_float8(config: RunConfig, host: Host, accelerator: str) -> Float8 | Non
                           f"products in fp8, and leave precision.fp8 out elsewhere")  # fmt: skip
     if fp8 is None:
         return None
-    if (strategy := config.strategy.name.value).startswith("zero"):
-        raise ConfigError(
-            f"strategy={strategy} precision=fp8: fp8 is made of the fp32 weights, and DeepSpeed gives layers "
-            f"weights that it has rounded to bf16; use strategy=fsdp, or precision=bf16"
-        )
+    if reason := capabilities_of(config.strategy.name).fp8:
+        raise ConfigError(f"strategy={config.strategy.name} precision=fp8: {reason}")
     dtypes = config.precision.parameter_dtype.value, config.precision.compute_dtype.value
     if dtypes != ("float32", "bfloat16"):
         raise ConfigError(

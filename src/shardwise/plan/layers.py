@@ -7,6 +7,7 @@ import re
 from shardwise.config.bind import as_yaml
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError, did_you_mean
+from shardwise.plan.capabilities import capabilities_of
 from shardwise.plan.engine_knobs import overlaps_tensor_axis
 from shardwise.plan.plan import (
     ActivationCheckpointing,
@@ -20,14 +21,6 @@ from shardwise.plan.topology import Topology
 # What `save` may name. parallel/activation_checkpointing.py says which operations of PyTorch these are.
 SAVED = ("matmul", "every_second_matmul", "convolution", "attention", "collective", "fp8_maximum")
 _OPERATION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){1,2}")  # namespace.name or namespace.name.overload
-
-_NO_GRAPHS = {
-    "fsdp": "gathers weights into other memory in each step",
-    "fsdp_hybrid": "gathers weights into other memory in each step",
-    "zero1": "collects gradients by hooks that a replay does not call",
-    "zero2": "collects gradients by hooks that a replay does not call",
-    "zero3": "gathers weights into other memory in each step",
-}
 
 
 def make_compile(config: RunConfig, topology: Topology, accelerator: str) -> Compile:
@@ -81,14 +74,14 @@ def _check_recomputing(budget: float | None, checkpointing: str, every: int) -> 
 
 
 def _check_cudagraphs(config: RunConfig, accelerator: str) -> None:
-    strategy = config.strategy.name.value
+    strategy = config.strategy.name
     if accelerator != "cuda":
         where = "the CPU" if accelerator == "cpu" else f"accelerator={accelerator}"
         raise ConfigError(f"compile.cudagraphs=true: a CUDA graph is a GPU's of NVIDIA or AMD; leave it out on {where}")
-    if strategy in _NO_GRAPHS:
+    if reason := capabilities_of(strategy).cuda_graphs:
         raise ConfigError(
             f"compile.cudagraphs=true strategy={strategy}: a CUDA graph replays kernels on the memory that it was "
-            f"recorded with, and {strategy} {_NO_GRAPHS[strategy]}; leave it out, or use strategy=ddp"
+            f"recorded with, and {strategy} {reason}; leave it out, or use strategy=ddp"
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from shardwise.config.schema import RunConfig, Stage
 from shardwise.errors import ConfigError
+from shardwise.plan.capabilities import capabilities_of
 from shardwise.plan.nodes import target_node
 
 MUON = "shardwise.optim.muon.Muon"
@@ -28,13 +29,11 @@ def make_optimizer(config: RunConfig) -> dict[str, Any] | None:
         return None
     node = target_node("optimizer", config.optimizer)
     _check_bounds(node)
-    strategy = config.strategy.name.value
-    if config.stage is Stage.fit and strategy.startswith("zero") and node["_target_"] in _NEEDS_ROWS:
+    strategy = config.strategy.name
+    reason = config.stage is Stage.fit and capabilities_of(strategy).whole_rows
+    if reason and node["_target_"] in _NEEDS_ROWS:
         word, why = _NEEDS_ROWS[node["_target_"]]
-        raise ConfigError(
-            f"strategy={strategy} optimizer={word}: {why}, and DeepSpeed gives an optimizer flat ranges that cut rows; "
-            f"use strategy=fsdp, fsdp_hybrid or ddp, or optimizer=adamw or adamw_bf16"
-        )
+        raise ConfigError(f"strategy={strategy} optimizer={word}: {why}, and {reason}")
     return node | {"newton_schulz_dtype": _newton_schulz_dtype(config, node)} if node["_target_"] == MUON else node
 
 

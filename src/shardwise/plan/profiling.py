@@ -8,6 +8,7 @@ from typing import Literal
 from shardwise.config.profiling import DebugConfig, ProfileConfig
 from shardwise.config.schema import RunConfig, Stage
 from shardwise.errors import ConfigError, count
+from shardwise.plan.capabilities import WAITS, capabilities_of
 from shardwise.plan.topology import Topology
 
 
@@ -136,14 +137,12 @@ def make_debugging(config: RunConfig, accelerator: str) -> Debugging:
             if value is True or getattr(value, "value", "off") != "off":
                 text = "true" if value is True else value.value
                 raise ConfigError(f"debug.{word}={text} needs CUDA: nothing on {accelerator} {does}; leave it out")
-    strategy = config.strategy.name.value
-    waits = {"precision=fp16": config.precision.loss_scaling, f"strategy={strategy}": strategy.startswith("zero")}
-    for word, does_wait in waits.items():
-        if debug.sync.value == "error" and does_wait:
-            raise ConfigError(
-                f"debug.sync=error {word}: each of its steps waits for the GPU by itself; use debug.sync=warn, which "
-                f"names these places among the others"
-            )
+    strategy = config.strategy.name
+    reasons = {"precision=fp16": config.precision.loss_scaling and WAITS,
+               f"strategy={strategy}": capabilities_of(strategy).sync_errors}  # fmt: skip
+    for word, reason in reasons.items():
+        if debug.sync.value == "error" and reason:
+            raise ConfigError(f"debug.sync=error {word}: {reason}")
     return Debugging(sync=debug.sync.value, anomaly=debug.anomaly, nccl=debug.nccl.value != "off")
 
 

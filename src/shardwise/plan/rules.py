@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.config.bind import as_yaml
 from shardwise.config.schema import RunConfig, Stage
 from shardwise.errors import ConfigError, a_or_an
+from shardwise.plan.capabilities import capabilities_of
 from shardwise.plan.engine_knobs import check_beside_precision
 from shardwise.plan.plan import RESUME_ALLOW, Checkpointing, Host
 
@@ -72,7 +73,7 @@ def check_values(config: RunConfig, host: Host, accelerator: str, checkpointing:
 
 def check_pairs(config: RunConfig, accelerator: str) -> None:
     """Refuse pairs of values that exclude each other. docs/numerics.md lists them with the upstream reasons."""
-    strategy, precision = config.strategy.name.value, config.precision.name.value
+    strategy, precision = config.strategy.name, config.precision.name.value
     if config.precision.parameter_dtype.value == "float16":
         raise ConfigError(
             "precision.parameter_dtype=float16: gradients in float16 cannot be unscaled; use precision=fp16, whose "
@@ -84,27 +85,18 @@ def check_pairs(config: RunConfig, accelerator: str) -> None:
             f"{as_yaml(config.precision.loss_scaling)}: float16, and nothing else, needs a loss scale; "
             f"use precision=fp16"
         )
-    if strategy.startswith("zero") and precision == "fp64":
-        raise ConfigError(
-            f"strategy={strategy} precision=fp64: DeepSpeed keeps master weights in fp32; use precision=fp32, or "
-            f"strategy=fsdp"
-        )
-    if strategy.startswith("zero") and precision == "fp16" and accelerator == "cpu":
-        raise ConfigError(
-            f"strategy={strategy} precision=fp16 on the CPU: DeepSpeed refuses float16 there; use precision=bf16, or "
-            f"strategy=fsdp"
-        )
-    if strategy.startswith("zero") and config.gradient_clip_val and config.gradient_clip_algorithm.value == "value":
-        raise ConfigError(
-            f"strategy={strategy} gradient_clip_algorithm=value: DeepSpeed bounds the norm and nothing else; use "
-            f"gradient_clip_algorithm=norm, or strategy=ddp or fsdp"
-        )
+    does = capabilities_of(strategy)
+    by_value = config.gradient_clip_val and config.gradient_clip_algorithm.value == "value"
+    refused = {
+        "precision=fp64": precision == "fp64" and does.fp64,
+        "precision=fp16 on the CPU": precision == "fp16" and accelerator == "cpu" and does.fp16_on_cpu,
+        "gradient_clip_algorithm=value": by_value and does.clip_by_value,
+        "compile=model": config.compile.name.value == "model" and does.compiled_step,
+    }
+    for word, reason in refused.items():
+        if reason:
+            raise ConfigError(f"strategy={strategy} {word}: {reason}")
     check_beside_precision(config)
-    if strategy == "zero3" and config.compile.name.value == "model":
-        raise ConfigError(
-            "strategy=zero3 compile=model: parameters are gathered between layers, where one graph of the whole step "
-            "cannot stop; use compile=layer, or strategy=zero2"
-        )
 
 
 def check_plain(where: str, node: Any) -> None:

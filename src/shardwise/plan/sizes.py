@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shardwise.config.groups import FsdpConfig, FsdpHybridConfig
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.accelerator import check_devices
@@ -35,13 +34,9 @@ def resolve_topology(config: RunConfig, host: Host, accelerator: str) -> Topolog
                 f"devices={per_node} or fewer, and more nodes"
             )
     check_devices(devices, nodes, accelerator, host)
-    shard_size = config.strategy.shard_size if isinstance(config.strategy, FsdpHybridConfig) else None
-    axes = {}
-    if isinstance(config.strategy, FsdpConfig):
-        strategy = config.strategy
-        axes = {"context": strategy.context_parallel_size, "tensor": strategy.tensor_parallel_size,
-                "pipeline": strategy.pipeline_parallel_size}  # fmt: skip
-    return make_topology(config.strategy.name.value, nodes, devices, shard_size, **axes)
+    options = vars(config.strategy)
+    axes = {axis: options.get(f"{axis}_parallel_size", 1) for axis in ("context", "tensor", "pipeline")}
+    return make_topology(config.strategy.name, nodes, devices, options.get("shard_size"), **axes)
 
 
 def accumulation_steps(config: RunConfig, topology: Topology) -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwise.plan.capabilities import Capabilities, capabilities_of
+
 
 @dataclass(frozen=True)
 class Strategy:
-    name: Literal["ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3"]
+    name: str  # a row of plan/capabilities.py
     timeout_minutes: float
     find_unused_parameters: bool = False
     bucket_cap_mb: int = 25
@@ -33,6 +35,10 @@ class Strategy:
     sub_group_elements: int = 1_000_000_000
 
     @property
+    def capabilities(self) -> Capabilities:
+        return capabilities_of(self.name)
+
+    @property
     def zero_stage(self) -> int:
-        """The stage 1 to 3 under DeepSpeed, else 0."""
-        return int(self.name[-1]) if self.name.startswith("zero") else 0
+        """The stage 1 to 3 under DeepSpeed, else 0. It is for `strategies/`; others ask for what can be done."""
+        return len(self.capabilities.shards) if self.capabilities.owns_step else 0

@@ -8,6 +8,7 @@ from itertools import product
 from math import prod
 
 from shardwise.errors import ConfigError
+from shardwise.plan.capabilities import capabilities_of
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")  # outermost first
 _OF_MODELS = ("pipeline", "context", "tensor")  # axes whose ranks see the same samples
@@ -95,8 +96,8 @@ def make_topology(
 ) -> Topology:
     """Lay out `nodes` × `devices` ranks for a strategy.
 
-    `shard_size` (fsdp_hybrid only): ranks that share one copy of the parameters; None means those of one node.
-    `context`, `tensor`, `pipeline` (fsdp and fsdp_hybrid only): the sizes of these axes.
+    `shard_size`, where shards have replicas: ranks that share one copy of the parameters; None means those of one node.
+    `context`, `tensor`, `pipeline`: the sizes of these axes.
 
     Raises:
         ConfigError: sizes that do not divide the ranks, or a hybrid that is no hybrid.
@@ -105,13 +106,11 @@ def make_topology(
         if value < 1:
             raise ConfigError(f"{word}={value}: must be at least 1")
     world_size = nodes * devices
-    if strategy == "ddp":
-        return Topology(nodes, devices, replicate=world_size, shard=1)
-    if not strategy.startswith("fsdp"):  # zero1, zero2, zero3: something is sharded over all ranks
-        return Topology(nodes, devices, replicate=1, shard=world_size)
     axes = {"context": context, "tensor": tensor, "pipeline": pipeline}
-    data_ranks = _data_ranks(nodes, devices, axes)
-    if strategy == "fsdp":
+    data_ranks, does = _data_ranks(nodes, devices, axes), capabilities_of(strategy)
+    if not does.shards:
+        return Topology(nodes, devices, replicate=data_ranks, shard=1, **axes)
+    if not does.has_replicas:
         return Topology(nodes, devices, replicate=1, shard=data_ranks, **axes)
     in_use = {axis: size for axis, size in axes.items() if size > 1}
     ranks = f"nodes * devices = {world_size}"
@@ -120,7 +119,7 @@ def make_topology(
     if shard_size is None:
         if nodes == 1 and data_ranks > 1:
             raise ConfigError(
-                f"strategy=fsdp_hybrid on one node needs strategy.shard_size, the ranks that share one copy of the "
+                f"strategy={strategy} on one node needs strategy.shard_size, the ranks that share one copy of the "
                 f"parameters: a divisor of {ranks} (one of {_divisors(data_ranks)}); "
                 f"strategy=fsdp shards over all of them"
             )

@@ -33,10 +33,10 @@ class HostTimes:
 
     def __init__(self, plan: Plan) -> None:
         self.on_cpu = plan.accelerator == "cpu"
-        # Under the other strategies layers are gathered in the forward pass, and a rank waits there for the others
-        self.forward_is_alone = plan.strategy.name in ("ddp", "zero1", "zero2")
+        does = plan.strategy.capabilities
+        self.forward_is_alone = not does.shards_parameters  # to gather them, a rank waits there for the others
         # Each step, DeepSpeed's engine and a loss scaler make the host wait for the device
-        self.waits_unseen = not self.on_cpu and (plan.strategy.zero_stage > 0 or plan.precision.loss_scaling)
+        self.waits_unseen = not self.on_cpu and (bool(does.sync_errors) or plan.precision.loss_scaling)
         self._queue = RunQueue() if self.on_cpu else None
         self._sums = HostSums()
         self.restart()

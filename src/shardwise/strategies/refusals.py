@@ -30,11 +30,8 @@ def refuse_parameters(module: LightningModule, plan: Plan) -> None:
             f"measured or clipped here; leave sparse=True out"
         )
     complex_ones = [name for name, p in module.named_parameters() if p.is_complex() and p.requires_grad]
-    if complex_ones and strategy != "ddp" and plan.stage == "fit":
-        raise ConfigError(
-            f"{', '.join(complex_ones[:4])} holds complex numbers, and {strategy} keeps real ones alone: let the "
-            f"parameter be torch.view_as_real of it, or use strategy=ddp"
-        )
+    if complex_ones and plan.stage == "fit" and (reason := plan.strategy.capabilities.complex_numbers):
+        raise ConfigError(f"{', '.join(complex_ones[:4])} holds complex numbers, and {strategy} {reason}")
     wrapped = [name.partition(f".{COMPILED}")[0] for name, _ in module.named_parameters() if COMPILED in name]
     if wrapped and plan.strategy.zero_stage == 3:
         raise ConfigError(

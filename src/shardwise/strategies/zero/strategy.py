@@ -81,10 +81,8 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module) if training else ([], [])
         if not module.automatic_optimization or len(optimizers) > 1:
             what = f"has {len(optimizers)} optimizers" if module.automatic_optimization else "optimizes by hand"
-            raise ConfigError(
-                f"{type(module).__name__} {what}, which {self.plan.strategy.name} cannot do: DeepSpeed's engine owns "
-                f"one optimizer and its step; use strategy=ddp or fsdp"
-            )
+            reason = self.plan.strategy.capabilities.manual_steps
+            raise ConfigError(f"{type(module).__name__} {what}, which {self.plan.strategy.name} cannot do: {reason}")
         order_alike(module, optimizers, self.file_group())
         group_names: list[list[str]] = []
         if training:

@@ -1,0 +1,71 @@
+"""The table of what strategies can do: nobody else asks for a strategy's name, and the docs print it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.report import with_tables
+from shardwise.errors import ConfigError
+from shardwise.plan.capabilities import STRATEGIES, capabilities_of
+from tests.harness.rooms import MODULES, ROOT, nodes_of, room_of
+
+TABLE = "shardwise.plan.capabilities"
+NAMES = STRATEGIES.keys() | {"zero", "hybrid"}  # and what names begin or end with
+PARTS = ("startswith", "endswith", "removeprefix", "removesuffix", "partition", "fullmatch", "match", "search")
+EXEMPT = {TABLE, "shardwise.lightning_internals.hooks"}
+
+
+def asked_for(node: ast.AST) -> Iterator[ast.AST | None]:
+    """What a node compares something with."""
+    if isinstance(node, ast.Compare):
+        yield from (node.left, *node.comparators)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in PARTS:
+        yield from node.args
+    elif isinstance(node, ast.MatchValue):
+        yield node.value
+    elif isinstance(node, ast.Dict):
+        yield from node.keys
+    elif isinstance(node, ast.Attribute) and node.attr == "zero_stage":  # what a name ends with
+        yield ast.Constant("zero")
+
+
+def names_in(nodes: Iterator[ast.AST]) -> list[str]:
+    """Names of strategies that something is compared with."""
+    asked = [one for node in nodes for one in asked_for(node) if one is not None]
+    inside = [x for one in asked for x in (one.elts if isinstance(one, (ast.Tuple, ast.List, ast.Set)) else [one])]
+    return [one.value for one in inside if isinstance(one, ast.Constant) and one.value in NAMES]
+
+
+def test_a_strategys_name_is_compared_in_the_table_and_in_strategies_alone() -> None:
+    found = {
+        module: names
+        for module, path in MODULES.items()
+        if module not in EXEMPT and module != "shardwise" and room_of(module) != "strategies"
+        if (names := names_in(iter(nodes_of(path))))
+    }
+    assert not found, "ask for what a strategy can do: plan/capabilities.py"
+
+
+@pytest.mark.parametrize(
+    "code",
+    ['name == "ddp"', 'name in ("ddp", "x")', 'name.startswith("zero")', 'x = {"fsdp": 1}[name]',
+     'match name:\n    case "zero1" | "zero2": pass', "strategy.zero_stage == 3"],
+)  # fmt: skip
+def test_the_reader_of_names_sees_each_way_to_ask(code: str) -> None:
+    assert names_in(ast.walk(ast.parse(code)))
+
+
+def test_the_docs_print_the_table() -> None:
+    page = (ROOT / "docs/numerics.md").read_text()
+    assert with_tables(page) == page, "run python benchmarks/report.py"
+    assert all(f" {name} |" in page for name in STRATEGIES)
+
+
+def test_a_name_without_a_row_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"strategy\.name=zero4: must be one of ddp, .*\(did you mean zero"):
+        capabilities_of("zero4")
+    assert all(Path(ROOT / f"conf/strategy/{name}.yaml").is_file() for name in STRATEGIES)
