@@ -25,6 +25,11 @@ class Module(Protocol):
     context parallelism; the others come whole. With it a module says that a position reaches others through
     `causal_attention` alone, and that it takes its positions from the layout: see docs/parallelism.md."""
 
+    whole_weights_in: tuple[str, ...]
+    """The hooks of this module (or callback) in which strategies that shard weights make them whole. Without it they
+    are whole in hooks of a run, an epoch, a validation and a checkpoint. `whole_weights_in=` on the command line goes
+    before it."""
+
     channels_last: bool
     """Convolutions get images in channels-last layout. Under `ddp` their weights take that layout too."""
 
@@ -207,6 +212,12 @@ def weighs_its_loss(module: Any) -> bool:
     return callable(getattr(module, "loss_weight", None))
 
 
+def whole_weights_in_of(host: Any) -> tuple[str, ...] | None:
+    """Of a module or a callback."""
+    found: tuple[str, ...] | None = getattr(host, "whole_weights_in", None)
+    return found
+
+
 def wants_channels_last(module: Any) -> bool:
     return bool(getattr(module, "channels_last", False))
 
@@ -280,14 +291,24 @@ def check_of(data: Any) -> Callable[[], None] | None:
 class Strategy(Protocol):
     """Of a Lightning strategy, for its users: what a module may ask of `trainer.strategy`."""
 
-    def gathered_weights(self) -> AbstractContextManager[Any]:
+    def whole_weights(self) -> AbstractContextManager[Any]:
+        """Inside, each weight is a whole tensor in fp32 (under ZeRO in low precision: in 16 bits), which may be written.
+        Under zero1, zero2 and zero3 what is written into trained weights is lost. Collective."""
+
+    def kept_gathered(self) -> AbstractContextManager[Any]:
         """Inside, forward passes without gradients find all weights gathered, where memory suffices: many short ones
         would gather them again each time. Weights must not be written. Collective."""
 
 
-def gathered_weights(trainer: Any) -> AbstractContextManager[Any]:
-    """`Strategy.gathered_weights` of a Trainer; nothing under a strategy of another package."""
-    found: AbstractContextManager[Any] = getattr(trainer.strategy, "gathered_weights", nullcontext)()
+def gathered_weights(module: Any) -> AbstractContextManager[Any]:
+    """`Strategy.whole_weights` of a LightningModule that is trained; nothing under a strategy of another package."""
+    found: AbstractContextManager[Any] = getattr(module.trainer.strategy, "whole_weights", nullcontext)()
+    return found
+
+
+def kept_gathered(trainer: Any) -> AbstractContextManager[Any]:
+    """`Strategy.kept_gathered` of a Trainer; nothing under a strategy of another package."""
+    found: AbstractContextManager[Any] = getattr(trainer.strategy, "kept_gathered", nullcontext)()
     return found
 
 

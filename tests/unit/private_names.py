@@ -740,7 +740,7 @@ PUT_ON_OTHERS = {
     "_callbacks_with": f"{PYTORCH}.Trainer",
     "_draws": f"{PYTORCH}.Trainer",
     "_idle_hooks": f"{PYTORCH}.Trainer",
-    "_looking_hooks": f"{PYTORCH}.Trainer",
+    "_known_hooks": f"{PYTORCH}.Trainer",
     "_planned_step": f"{PYTORCH}.LightningModule",
 }
 
