@@ -292,8 +292,8 @@ class Strategy(Protocol):
     """Of a Lightning strategy, for its users: what a module may ask of `trainer.strategy`."""
 
     def whole_weights(self) -> AbstractContextManager[Any]:
-        """Inside, each weight is a whole tensor in fp32 (under ZeRO in low precision: in 16 bits), which may be written.
-        Under zero1, zero2 and zero3 what is written into trained weights is lost. Collective."""
+        """Inside, each weight is a whole tensor in fp32 (under ZeRO in low precision: in 16 bits), which may be
+        written. Under zero1, zero2 and zero3 writes into trained weights are refused. Collective."""
 
     def kept_gathered(self) -> AbstractContextManager[Any]:
         """Inside, forward passes without gradients find all weights gathered, where memory suffices: many short ones

@@ -39,8 +39,7 @@ class Writes(LightningModule):
             self.scale.register_post_accumulate_grad_hook(square)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = (self.head(self.net(batch[1])) * self.scale).square().mean()
-        return loss
+        return (self.head(self.net(batch[1])) * self.scale).square().mean()
 
     @property
     def gradient(self) -> Tensor:

@@ -220,8 +220,8 @@ class RunConfig:
     )
     whole_weights_in: list[str] | None = option(
         None,
-        "hooks in which strategies that shard weights make them whole; left out: those of a run, an epoch, a validation "
-        "and a checkpoint; docs/checkpointing.md",
+        "hooks in which strategies that shard weights make them whole; left out: those of a run, an epoch, a "
+        "validation and a checkpoint; docs/checkpointing.md",
         form="[on_train_batch_end,…]",
     )
     gc_every_n_steps: int | None = option(

@@ -40,7 +40,7 @@ def of_longer_than_batches(hook: str) -> bool:
 
 
 def sees_whole_weights(host: LightningModule | Callback, hook: str, chosen: Sequence[str] | None) -> bool:
-    """Whether weights are made whole for `hook` of `host`. `chosen`: `whole_weights_in` of the run, before the host's."""
+    """Whether weights are made whole for `hook` of `host`. `chosen`: the run's `whole_weights_in`, before the host's."""
     chosen = whole_weights_in_of(host) if chosen is None else chosen
     return (of_longer_than_batches(hook) if chosen is None else hook in chosen) and is_users(host, hook)
 

@@ -144,7 +144,7 @@ def _call(trainer: Any, callbacks: list[Callback], hook_name: str, *args: Any, *
 
 
 def _around(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[Any]:
-    """What is put around a hook: it may see whole weights, draw what all ranks draw, and run layers in low precision."""
+    """What is put around a hook: whole weights, random numbers that all ranks draw, layers in low precision."""
     if getattr(trainer, "_known_hooks", None) is None:
         return nullcontext()
     key = id(host), hook_name
@@ -160,7 +160,7 @@ def _around(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[A
 
 
 def _known(trainer: Any, host: Any, hook_name: str) -> tuple[bool, str | None, bool]:
-    """Whether the hook sees whole weights, for what purpose it draws what all ranks draw, and whether it runs layers."""
+    """Whether it sees whole weights, for what purpose it draws what all ranks draw, whether it may run layers."""
     strategy, module = trainer.strategy, trainer.lightning_module
     whole = strategy.hides_weights and sees_whole_weights(host, hook_name, strategy.plan.whole_weights_in)
     if type(host).__module__.startswith("shardwise."):

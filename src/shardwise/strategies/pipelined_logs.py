@@ -103,8 +103,8 @@ class PipelinedLogs(FsdpStrategy):
             self._backwards.reshard()  # it comes after each micro-batch, and sees shards and their gradients
         if hook == "on_before_zero_grad" and whole:
             raise ConfigError(
-                f"whole_weights_in=[on_before_zero_grad]: in a pipeline this hook of {self.module_name} or of a callback "
-                f"comes before all layers have run; do that in on_train_batch_end, or {_ONE}"
+                f"whole_weights_in=[on_before_zero_grad]: in a pipeline this hook of {self.module_name} or of a "
+                f"callback comes before all layers have run; do that in on_train_batch_end, or {_ONE}"
             )
         around = super().around_hook(hook, whole=whole)
         if hook in LOOK_AT_GRADIENTS:

@@ -1,4 +1,4 @@
-"""Whole weights in the places of FSDP2's shards: for hooks of a run, an epoch, a validation or a checkpoint, and others.
+"""Whole weights in the places of FSDP2's shards: for hooks of a run, an epoch or a validation, and for others that ask.
 
 The hook sees plain tensors, and may write into them. A layer that runs in the hook runs as in a step: for its time the
 shards are back in their places, with what was written.
