@@ -292,7 +292,6 @@ LEFT_OUT = {
     "tests/distributed/test_parts_of_shards.py": "a minute and a half; test_gradient_hooks is in",
     "tests/distributed/test_kept_references.py": "half a minute; test_own_average is in",
     "tests/distributed/test_weights_in_steps.py": "two minutes; test_looking_hooks is in",
-    "tests/distributed/test_lost_writes.py": "half a minute; test_looking_hooks is in",
     "tests/distributed/test_notes.py": "half a minute of runs for one case each; test_anybodys_module is in",
     "tests/distributed/test_copies.py": "half a minute; test_parity is in",
     "tests/distributed/test_overlap.py": "half a minute of compiling; test_tensor_parallel is in",

@@ -72,10 +72,13 @@ def record(
     check(run(home, *words, anew=True, command=command, **options, **storage.recording(library, folder, log, **how)))
     operations, written = storage.read(log, there)
     begins = sum(one.durable == storage.BEFORE for one in operations)
-    found, own = storage.of_disk(folder), Counter(one.kind for one in operations[begins:])
+    found = storage.of_disk(folder)
+    own = Counter(one.kind for one in operations[begins:] if one.kind != "write" or not one.path.startswith("/logs/"))
     again_made = storage.tree(operations, written, storage.killed(len(operations)))
     if unlike := sorted(
-        name for name in found.keys() | again_made.keys() if found.get(name, 0) != again_made.get(name, 0)
+        name
+        for name in found.keys() | again_made.keys()
+        if found.get(name, 0) != again_made.get(name, 0) and not name.startswith("logs/")
     ):
         raise SystemExit(f"error: the operations that were recorded do not give the folder: {', '.join(unlike)}")
     if command is None:

@@ -218,7 +218,10 @@ _KINDS = {
 
 
 def counted(trace: Path, root: Path, there: Tree | None = None) -> Counter[str]:
-    """How often each kind of operation below `root` stands in what `strace -o` has written, started as STRACE says."""
+    """How often each kind of operation below `root` stands in what `strace -o` has written, started as STRACE says.
+
+    Writes to logs of ranks are left out: C++ libraries, and the processes that they start, write there past libc.
+    """
     found: Counter[str] = Counter()
     files = {f"{root}/{path}" for path in there or {}}
     begun: dict[str, str] = {}
@@ -240,7 +243,7 @@ def counted(trace: Path, root: Path, there: Tree | None = None) -> Counter[str]:
             for folder, path in re.findall(r'(?:\w+<([^>]*)>, )?"((?:[^"\\]|\\.)*)"', words)
         ] if kind not in ("write", "fsync", "ftruncate") else re.findall(r"^\d+<([^>]*)>", words)  # fmt: skip
         paths = [path for path in named if path == str(root) or path.startswith(f"{root}/")]
-        if not paths or (kind == "write" and match[3] == "0"):
+        if not paths or (kind == "write" and (match[3] == "0" or paths[0].startswith(f"{root}/logs/"))):
             continue
         if kind in ("openat", "creat"):
             if "O_CREAT" in words and paths[0] not in files:

@@ -21,7 +21,7 @@ from shardwise.nn.key_value_cache import KeyValueCache
 from shardwise.nn.linear_cross_entropy import IGNORE, linear_cross_entropy
 from shardwise.nn.mean_metric import ExactMean
 from shardwise.nn.vocabulary_part import vocabulary_part_of
-from shardwise.protocols import gathered_weights, optional
+from shardwise.protocols import kept_gathered, optional
 
 Batch = dict[str, Tensor]
 # What the model is given of packed documents, and its key in a batch
@@ -36,6 +36,7 @@ class LanguageModel(LightningModule):
     loss_weight_unit = "tokens"  # the log's name for what loss_weight counts
     takes_documents = True
     sequence_tensors = ("tokens", "targets")
+    whole_weights_in = ()  # no hook here looks at weights
 
     def __init__(self, model: Transformer, sample_prompt: str = "def ", sample_tokens: int = 0) -> None:
         super().__init__()
@@ -226,7 +227,7 @@ class LanguageModel(LightningModule):
     def _samples(self, prompts: list[list[int]], seed: int) -> list[str]:
         """Each prompt and `sample_tokens` more tokens, as text. Collective."""
         tokenizer, generator = self.tokenizer, torch.Generator(self.device).manual_seed(seed)
-        with gathered_weights(self.trainer):
+        with kept_gathered(self.trainer):
             tokens = self.generate(
                 torch.tensor(prompts, device=self.device),
                 self.sample_tokens or 32,

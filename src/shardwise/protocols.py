@@ -25,6 +25,11 @@ class Module(Protocol):
     context parallelism; the others come whole. With it a module says that a position reaches others through
     `causal_attention` alone, and that it takes its positions from the layout: see docs/parallelism.md."""
 
+    whole_weights_in: tuple[str, ...]
+    """The hooks of this module (or callback) in which strategies that shard weights make them whole. Without it they
+    are whole in hooks of a run, an epoch, a validation and a checkpoint. `whole_weights_in=` on the command line goes
+    before it."""
+
     channels_last: bool
     """Convolutions get images in channels-last layout. Under `ddp` their weights take that layout too."""
 
@@ -181,7 +186,11 @@ class Logger(Protocol):
 class Strategy(Protocol):
     """Of a Lightning strategy, for its users: what a module may ask of `trainer.strategy`."""
 
-    def gathered_weights(self) -> AbstractContextManager[Any]:
+    def whole_weights(self) -> AbstractContextManager[Any]:
+        """Inside, each weight is a whole tensor in fp32 (under ZeRO in low precision: in 16 bits), which may be
+        written. Under zero1, zero2 and zero3 writes into trained weights are refused. Collective."""
+
+    def kept_gathered(self) -> AbstractContextManager[Any]:
         """Inside, forward passes without gradients find all weights gathered, where memory suffices: many short ones
         would gather them again each time. Weights must not be written. Collective."""
 
@@ -241,9 +250,15 @@ def tensor_plan_of(layer: Any) -> dict[str, str] | None:
     return layer.tp_plan if isinstance(found, property) else None
 
 
-def gathered_weights(trainer: Any) -> AbstractContextManager[Any]:
-    """`Strategy.gathered_weights` of a Trainer; nothing under a strategy of another package."""
-    found: AbstractContextManager[Any] = getattr(trainer.strategy, "gathered_weights", nullcontext)()
+def gathered_weights(module: Any) -> AbstractContextManager[Any]:
+    """`Strategy.whole_weights` of a LightningModule that is trained; nothing under a strategy of another package."""
+    found: AbstractContextManager[Any] = getattr(module.trainer.strategy, "whole_weights", nullcontext)()
+    return found
+
+
+def kept_gathered(trainer: Any) -> AbstractContextManager[Any]:
+    """`Strategy.kept_gathered` of a Trainer; nothing under a strategy of another package."""
+    found: AbstractContextManager[Any] = getattr(trainer.strategy, "kept_gathered", nullcontext)()
     return found
 
 

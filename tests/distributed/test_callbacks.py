@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +39,6 @@ class StopsInWindow(Callback):
             trainer.should_stop = True
 
 
-class CountsWeights(Callback):
-    count = 0
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.count = sum(p.numel() for p in pl_module.parameters())
-
-
 def stops(folder: Path, words: list[str]) -> dict[str, Any]:
     """Interrupted after its second validation, the run stops where one that was not interrupted does."""
     whole = cell_plan(folder / "whole", 2, *words, *COMMON, *STOP, *OTHERS, "max_steps=9")
@@ -60,12 +51,8 @@ def stops(folder: Path, words: list[str]) -> dict[str, Any]:
     fit(plan)
     fit(cell_plan(folder / "waits", 2, *words, *COMMON, "max_steps=9", "checkpoint=none", "min_steps=6",
                   "callbacks.mine._target_=tests.distributed.test_callbacks.StopsInWindow"))  # fmt: skip
-    with redirect_stdout(io.StringIO()) as out:
-        fit(cell_plan(folder / "looks", 2, *words, *COMMON, "max_steps=2", "checkpoint=none",
-                      "callbacks.mine._target_=tests.distributed.test_callbacks.CountsWeights"))  # fmt: skip
     names = ("whole", "parts", "window", "waits") if os.environ["RANK"] == "0" else ()  # rank 0 has written them
     summaries: dict[str, Any] = {n: json.loads((folder / n / "summary.json").read_text()) for n in names}
-    summaries["looks"] = [line for line in out.getvalue().splitlines() if "may look" in line]
     for kind in ("ModelCheckpoint", "StochasticWeightAveraging"):
         try:
             fit(cell_plan(folder / kind, 2, *words, *COMMON, "max_steps=1", "checkpoint=none", f"+module.brings={kind}",
@@ -117,15 +104,6 @@ def test_an_early_stop_waits_for_the_end_of_the_window(runs: Any, name: str) -> 
 def test_an_early_stop_waits_for_min_steps(runs: Any, name: str) -> None:
     summary = runs[name]["waits"]
     assert (summary["steps"], summary["stopped_early"]["by"]) == (6, "StopsInWindow")
-
-
-@pytest.mark.parametrize("name", CELLS)
-def test_a_hook_for_which_weights_are_gathered_with_every_batch_is_told_once(runs: Any, name: str) -> None:
-    told = (
-        "on_train_batch_end of CountsWeights may look at weights (it uses parameters): fsdp gathers all weights for "
-        "it, with every batch; this takes time and memory, so use a hook of the epoch if that is often enough"
-    )
-    assert runs[name]["looks"] == ([told] if name == "fsdp" else [])
 
 
 @pytest.mark.parametrize("name", CELLS)

@@ -45,6 +45,8 @@ class Noisy(torch.optim.Optimizer):
 class Draws(LightningModule):
     """Draws noise for its weights where `kind` says, and for its steps, as dropout does."""
 
+    whole_weights_in = ("on_train_batch_end", "on_train_epoch_end")
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.layers = kind, nn.ModuleList([Layer(4) for _ in range(2)])

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from shardwise import gathered_weights
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan, make_plan
@@ -30,6 +31,8 @@ CELLS = {
 
 
 class Averaging(LightningModule):
+    whole_weights_in: tuple[str, ...] = ("on_train_batch_end",)
+
     def __init__(self, writes: bool = False) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 1))
@@ -64,6 +67,8 @@ class Averaging(LightningModule):
 class Early(Averaging):
     """Averages between the forward and the backward pass, also in an object that was made before there were shards."""
 
+    whole_weights_in = ("on_before_zero_grad",)
+
     def __init__(self) -> None:
         super().__init__()
         self.object = Shadow(self.net.parameters())
@@ -96,6 +101,8 @@ class Shadow:
 class Swapping(Averaging):
     """Validates with an average that an object keeps."""
 
+    whole_weights_in = ("on_fit_start", "on_train_batch_end", "on_validation_start", "on_validation_end")
+
     def on_fit_start(self) -> None:
         self.object = Shadow(self.net.parameters())
 
@@ -127,7 +134,7 @@ class Plain(LightningModule):
 
 
 class Keeps(Callback):
-    """A second whole model, in `state_dict`."""
+    """A second whole model, in `state_dict`. It makes weights whole by itself in the hook of each batch."""
 
     shadow: dict[str, Tensor] | None = None
 
@@ -137,8 +144,9 @@ class Keeps(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self.shadow is not None
-        for name, value in pl_module.state_dict().items():
-            self.shadow[name].mul_(0.5).add_(value, alpha=0.5)
+        with gathered_weights(pl_module):
+            for name, value in pl_module.state_dict().items():
+                self.shadow[name].mul_(0.5).add_(value, alpha=0.5)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self.back = {name: value.clone() for name, value in pl_module.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Weights in the hooks of a step, and what ZeRO has put out of reach there: seen as under ddp, or refused."""
+"""Weights in the hooks of a step and of a batch, and what ZeRO has put out of reach there."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 
+from shardwise import gathered_weights
 from shardwise.errors import ConfigError
 from tests.distributed.test_drawn_alike import plan_of
 from tests.harness.cells import fit
@@ -20,31 +21,25 @@ from tests.harness.selected import needed
 
 STRATEGIES = {
     "ddp": ["strategy=ddp"],
+    "fsdp": ["strategy=fsdp"],
     "zero1": ["strategy=zero1"],
-    "zero2": ["strategy=zero2"],
     "zero3": ["strategy=zero3", "strategy.persistence_threshold_elements=0"],
 }
-LOOKS = ("optimizer_step", "closure_first", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
-         "optimizer_zero_grad", "lr_scheduler_step", "before_step", "after_step", "groups_after_step",
-         "groups_in_optimizer_step", "groups_of_batch", "asks_for_device", "weight_of_a_layer", "lightnings_optimizer",
-         "skips_a_step")  # fmt: skip
-REFUSED = {  # what a run does → what it is told
+LOOKS = ("optimizer_step", "on_before_optimizer_step", "lr_scheduler_step", "on_train_batch_end", "gathered_by_word",
+         "a_layer_runs", "asks_for_device", "weight_of_a_layer")  # fmt: skip
+REFUSED = {  # what a run does → what it is told under ZeRO
     "adds_group": "weights are added to the groups of Sees's SGD while the run goes on",
     "adds_to_lightnings": "weights are added to the groups of Sees's SGD while the run goes on",
     "removes_group": "weights are added to, or taken out of, the groups of Sees's SGD while the run goes on",
-    "writes_in_optimizer_step": "in optimizer_step: under",
-    "writes_after_step": "in a hook on the steps of the optimizer: under",
+    "writes": "Sees or a callback writes into head.weight, head.bias in",
     "state_after_step": "a hook on the steps of the optimizer looks at optimizer.state",
     "gradients_before_step": "a hook on the steps of the optimizer looks at gradients",
-    "late_hook": "a hook on the steps of the optimizer that may look at weights (it uses self) is registered while",
 }
 ABSENT = {  # what zero3 alone refuses
     "reads": "Sees.training_step (test_weights_in_steps.py, line ",
-    "reads_by_layer": "Sees.training_step (test_weights_in_steps.py, line ",
-    "reads_groups": "Sees.training_step (test_weights_in_steps.py, line ",
     "reads_validating": "Sees.validation_step (test_weights_in_steps.py, line ",
+    "reads_in_batch": "on_train_batch_start of Sees or of a callback (test_weights_in_steps.py, line ",
 }
-HOOKS = {"after_step", "groups_after_step", "writes_after_step", "state_after_step"}
 SEEN: list[float] = []
 
 
@@ -52,30 +47,17 @@ def norm(weights: Any) -> float:
     return float(sum(p.detach().double().norm() for p in weights))
 
 
-class Penalty(nn.Module):
-    """Has weights of others, which are not its own."""
-
-    def __init__(self, weights: list[nn.Parameter]) -> None:
-        super().__init__()
-        self.weights = weights
-
-    def value(self, of: nn.Module) -> float:
-        return norm(of.parameters())
-
-
 class Sees(LightningModule):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what, self.net, self.head = what, nn.Sequential(Layer(4), Layer(4)), nn.Linear(4, 4)
-        self.penalty = Penalty([])
         self.average = copy.deepcopy(self.net).requires_grad_(False)
 
     def look(self, what: str) -> None:
         if what == self.what:
-            SEEN.append(norm(p for p in self.parameters() if p.requires_grad))
-
-    def look_at_groups(self, groups: Any) -> None:
-        SEEN.append(norm(p for group in groups for p in group["params"]))
+            with gathered_weights(self):
+                SEEN.append(norm(p for p in self.parameters() if p.requires_grad))
+                self.follow()
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -85,15 +67,13 @@ class Sees(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.what == "reads" and self.global_step == 2:
             SEEN.append(norm(self.parameters()))
-        if self.what == "reads_by_layer" and self.global_step == 2:
-            SEEN.append(self.penalty.value(self.net))
-        if self.what == "reads_groups":
-            self.look_at_groups(self.optimizers().param_groups)  # type: ignore[union-attr]
+        if self.what == "gathers":
+            self.look("gathers")
         if self.what == "asks_for_device":
             SEEN.extend(float(p.requires_grad) for p in self.parameters())
             assert next(self.parameters()).device == batch[1].device
         if self.what == "weight_of_a_layer":
-            SEEN.append(float(self.head.weight.detach().norm()))
+            SEEN.append(float(self.head(torch.ones(1, 4)).detach().norm()))
         return self.head(self.net(batch[1])).square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -103,75 +83,30 @@ class Sees(LightningModule):
     def configure_optimizers(self) -> Any:
         groups = [{"params": list(self.net.parameters())}, {"params": list(self.head.parameters()), "lr": 0.2}]
         self.made = optimizer = torch.optim.SGD(groups, 0.1, momentum=0.9)
-        if self.what in HOOKS:
-            optimizer.register_step_post_hook(self.after)
-        if self.what in ("before_step", "gradients_before_step"):
+        if self.what == "state_after_step":
+            optimizer.register_step_post_hook(lambda *_: SEEN.append(len(optimizer.state)))
+        if self.what == "gradients_before_step":
             optimizer.register_step_pre_hook(self.before)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def before(self, optimizer: Any, *_: Any) -> None:
-        self.look("before_step")
-        if self.what == "gradients_before_step":
-            SEEN.extend(float(p.grad.norm()) for p in self.parameters() if p.grad is not None)
+        SEEN.extend(float(p.grad.norm()) for p in self.parameters() if p.grad is not None)
 
-    def after(self, optimizer: Any, *_: Any) -> None:
-        self.look("after_step")
-        if self.what == "after_step":
-            self.follow()
-        if self.what == "groups_after_step":
-            self.look_at_groups(optimizer.param_groups)
-        if self.what == "writes_after_step":
-            self.shrink()
-        if self.what == "state_after_step":
-            SEEN.append(len(optimizer.state))
-
-    @torch.no_grad()
-    def shrink(self) -> None:
-        for p in self.head.parameters():
-            p.mul_(0.9)
-
-    def optimizer_step(self, epoch: Any, batch_idx: Any, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
         self.look("optimizer_step")
-        if self.what == "closure_first":
-            optimizer_closure()
-            self.look("closure_first")
-            optimizer.step()
-            self.look("closure_first")
-        elif self.what == "skips_a_step" and epoch == 0 and batch_idx == 3:
-            optimizer_closure()
-        else:
-            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        self.look("optimizer_step")
-        if self.what == "optimizer_step":
-            self.follow()
-        if self.what == "groups_in_optimizer_step":
-            self.look_at_groups(optimizer.param_groups)
-        if self.what == "writes_in_optimizer_step":
-            self.shrink()
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        self.look("on_before_backward")
-
-    def on_after_backward(self) -> None:
-        self.look("on_after_backward")
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.look("on_before_optimizer_step")
-
-    def optimizer_zero_grad(self, *args: Any) -> None:
-        self.look("optimizer_zero_grad")
-        super().optimizer_zero_grad(*args)
 
     def lr_scheduler_step(self, *args: Any) -> None:
         self.look("lr_scheduler_step")
         super().lr_scheduler_step(*args)
 
-    def on_fit_start(self) -> None:
-        if self.what == "lightnings_optimizer":
-            self.optimizers().register_step_post_hook(lambda *_: self.look("lightnings_optimizer"))  # type: ignore[union-attr]
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.what == "reads_in_batch":
+            SEEN.append(norm(self.parameters()))
         if self.global_step != 2 or batch_idx % 2:
             return
         optimizer: Any = self.optimizers()
@@ -181,12 +116,24 @@ class Sees(LightningModule):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
         if self.what == "removes_group":
             self.made.param_groups.pop()
-        if self.what == "late_hook":
-            self.made.register_step_post_hook(lambda *_: self.look("late_hook"))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.what == "groups_of_batch":
-            self.look_at_groups(self.optimizers().param_groups)  # type: ignore[union-attr]
+        self.look("on_train_batch_end")
+        if self.what == "gathered_by_word":
+            SEEN.append(norm(p for p in self.parameters() if p.requires_grad))
+        with torch.no_grad():
+            if self.what == "writes":
+                with gathered_weights(self):
+                    for p in self.head.parameters():
+                        p.mul_(0.9)
+            if self.what == "a_layer_runs":
+                with gathered_weights(self):
+                    for p in self.average.parameters():
+                        p.mul_(0.9)
+                    x = self.average(torch.ones(1, 4))  # has what was written
+                    SEEN.append(float(self.head(self.net(x)).norm()))
+                    self.average[0].linear.weight.add_(0.1)  # type: ignore[union-attr, operator]
+                    SEEN.append(norm(self.average.parameters()))
 
 
 class OfOthers(torch.optim.AdamW):
@@ -204,12 +151,13 @@ class WithOwnOptimizer(Sees):
 def train(folder: Path, strategy: str, cases: set[str] | None) -> dict[str, Any]:
     """In each rank."""
     found: dict[str, Any] = {}
-    every = (*LOOKS, *(REFUSED if strategy != "ddp" else ()), *ABSENT, "own_optimizer")
+    every = (*LOOKS, *REFUSED, *ABSENT, "own_optimizer", "gathers")
     for what in (what for what in every if cases is None or what in cases):
         SEEN.clear()
         module = "WithOwnOptimizer" if what == "own_optimizer" else "Sees"
+        words = ["whole_weights_in=[on_train_batch_end]"] if what == "gathered_by_word" else []
         plan = plan_of(folder / what, module, f"module.what={what}", *STRATEGIES[strategy], "units=[Layer]",
-                       "max_steps=4", "checkpoint=none", file=__name__)  # fmt: skip
+                       "max_steps=4", "checkpoint=none", *words, file=__name__)  # fmt: skip
         try:
             found[what] = fit(plan)["final"], list(SEEN)
         except ConfigError as error:
@@ -225,42 +173,53 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def assert_same(found: Any, truth: Any) -> None:
     assert not isinstance(found, str), found
-    assert truth[1] and found[1] == pytest.approx(truth[1], rel=1e-5)
+    assert found[1] == pytest.approx(truth[1], rel=1e-5)
     for name, weight in truth[0].items():
         assert torch.allclose(found[0][name], weight, atol=1e-6), name
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero3"])
 @pytest.mark.parametrize("what", LOOKS)
-def test_a_hook_of_a_step_sees_weights_as_under_ddp(runs: Any, what: str, strategy: str) -> None:
+def test_gathered_weights_are_those_of_ddp(runs: Any, what: str, strategy: str) -> None:
     for rank, truth in zip(runs[strategy], runs["ddp"], strict=True):
-        if what == "skips_a_step":  # it looks at none
-            found = rank[what][0], [1.0]
-            assert_same(found, (truth[what][0], [1.0]))
-        else:
-            assert_same(rank[what], truth[what])
+        assert truth[what][1]
+        assert_same(rank[what], truth[what])
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_deepspeed_would_lose_is_refused(runs: Any, what: str, strategy: str) -> None:
     for rank in runs[strategy]:
         assert isinstance(rank[what], str) and REFUSED[what] in rank[what] and strategy in rank[what], rank[what]
 
 
+@pytest.mark.parametrize("what", ["writes"])
+def test_what_is_written_is_kept_under_fsdp(runs: Any, what: str) -> None:
+    for rank, truth in zip(runs["fsdp"], runs["ddp"], strict=True):
+        assert_same(rank[what], truth[what])
+
+
 @pytest.mark.parametrize("what", ABSENT)
-def test_a_step_that_reads_weights_is_right_or_refused(runs: Any, what: str) -> None:
-    for rank, truth in zip(runs["zero3"], runs["ddp"], strict=True):
+def test_reading_an_empty_weight_is_refused(runs: Any, what: str) -> None:
+    for rank in runs["zero3"]:
         told = rank[what]
         assert isinstance(told, str) and told.startswith(ABSENT[what]), told
-        assert "reads the weight" in told and "read weights in a hook, where they are whole" in told
-        assert not isinstance(truth[what], str)
-    for strategy in ("zero1", "zero2"):
+        assert "reads the weight" in told and "put `with shardwise.gathered_weights(module):` around it" in told
+    for strategy in ("fsdp", "zero1"):
         for rank, truth in zip(runs[strategy], runs["ddp"], strict=True):
             assert_same(rank[what], truth[what])
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("what", ["gathers"])
+def test_weights_are_not_gathered_within_a_step(runs: Any, what: str) -> None:
+    assert not isinstance(runs["ddp"][0][what], str)
+    for strategy in ("fsdp", "zero1", "zero3"):
+        assert runs[strategy][0][what].startswith(
+            f"gathered_weights in training_step of Sees: there layers gather their own weights under {strategy}; use it"
+        )
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 @pytest.mark.parametrize("what", ["own_optimizer"])
 def test_an_optimizer_that_only_calls_torchs_step_is_torchs(runs: Any, what: str, strategy: str) -> None:
     for rank, truth in zip(runs[strategy], runs["ddp"], strict=True):

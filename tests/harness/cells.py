@@ -65,6 +65,8 @@ def cell_plan(run_dir: Path, ranks: int, *overrides: str, accelerator: str = "cp
 class Capture(Callback):
     """The full master weights before the first step, and their hash with the buffers."""
 
+    whole_weights_in = ()
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.start = trainer.strategy.full_parameters()
         self.hash = state_hash(self.start, pl_module)

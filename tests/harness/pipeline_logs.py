@@ -223,6 +223,8 @@ class LogsGradients(Apart):
 class Averages(Apart):
     """Keeps an average in an object."""
 
+    whole_weights_in: tuple[str, ...] = ("on_before_zero_grad",)
+
     def __init__(self) -> None:
         super().__init__()
         self.mean = {name: p.detach().clone() for name, p in self.named_parameters()}
@@ -234,6 +236,8 @@ class Averages(Apart):
 
 
 class AveragesBehind(Averages):
+    whole_weights_in = ("on_train_batch_end",)
+
     def on_before_zero_grad(self, optimizer: Any) -> None:
         """Not here."""
 

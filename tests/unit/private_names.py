@@ -52,7 +52,6 @@ USED = {
     "distributed/process_group.py": "_C _distributed_c10d",
     "launch/local.py": "_C _distributed_c10d",
     "launch/worker.py": "_exit _run_exitfuncs _shutdown",
-    "lightning_internals/hook_analysis.py": "_modules _parameters",
     "lightning_internals/hooks.py": (
         "_DataFetcher _build_kwargs _call_callback_hooks _call_lightning_module_hook _call_strategy_hook "
         "_checkpoint_connector _current_fx_name _restore_modules_and_callbacks _select_data_fetcher"
@@ -133,16 +132,12 @@ USED = {
         "_sharded_local_tensor _sharded_param_data _unsafe_preserve_version_counter"
     ),
     "strategies/fsdp_frozen.py": "_fsdp_param _fully_shard _unsharded_param",
-    "strategies/whole_in_hooks.py": (
-        "_fsdp_param _fsdp_param_group _fully_shard _module_info _parameters _setattr_on_modules _to_sharded "
-        "_wait_all_gather_streams_on_event _get_fsdp_state"
-    ),
+    "strategies/whole_in_hooks.py": "_get_fsdp_state _parameters _wait_all_gather_streams_on_event",
     "strategies/pipelined_buffers.py": "_buffers _version",
     "strategies/step_on_shards.py": "_local_tensor",
     "strategies/fsdp_gathering.py": (
         "_all_gather_result _fully_shard _get_fsdp_state _get_post_forward_mesh_info _unimplemented_deepcopy"
     ),
-    "strategies/lost_writes.py": "_base _dynamo _local_tensor",
     "strategies/of_parts.py": "_get_total_norm",
     "strategies/fsdp_scalars.py": "_post_accumulate_grad_hooks",
     "strategies/whole_weights.py": (
@@ -351,14 +346,8 @@ NAMES = {
         f"{STATE} {FSDP}._fsdp_param_group.FSDPParamGroup", "a backward pass within a step is not the step's last"
     ),
     "_unsharded_param": name(f"{FSDP}._fsdp_param.FSDPParam", "a weight that took no part has a zero gradient"),
-    "_setattr_on_modules": name(
-        f"{FSDP}._fsdp_param.FSDPParam", "whole weights that a hook sees stay there after layers ran"
-    ),
     "_wait_all_gather_streams_on_event": name(
         f"{FSDP}._fsdp_param_group.FSDPParamGroup", "what a hook has written is gathered after it", "(self, event)"
-    ),
-    "_to_sharded": name(
-        f"{FSDP}._fsdp_param_group.FSDPParamGroup", "a root that runs in a hook gathers what the hook writes later"
     ),
     "_fsdp_collectives": name(FSDP, "the file of what gathers and reduces by itself"),
     "_all_gather_result": name(f"{FSDP}._fsdp_param_group.FSDPParamGroup", "whether a gather has begun already"),
@@ -372,7 +361,6 @@ NAMES = {
         "weights that are gathered again are those that autograd has saved",
         "(tensors)",
     ),
-    "_module_info": name(f"{FSDP}._fsdp_param.FSDPParam", "whole weights that a hook sees are no shards"),
     # torch
     "_c10d_functional": name(
         "torch.distributed._functional_collectives", "collectives that torch.compile puts into its graph"
@@ -439,7 +427,6 @@ NAMES = {
     "_forward_pre_hooks": name(MODULE, "hooks that would see a part of an input are refused"),
     "_version": name("torch.Tensor", "whether somebody has written into it"),
     "_is_root": name(STATE, "a pass with nothing to differentiate ends as others do, which the root does"),
-    "_base": name("torch.Tensor", "of which weight a tensor is a part, where a write into it would be lost"),
     "_is_view": name("torch.Tensor", "a hook on a view is lost when somebody writes into it"),
     "_get_iterator": name("torch.utils.data.DataLoader", "whether a subclass iterates in its own way", "(self)"),
     "_iterator": name("torch.utils.data.DataLoader", "a copy of a loader has an iterator of its own"),
@@ -622,7 +609,7 @@ CALLED = {
         "(self, *unused)",
     ),
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.unshard": (
-        "what a hook has written is gathered",
+        "the order of collectives is checked",
         "(self, async_op=False)",
     ),
     f"{FSDP}._fsdp_param_group.foreach_all_gather": (
@@ -634,15 +621,6 @@ CALLED = {
         "(all_gather_result, fsdp_params, group)",
     ),
     f"{FSDP}._fsdp_param.FSDPParam.free_unsharded_param": ("memory is given back when the GPU is done", "(self)"),
-    f"{FSDP}._fsdp_param_group.FSDPParamGroup.post_forward": (
-        "a root that runs in a hook gathers what the hook writes later",
-        "(self, module, input, output)",
-    ),
-    f"{FSDP}._fsdp_param.FSDPParam._setattr_on_modules": (
-        "whole weights that a hook sees stay there after layers ran",
-        "(self, param)",
-    ),
-    f"{FSDP}._fsdp_param.FSDPParam.reset_sharded_param": ("whole weights that a hook sees are no shards", "(self)"),
     "torch.nn.Module.register_parameter": ("parameters without memory", "(self, name, param)"),
     "deepspeed.runtime.engine.DeepSpeedEngine.backward": (
         "the loss is divided already",
@@ -738,7 +716,7 @@ PUT_ON_OTHERS = {
     "_callbacks_with": f"{PYTORCH}.Trainer",
     "_draws": f"{PYTORCH}.Trainer",
     "_idle_hooks": f"{PYTORCH}.Trainer",
-    "_looking_hooks": f"{PYTORCH}.Trainer",
+    "_known_hooks": f"{PYTORCH}.Trainer",
     "_planned_step": f"{PYTORCH}.LightningModule",
 }
 

@@ -218,6 +218,12 @@ class RunConfig:
     units: list[str] | None = option(
         None, "the repeated layers by their classes, where they are not found", form="[ClassName,…]"
     )
+    whole_weights_in: list[str] | None = option(
+        None,
+        "hooks in which strategies that shard weights make them whole; left out: those of a run, an epoch, a "
+        "validation and a checkpoint; docs/checkpointing.md",
+        form="[on_train_batch_end,…]",
+    )
     gc_every_n_steps: int | None = option(
         100, "steps between two full collections of Python's garbage, on all ranks at once; null: when Python likes"
     )

@@ -22,12 +22,13 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from shardwise.errors import ConfigError, class_name
 from shardwise.lightning_internals.drawn_alike import draw_alike_in_steps, drawn_alike, is_of_training
-from shardwise.lightning_internals.hook_analysis import (
+from shardwise.lightning_internals.hook_names import (
     LOOK_AT_GRADIENTS,
     has_own,
-    looks_at_weights,
-    may_look,
+    has_weights,
+    is_users,
     may_run_layers,
+    sees_whole_weights,
 )
 from shardwise.lightning_internals.results import step_logging
 
@@ -55,7 +56,7 @@ class Unprofiled(PassThroughProfiler):
 def install_fast_hooks(trainer: Trainer, module: LightningModule) -> None:
     """Install these hooks on `trainer` for good. Callbacks may be added until it starts."""
     trainer._callbacks_with = {}  # type: ignore[attr-defined] # (hook, number of callbacks) → see `_having`
-    trainer._looking_hooks = {}  # type: ignore[attr-defined] # (host, hook) → whether it looks at weights
+    trainer._known_hooks = {}  # type: ignore[attr-defined] # (host, hook) → see `_known`
     trainer._draws = {}  # type: ignore[attr-defined] # see drawn_alike.py
     trainer._idle_hooks = set()  # type: ignore[attr-defined] # the module's hooks that do nothing
     fit_loop._select_data_fetcher = _fetcher  # type: ignore[attr-defined]
@@ -143,24 +144,32 @@ def _call(trainer: Any, callbacks: list[Callback], hook_name: str, *args: Any, *
 
 
 def _around(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[Any]:
-    """What is put around a hook: it may look at weights that a strategy hides, and run layers in low precision."""
-    if getattr(trainer, "_looking_hooks", None) is None:
+    """What is put around a hook: whole weights, random numbers that all ranks draw, layers in low precision."""
+    if getattr(trainer, "_known_hooks", None) is None:
         return nullcontext()
+    key = id(host), hook_name
+    if key not in trainer._known_hooks:
+        trainer._known_hooks[key] = _known(trainer, host, hook_name)
+    whole, purpose, runs_layers = trainer._known_hooks[key]
     strategy: Any = trainer.strategy
-    around: AbstractContextManager[Any] = nullcontext()
-    if strategy.hides_weights:
-        around = strategy.around_hook(hook_name, looks=_looks(trainer, host, hook_name))
-    if type(host).__module__.startswith("shardwise."):
-        return around
-    runs = may_run_layers(hook_name, trainer.lightning_module.automatic_optimization)
-    more = strategy.outside_steps() if runs else []
-    of_gradients = hook_name in LOOK_AT_GRADIENTS
-    if trainer.world_size > 1 and (
-        of_gradients
-        or (may_look(hook_name) and is_of_training(hook_name) and _seen_here(trainer, host, hook_name) is not None)
-    ):
-        more = [*more, drawn_alike(trainer, f"{hook_name} of {class_name(host)}", whole=not of_gradients)]
+    around = strategy.around_hook(hook_name, whole=whole) if strategy.hides_weights else nullcontext()
+    more = strategy.outside_steps() if runs_layers else []
+    if purpose is not None:
+        more = [*more, drawn_alike(trainer, purpose, whole=hook_name not in LOOK_AT_GRADIENTS)]
     return _all_of(around, *more) if more else around
+
+
+def _known(trainer: Any, host: Any, hook_name: str) -> tuple[bool, str | None, bool]:
+    """Whether it sees whole weights, for what purpose it draws what all ranks draw, whether it may run layers."""
+    strategy, module = trainer.strategy, trainer.lightning_module
+    whole = strategy.hides_weights and sees_whole_weights(host, hook_name, strategy.plan.whole_weights_in)
+    if type(host).__module__.startswith("shardwise."):
+        return whole, None, False
+    # The next batch's hook draws for samples, which differ between ranks. Others may draw for weights.
+    for_weights = has_weights(hook_name) and is_of_training(hook_name) and hook_name != "on_train_batch_start"
+    alike = trainer.world_size > 1 and is_users(host, hook_name) and (for_weights or hook_name in LOOK_AT_GRADIENTS)
+    purpose = f"{hook_name} of {class_name(host)}" if alike else None
+    return whole, purpose, may_run_layers(hook_name, module.automatic_optimization)
 
 
 @contextmanager
@@ -169,47 +178,6 @@ def _all_of(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
         for context in contexts:
             stack.enter_context(context)
         yield
-
-
-def _looks(trainer: Any, host: Any, hook_name: str) -> bool:
-    """Whether the hook looks at weights, on one rank or another. The first call of each is collective."""
-    known, key = trainer._looking_hooks, (id(host), hook_name)
-    if key not in known:
-        name, strategy = _seen_here(trainer, host, hook_name), trainer.strategy
-        in_step = hook_name in strategy.weights_in_steps
-        may = may_look(hook_name) or in_step
-        known[key] = may and strategy.reduce_boolean_decision(name is not None, all=False)
-        of_each_batch = in_step or "batch" in hook_name or hook_name == "on_before_zero_grad"
-        if known[key] and of_each_batch and strategy.is_global_zero:
-            print(cost_of_looking(strategy.plan, f"{hook_name} of {class_name(host)}", name), flush=True)
-    return bool(known[key])
-
-
-def _seen_here(trainer: Any, host: Any, hook_name: str) -> str | None:
-    """The name by which the hook may look at weights, as far as this rank knows."""
-    known, key = trainer._looking_hooks, (id(host), hook_name, "here")
-    if key not in known:
-        also = trainer.strategy.weights_in_steps
-        known[key] = looks_at_weights(host, hook_name, trainer.lightning_module, also=also)
-    name: str | None = known[key]
-    return name
-
-
-def cost_of_looking(plan: Any, hook: str, name: str | None) -> str:
-    """What a hook of every batch that may look at weights costs. `name`: what it looks at, if this rank knows it."""
-    strategy, does, takes = plan.strategy, "gathers all weights for it", "time and memory"
-    rounded = ""
-    if strategy.zero_stage and plan.precision.is_low:
-        rounded = (
-            f". In {plan.precision.name} it sees weights in 16 bits, and writes them so: small steps of an average are "
-            f"lost. ema_decay= keeps one in fp32, and so does strategy=fsdp"
-        )
-    if strategy.zero_stage in (1, 2):  # every rank has them, and must not write into them
-        does, takes = "checks all weights before and after it", "time"
-    return (
-        f"{hook} may look at weights{f' (it uses {name})' if name else ''}: {strategy.name} {does}, with every batch; "
-        f"this takes {takes}, so use a hook of the epoch if that is often enough{rounded}"
-    )
 
 
 def _is_fast(trainer: Any) -> bool:

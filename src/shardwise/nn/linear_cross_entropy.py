@@ -58,7 +58,7 @@ def linear_cross_entropy(
     if part is not None and len(weight) != part.tokens:
         raise ConfigError(
             f"linear_cross_entropy: the weight has {len(weight)} tokens, and this rank's part of the vocabulary "
-            f"{part.tokens}: in a hook that looks at weights they are whole; compute the loss in a step"
+            f"{part.tokens}: in hooks weights may be whole; compute the loss in a step"
         )
     hidden = hidden if part is None else part.whole_sequence(hidden)
     if loss == "full":

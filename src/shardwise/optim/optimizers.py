@@ -250,7 +250,7 @@ def step_schedules_unless(module: LightningModule, skipped: Callable[[], bool]) 
     """Keep the module's schedules where they are after a step that was skipped."""
     schedule_step = module.lr_scheduler_step
 
-    @wraps(schedule_step)  # whose code tells whether it looks at weights
+    @wraps(schedule_step)
     def unless_skipped(*args: Any, **kwargs: Any) -> None:
         if not skipped():
             schedule_step(*args, **kwargs)

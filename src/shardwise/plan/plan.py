@@ -188,6 +188,7 @@ class Plan:
     loggers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # the user's trackers
     max_train_batches: int | None = None  # micro-batches of one rank in an epoch; None: all
     quick_check: bool = False
+    whole_weights_in: tuple[str, ...] | None = None  # hooks; None: those of a run, an epoch, a validation, a checkpoint
     profiler: Literal["none", "simple", "advanced", "pytorch"] = "none"
     find_learning_rate: bool = False
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
@@ -256,6 +257,8 @@ class Plan:
         raw["resume_allow"] = tuple(raw["resume_allow"])
         raw["freeze"] = tuple(raw.get("freeze", ()))
         raw["units"] = None if raw["units"] is None else tuple(raw["units"])
+        whole = raw.get("whole_weights_in")
+        raw["whole_weights_in"] = None if whole is None else tuple(whole)
         return Plan(**raw)
 
 

@@ -128,6 +128,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         memory_history=config.memory_history,
         schedule=schedule,
         units=None if config.units is None else tuple(config.units),
+        whole_weights_in=None if config.whole_weights_in is None else tuple(config.whole_weights_in),
         environment=make_environment(config.cluster) | debug_environment(config.debug),
         module=target_node("module", config.module),
         data=data_node(config.data, host, topology.devices),

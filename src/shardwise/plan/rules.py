@@ -13,6 +13,15 @@ from shardwise.plan.capabilities import capabilities_of
 from shardwise.plan.engine_knobs import check_beside_precision
 from shardwise.plan.plan import RESUME_ALLOW, Checkpointing, Host
 
+HOOKS_WITH_WEIGHTS = (
+    *(
+        f"on_{stage}_{when}"
+        for stage in ("train", "validation", "test", "predict")
+        for when in ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")
+    ),
+    "on_fit_start", "on_fit_end", "on_before_zero_grad", "on_save_checkpoint", "on_load_checkpoint",
+)  # fmt: skip
+
 
 def check_values(config: RunConfig, host: Host, accelerator: str, checkpointing: Checkpointing) -> None:
     """Check the value of each field, alone and on this host.
@@ -46,6 +55,11 @@ def check_values(config: RunConfig, host: Host, accelerator: str, checkpointing:
         )
     if unknown := sorted(set(config.resume_allow) - set(RESUME_ALLOW)):
         raise ConfigError(f"resume_allow={as_yaml(unknown)}: known are {', '.join(RESUME_ALLOW)}")
+    if unknown := sorted(set(config.whole_weights_in or ()) - set(HOOKS_WITH_WEIGHTS)):
+        raise ConfigError(
+            f"whole_weights_in={as_yaml(unknown)}: weights can be whole in {', '.join(HOOKS_WITH_WEIGHTS)}; in others "
+            f"put `with shardwise.gathered_weights(module):` around what needs them"
+        )
     if config.guard.max_in_a_row < 0:
         raise ConfigError(f"guard.max_in_a_row={config.guard.max_in_a_row}: must be at least 0")
     if not config.guard.spike_z > 0:

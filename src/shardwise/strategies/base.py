@@ -119,7 +119,6 @@ class PlannedStrategy(
             module, self.plan, self.planned_precision, self._outside_units, self._forward_redirection
         )
         self._prepare_hooks(module)
-        self.watch_writes(module)
         if self.plan.precision.loss_scaling:
             step_schedules_unless(module, lambda: self.verdict.skipped_by_scaler)
 
@@ -211,7 +210,7 @@ class PlannedStrategy(
         return output
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.watched("training_step", lambda: self._run_step("training_step", *args, **kwargs))
+        output = self._run_step("training_step", *args, **kwargs)
         if self.module.automatic_optimization:
             self.recorder.forward_ended(is_first=not self.window.losses)
             check_output(output, self.module_name, has_own_backward=is_overridden("backward", self.module))

@@ -30,7 +30,7 @@ from shardwise.distributed.parameters import keep_notes, refuse_gradient_hooks, 
 from shardwise.distributed.symmetric_memory import let_compiler_copy
 from shardwise.distributed.views import assigning_whole
 from shardwise.errors import ConfigError, class_name
-from shardwise.lightning_internals.hook_analysis import LOOK_AT_GRADIENTS, NOT_GATHERED
+from shardwise.lightning_internals.hook_names import LOOK_AT_GRADIENTS, NOT_GATHERED
 from shardwise.lightning_internals.logged import LoggedValue, take_logged_by
 from shardwise.parallel.functional_calls import refuse_functional_calls
 from shardwise.parallel.parallelize import roots_of
@@ -72,9 +72,9 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     hides_weights = True
 
-    def around_hook(self, hook: str, *, looks: bool) -> AbstractContextManager[None]:
+    def around_hook(self, hook: str, *, whole: bool) -> AbstractContextManager[None]:
         if hook not in NOT_GATHERED:
-            return super().around_hook(hook, looks=looks)
+            return super().around_hook(hook, whole=whole) if whole else self._explaining_parts(hook)
         if hook not in LOOK_AT_GRADIENTS:
             return self._shards.around_hook(hook)
         numbers = (
@@ -83,6 +83,20 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             else of_parts.refused(f"{hook} of {self.module_name}")
         )
         return self._shards.around_hook(hook, numbers)
+
+    @contextmanager
+    def _explaining_parts(self, hook: str) -> Iterator[None]:
+        """Say what to do where a hook mixes parts of weights with other tensors."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise ConfigError(
+                f"{hook} of {self.module_name} or of a callback computes with weights and other tensors: under "
+                f"{self.plan.strategy.name} weights are DTensors there, of which each rank has a part; put `with "
+                f"shardwise.gathered_weights(module):` around it, or give whole_weights_in=[{hook}]"
+            ) from error
 
     def _read_whole_numbers(self) -> None:
         """From here to the end of the run, numbers that are read of weights and gradients are those of whole ones."""
@@ -328,6 +342,9 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         Without `defer_gradient_sync` that is only the reduction over `replicate`, and the partial sums are sharded.
         """
         return "set_requires_gradient_sync" if self.plan.strategy.defer_gradient_sync else "set_requires_all_reduce"
+
+    def _bytes_of_whole(self) -> int:
+        return sum(p.numel() * p.itemsize for p in self.module.parameters() if isinstance(p, DTensor))
 
     def _bytes_to_gather(self) -> int:
         width = dtype_of(self.plan.precision.compute_dtype).itemsize

@@ -75,9 +75,9 @@ def before_gathering(group: Any, call: Callable[[], None]) -> None:
     def unshard(*args: Any, **kwargs: Any) -> None:
         if not group.is_unsharded and group._all_gather_result is None:
             call()
-        type(group).unshard(group, *args, **kwargs)  # looked up here: hooks that see whole weights replace it
+        gather(*args, **kwargs)
 
-    group.unshard = unshard
+    gather, group.unshard = group.unshard, unshard
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from shardwise.distributed.parameters import is_hooked_behind_sums
 from shardwise.distributed.views import WritableViews
-from shardwise.lightning_internals.hook_analysis import runs_own_code
+from shardwise.lightning_internals.hook_names import runs_own_code
 from shardwise.optim.clipping import has_hooks_of_others
 
 _NOTHING = nullcontext()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
@@ -17,65 +16,81 @@ from shardwise import accelerator
 from shardwise.data.agreement import smallest
 from shardwise.distributed.collectives import sum_over
 from shardwise.distributed.mesh import Mesh
-from shardwise.lightning_internals.hook_analysis import reads_in_step
+from shardwise.errors import ConfigError
+from shardwise.lightning_internals.hooks import current_hook
 from shardwise.nn.sequence_parts import whole_sequences
 from shardwise.plan import Plan
 from shardwise.step.layers_in_hooks import LayersInHooks
-from shardwise.strategies.lost_writes import LostWrites, tell_of_reads
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _SPARE = 0.1  # of all memory is left for what the forward passes need
 
 
 class GatheringHooks(Strategy):
-    """Implements `gathered_weights` of protocols.py. A strategy that shards weights overrides the two steps."""
+    """Implements `whole_weights` and `kept_gathered` of protocols.py, which a strategy that shards weights extends."""
 
     plan: Plan
     mesh: Mesh
     layers_in_hooks: LayersInHooks | None = None  # in low precision
     hides_weights: bool
-    weights_in_steps: tuple[str, ...] = ()  # hooks of steps around which it makes weights whole, as around all others
-    lost_writes: LostWrites | None = None  # finds writes into weights that this strategy would lose
-    reads: dict[str, str]  # under ZeRO: the steps that may read weights → the name by which they do
+    is_global_zero: bool
+    module_name: str
+    _is_whole = _told_of_no_room = False  # whether weights are whole at the moment
     context: Any = None  # how sequences are divided over ranks, if they are
 
     def file_group(self) -> dist.ProcessGroup | None:
         """The group of all hosts, which agree on whether memory suffices."""
         raise NotImplementedError
 
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Make all weights whole inside, as they are under ddp. Collective.
+
+        Raises:
+            ConfigError: in a step, whose layers gather their own weights.
+        """
+        assert self.lightning_module is not None
+        hook = current_hook(self.lightning_module) or "a hook"
+        if hook in _STEPS and self.hides_weights:
+            raise ConfigError(
+                f"gathered_weights in {hook} of {self.module_name}: there layers gather their own weights under "
+                f"{self.plan.strategy.name}; use it in a hook, on_train_batch_start or on_train_batch_end, say"
+            )
+        return nullcontext() if self._is_whole else self._whole_in(hook)
+
+    @contextmanager
+    def _whole_in(self, hook: str) -> Iterator[None]:
+        self._is_whole = True
+        try:
+            with self.whole_parameters(hook):
+                yield
+        finally:
+            self._is_whole = False
+
     @contextmanager
     def whole_parameters(self, hook: str) -> Iterator[None]:
-        """Make all weights whole while a hook looks at them, as they are under ddp. Collective."""
+        """What makes all weights whole around a hook of this name. Collective."""
         yield
 
-    def around_hook(self, hook: str, *, looks: bool) -> AbstractContextManager[None]:
-        """What is put around a hook of the module or of a callback. `looks`: at weights, on one rank or another."""
-        return self.whole_parameters(hook) if looks else nullcontext()
+    def around_hook(self, hook: str, *, whole: bool) -> AbstractContextManager[None]:
+        """What is put around a hook of the module or of a callback. `whole`: it sees whole weights."""
+        return self._whole_in(hook) if whole and not self._is_whole and self._has_room(hook) else nullcontext()
 
-    def watch_writes(self, module: LightningModule) -> None:
-        """Refuse what the module would write into its weights in vain. They are sharded by now."""
-        stage, name, compiler = self.plan.strategy.zero_stage, self.plan.strategy.name, self.plan.compile.name
-        steps = {step: reads_in_step(module, step) for step in _STEPS} if stage else {}
-        self.reads = {step: found for step, found in steps.items() if found is not None}
-        if self.hides_weights and compiler == "none":
-            self.lost_writes = LostWrites(module, name, stage, self.reads if stage == 3 else {})
-        elif self.reads and stage == 3:
-            step, found = next(iter(self.reads.items()))
-            tell_of_reads(module, name, step, found, f"compile={compiler}")
+    def _has_room(self, hook: str) -> bool:
+        """Whether every rank has memory for whole weights; if not, `hook` sees what there is. Collective."""
+        needed = self._bytes_of_whole()
+        if needed == 0 or smallest(int(needed <= _free_bytes(self.root_device)), self.file_group):
+            return True
+        if not self._told_of_no_room and self.is_global_zero:
+            self._told_of_no_room = True
+            print(
+                f"{hook} sees parts of weights: whole ones are {needed / 1e9:.1f} GB, more than a rank has left",
+                flush=True,
+            )
+        return False
 
-    def watched(self, step: str, run: Callable[[], Any]) -> Any:
-        """Call `run`, which is a step of this name."""
-        if self.lost_writes is None:
-            return run()
-        with self.lost_writes.in_step(step, from_the_start=self.plan.resume is None):
-            return run()
-
-    def watched_set_up(self) -> AbstractContextManager[Any]:
-        """What is put around `configure_optimizers` if training does not begin with the weights that are there then."""
-        is_kept = self.plan.strategy.zero_stage < 3 and not self.plan.precision.is_mixed
-        if self.lost_writes is None or is_kept or self.plan.resume is not None:
-            return nullcontext()
-        return self.lost_writes.in_set_up()
+    def _bytes_of_whole(self) -> int:
+        """How much more memory a rank needs for whole weights. Every rank gives the same."""
+        return 0
 
     def outside_steps(self) -> list[AbstractContextManager[None]]:
         """What is put around hooks of the module and of callbacks, in which layers may run on anything."""
@@ -107,7 +122,7 @@ class GatheringHooks(Strategy):
         return self.mesh.group("loss")
 
     @contextmanager
-    def gathered_weights(self) -> Iterator[None]:
+    def kept_gathered(self) -> Iterator[None]:
         """Inside, forward passes without gradients find all weights gathered, if every rank has memory for that.
 
         Layers that training has compiled are not compiled again for each length of a text. Collective.

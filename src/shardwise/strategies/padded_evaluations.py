@@ -17,7 +17,6 @@ class PaddedEvaluations(Strategy):
 
     _begin_evaluation: Callable[[], None]
     _run_step: Callable[..., Any]
-    watched: Callable[..., Any]
     _padding: PaddingBatch | None = None  # the current one
 
     def _prepare_padding(self) -> None:
@@ -30,7 +29,7 @@ class PaddedEvaluations(Strategy):
     def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._begin_evaluation()
         if not self._paddings.popleft():
-            return self.watched(name, lambda: self._run_step(name, *args, **kwargs))
+            return self._run_step(name, *args, **kwargs)
         self._run_step(name, *args, **kwargs)
         return None
 

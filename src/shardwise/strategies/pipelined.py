@@ -273,7 +273,7 @@ class PipelinedStrategy(PipelinedLogs):
     # What ranks of other stages do not take part in
 
     @contextmanager
-    def gathered_weights(self) -> Iterator[None]:
+    def kept_gathered(self) -> Iterator[None]:
         raise ConfigError(
             f"{self.module_name} generates text, which takes many passes through its layers, and a pipeline makes one "
             f"in a step; leave it out, or use strategy.pipeline_parallel_size=1"

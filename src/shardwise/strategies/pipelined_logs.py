@@ -13,7 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from shardwise.errors import ConfigError
-from shardwise.lightning_internals.hook_analysis import LOOK_AT_GRADIENTS
+from shardwise.lightning_internals.hook_names import LOOK_AT_GRADIENTS
 from shardwise.lightning_internals.logged import LoggedValue
 from shardwise.lightning_internals.results import step_logging
 from shardwise.parallel.pipeline.absent import NothingFromMeta, is_absent, refusal_of
@@ -98,15 +98,15 @@ class PipelinedLogs(FsdpStrategy):
                 f"a rank has those of its own stage; {_ONE}, or shardwise export for the weights of a checkpoint"
             ) from error
 
-    def around_hook(self, hook: str, *, looks: bool) -> AbstractContextManager[None]:
+    def around_hook(self, hook: str, *, whole: bool) -> AbstractContextManager[None]:
         if hook == "on_after_backward" and self.plan.strategy.reshard_after_forward is False:
             self._backwards.reshard()  # it comes after each micro-batch, and sees shards and their gradients
-        if hook == "on_before_zero_grad" and looks:
+        if hook == "on_before_zero_grad" and whole:
             raise ConfigError(
-                f"on_before_zero_grad of {self.module_name} or of a callback may look at weights, and in a pipeline it "
-                f"comes before all layers have run; do that in on_train_batch_end, or {_ONE}"
+                f"whole_weights_in=[on_before_zero_grad]: in a pipeline this hook of {self.module_name} or of a "
+                f"callback comes before all layers have run; do that in on_train_batch_end, or {_ONE}"
             )
-        around = super().around_hook(hook, looks=looks)
+        around = super().around_hook(hook, whole=whole)
         if hook in LOOK_AT_GRADIENTS:
             return self._showing_weights(around)
         if hook == "on_train_batch_end":

@@ -1,12 +1,12 @@
-"""Weights in hooks under ZeRO. They are whole where a hook looks at them, also in the hooks of a step.
+"""Weights in hooks under ZeRO. Where they are made whole, writes into trained ones are refused.
 
-DeepSpeed's next step overwrites what is written into trained weights, so that is refused.
+DeepSpeed's next step overwrites these.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,68 +16,44 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.drawn_alike import is_of_training
-from shardwise.lightning_internals.hook_analysis import OF_STEPS
 from shardwise.strategies.base import PlannedStrategy
+from shardwise.strategies.zero.empty_weights import EmptyWeightsRefused
 from shardwise.strategies.zero.groups import ParameterGroups
 from shardwise.strategies.zero.internals import gathered
+
+_WATCHED = 8  # steps of each kind in which reads of empty weights are refused: each call of torch takes a little longer
 
 
 class HooksUnderZero(PlannedStrategy):
     """The part of a ZeRO strategy that is put around hooks."""
 
     hides_weights = True
-    weights_in_steps = OF_STEPS
     groups: ParameterGroups | None = None  # of the optimizer, in training
+    _steps_of: dict[str, int]  # how many steps of each kind this process has begun
     _before_evaluation: dict[str, float] | None = None  # the norm of each trained weight
-    # In the module's optimizer_step weights are whole before and after the step, if it looks at them.
-    _step_looks = False
-    _whole: AbstractContextManager[None] | None = None
 
-    def around_hook(self, hook: str, *, looks: bool) -> AbstractContextManager[None]:
-        if hook == "optimizer_step":
-            return self._around_optimizer_step(looks)
-        return super().around_hook(hook, looks=looks)
+    def around_hook(self, hook: str, *, whole: bool) -> AbstractContextManager[Any]:
+        if whole or self.plan.strategy.zero_stage < 3 or not hook.startswith("on_"):
+            return super().around_hook(hook, whole=whole)
+        return EmptyWeightsRefused(self.module, f"{hook} of {self.module_name} or of a callback")
 
-    @contextmanager
-    def _around_optimizer_step(self, looks: bool) -> Iterator[None]:
-        self._step_looks = looks
-        self._make_whole()
-        yield  # an error ends the run
-        self._make_parts()
-        self._step_looks = False
-
-    def _make_whole(self) -> None:
-        if self._step_looks and self._whole is None:
-            self._whole = self.whole_parameters("optimizer_step")
-            self._whole.__enter__()
-
-    def _make_parts(self) -> None:
-        whole, self._whole = self._whole, None
-        if whole is not None:
-            whole.__exit__(None, None, None)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._make_parts()
-        if "training_step" not in self.reads or self.groups is None:
-            return super().training_step(*args, **kwargs)
-        with self.groups.shown():
-            return super().training_step(*args, **kwargs)
+    def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self._steps_of[name] = number = self._steps_of.get(name, 0) + 1
+        # What is compiled would be compiled once more; a resumed run computes its steps as it did before
+        if self.plan.strategy.zero_stage < 3 or number > _WATCHED or self.plan.compile.name != "none":
+            return super()._run_step(name, *args, **kwargs)
+        with EmptyWeightsRefused(self.module, f"{self.module_name}.{name}"):
+            return super()._run_step(name, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
         self.order.end()
-        self._make_whole()  # the module may have called the closure by itself, and step later
         return loss
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        self._make_parts()
-        looks, self._step_looks = self._step_looks, False  # the closure is called within
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.groups is not None:
             self.groups.check()
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._step_looks = looks
-        self._make_whole()
-        return result
+        return super().optimizer_step(*args, **kwargs)
 
     @contextmanager
     def whole_parameters(self, hook: str) -> Iterator[None]:

@@ -25,8 +25,7 @@ from torch.optim import Optimizer
 
 from shardwise.distributed.collectives import broadcast_from_rank_zero
 from shardwise.errors import ConfigError
-from shardwise.lightning_internals.hook_analysis import looks_in_step
-from shardwise.lightning_internals.hooks import cost_of_looking, current_hook
+from shardwise.lightning_internals.hooks import current_hook
 from shardwise.optim.deepspeed import import_deepspeed
 from shardwise.optim.optimizers import order_alike, treats_weights_one_by_one
 from shardwise.parallel.functional_calls import refuse_functional_calls
@@ -64,6 +63,7 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
     def __init__(self, plan: Plan) -> None:
         super().__init__(timeout=timedelta(minutes=plan.strategy.timeout_minutes))
         self._use(plan, ZeroPrecision)
+        self._steps_of = {}
 
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
@@ -77,7 +77,7 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
         self._parallelize(module, self.units, casts_inputs=True)
         initial = InitialValues(self.plan, self.mesh.group("world"))
         self._make(deepspeed, module, config, initial if training and self.plan.precision.is_mixed else None)
-        with full_shapes(module), self.watched_set_up():
+        with full_shapes(module):
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module) if training else ([], [])
         if not module.automatic_optimization or len(optimizers) > 1:
             what = f"has {len(optimizers)} optimizers" if module.automatic_optimization else "optimizes by hand"
@@ -125,18 +125,10 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
         name = self.plan.strategy.name
         self._frozen = FrozenUnderZero(self.zero_state, name)
         self.groups = ParameterGroups(self.zero_state, self.module_name, name)
-        step_hooks = StepHooks(
-            self.groups.optimizer, name, lambda hook: looks_in_step(hook, self.module, self.module),
-            partial(self.reduce_boolean_decision, all=False), self.whole_parameters, self._tell_of_cost,
-            lambda where: GradientsOutOfReach(where, name),
-        )  # fmt: skip
+        step_hooks = StepHooks(self.groups.optimizer, name, lambda where: GradientsOutOfReach(where, name))
         self.zero_precision.call_around_steps(step_hooks)
         self.zero_precision.watch_gradients(engine_optimizer)
         initial.fill(self.zero_state.master_parts(), self.zero_state.trained_names(), self.root_device)
-
-    def _tell_of_cost(self, hook: str, name: str | None) -> None:
-        if self.is_global_zero:
-            print(cost_of_looking(self.plan, hook, name), flush=True)
 
     def _make_sharded_state(self, module: LightningModule) -> ZeroState:
         # Before an average, for example, replaces the weights, what hooks have written into them is checked.
