@@ -26,7 +26,7 @@ STRATEGIES = {
     "zero3": ["strategy=zero3", "strategy.persistence_threshold_elements=0"],
 }
 LOOKS = ("optimizer_step", "on_before_optimizer_step", "lr_scheduler_step", "on_train_batch_end", "gathered_by_word",
-         "a_layer_runs", "asks_for_device", "weight_of_a_layer")  # fmt: skip
+         "asks_for_device", "weight_of_a_layer")  # fmt: skip
 REFUSED = {  # what a run does → what it is told under ZeRO
     "adds_group": "weights are added to the groups of Sees's SGD while the run goes on",
     "adds_to_lightnings": "weights are added to the groups of Sees's SGD while the run goes on",
@@ -151,7 +151,7 @@ class WithOwnOptimizer(Sees):
 def train(folder: Path, strategy: str, cases: set[str] | None) -> dict[str, Any]:
     """In each rank."""
     found: dict[str, Any] = {}
-    every = (*LOOKS, *REFUSED, *ABSENT, "own_optimizer", "gathers")
+    every = (*LOOKS, *REFUSED, *ABSENT, "own_optimizer", "gathers", "a_layer_runs")
     for what in (what for what in every if cases is None or what in cases):
         SEEN.clear()
         module = "WithOwnOptimizer" if what == "own_optimizer" else "Sees"
@@ -197,6 +197,16 @@ def test_what_deepspeed_would_lose_is_refused(runs: Any, what: str, strategy: st
 def test_what_is_written_is_kept_under_fsdp(runs: Any, what: str) -> None:
     for rank, truth in zip(runs["fsdp"], runs["ddp"], strict=True):
         assert_same(rank[what], truth[what])
+
+
+@pytest.mark.parametrize("what", ["a_layer_runs"])
+def test_a_layer_that_runs_has_what_was_written(runs: Any, what: str) -> None:
+    for strategy in ("fsdp", "zero1"):
+        for rank, truth in zip(runs[strategy], runs["ddp"], strict=True):
+            assert_same(rank[what], truth[what])
+    assert (
+        "reads the weight average.0.linear.weight, which is not there" in runs["zero3"][0][what]
+    )  # the layer freed it
 
 
 @pytest.mark.parametrize("what", ABSENT)

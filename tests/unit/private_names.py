@@ -132,7 +132,9 @@ USED = {
         "_sharded_local_tensor _sharded_param_data _unsafe_preserve_version_counter"
     ),
     "strategies/fsdp_frozen.py": "_fsdp_param _fully_shard _unsharded_param",
-    "strategies/whole_in_hooks.py": "_get_fsdp_state _parameters _wait_all_gather_streams_on_event",
+    "strategies/whole_in_hooks.py": (
+        "_get_fsdp_state _load_state_dict_post_hooks _parameters _wait_all_gather_streams_on_event"
+    ),
     "strategies/pipelined_buffers.py": "_buffers _version",
     "strategies/step_on_shards.py": "_local_tensor",
     "strategies/fsdp_gathering.py": (
@@ -416,6 +418,7 @@ NAMES = {
     "_python_dispatch": name("torch.utils", "TorchDispatchMode, which torch documents by this path"),
     "_pytree": name("torch.utils", "tree_map, which torch itself imports from there"),
     "_NormBase": name("torch.nn.modules.batchnorm", "every layer that keeps running statistics"),
+    "_load_state_dict_post_hooks": name(MODULE, "whole weights are loaded in a hook, and FSDP2 looks for shards"),
     "_parameters": name(MODULE, "parameters are replaced by copies, shards or whole ones for a while"),
     "_buffers": name(MODULE, "parameters are replaced by copies, shards or whole ones for a while buffers"),
     "_modules": name(MODULE, "a hook that reaches for it may look at weights"),

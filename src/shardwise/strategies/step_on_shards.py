@@ -63,7 +63,15 @@ def step_on_shards(optimizer: Optimizer, state: DTensorState) -> None:
         for p in sharded:
             p.grad = None
 
+    add_group = optimizer.add_param_group
+
+    def add_and_take(group: dict[str, Any]) -> None:
+        add_group(group)
+        if any(isinstance(p, DTensor) for p in optimizer.param_groups[-1]["params"]):  # else weights are whole just now
+            take_shards()
+
     optimizer.register_step_pre_hook(show_gradients)
+    optimizer.add_param_group = add_and_take  # type: ignore[method-assign]
     optimizer.register_step_post_hook(hide_gradients)
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     optimizer.take_shards = take_shards  # type: ignore[attr-defined]

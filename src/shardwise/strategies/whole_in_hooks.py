@@ -6,6 +6,7 @@ shards are back in their places, with what was written.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -104,6 +105,8 @@ class _WholeWeights:
         of = self.state.tensor_parallel
         divided = [] if of is None else [of.module.get_submodule(name) for name in divided_layers(of.layers)]
         with ExitStack() as stack:
+            for layer in dict.fromkeys(layer for layer, _, _ in self.places):
+                stack.enter_context(_loaded_whole(layer))
             for layers, begin, end in (
                 (self.layers, self._begin, self._end),
                 (divided, self._use_part, self._use_whole),
@@ -135,3 +138,16 @@ class _WholeWeights:
 
     def _use_whole(self, layer: nn.Module, args: Any, output: Any) -> None:
         layer._parameters.update(self.lent.pop(layer, {}))
+
+
+@contextmanager
+def _loaded_whole(layer: nn.Module) -> Iterator[None]:
+    """Inside, FSDP2 does not look for shards behind a `load_state_dict` of `layer`."""
+    hooks = layer._load_state_dict_post_hooks
+    layer._load_state_dict_post_hooks = OrderedDict(
+        (key, hook) for key, hook in hooks.items() if not hook.__module__.startswith("torch.distributed.fsdp.")
+    )
+    try:
+        yield
+    finally:
+        layer._load_state_dict_post_hooks = hooks

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,10 +32,15 @@ class HooksUnderZero(PlannedStrategy):
     _steps_of: dict[str, int]  # how many steps of each kind this process has begun
     _before_evaluation: dict[str, float] | None = None  # the norm of each trained weight
 
-    def around_hook(self, hook: str, *, whole: bool) -> AbstractContextManager[Any]:
-        if whole or self.plan.strategy.zero_stage < 3 or not hook.startswith("on_"):
-            return super().around_hook(hook, whole=whole)
-        return EmptyWeightsRefused(self.module, f"{hook} of {self.module_name} or of a callback")
+    @contextmanager
+    def around_hook(self, hook: str, *, whole: bool) -> Iterator[None]:
+        where = f"{hook} of {self.module_name} or of a callback"
+        watched = self.plan.strategy.zero_stage == 3 and hook.startswith("on_")
+        with (
+            super().around_hook(hook, whole=whole),
+            EmptyWeightsRefused(self.module, where) if watched else nullcontext(),
+        ):
+            yield
 
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._steps_of[name] = number = self._steps_of.get(name, 0) + 1
