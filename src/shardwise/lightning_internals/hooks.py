@@ -145,7 +145,7 @@ def _call(trainer: Any, callbacks: list[Callback], hook_name: str, *args: Any, *
 
 def _around(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[Any]:
     """What is put around a hook: whole weights, random numbers that all ranks draw, layers in low precision."""
-    if getattr(trainer, "_known_hooks", None) is None:
+    if getattr(trainer, "_known_hooks", None) is None or type(host).__module__.startswith("shardwise."):
         return nullcontext()
     key = id(host), hook_name
     if key not in trainer._known_hooks:
@@ -163,8 +163,6 @@ def _known(trainer: Any, host: Any, hook_name: str) -> tuple[bool, str | None, b
     """Whether it sees whole weights, for what purpose it draws what all ranks draw, whether it may run layers."""
     strategy, module = trainer.strategy, trainer.lightning_module
     whole = strategy.hides_weights and sees_whole_weights(host, hook_name, strategy.plan.whole_weights_in)
-    if type(host).__module__.startswith("shardwise."):
-        return whole, None, False
     # The next batch's hook draws for samples, which differ between ranks. Others may draw for weights.
     for_weights = has_weights(hook_name) and is_of_training(hook_name) and hook_name != "on_train_batch_start"
     alike = trainer.world_size > 1 and is_users(host, hook_name) and (for_weights or hook_name in LOOK_AT_GRADIENTS)

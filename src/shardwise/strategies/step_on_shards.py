@@ -65,8 +65,8 @@ def step_on_shards(optimizer: Optimizer, state: DTensorState) -> None:
 
     add_group = optimizer.add_param_group
 
-    def add_and_take(group: dict[str, Any]) -> None:
-        add_group(group)
+    def add_and_take(param_group: dict[str, Any]) -> None:
+        add_group(param_group)
         if any(isinstance(p, DTensor) for p in optimizer.param_groups[-1]["params"]):  # else weights are whole just now
             take_shards()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ConfigError
@@ -26,9 +26,10 @@ _OF_VALUES = {getattr(Tensor, name) for name in ("data", "shape", "ndim", "T", "
 class EmptyWeightsRefused(TorchFunctionMode):
     """Refuses to compute with weights that are not there, inside. `where`: the hook or step that runs."""
 
-    def __init__(self, module: nn.Module, where: str) -> None:
+    def __init__(self, names: dict[int, str], where: str) -> None:
+        """`names`: the id of each parameter → its name."""
         super().__init__()
-        self.where, self._names = where, {id(p): name for name, p in module.named_parameters()}
+        self.where, self._names = where, names
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

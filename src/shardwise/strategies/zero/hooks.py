@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,16 +39,23 @@ class HooksUnderZero(PlannedStrategy):
         watched = self.plan.strategy.zero_stage == 3 and hook.startswith("on_")
         with (
             super().around_hook(hook, whole=whole),
-            EmptyWeightsRefused(self.module, where) if watched else nullcontext(),
+            self._refusing_empty(where) if watched else nullcontext(),
         ):
             yield
+
+    def _refusing_empty(self, where: str) -> EmptyWeightsRefused:
+        return EmptyWeightsRefused(self._names, where)
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self.module.named_parameters()}
 
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._steps_of[name] = number = self._steps_of.get(name, 0) + 1
         # What is compiled would be compiled once more; a resumed run computes its steps as it did before
         if self.plan.strategy.zero_stage < 3 or number > _WATCHED or self.plan.compile.name != "none":
             return super()._run_step(name, *args, **kwargs)
-        with EmptyWeightsRefused(self.module, f"{self.module_name}.{name}"):
+        with self._refusing_empty(f"{self.module_name}.{name}"):
             return super()._run_step(name, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
