@@ -88,7 +88,7 @@ def make_strategy(
     options["symmetric_memory"] = uses_symmetric_memory(config, precision, compiling, topology, accelerator)
     if options.get("pipeline_split") is not None:
         options["pipeline_split"] = tuple(options["pipeline_split"])
-    return Strategy(name=config.name, context_parallel_method=context_parallel_method, **options)
+    return Strategy(name=config.name, context_parallel_method=context_parallel_method, **options)  # type: ignore[arg-type]
 
 
 def make_environment(cluster: ClusterConfig) -> dict[str, str]:
