@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from benchmarks.pages.numerics import FEATURES
 from benchmarks.report import with_tables
-from shardwise.errors import ConfigError
-from shardwise.plan.capabilities import STRATEGIES, capabilities_of
+from shardwise.plan.capabilities import STRATEGIES, Capabilities
 from tests.harness.rooms import MODULES, ROOT, nodes_of, room_of
 
 TABLE = "shardwise.plan.capabilities"
 NAMES = STRATEGIES.keys() | {"zero", "hybrid"}  # and what names begin or end with
 PARTS = ("startswith", "endswith", "removeprefix", "removesuffix", "partition", "fullmatch", "match", "search")
+FACTS = {"entry", "entry_of_pipeline", "package", "shards", "has_replicas", "uses_dtensors", "owns_step", "options",
+         "with_more_shards", "sends_less", "sends_less_between_nodes"}  # fmt: skip
 EXEMPT = {TABLE, "shardwise.lightning_internals.hooks"}
 
 
@@ -62,10 +64,5 @@ def test_the_reader_of_names_sees_each_way_to_ask(code: str) -> None:
 def test_the_docs_print_the_table() -> None:
     page = (ROOT / "docs/numerics.md").read_text()
     assert with_tables(page) == page, "run python benchmarks/report.py"
-    assert all(f" {name} |" in page for name in STRATEGIES)
-
-
-def test_a_name_without_a_row_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"strategy\.name=zero4: must be one of ddp, .*\(did you mean zero"):
-        capabilities_of("zero4")
-    assert all(Path(ROOT / f"conf/strategy/{name}.yaml").is_file() for name in STRATEGIES)
+    reasons = {field.name for field in dataclasses.fields(Capabilities)} - FACTS
+    assert reasons == FEATURES.keys(), "benchmarks/pages/numerics.py says how a user asks for each feature"

@@ -291,9 +291,7 @@ def _options_of(name: Any) -> type[StrategyConfig]:
     if isinstance(name, str) and name in STRATEGY_CONFIGS:
         return STRATEGY_CONFIGS[name]
     known = [file.stem for file in sorted((CONF / "strategy").glob("*.yaml")) if "name" in OmegaConf.load(file)]
-    if name not in known:
-        near = did_you_mean(str(name), known)
-        raise ConfigError(f"strategy.name={as_yaml(name)}: must be one of {', '.join(known)}{near}")
+    bind(Enum("", {word: word for word in known}), name, "strategy.name")
     return PlainConfig
 
 

@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass
 
 from shardwise.plan import Plan
-from shardwise.plan.capabilities import capabilities_of
 from shardwise.plan.plan import ActivationCheckpointing
 
 
@@ -29,9 +28,8 @@ def remedies(plan: Plan, memory: GpuMemory | None, requested: float | None) -> l
     if strategy.defer_gradient_sync:
         words.append("strategy.defer_gradient_sync=false")
     ungraphed = " compile.cudagraphs=false" * plan.compile.cudagraphs  # graphs are for ddp alone
-    sharded = does.with_more_shards
-    if sharded and ranks > 1:
-        sharded = "fsdp" if plan.compile.name == "model" and capabilities_of(sharded).compiled_step else sharded
+    if does.with_more_shards and ranks > 1:
+        sharded = "fsdp" if plan.compile.name == "model" else does.with_more_shards  # zero3 compiles no whole step
         words.append(
             f"strategy={sharded}{ungraphed} (parameters, gradients and optimizer state sharded over the {ranks} ranks)"
         )

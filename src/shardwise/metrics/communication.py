@@ -47,8 +47,7 @@ def _sent_bytes(plan: Plan, parameters: int) -> float:
 
 def fewer_transfers(plan: Plan) -> str:
     """The override by which the ranks send less."""
-    strategy, topology = plan.strategy, plan.topology
-    does = strategy.capabilities
+    strategy, topology, does = plan.strategy, plan.topology, plan.strategy.capabilities
     if reduces_too_often(plan):
         return "strategy.defer_gradient_sync=true reduces gradients once a step, and keeps them unsharded meanwhile"
     for axis, size in (("tensor", topology.tensor), ("context", topology.context)):

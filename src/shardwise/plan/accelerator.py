@@ -6,7 +6,6 @@ from typing import Literal
 
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError, count
-from shardwise.plan.capabilities import capabilities_of
 from shardwise.plan.plan import Host
 
 AcceleratorName = Literal["cpu", "cuda", "xpu", "mps"]
@@ -71,12 +70,9 @@ def check_accelerator(config: RunConfig, accelerator: str, host: Host) -> None:
     Raises:
         ConfigError
     """
-    kind, strategy, precision = vendor(accelerator, host), config.strategy.name, config.precision.name.value
+    kind, precision = vendor(accelerator, host), config.precision.name.value
     if kind in ("xpu", "mps") and config.preflight:
         raise ConfigError(f"preflight=true accelerator={kind}: it knows NVIDIA's GPUs and the CPU; leave it out")
-    does = capabilities_of(strategy)
-    if reason := {"xpu": does.xpu, "mps": does.mps}.get(kind):
-        raise ConfigError(f"strategy={strategy} accelerator={kind}: {reason}")
     if config.precision.tf32 and kind != "cuda":
         raise ConfigError(
             f"precision={precision} needs CUDA on NVIDIA's GPUs: TensorFloat-32 is a mode of their tensor cores; "

@@ -5,18 +5,8 @@ A new strategy is a file of `strategies/`, one of `conf/strategy/`, and a row he
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
-
-from shardwise.errors import ConfigError, did_you_mean
-
-
-def _feature(words: str) -> Any:
-    """A field that is empty if the strategy can do it, else why it cannot, as the user reads it.
-
-    `words`: what a user asks for, in the table of docs/numerics.md.
-    """
-    return field(default="", metadata={"words": words})
+from dataclasses import dataclass, replace
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -33,20 +23,21 @@ class Capabilities:
     sends_less: str = ""  # an override by which ranks send less, and why
     sends_less_between_nodes: str = ""
 
-    fp64: str = _feature("`precision=fp64`")
-    fp16_on_cpu: str = _feature("`precision=fp16` on the CPU")
-    fp8: str = _feature("`precision=fp8`")
-    buckets_in_bf16: str = _feature("options of gradient buckets with `precision=bf16`, without offload")
-    clip_by_value: str = _feature("`gradient_clip_algorithm=value`")
-    compiled_step: str = _feature("`compile=model`")
-    cuda_graphs: str = _feature("`compile.cudagraphs=true`")
-    whole_rows: str = _feature("`optimizer=muon`, `adamw_8bit`")
-    thawing: str = _feature("`freeze_epochs=`")
-    manual_steps: str = _feature("manual optimization, several optimizers")
-    complex_numbers: str = _feature("parameters of complex numbers")
-    sync_errors: str = _feature("`debug.sync=error`")
-    xpu: str = _feature("`accelerator=xpu`")
-    mps: str = _feature("`accelerator=mps`")
+    # Features: empty if it can, else why it cannot, as the user reads it. benchmarks/pages/numerics.py prints them
+    fp64: str = ""
+    fp16_on_cpu: str = ""
+    fp8: str = ""
+    buckets_in_bf16: str = ""
+    clip_by_value: str = ""
+    compiled_step: str = ""
+    cuda_graphs: str = ""
+    whole_rows: str = ""
+    thawing: str = ""
+    manual_steps: str = ""
+    complex_numbers: str = ""
+    sync_errors: str = ""
+    xpu: str = ""
+    mps: str = ""
 
     @property
     def shards_parameters(self) -> bool:
@@ -56,7 +47,7 @@ class Capabilities:
 WAITS = "each of its steps waits for the GPU by itself; use debug.sync=warn, which names these places among the others"
 _ALONE = "one process has nobody to share with; use strategy=ddp, or accelerator=cpu"
 _REAL = "keeps real ones alone: let the parameter be torch.view_as_real of it, or use strategy=ddp"
-_GATHERS = "gathers weights into other memory in each step"
+_GATHERS = "gathers weights into other memory in each step; leave it out, or use strategy=ddp"
 
 _DDP = Capabilities(entry="shardwise.strategies.ddp.DdpStrategy", with_more_shards="fsdp")
 _FSDP = Capabilities(
@@ -83,7 +74,7 @@ _ZERO = Capabilities(
     "strategy=fsdp, or precision=bf16",
     clip_by_value="DeepSpeed bounds the norm and nothing else; use gradient_clip_algorithm=norm, or strategy=ddp or "
     "fsdp",
-    cuda_graphs="collects gradients by hooks that a replay does not call",
+    cuda_graphs="collects gradients by hooks that a replay does not call; leave it out, or use strategy=ddp",
     whole_rows="DeepSpeed gives an optimizer flat ranges that cut rows; use strategy=fsdp, fsdp_hybrid or ddp, or "
     "optimizer=adamw or adamw_bf16",
     thawing="DeepSpeed's optimizer steps frozen weights too, with a gradient of zero, so that they would not stay as "
@@ -116,12 +107,3 @@ STRATEGIES: dict[str, Capabilities] = {
         cuda_graphs=_GATHERS,
     ),
 }
-
-
-def capabilities_of(strategy: str) -> Capabilities:
-    """Raises: ConfigError: the table has no such row."""
-    if strategy not in STRATEGIES:
-        raise ConfigError(
-            f"strategy.name={strategy}: must be one of {', '.join(STRATEGIES)}{did_you_mean(strategy, STRATEGIES)}"
-        )
-    return STRATEGIES[strategy]

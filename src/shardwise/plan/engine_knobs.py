@@ -14,10 +14,11 @@ from shardwise.config.groups import (
 )
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
-from shardwise.plan.capabilities import capabilities_of
+from shardwise.plan.capabilities import STRATEGIES
 from shardwise.plan.topology import Topology
 
 _LEAST = {
+    "bucket_cap_mb": (1, ""),
     "forward_prefetch_units": (1, ", or null for FSDP2's own order"),
     "backward_prefetch_units": (1, ", or null for FSDP2's own order"),
     "reduce_bucket_elements": (1, ""),
@@ -144,7 +145,7 @@ def check_beside_precision(config: RunConfig) -> None:
             f"precision=fp8 strategy.reshard_after_forward={strategy.reshard_after_forward}: FSDP2 keeps no shards "
             f"of weights that are gathered in fp8; use true or false"
         )
-    reason, usual = capabilities_of(strategy.name).buckets_in_bf16, Zero1Config()
+    reason, usual = STRATEGIES[strategy.name].buckets_in_bf16, Zero1Config()
     if precision.compute_dtype.value != "bfloat16" or precision.parameter_dtype.value != "float32" or not reason:
         return
     if getattr(strategy, "offload_optimizer", False):  # then another optimizer of DeepSpeed's, which has buckets

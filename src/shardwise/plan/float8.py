@@ -5,7 +5,6 @@ from __future__ import annotations
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.accelerator import WHERE, vendor
-from shardwise.plan.capabilities import capabilities_of
 from shardwise.plan.hardware import is_gpu
 from shardwise.plan.plan import Float8, Host
 
@@ -20,7 +19,7 @@ def make_float8(config: RunConfig, host: Host, accelerator: str) -> Float8 | Non
     """The Plan's part about fp8; None: no layer multiplies in fp8.
 
     Raises:
-        ConfigError: the device, the strategy or another dtype rules it out.
+        ConfigError: the device or another dtype rules it out.
     """
     name, fp8 = config.precision.name.value, config.precision.fp8
     if (name == "fp8") != (fp8 is not None):
@@ -28,8 +27,6 @@ def make_float8(config: RunConfig, host: Host, accelerator: str) -> Float8 | Non
                           f"products in fp8, and leave precision.fp8 out elsewhere")  # fmt: skip
     if fp8 is None:
         return None
-    if reason := capabilities_of(config.strategy.name).fp8:
-        raise ConfigError(f"strategy={config.strategy.name} precision=fp8: {reason}")
     dtypes = config.precision.parameter_dtype.value, config.precision.compute_dtype.value
     if dtypes != ("float32", "bfloat16"):
         raise ConfigError(

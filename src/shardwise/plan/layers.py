@@ -7,7 +7,6 @@ import re
 from shardwise.config.bind import as_yaml
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError, did_you_mean
-from shardwise.plan.capabilities import capabilities_of
 from shardwise.plan.engine_knobs import overlaps_tensor_axis
 from shardwise.plan.plan import (
     ActivationCheckpointing,
@@ -24,7 +23,7 @@ _OPERATION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){1,2}")  # namespace.name 
 
 
 def make_compile(config: RunConfig, topology: Topology, accelerator: str) -> Compile:
-    """Raises: ConfigError: an option that compile=none or this strategy, accelerator or checkpointing rules out."""
+    """Raises: ConfigError: an option that compile=none or this accelerator or checkpointing rules out."""
     options = config.compile
     name: CompileName = options.name.value
     mode: CompileModeName = options.mode.value
@@ -50,8 +49,9 @@ def make_compile(config: RunConfig, topology: Topology, accelerator: str) -> Com
         )
     if options.recompute_elementwise:
         _check_recomputing(budget, checkpointing, config.activation_checkpointing.every_n_layers)
-    if options.cudagraphs:
-        _check_cudagraphs(config, accelerator)
+    if options.cudagraphs and accelerator != "cuda":
+        where = "the CPU" if accelerator == "cpu" else f"accelerator={accelerator}"
+        raise ConfigError(f"compile.cudagraphs=true: a CUDA graph is a GPU's of NVIDIA or AMD; leave it out on {where}")
     overlaps = overlaps_tensor_axis(config.strategy, config.precision, options, topology, accelerator)
     return Compile(
         name=name, memory_budget=budget, recompute_elementwise=options.recompute_elementwise, mode=mode,
@@ -70,18 +70,6 @@ def _check_recomputing(budget: float | None, checkpointing: str, every: int) -> 
         raise ConfigError(
             f"{word} activation_checkpointing={checkpointing}: checkpointed layers compute elementwise operations "
             f"again without it; leave out one of them"
-        )
-
-
-def _check_cudagraphs(config: RunConfig, accelerator: str) -> None:
-    strategy = config.strategy.name
-    if accelerator != "cuda":
-        where = "the CPU" if accelerator == "cpu" else f"accelerator={accelerator}"
-        raise ConfigError(f"compile.cudagraphs=true: a CUDA graph is a GPU's of NVIDIA or AMD; leave it out on {where}")
-    if reason := capabilities_of(strategy).cuda_graphs:
-        raise ConfigError(
-            f"compile.cudagraphs=true strategy={strategy}: a CUDA graph replays kernels on the memory that it was "
-            f"recorded with, and {strategy} {reason}; leave it out, or use strategy=ddp"
         )
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
-from shardwise.plan.capabilities import capabilities_of
 from shardwise.plan.plan import Host, Plan
 
 _MEMBER = re.compile(r"_\d+$")
@@ -47,8 +46,6 @@ def frozen_parts(config: RunConfig) -> tuple[str, ...]:
         raise ConfigError(f"freeze_epochs={epochs} and no freeze=: say what is frozen, e.g. freeze=backbone")
     if epochs is not None and epochs < 1:
         raise ConfigError(f"freeze_epochs={epochs}: must be at least 1, or null to freeze for the whole run")
-    if epochs is not None and (reason := capabilities_of(config.strategy.name).thawing):
-        raise ConfigError(f"freeze_epochs={epochs} strategy={config.strategy.name}: {reason}")
     return tuple(parts)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from shardwise.config.groups import FsdpConfig
 from shardwise.config.schema import Loss, RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.accelerator import vendor
@@ -92,7 +91,7 @@ def _obstacle_to_fused(config: RunConfig, host: Host, accelerator: str, vocabula
         return Obstacle(
             f"its kernel takes 16 bits, and precision={name} computes in {dtype}", f"{_CHUNKED}, or precision=bf16"
         )
-    parts = config.strategy.tensor_parallel_size if isinstance(config.strategy, FsdpConfig) else 1
+    parts = vars(config.strategy).get("tensor_parallel_size", 1)
     if vocabulary is not None and vocabulary % (8 * parts):
         above = -(-vocabulary // (8 * parts)) * 8 * parts
         multiple = "8" if parts == 1 else f"8 · strategy.tensor_parallel_size = {8 * parts}"

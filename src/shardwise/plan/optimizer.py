@@ -6,7 +6,7 @@ from typing import Any
 
 from shardwise.config.schema import RunConfig, Stage
 from shardwise.errors import ConfigError
-from shardwise.plan.capabilities import capabilities_of
+from shardwise.plan.capabilities import STRATEGIES
 from shardwise.plan.nodes import target_node
 
 MUON = "shardwise.optim.muon.Muon"
@@ -30,7 +30,7 @@ def make_optimizer(config: RunConfig) -> dict[str, Any] | None:
     node = target_node("optimizer", config.optimizer)
     _check_bounds(node)
     strategy = config.strategy.name
-    reason = config.stage is Stage.fit and capabilities_of(strategy).whole_rows
+    reason = config.stage is Stage.fit and STRATEGIES[strategy].whole_rows
     if reason and node["_target_"] in _NEEDS_ROWS:
         word, why = _NEEDS_ROWS[node["_target_"]]
         raise ConfigError(f"strategy={strategy} optimizer={word}: {why}, and {reason}")

@@ -9,7 +9,6 @@ from shardwise.config.cluster import ClusterConfig
 from shardwise.config.groups import (
     CheckpointConfig,
     CompileConfig,
-    DdpConfig,
     PrecisionConfig,
     StrategyConfig,
 )
@@ -82,13 +81,11 @@ def make_strategy(
         raise ConfigError(
             f"strategy.timeout_minutes={config.timeout_minutes}: must be above 0 and at most {_YEAR_MINUTES}, a year"
         )
-    if isinstance(config, DdpConfig) and config.bucket_cap_mb < 1:
-        raise ConfigError(f"strategy.bucket_cap_mb={config.bucket_cap_mb}: must be at least 1")
     check_knobs(config, topology)
     options["symmetric_memory"] = uses_symmetric_memory(config, precision, compiling, topology, accelerator)
     if options.get("pipeline_split") is not None:
         options["pipeline_split"] = tuple(options["pipeline_split"])
-    return Strategy(name=config.name, context_parallel_method=context_parallel_method, **options)
+    return Strategy(name=config.name, context_parallel_method=context_parallel_method, **options)  # type: ignore[arg-type]
 
 
 def make_environment(cluster: ClusterConfig) -> dict[str, str]:

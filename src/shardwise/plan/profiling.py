@@ -8,7 +8,7 @@ from typing import Literal
 from shardwise.config.profiling import DebugConfig, ProfileConfig
 from shardwise.config.schema import RunConfig, Stage
 from shardwise.errors import ConfigError, count
-from shardwise.plan.capabilities import WAITS, capabilities_of
+from shardwise.plan.capabilities import STRATEGIES, WAITS
 from shardwise.plan.topology import Topology
 
 
@@ -139,7 +139,7 @@ def make_debugging(config: RunConfig, accelerator: str) -> Debugging:
                 raise ConfigError(f"debug.{word}={text} needs CUDA: nothing on {accelerator} {does}; leave it out")
     strategy = config.strategy.name
     reasons = {"precision=fp16": config.precision.loss_scaling and WAITS,
-               f"strategy={strategy}": capabilities_of(strategy).sync_errors}  # fmt: skip
+               f"strategy={strategy}": STRATEGIES[strategy].sync_errors}  # fmt: skip
     for word, reason in reasons.items():
         if debug.sync.value == "error" and reason:
             raise ConfigError(f"debug.sync=error {word}: {reason}")

@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.config.bind import as_yaml
 from shardwise.config.schema import RunConfig, Stage
 from shardwise.errors import ConfigError, a_or_an
-from shardwise.plan.capabilities import capabilities_of
+from shardwise.plan.capabilities import STRATEGIES
 from shardwise.plan.engine_knobs import check_beside_precision
 from shardwise.plan.plan import RESUME_ALLOW, Checkpointing, Host
 
@@ -99,18 +99,30 @@ def check_pairs(config: RunConfig, accelerator: str) -> None:
             f"{as_yaml(config.precision.loss_scaling)}: float16, and nothing else, needs a loss scale; "
             f"use precision=fp16"
         )
-    does = capabilities_of(strategy)
-    by_value = config.gradient_clip_val and config.gradient_clip_algorithm.value == "value"
-    refused = {
-        "precision=fp64": precision == "fp64" and does.fp64,
-        "precision=fp16 on the CPU": precision == "fp16" and accelerator == "cpu" and does.fp16_on_cpu,
-        "gradient_clip_algorithm=value": by_value and does.clip_by_value,
-        "compile=model": config.compile.name.value == "model" and does.compiled_step,
-    }
-    for word, reason in refused.items():
-        if reason:
-            raise ConfigError(f"strategy={strategy} {word}: {reason}")
+    _check_strategy(config, strategy, precision, accelerator)
     check_beside_precision(config)
+
+
+def _check_strategy(config: RunConfig, strategy: str, precision: str, accelerator: str) -> None:
+    """Refuse what the table says that this strategy cannot do."""
+    does, it, compiling = STRATEGIES[strategy], f"strategy={strategy}", config.compile
+    by_value = config.gradient_clip_val and config.gradient_clip_algorithm.value == "value"
+    replays = compiling.cudagraphs and compiling.name.value != "none" and accelerator == "cuda"
+    refused = {
+        f"{it} precision=fp64:": precision == "fp64" and does.fp64,
+        f"{it} precision=fp16 on the CPU:": precision == "fp16" and accelerator == "cpu" and does.fp16_on_cpu,
+        f"{it} precision=fp8:": precision == "fp8" and config.precision.fp8 and does.fp8,
+        f"{it} gradient_clip_algorithm=value:": by_value and does.clip_by_value,
+        f"{it} compile=model:": compiling.name.value == "model" and does.compiled_step,
+        f"compile.cudagraphs=true {it}: a CUDA graph replays kernels on the memory that it was recorded with, and "
+        f"{strategy}": replays and does.cuda_graphs,
+        f"freeze_epochs={config.freeze_epochs} {it}:": config.freeze_epochs and config.freeze and does.thawing,
+        f"{it} accelerator=xpu:": accelerator == "xpu" and does.xpu,
+        f"{it} accelerator=mps:": accelerator == "mps" and does.mps,
+    }
+    for what, reason in refused.items():
+        if reason:
+            raise ConfigError(f"{what} {reason}")
 
 
 def check_plain(where: str, node: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.plan.capabilities import Capabilities, capabilities_of
+from shardwise.plan.capabilities import STRATEGIES, Capabilities
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Strategy:
 
     @property
     def capabilities(self) -> Capabilities:
-        return capabilities_of(self.name)
+        return STRATEGIES[self.name]
 
     @property
     def zero_stage(self) -> int:

@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 
 from shardwise.errors import ConfigError
-from shardwise.plan.capabilities import capabilities_of
+from shardwise.plan.capabilities import STRATEGIES
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")  # outermost first
 _OF_MODELS = ("pipeline", "context", "tensor")  # axes whose ranks see the same samples
@@ -107,7 +107,7 @@ def make_topology(
             raise ConfigError(f"{word}={value}: must be at least 1")
     world_size = nodes * devices
     axes = {"context": context, "tensor": tensor, "pipeline": pipeline}
-    data_ranks, does = _data_ranks(nodes, devices, axes), capabilities_of(strategy)
+    data_ranks, does = _data_ranks(nodes, devices, axes), STRATEGIES[strategy]
     if not does.shards:
         return Topology(nodes, devices, replicate=data_ranks, shard=1, **axes)
     if not does.has_replicas:

@@ -33,10 +33,10 @@ class HostTimes:
 
     def __init__(self, plan: Plan) -> None:
         self.on_cpu = plan.accelerator == "cpu"
-        does = plan.strategy.capabilities
-        self.forward_is_alone = not does.shards_parameters  # to gather them, a rank waits there for the others
+        # Where layers are gathered in the forward pass, a rank waits there for the others
+        self.forward_is_alone = not plan.strategy.capabilities.shards_parameters
         # Each step, DeepSpeed's engine and a loss scaler make the host wait for the device
-        self.waits_unseen = not self.on_cpu and (bool(does.sync_errors) or plan.precision.loss_scaling)
+        self.waits_unseen = not self.on_cpu and (plan.strategy.capabilities.owns_step or plan.precision.loss_scaling)
         self._queue = RunQueue() if self.on_cpu else None
         self._sums = HostSums()
         self.restart()
