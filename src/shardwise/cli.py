@@ -259,7 +259,8 @@ def start(job: Job, plan: Plan, single: bool) -> int:
                 note_begun(plan.run_dir, is_ours=False)
                 raise ConfigError(f"{run_dir} already holds a run: give another name=") from None
             raise ConfigError(
-                f"cannot write the run's folder {run_dir}: {error.strerror}; give another runs_dir="
+                f"cannot write the run's folder {run_dir}: {error.strerror}; make room there or "
+                f"grant permission, or give another runs_dir="
             ) from None
         choices = [*explain_loss(plan), *explain_attention(plan), *explain_context(plan)]
         notices = [*explain_unreached(plan), *notices]

@@ -521,8 +521,8 @@ TARGETS: list[tuple[str, list[str]]] = [
         ["loggers.flow.log_model=true: a checkpoint is a folder in this program's own format", "shardwise export"],
     ),
     # folders
-    ("runs_dir=TMP/file", ["cannot write the run's folder TMP/file/", "Not a directory; give another runs_dir="]),
-    ("runs_dir=/proc/runs", ["cannot write the run's folder /proc/runs/", "give another runs_dir="]),
+    ("runs_dir=TMP/file", ["cannot write the run's folder TMP/file/", "Not a directory; make room there or grant"]),
+    ("runs_dir=/proc/runs", ["cannot write the run's folder /proc/runs/", "or give another runs_dir="]),
 ]  # fmt: skip
 
 GPUS = [

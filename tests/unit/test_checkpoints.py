@@ -22,7 +22,7 @@ from shardwise.checkpoint.verify import named_unchanged
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, make_plan
-from shardwise.run_dir.checkpoints import give_name_again
+from shardwise.run_dir.checkpoints import damage, give_name_again, list_checkpoints
 from shardwise.run_dir.files import MANIFEST, best_checkpoint_path, checkpoint_path, keep_earlier, partial_path, sync
 from shardwise.run_dir.resume import differences, resumption
 
@@ -43,6 +43,17 @@ def test_what_a_failed_publication_left_is_in_no_ones_way(tmp_path: Path) -> Non
         (folder / "file").write_text(text)
     publish_again(source, name)
     assert (name / "file").read_text() == "new" and sorted(tmp_path.iterdir()) == [name, source]
+
+
+def test_a_link_that_leads_nowhere_is_saved_over(tmp_path: Path) -> None:
+    path = checkpoint_path(tmp_path, 2)
+    partial_path(path).mkdir(parents=True)
+    (partial_path(path) / MANIFEST).touch()
+    for name in (path, path.with_name(path.name + ".old.partial")):
+        name.symlink_to("/gone")
+    assert list_checkpoints(tmp_path) == [path] and "cannot be read" in str(damage(path))  # so that it is named
+    _rename(partial_path(path), path)
+    assert [left.name for left in path.parent.iterdir()] == [path.name] and (path / MANIFEST).is_file()
 
 
 def test_differences_name_every_value_that_is_another() -> None:
@@ -193,10 +204,10 @@ def test_what_a_killed_process_has_left_is_removed_and_nothing_that_a_user_has_p
         (folder / path / "file").touch()
     elsewhere.mkdir()
     (elsewhere / "file").touch()
-    for link in ("x.partial", "step-00000002.ckpt"):
+    for link in ("x.partial", "step-00000008.ckpt.partial", "step-00000002.ckpt"):
         (folder / link).symlink_to(elsewhere)
     remove_left_over(folder)  # no best.json: nothing says which best is the one
-    kept = {"mine", "step-00000002.ckpt", "step-00000004.ckpt", "best-00000004.ckpt"}
+    kept = {"mine", "x.partial", "step-00000002.ckpt", "step-00000004.ckpt", "best-00000004.ckpt"}
     assert {path.name for path in folder.iterdir()} == kept | {"best-00000002.ckpt"}
     write_best(folder / "best-00000004.ckpt", "loss", 1.0)
     remove_left_over(folder)

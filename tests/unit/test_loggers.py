@@ -62,6 +62,22 @@ def test_rows_that_find_no_room_are_written_when_there_is_some(
 
 
 @pytest.mark.usefixtures("capsys")
+def test_no_row_comes_before_one_that_could_not_be_written(tmp_path: Path) -> None:
+    logger, real = CsvLogger(tmp_path), CsvLogger._append_row
+    errors = [OSError(errno.EIO, "bad"), OSError(errno.EIO, "bad"), None, OSError(errno.EIO, "bad")]
+
+    def bad(self: CsvLogger, metrics: Any, step: int) -> None:
+        if errors and (error := errors.pop(0)) is not None:
+            raise error
+        real(self, metrics, step)
+
+    with patch.object(CsvLogger, "_append_row", bad):
+        for step in (1, 2, 3, 4):
+            logger.log_row({"a": float(step)}, step)
+    assert [row["step"] for row in read_rows(logger.path)] == ["1", "2", "3", "4"]
+
+
+@pytest.mark.usefixtures("capsys")
 def test_a_row_that_the_second_try_wrote_is_not_written_twice(tmp_path: Path) -> None:
     """Closing a file tries once more to write what could not be written, and raises the first error all the same."""
     errors, real = iter([OSError(errno.EIO, "Input/output error")]), Path.open

@@ -79,12 +79,18 @@ def _rename(partial: Path, path: Path) -> None:
     for folder in (partial, *(inner for inner in partial.rglob("*") if inner.is_dir())):
         sync(folder)
     aside = aside_path(path)
-    if path.exists():
-        shutil.rmtree(aside, ignore_errors=True)  # of a save that failed when it had its name
+    if os.path.lexists(path):  # a link that leads nowhere, too
+        _clear(aside)  # of a save that failed when it had its name
         os.rename(path, aside)
     os.rename(partial, path)
     sync(path.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    _clear(aside)
+
+
+def _clear(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def publish(path: Path, snapshot: Snapshot, writer: TensorWriter) -> int:

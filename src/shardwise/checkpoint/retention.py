@@ -64,7 +64,8 @@ def remove(path: Path) -> None:
 def remove_left_over(folder: Path) -> None:
     """Remove from the folder of checkpoints what a process was killed over: unfinished folders, and bests of before."""
     for left in folder.glob(f"*{PARTIAL}"):
-        remove(left)
+        if left.name.startswith(("step-", "best")):  # another's file is left alone
+            remove(left)
     with suppress(OSError, ValueError, LookupError, TypeError):  # no best.json, or one that does not say the best
         if (best := best_in(folder, read_json(folder / BEST))).exists():
             remove_other_bests(best)

@@ -84,15 +84,19 @@ class CsvLogger(Logger):
     def _append(self, metrics: Mapping[str, float], step: int) -> None:
         """Write a row. What cannot be written is kept for the next row, and said."""
         earlier = {number: self._waiting.pop(number) for number in sorted(self._waiting) if number < step}
-        for number, row in [*earlier.items(), (step, dict(metrics))]:
+        rows = [*earlier.items(), (step, dict(metrics))]
+        while rows:
             try:
-                self._append_row(row, number)
+                self._append_row(rows[0][1], rows[0][0])
             except OSError as error:
-                self._waiting[number] = {**self._waiting.get(number, {}), **row}
                 if not self._is_torn:
                     said = f"{self.path} could not be written: {error.strerror}; the row is kept until it can be"
                     print(said, file=sys.stderr, flush=True)
                 self._is_torn = True
+                break
+            del rows[0]
+        for number, row in rows:  # in their order: none before those that could not be written
+            self._waiting[number] = {**self._waiting.get(number, {}), **row}
 
     def _append_row(self, metrics: Mapping[str, float], step: int) -> None:
         if self._is_torn and self.path.exists():

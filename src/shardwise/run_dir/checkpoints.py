@@ -31,10 +31,10 @@ _STEP = re.compile(r"step-\d{8}\.ckpt")
 
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
+    """What has a checkpoint's name in a run, oldest first: `damage` says whether it is one."""
     folder = Path(run_dir) / CHECKPOINTS
     found = [p for p in folder.iterdir() if _STEP.fullmatch(p.name)] if folder.is_dir() else []
-    return sorted(p for p in found if (p / MANIFEST).is_file())
+    return sorted(found)
 
 
 _ASIDE = ".old" + PARTIAL

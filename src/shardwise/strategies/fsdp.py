@@ -317,6 +317,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._backwards.begin_batch()
         self._scalars.hold_hooks()
+        for optimizer in self.optimizers:
+            getattr(optimizer, "take_new_shards", lambda: None)()
         if self.sharded.tensor_parallel is not None:
             self.sharded.tensor_parallel.begin_batch()
         super().on_train_batch_start(batch, batch_idx)

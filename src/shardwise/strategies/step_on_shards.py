@@ -47,7 +47,17 @@ def step_on_shards(optimizer: Optimizer, state: DTensorState) -> None:
             local.update({id(p): nn.Parameter(local_part(p.detach()), requires_grad=False) for p in came})
             group["params"] = [local.get(id(p), p) for p in group["params"]]
         state.step_on(local)
+        nonlocal taken
+        taken = count()
 
+    def count() -> int:
+        return sum(len(group["params"]) for group in optimizer.param_groups)
+
+    def take_new_shards() -> None:
+        if count() != taken:
+            take_shards()
+
+    taken = 0
     take_shards()
     use_matrices(optimizer, lambda: ShardedMatrices(sharded, [local[id(p)] for p in sharded]))
 
@@ -63,16 +73,9 @@ def step_on_shards(optimizer: Optimizer, state: DTensorState) -> None:
         for p in sharded:
             p.grad = None
 
-    add_group = optimizer.add_param_group
-
-    def add_and_take(param_group: dict[str, Any]) -> None:
-        add_group(param_group)
-        if any(isinstance(p, DTensor) for p in optimizer.param_groups[-1]["params"]):  # else weights are whole just now
-            take_shards()
-
     optimizer.register_step_pre_hook(show_gradients)
-    optimizer.add_param_group = add_and_take  # type: ignore[method-assign]
     optimizer.register_step_post_hook(hide_gradients)
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     optimizer.take_shards = take_shards  # type: ignore[attr-defined]
+    optimizer.take_new_shards = take_new_shards  # type: ignore[attr-defined] # those that the hook of a batch has added
     optimizer.sharded_parameters = sharded  # type: ignore[attr-defined] # the parameters that have the gradients

@@ -43,7 +43,8 @@ def _read_all(plan: Plan, seconds: float) -> list[dict[str, Any]]:
     ranks = plan.topology.devices
     context = get_context("spawn")
     barrier, environment = context.Barrier(ranks), rank_environment(ranks, _free_port())
-    processes, waiting, results = [], {}, dict[int, dict[str, Any]]()
+    waiting: dict[Any, int] = {}
+    processes, results = [], dict[int, dict[str, Any]]()
     try:
         for rank in range(ranks):
             answer, send = context.Pipe(duplex=False)
@@ -61,7 +62,7 @@ def _read_all(plan: Plan, seconds: float) -> list[dict[str, Any]]:
                     f"the data were not read within {limit:.0f} s: look whether a worker waits for a disk or a network"
                 )
             for answer in ready:
-                rank = waiting.pop(answer)  # type: ignore[arg-type]
+                rank = waiting.pop(answer)
                 results[rank] = _received(answer, rank)
     finally:
         for process in processes:

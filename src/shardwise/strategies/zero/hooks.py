@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.drawn_alike import is_of_training
+from shardwise.lightning_internals.hook_names import has_weights
 from shardwise.strategies.base import PlannedStrategy
 from shardwise.strategies.zero.empty_weights import EmptyWeightsRefused
 from shardwise.strategies.zero.groups import ParameterGroups
@@ -33,14 +34,15 @@ class HooksUnderZero(PlannedStrategy):
     _steps_of: dict[str, int]  # how many steps of each kind this process has begun
     _before_evaluation: dict[str, float] | None = None  # the norm of each trained weight
 
+    def around_hook(self, hook: str, *, whole: bool) -> AbstractContextManager[None]:
+        around = super().around_hook(hook, whole=whole)
+        if self.plan.strategy.zero_stage < 3 or not has_weights(hook):
+            return around
+        return self._refusing_empty_around(around, f"{hook} of {self.module_name} or of a callback")
+
     @contextmanager
-    def around_hook(self, hook: str, *, whole: bool) -> Iterator[None]:
-        where = f"{hook} of {self.module_name} or of a callback"
-        watched = self.plan.strategy.zero_stage == 3 and hook.startswith("on_")
-        with (
-            super().around_hook(hook, whole=whole),
-            self._refusing_empty(where) if watched else nullcontext(),
-        ):
+    def _refusing_empty_around(self, around: AbstractContextManager[None], where: str) -> Iterator[None]:
+        with around, self._refusing_empty(where):
             yield
 
     def _refusing_empty(self, where: str) -> EmptyWeightsRefused:
