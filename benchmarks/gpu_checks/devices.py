@@ -1,7 +1,6 @@
 """What only a GPU can show of shardwise/accelerator.py: each function beside the call of torch that it stands for.
 
-    python benchmarks/gpu_checks/devices.py                       on one GPU (CUDA or ROCm), in a few seconds
-    python benchmarks/gpu_checks/devices.py --accelerator xpu     or mps: what such a device has of it
+    python benchmarks/gpu_checks/devices.py     on one GPU, in a few seconds
 
 Prints a line for each check, and ends with 1 if one fails. Nothing is written.
 """
@@ -27,24 +26,21 @@ from shardwise.checkpoint.pinned_memory import PinnedMemory  # noqa: E402
 from shardwise.step.record import Readback, Tick  # noqa: E402
 
 Check = Callable[[torch.device], bool]
-CHECKS: dict[str, tuple[str, Check]] = {}  # name → the kinds of devices that have it, and the check
+CHECKS: dict[str, Check] = {}
 
 
-def check(kinds: str) -> Callable[[Check], Check]:
-    def note(function: Check) -> Check:
-        CHECKS[function.__name__.replace("_", " ")] = kinds, function
-        return function
-
-    return note
+def check(function: Check) -> Check:
+    CHECKS[function.__name__.replace("_", " ")] = function
+    return function
 
 
-@check("cuda xpu")
+@check
 def the_device_of_a_rank_is_the_current_one(device: torch.device) -> bool:
     accelerator.set_device(device)
     return accelerator.current_device() == device == accelerator.device_of_rank(device.type, device.index)
 
 
-@check("cuda xpu mps")
+@check
 def memory_is_counted_as_torch_counts_it(device: torch.device) -> bool:
     before = accelerator.allocated(device)
     held = torch.empty(2**26, dtype=torch.uint8, device=device)
@@ -53,13 +49,12 @@ def memory_is_counted_as_torch_counts_it(device: torch.device) -> bool:
     counts = accelerator.memory_counts(device)
     peak, peak_reserved = counts.allocated_peak, counts.reserved_peak
     counted = more == held.nbytes and accelerator.reserved(device) >= held.nbytes and 0 < free < total
-    if device.type == "cuda":
-        counted &= (peak, peak_reserved) == (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-        counted &= counts.retries == torch.cuda.memory_stats(device)["num_alloc_retries"]
+    counted &= (peak, peak_reserved) == (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+    counted &= counts.retries == torch.cuda.memory_stats(device)["num_alloc_retries"]
     return counted and peak >= held.nbytes and peak_reserved >= peak
 
 
-@check("cuda")
+@check
 def a_logged_row_reads_memory_as_cheaply_as_torch(device: torch.device) -> bool:
     def seconds(call: Callable[[], Any]) -> float:
         times = []
@@ -74,7 +69,7 @@ def a_logged_row_reads_memory_as_cheaply_as_torch(device: torch.device) -> bool:
     return ours < 1.1 * torchs + 2e-6
 
 
-@check("cuda xpu")
+@check
 def a_stream_waits_and_an_event_is_timed(device: torch.device) -> bool:
     stream, computing = accelerator.new_stream(device), accelerator.current_stream(device)
     begin, end = (accelerator.new_event(device, timed=True) for _ in range(2))
@@ -92,7 +87,7 @@ def a_stream_waits_and_an_event_is_timed(device: torch.device) -> bool:
     return inside and float(values[0]) == 51.0 and begin.elapsed_time(end) > 0
 
 
-@check("cuda xpu")
+@check
 def the_current_stream_waits_for_an_event_of_another(device: torch.device) -> bool:
     """As the optimizer's step waits for the copies of a checkpoint."""
     stream, values = accelerator.new_stream(device), torch.zeros(2**26, device=device)
@@ -106,7 +101,7 @@ def the_current_stream_waits_for_an_event_of_another(device: torch.device) -> bo
     return float(values.min()) == 100.0
 
 
-@check("cuda")
+@check
 def a_thread_that_waits_leaves_its_core(device: torch.device) -> bool:
     event, values = accelerator.new_event(device, sleeps=True), torch.randn(8192, 8192, device=device)
     accelerator.synchronize(device)
@@ -120,7 +115,7 @@ def a_thread_that_waits_leaves_its_core(device: torch.device) -> bool:
     return wall > 0.01 and cpu < 0.5 * wall
 
 
-@check("cuda xpu mps")
+@check
 def numbers_of_a_step_arrive(device: torch.device) -> bool:
     begin, values = Tick(device), torch.arange(4.0, device=device)
     for _ in range(20):
@@ -129,7 +124,7 @@ def numbers_of_a_step_arrive(device: torch.device) -> bool:
     return numbers.read() == [20.0, 21.0, 22.0, 23.0] and begin.until(numbers.end) > 0
 
 
-@check("cuda xpu mps")
+@check
 def random_numbers_are_taken_up_again(device: torch.device) -> bool:
     state = accelerator.random_state(device)
     first = torch.rand(8, device=device)
@@ -143,7 +138,7 @@ def random_numbers_are_taken_up_again(device: torch.device) -> bool:
     return torch.equal(torch.rand(8, device=device), first) and not torch.equal(first, second) and again.numel() == 16
 
 
-@check("cuda")
+@check
 def memory_of_the_host_is_pinned(device: torch.device) -> bool:
     slab = mmap.mmap(-1, 2**24)
     view = torch.frombuffer(slab, dtype=torch.uint8)
@@ -159,7 +154,7 @@ def memory_of_the_host_is_pinned(device: torch.device) -> bool:
     return pinned and same and accelerator.pins_memory()
 
 
-@check("cuda")
+@check
 def a_refusal_to_pin_is_an_error(device: torch.device) -> bool:
     try:
         accelerator.register_pinned(4096, 2**20)  # nothing is mapped there
@@ -169,7 +164,7 @@ def a_refusal_to_pin_is_an_error(device: torch.device) -> bool:
     return False
 
 
-@check("cuda xpu mps")
+@check
 def running_out_of_memory_is_known(device: torch.device) -> bool:
     try:
         torch.empty(2 * accelerator.free_and_total(device)[1], dtype=torch.uint8, device=device)
@@ -180,7 +175,7 @@ def running_out_of_memory_is_known(device: torch.device) -> bool:
     return False
 
 
-@check("cuda")
+@check
 def the_history_and_a_snapshot_are_written(device: torch.device) -> bool:
     accelerator.record_memory_history(1000)
     held = torch.ones(2**20, device=device)
@@ -190,22 +185,21 @@ def the_history_and_a_snapshot_are_written(device: torch.device) -> bool:
         return held.numel() > 0 and path.stat().st_size > 1000
 
 
-@check("cuda xpu mps")
+@check
 def versions_and_names_are_known(device: torch.device) -> bool:
     versions, names = accelerator.versions(), accelerator.device_names()
     print(f"       {versions}, {names}")
-    kind = "hip" if torch.version.hip else device.type
-    return bool(names) and (device.type == "mps" or versions[kind] is not None)
+    return bool(names) and versions["hip" if torch.version.hip else "cuda"] is not None
 
 
-@check("cuda")
+@check
 def ranges_are_pushed_and_popped(device: torch.device) -> bool:
     accelerator.begin_range("outer")
     accelerator.end_range()
     return accelerator.cuda_is_initialized()
 
 
-@check("cuda xpu mps")
+@check
 def the_cache_is_emptied(device: torch.device) -> bool:
     torch.empty(2**28, dtype=torch.uint8, device=device)
     accelerator.synchronize(device)
@@ -216,16 +210,13 @@ def the_cache_is_emptied(device: torch.device) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--accelerator", choices=("cuda", "xpu", "mps"), default="cuda")
-    kind = parser.parse_args().accelerator
-    if not accelerator.is_present(kind):
-        print(f"error: torch {torch.__version__} sees no {kind} device here")
+    parser.parse_args()
+    if not accelerator.is_present("cuda"):
+        print(f"error: torch {torch.__version__} sees no GPU here")
         return 2
-    device, failed = torch.device(kind, 0), 0
+    device, failed = torch.device("cuda", 0), 0
     accelerator.set_device(device)
-    for name, (kinds, function) in CHECKS.items():
-        if kind not in kinds.split():
-            continue
+    for name, function in CHECKS.items():
         try:
             holds = function(device)
         except Exception as error:

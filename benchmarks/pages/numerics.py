@@ -18,8 +18,6 @@ FEATURES = {  # a field of the table → what a user asks for
     "manual_steps": "manual optimization, several optimizers",
     "complex_numbers": "parameters of complex numbers",
     "sync_errors": "`debug.sync=error`",
-    "xpu": "`accelerator=xpu`",
-    "mps": "`accelerator=mps`",
 }
 
 

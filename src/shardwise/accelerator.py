@@ -1,9 +1,8 @@
 """The device that a rank computes on: memory, streams, random numbers.
 
-No other file says `torch.cuda`. A function that gets a `device` works on CUDA (which is also AMD's ROCm:
-`torch.version.hip`), on xpu and, unless its docstring says otherwise, on mps. On CUDA each function is a call of
-torch.cuda: torch.accelerator has no random state, no snapshot of memory and no event whose waiting thread sleeps, and
-its `set_device_index` opens no context.
+No other file says `torch.cuda`. A run computes on the CPU or on CUDA, which is also what torch calls AMD's GPUs. Each
+function is a call of torch.cuda: torch.accelerator has no random state, no snapshot of memory and no event whose
+waiting thread sleeps, and its `set_device_index` opens no context.
 """
 
 from __future__ import annotations
@@ -21,27 +20,18 @@ OutOfMemory = torch.OutOfMemoryError
 # What errors say that are not of that class: those of a driver, and those that another error quotes
 OUT_OF_MEMORY_TEXTS = (
     "CUDA out of memory", "CUDA error: out of memory", "HIP out of memory", "HIP error: out of memory",
-    "XPU out of memory", "MPS backend out of memory",
 )  # fmt: skip
 PinError = torch.cuda.CudaError  # what register_pinned raises
-_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # of torch.distributed; elsewhere gloo
 
 
 def backend(kind: str) -> str:
     """The backend of process groups, for a Plan's `accelerator`."""
-    return _BACKENDS.get(kind, "gloo")
-
-
-def can_exchange(kind: str) -> bool:
-    """Whether processes can exchange tensors on such devices. On mps no backend can, and a run has one process."""
-    return kind != "mps"
+    return "nccl" if kind == "cuda" else "gloo"
 
 
 def is_present(kind: str) -> bool:
     """Whether torch can compute on a device of this kind."""
-    if kind == "mps":
-        return torch.backends.mps.is_available()
-    return kind == "cpu" or bool(torch.get_device_module(kind).is_available())
+    return kind == "cpu" or torch.cuda.is_available()
 
 
 def device_of_rank(kind: str, local_rank: int) -> torch.device:
@@ -57,16 +47,12 @@ def device_named(word: str) -> torch.device:
 def set_device(device: torch.device) -> None:
     """Make `device` the one that this thread computes on."""
     if has_streams(device):
-        torch.get_device_module(device).set_device(device)
+        torch.cuda.set_device(device)
 
 
 def current_device() -> torch.device | None:
     """The device that this thread computes on; None: this process has used none but the CPU."""
-    for kind in ("cuda", "xpu"):
-        module: Any = getattr(torch, kind)
-        if module.is_initialized():
-            return torch.device(kind, module.current_device())
-    return torch.device("mps", 0) if is_present("mps") else None
+    return torch.device("cuda", torch.cuda.current_device()) if cuda_is_initialized() else None
 
 
 def cuda_is_initialized() -> bool:
@@ -77,14 +63,7 @@ def cuda_is_initialized() -> bool:
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done its work; on the CPU, which has, do nothing."""
     if has_streams(device):
-        torch.get_device_module(device).synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-
-
-def exact_dtype(device: torch.device) -> torch.dtype:
-    """The dtype for sums and counts that should not be rounded: float64, or float32 where the device has no other."""
-    return torch.float32 if device.type == "mps" else torch.float64
+        torch.cuda.synchronize(device)
 
 
 # ---- Streams and events
@@ -92,30 +71,29 @@ def exact_dtype(device: torch.device) -> torch.dtype:
 
 def has_streams(device: torch.device) -> bool:
     """Whether the device works in streams beside each other, which `Event`s can mark and time."""
-    return device.type in ("cuda", "xpu")
+    return device.type == "cuda"
 
 
 def new_stream(device: torch.device) -> Stream:
     """A stream of a device that `has_streams`."""
-    stream: Stream = torch.get_device_module(device).Stream(device)
+    stream: Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream
 
 
 def current_stream(device: torch.device) -> Stream:
     """The stream that this thread's work goes to. The device `has_streams`."""
-    stream: Stream = torch.get_device_module(device).current_stream(device)
+    stream: Stream = torch.cuda.current_stream(device)
     return stream
 
 
 def in_stream(stream: Stream) -> Any:
     """A context in which this thread's work goes to `stream`."""
-    return torch.get_device_module(stream.device).stream(stream)
+    return torch.cuda.stream(stream)  # type: ignore[arg-type]
 
 
 def new_event(device: torch.device, *, timed: bool = False, sleeps: bool = False) -> Event:
-    """An event for the streams above. `sleeps`: a thread that waits for it leaves its core to others, on CUDA."""
-    more = {"blocking": True} if sleeps and device.type == "cuda" else {}
-    event: Event = torch.get_device_module(device).Event(enable_timing=timed, **more)
+    """An event for the streams above. `sleeps`: a thread that waits for it leaves its core to others."""
+    event: Event = torch.cuda.Event(enable_timing=timed, blocking=sleeps)  # type: ignore[no-untyped-call]
     return event
 
 
@@ -123,26 +101,19 @@ def new_event(device: torch.device, *, timed: bool = False, sleeps: bool = False
 
 
 def free_and_total(device: torch.device) -> tuple[int, int]:
-    """The bytes of the device's memory that nobody uses, and all of them. On mps, which shares it: what is advised."""
-    if device.type == "mps":
-        total = torch.mps.recommended_max_memory()
-        return max(0, total - torch.mps.driver_allocated_memory()), total
-    free, total = torch.get_device_module(device).mem_get_info(device)
+    """The bytes of the device's memory that nobody uses, and all of them."""
+    free, total = torch.cuda.mem_get_info(device)
     return int(free), int(total)
 
 
 def allocated(device: torch.device) -> int:
     """The bytes that this process's tensors hold."""
-    if device.type == "mps":
-        return torch.mps.current_allocated_memory()
-    return int(torch.get_device_module(device).memory_allocated(device))
+    return int(torch.cuda.memory_allocated(device))
 
 
 def reserved(device: torch.device) -> int:
     """The bytes that this process's allocator holds, those of tensors included."""
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory()
-    return int(torch.get_device_module(device).memory_reserved(device))
+    return int(torch.cuda.memory_reserved(device))
 
 
 class MemoryCounts(NamedTuple):
@@ -155,12 +126,10 @@ class MemoryCounts(NamedTuple):
 
 
 def memory_counts(device: torch.device) -> MemoryCounts:
-    """All of them in one read: each row calls this. mps: peaks are what is held now. 0: not counted (xpu: retries)."""
-    if device.type == "mps":
-        return MemoryCounts(allocated(device), allocated(device), reserved(device), 0)
+    """All of them in one read: each row calls this. 0 on the CPU."""
     if device.type == "cpu":
         return MemoryCounts(0, 0, 0, 0)
-    found = torch.get_device_module(device).memory_stats_as_nested_dict(device)
+    found = torch.cuda.memory_stats_as_nested_dict(device)
     tensors, kept = found["allocated_bytes"]["all"], found["reserved_bytes"]["all"]
     return MemoryCounts(tensors["current"], tensors["peak"], kept["peak"], found.get("num_alloc_retries", 0))
 
@@ -168,7 +137,7 @@ def memory_counts(device: torch.device) -> MemoryCounts:
 def empty_cache(kind: str) -> None:
     """Give back what the allocator of a Plan's `accelerator` keeps for later."""
     if kind != "cpu":
-        torch.get_device_module(kind).empty_cache()
+        torch.cuda.empty_cache()
 
 
 def record_memory_history(entries: int) -> None:
@@ -192,8 +161,8 @@ def dump_memory_snapshot(path: str) -> None:
 
 
 def pins_memory() -> bool:
-    """Whether copies to the device are faster from pinned memory of the host: on CUDA and xpu."""
-    return torch.cuda.is_available() or torch.xpu.is_available()
+    """Whether copies to the device are faster from pinned memory of the host: on CUDA."""
+    return torch.cuda.is_available()
 
 
 def register_pinned(address: int, bytes_: int) -> None:
@@ -223,10 +192,10 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
 
 
 def generator(device: torch.device) -> torch.Generator:
-    """What torch draws from on the device where a call names no other generator. Not on mps."""
+    """What torch draws from on the device where a call names no other generator."""
     if device.type == "cpu":
         return torch.default_generator
-    found: torch.Generator = torch.get_device_module(device).default_generators[device.index]
+    found: torch.Generator = torch.cuda.default_generators[device.index]
     return found
 
 
@@ -247,26 +216,18 @@ def allow_tf32_convolutions(allowed: bool) -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of what torch was built with, and of NCCL (RCCL on ROCm) where a device can use it."""
+    """The versions of what torch was built with, and of NCCL where a device can use it."""
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
     return {"cuda": torch.version.cuda, "hip": torch.version.hip, "xpu": torch.version.xpu, "nccl": nccl}
 
 
 def device_names() -> list[str]:
     """The names of the devices that torch sees."""
-    for module in (torch.cuda, torch.xpu):
-        if count := module.device_count():
-            return [module.get_device_name(i) for i in range(count)]
-    return ["Apple GPU"] if is_present("mps") else []
-
-
-def is_rocm() -> bool:
-    """Whether torch was built for AMD's GPUs, which it calls cuda too."""
-    return torch.version.hip is not None
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
 def uuid_and_pci_address(device: torch.device) -> tuple[str, str] | None:
-    """How the driver knows a GPU of NVIDIA's or AMD's: a UUID without a prefix, and 00000000:1b:00.0; None: no such."""
+    """How the driver knows a GPU: a UUID without a prefix, and 00000000:1b:00.0; None: it is the CPU."""
     if device.type != "cuda":
         return None
     found: Any = torch.cuda.get_device_properties(device)
@@ -275,7 +236,7 @@ def uuid_and_pci_address(device: torch.device) -> tuple[str, str] | None:
 
 
 def begin_range(name: str) -> None:
-    """Begin a range of that name in a profile of Nsight or of ROCm; without CUDA, do nothing."""
+    """Begin a range of that name in a profile of Nsight; without CUDA, do nothing."""
     if torch.cuda.is_available():
         torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
 
@@ -305,5 +266,5 @@ def look_for_synchronizing(mode: str) -> None:
 
 def profiled_activities(device: torch.device) -> list[torch.profiler.ProfilerActivity]:
     """What torch's profiler records: the host, and the device where it can."""
-    kinds = {"cuda": torch.profiler.ProfilerActivity.CUDA, "xpu": torch.profiler.ProfilerActivity.XPU}
-    return [torch.profiler.ProfilerActivity.CPU, *([kinds[device.type]] if device.type in kinds else [])]
+    of_device = [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
+    return [torch.profiler.ProfilerActivity.CPU, *of_device]

@@ -112,7 +112,7 @@ def torch_build(package: Path | None = None) -> dict[str, str]:
     return dict(re.findall(r"^(cuda|hip|xpu)\s*(?::[^=\n]*)?=\s*'([^']+)'", text, re.MULTILINE))
 
 
-# Numbers of PCI devices that libdrm's list of AMD's GPUs has, for those whose peak is known (plan/hardware.py)
+# Numbers of PCI devices that libdrm's list of AMD's GPUs has
 _AMD_NAMES = {0x7408: "MI250X", 0x740F: "MI210", 0x74A0: "MI300A", 0x74A1: "MI300X", 0x74A5: "MI325X",
               0x75A0: "MI350X", 0x75A3: "MI355X"}  # fmt: skip
 
@@ -165,14 +165,5 @@ def intel_gpus(root: Path = Path("/")) -> list[str]:
     return found
 
 
-def count_xpu_devices(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
-    """Intel's GPUs that torch can use: none, unless it is built for them."""
-    return count_visible(len(intel_gpus(root)), ("ZE_AFFINITY_MASK",), environ) if "xpu" in torch_build() else 0
-
-
-def apple_gpu(environ: Mapping[str, str] = os.environ) -> int | None:
-    """The version of macOS on a machine with an Apple GPU; None elsewhere."""
-    if sys.platform != "darwin" or platform.machine() != "arm64" or environ.get("DISABLE_MPS") == "1":
-        return None
-    release = platform.mac_ver()[0].partition(".")[0]
-    return int(release) if release.isdigit() else 0
+def has_apple_gpu() -> bool:
+    return sys.platform == "darwin" and platform.machine() == "arm64"

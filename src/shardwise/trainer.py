@@ -45,7 +45,6 @@ from shardwise.run_dir.environment import describe_environment
 from shardwise.run_dir.files import ENVIRONMENT, keep_earlier, stage_file, write_whole
 from shardwise.strategies import build_strategy
 from shardwise.strategies.base import strategy_of
-from shardwise.strategies.other_accelerators import lightning_accelerator
 from shardwise.strategies.pipelined_checks import check_module
 from shardwise.weights.freezing import freeze_for_good
 from shardwise.weights.initialize import parameters_on_meta
@@ -241,7 +240,7 @@ def build_trainer(plan: Plan, module: LightningModule, *more: Callback) -> Train
     # We know who started the ranks. Lightning would look for srun, warn if it is there, and refuse SLURM_NTASKS.
     SLURMEnvironment.detect = staticmethod(lambda: False)  # type: ignore[method-assign]
     trainer = StoppableTrainer(
-        accelerator=lightning_accelerator(plan),
+        accelerator=plan.accelerator,
         devices=plan.topology.devices,
         num_nodes=plan.topology.nodes,
         strategy=build_strategy(plan),

@@ -4,19 +4,16 @@ import json
 import os
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import patch
 
 import pynvml
 import pytest
 
 from shardwise.metrics import telemetry as module
-from shardwise.metrics.amd_smi import AmdSmi
 from shardwise.metrics.energy import Energy
 from shardwise.metrics.host import Host
 from shardwise.metrics.nvml import Nvml
@@ -262,60 +259,6 @@ def test_energy_adds_up_over_the_starts_of_a_run(tmp_path: Path) -> None:
     assert third.joules == 0.0
 
 
-class FakeAmdSmi(types.ModuleType):
-    """Answers as amdsmi 7.0.2 does, by its source; it was not seen on a GPU."""
-
-    AmdSmiClkType = SimpleNamespace(GFX="gfx")
-    AmdSmiTemperatureMetric = SimpleNamespace(CURRENT="current")
-    AmdSmiTemperatureType: ClassVar = {"HOTSPOT": 70, "VRAM": 80}
-    bad = 1
-
-    def amdsmi_init(self) -> None: ...
-    def amdsmi_shut_down(self) -> None: ...
-
-    def amdsmi_get_processor_handles(self) -> list[str]:
-        return ["0000:01:00.0", "0000:1B:00.0"]
-
-    def amdsmi_get_gpu_device_bdf(self, device: str) -> str:
-        return device
-
-    def amdsmi_get_power_info(self, device: str) -> dict[str, object]:
-        return {"current_socket_power": "N/A", "average_socket_power": 512}
-
-    def amdsmi_get_energy_count(self, device: str) -> dict[str, float]:
-        return {"energy_accumulator": 4_000_000, "counter_resolution": 15.25}
-
-    def amdsmi_get_clock_info(self, device: str, kind: str) -> dict[str, int]:
-        return {"clk": 2100}
-
-    def amdsmi_get_temp_metric(self, device: str, kind: int, metric: str) -> int:
-        return kind
-
-    def amdsmi_get_gpu_activity(self, device: str) -> dict[str, object]:
-        return {"gfx_activity": 99, "umc_activity": "N/A"}
-
-    def amdsmi_get_gpu_total_ecc_count(self, device: str) -> dict[str, int]:
-        self.bad += 1
-        return {"correctable_count": 3, "uncorrectable_count": self.bad}
-
-
-def test_an_amd_gpu_has_the_names_of_nvidias() -> None:
-    with patch.dict("sys.modules", amdsmi=FakeAmdSmi("amdsmi")):
-        reader = AmdSmi(PCI)
-        reader.open()
-        first, second = reader.read(), reader.read()
-    assert reader._device == "0000:1B:00.0"
-    assert first.levels == {
-        "gpu/power_watts": 512.0, "gpu/sm_clock_mhz": 2100.0, "gpu/temperature_celsius": 70.0,
-        "gpu/memory_temperature_celsius": 80.0, "gpu/utilization": 0.99,
-    }  # fmt: skip
-    assert first.sums == {"gpu/energy_joules": 61.0} and first.errors == []
-    assert [error.text for error in second.errors] == ["1 new uncorrected ECC errors"]
-    assert second.levels == first.levels and list(reader.calls.failed) == ["activity of memory"]
-
-
 def test_a_cpu_has_no_gpu_to_read() -> None:
     assert [reader.name for reader in build_readers(None)] == ["/proc"]
     assert [reader.name for reader in build_readers(module.Gpu(UUID, PCI))] == ["/proc", "NVML"]
-    with patch.object(module, "is_rocm", lambda: True):
-        assert [reader.name for reader in build_readers(module.Gpu(UUID, PCI))] == ["/proc", "AMD SMI"]

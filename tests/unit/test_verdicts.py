@@ -57,7 +57,7 @@ WELL = {
 def plan(*words: str, accelerator: str = "cuda") -> Plan:
     argv = [f"accelerator={accelerator}", f"devices={RANKS}", "name=v", "micro_batch_size=1",
             "global_batch_size=8", "max_steps=9", *words]  # fmt: skip
-    host = Host(cuda_devices=RANKS, xpu_devices=RANKS, gpu="NVIDIA H200", gpu_capability=(9, 0))
+    host = Host(cuda_devices=RANKS, gpu="NVIDIA H200", gpu_capability=(9, 0))
     return make_plan(compose(argv).jobs[0].config, host)
 
 
@@ -112,7 +112,6 @@ GRAPHS = ["compile=layer", "compile.cudagraphs=true"]
 RUNS: dict[str, list[list[str]]] = {  # accelerator → words of runs
     "cuda": [[], GRAPHS, [*GRAPHS, "micro_batch_size=2"], ["strategy=fsdp", "compile=layer"],
              ["strategy=fsdp_hybrid", "strategy.shard_size=2"], ["strategy=zero3"], ["gc_every_n_steps=5"]],
-    "xpu": [["compile=layer"], ["strategy=fsdp"]],
     "cpu": [["strategy=fsdp"]],
 }  # fmt: skip
 OVERRIDE = re.compile(r"(?<![\w.])[a-z_]+(?:\.[a-z_]+)*=\w+")

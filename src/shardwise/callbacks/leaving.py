@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from shardwise.accelerator import exact_dtype
 from shardwise.callbacks.guard import Guard
 from shardwise.callbacks.saving import Saving
 from shardwise.distributed.collectives import sum_over
@@ -59,7 +58,7 @@ class GracefulStop(Callback):
         if trainer.state.fn != "fit" or self.saving.before_validation is None:
             return
         device = trainer.strategy.root_device
-        requests = torch.full((), signal_requests.take_as_number(), dtype=exact_dtype(device), device=device)
+        requests = torch.full((), signal_requests.take_as_number(), dtype=torch.float64, device=device)
         sum_over(strategy_of(trainer).mesh.group("world"), requests)
         self.unread.append(Readback(requests.reshape(1)))
         if len(self.unread) > LAG:

@@ -13,7 +13,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from tqdm import tqdm
 
-from shardwise.accelerator import exact_dtype
 from shardwise.callbacks.configured import refuse_callbacks
 from shardwise.callbacks.recompilations import Recompilations
 from shardwise.lightning_internals.counters import run_length
@@ -297,7 +296,7 @@ def last_of(rows: list[dict[str, str]], key: str) -> float | None:
 
 
 def _exact(value: Tensor) -> Tensor:
-    return value.reshape(()).to(exact_dtype(value.device))
+    return value.reshape(()).to(torch.float64)
 
 
 def digits(value: float) -> str:

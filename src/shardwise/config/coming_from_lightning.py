@@ -86,9 +86,7 @@ _ARGUMENTS = _rows(
     "argument",
     f"{_UNIT}::test_every_argument_of_trainer_is_answered_on_the_command_line",
     {
-        "accelerator": _same(
-            "`accelerator=auto|cpu|cuda|xpu|mps`; `gpu` means `cuda`. Others have not been tried: refused"
-        ),
+        "accelerator": _same("`accelerator=auto|cpu|cuda`; `gpu` means `cuda`. Others have not been tried: refused"),
         "strategy": _word(
             "`strategy=ddp|fsdp|fsdp_hybrid|zero1|zero2|zero3`; `deepspeed_stage_2` is `zero2`. A strategy's options "
             "are its values: `strategy.find_unused_parameters=true`"

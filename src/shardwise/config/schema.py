@@ -35,8 +35,6 @@ class Accelerator(Enum):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
-    xpu = "xpu"
-    mps = "mps"
 
 
 class Loss(Enum):
@@ -152,7 +150,7 @@ class RunConfig:
 
     accelerator: Accelerator = option(
         Accelerator.auto,
-        "auto: GPUs where there are any; cuda: NVIDIA or AMD; xpu: Intel; mps: Apple",
+        "auto: GPUs where there are any; cuda: NVIDIA, or AMD with torch's ROCm build",
         section="Machines",
     )
     nodes: int | None = option(None, "machines; under srun and torchrun they are known")

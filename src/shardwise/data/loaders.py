@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from shardwise.accelerator import exact_dtype
 from shardwise.data.agreement import Group, check_same_order
 from shardwise.data.order import DrawnOrder, GlobalOrder
 from shardwise.data.sample_seeds import with_seeds
@@ -270,7 +269,7 @@ class TrainLoader:
         if len(window) == ranks == 1 and weights[0] > 0:
             return [None]  # the micro-batch is the whole global batch
         # torch.tensor would wait for the copy.
-        total = torch.full((), sum(weights), dtype=exact_dtype(self.device), device=self.device)
+        total = torch.full((), sum(weights), dtype=torch.float64, device=self.device)
         if dist.is_initialized():
             sum_over(self.mesh.group("data"), total)
         # The strategy divides by the number of ranks, and Lightning by that of micro-batches. This undoes both.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from shardwise.accelerator import exact_dtype
 
 
 def broadcast_from_rank_zero(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
@@ -36,7 +35,7 @@ def largest_over(group: dist.ProcessGroup, values: Tensor) -> Tensor:
 
 def mean_over(group: dist.ProcessGroup, value: Tensor) -> Tensor:
     """The mean over the group, in float64. `value` is not changed. Does not wait for the device."""
-    return sum_over(group, value.to(exact_dtype(value.device), copy=True)) / group.size()
+    return sum_over(group, value.to(torch.float64, copy=True)) / group.size()
 
 
 def gather_in_order(group: dist.ProcessGroup, values: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-import torchmetrics.metric
 from torch._C._distributed_c10d import HashStore
 from torchmetrics import Metric
 
@@ -40,11 +39,6 @@ def keep_nccl_record(run_dir: str) -> None:
         os.environ.setdefault(name, value)
 
 
-def leave_metrics_alone() -> None:
-    """Let torchmetrics gather nothing: it would do so in a group of one rank too."""
-    torchmetrics.metric.jit_distributed_available = lambda: False
-
-
 def gather_metrics_among(group: dist.ProcessGroup | None) -> None:
     """Let metrics of torchmetrics that name no group gather among `group`; None: among all ranks, as they do.
 
@@ -63,8 +57,6 @@ def init_process_group(plan: Plan) -> None:
     """Make the process group of the run, under every strategy and also for a single process."""
     timeout = group_timeout(plan)
     backend = accelerator.backend(plan.accelerator)
-    if not accelerator.can_exchange(plan.accelerator):
-        leave_metrics_alone()
     if plan.topology.world_size == 1 and "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     device = None

@@ -12,11 +12,9 @@ from pathlib import Path
 
 from shardwise.config.schema import Accelerator, RunConfig
 from shardwise.devices import (
-    apple_gpu,
     count_cuda_devices,
     count_granted_cpus,
     count_rocm_devices,
-    count_xpu_devices,
     gpu_capability,
     name_amd_gpu,
     name_gpu,
@@ -50,8 +48,6 @@ def inspect_host(environ: Mapping[str, str] = os.environ) -> Host:
         gpu=name_amd_gpu() if rocm else name_gpu(environ) if gpus else None,
         gpu_capability=gpu_capability() if gpus and not rocm else None,
         rocm=rocm,
-        xpu_devices=count_xpu_devices(environ),
-        macos=apple_gpu(environ),
         launcher=launcher,
         nodes=nodes,
         devices=devices,
@@ -76,14 +72,12 @@ def planned_host(config: RunConfig, here: Host, nodes: int | None = None) -> Hos
     is_like_here = cluster.gpu is None or (here.gpu is not None and is_gpu(cluster.gpu, here.gpu))
     is_auto = word is Accelerator.auto
     cuda = word is Accelerator.cuda or (is_auto and (cluster.gpu is not None or here.cuda_devices > 0))
-    xpu = word is Accelerator.xpu or (is_auto and not cuda and here.xpu_devices > 0)
-    enough = max(devices, 1) <= (here.cuda_devices if cuda else here.xpu_devices if xpu else devices)
+    enough = max(devices, 1) <= (here.cuda_devices if cuda else devices)
     if not is_job and enough and (is_like_here or not cuda):
         return here
     gpu = None if not cuda else here.gpu if is_like_here else cluster.gpu
     return Host(
         cuda_devices=max(devices, 1) if cuda else 0,
-        xpu_devices=max(devices, 1) if xpu else 0,
         gpu=gpu,
         gpu_capability=here.gpu_capability if cuda and is_like_here else None,
         rocm=is_amd(gpu) or (cuda and is_like_here and here.rocm),

@@ -55,7 +55,7 @@ class HostTiming:
         values.add_source(dict.fromkeys(_OF_STEPS, "not"), self._of_steps)
         values.add_source({COLLECTIONS: "not", HOST_MEMORY: "not"}, self._of_process)
         if kind != "cpu":
-            values.add_source(_PEAKS if kind == "mps" else _PEAKS | _OF_ALLOCATOR, self._of_device)
+            values.add_source(_PEAKS | _OF_ALLOCATOR, self._of_device)
 
     def begin(self, times: HostTimes, device: torch.device) -> None:
         self._times, self._device = times, device

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardwise.accelerator import is_rocm, uuid_and_pci_address
-from shardwise.metrics.amd_smi import AmdSmi
+from shardwise.accelerator import uuid_and_pci_address
 from shardwise.metrics.host import Host
 from shardwise.metrics.nvml import Nvml
 from shardwise.metrics.rank_values import Shown
@@ -39,7 +38,7 @@ class Gpu:
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """The GPU that torch calls `device`; None: it is no GPU of NVIDIA's or AMD's."""
+    """The GPU that torch calls `device`; None: it is the CPU."""
     found = uuid_and_pci_address(device)
     return None if found is None else Gpu(*found)
 
@@ -48,7 +47,7 @@ def build_readers(gpu: Gpu | None) -> list[Reader]:
     """What looks at this rank's devices. Nothing is opened here."""
     readers: list[Reader] = [Host()]
     if gpu is not None:
-        readers.append(AmdSmi(gpu.pci_address) if is_rocm() else Nvml(gpu.uuid, gpu.pci_address))
+        readers.append(Nvml(gpu.uuid, gpu.pci_address))
     return readers
 
 

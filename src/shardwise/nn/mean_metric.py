@@ -4,8 +4,6 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from shardwise.accelerator import exact_dtype
-
 
 class ExactMean(Metric):
     """The mean over every item (a sample, a token) of every rank, each counted once."""
@@ -15,8 +13,8 @@ class ExactMean(Metric):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        # An fp32 sum loses a little of every batch once it has outgrown them; mps has nothing wider.
-        self.add_state("total", torch.zeros((), dtype=exact_dtype(device)), dist_reduce_fx="sum")
+        # An fp32 sum loses a little of every batch once it has outgrown them.
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("items", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
         self.to(device)
 

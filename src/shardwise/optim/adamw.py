@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.accelerator import exact_dtype
 from shardwise.optim.by_groups import StepsByGroups, found_inf_of
 from shardwise.optim.quantization import dequantize, quantize, table
 from shardwise.plan.optimizer_bytes import block_length
@@ -61,7 +60,7 @@ class _CompactAdamW(StepsByGroups):
         # A list of the same, since the host would read a single tensor here.
         torch._foreach_add_([self.state[p]["step"] for p in parameters], [1 - found] * len(parameters))
         # As tensors, so that a new rate does not compile the step anew; filled, since a copy would wait for the device.
-        lr, decay = (torch.full((), float(group[key]), dtype=exact_dtype(device), device=device)
+        lr, decay = (torch.full((), float(group[key]), dtype=torch.float64, device=device)
                      for key in ("lr", "weight_decay"))  # fmt: skip
         for p in parameters:
             if not p.numel():

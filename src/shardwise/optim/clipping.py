@@ -7,8 +7,6 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-_DEVICES = ("cuda", "cpu")  # on which the kernels divide; Apple's take the divisor and do nothing with it
-
 
 def clip_by_norm(gradients: list[Tensor], norm: Tensor, most: float, within: Optimizer | None = None) -> None:
     """Scale `gradients` in place as `torch.nn.utils.clip_grad_norm_` does, so that their norm is at most `most`.
@@ -44,7 +42,7 @@ def _divides(optimizer: Optimizer, gradients: list[Tensor], divisor: Tensor) -> 
     return (
         type(optimizer) in (Adam, AdamW)
         and all(group["fused"] for group in optimizer.param_groups)
-        and all(tensor.dtype == torch.float32 and tensor.device.type in _DEVICES for tensor in (divisor, *gradients))
+        and all(tensor.dtype == torch.float32 for tensor in (divisor, *gradients))
         and not _hooks_of_others(optimizer)
     )
 

@@ -134,8 +134,6 @@ def _cudnn(facts: Facts) -> str | None:
 def _flash(facts: Facts) -> str | None:
     if facts.accelerator == "cpu":
         return None  # torch's CPU kernel of this name takes every dtype and any mask
-    if facts.accelerator in ("xpu", "mps"):
-        return f"torch's kernel of this name is not for {WHERE[facts.accelerator]}"
     if facts.capability is not None and facts.capability < (8, 0):
         return f"FlashAttention 2 needs compute capability 8.0, and these GPUs have {_of(facts)}"
     if facts.dtype not in _16_BITS:
@@ -150,8 +148,6 @@ def _flash(facts: Facts) -> str | None:
 def _efficient(facts: Facts) -> str | None:
     if facts.accelerator == "cpu":
         return "torch's memory-efficient kernel runs on GPUs, and this run is on the CPU"
-    if facts.accelerator in ("xpu", "mps"):
-        return f"torch's memory-efficient kernel is not for {WHERE[facts.accelerator]}"
     if facts.dtype == "float64":
         return "torch's memory-efficient kernel does not compute in float64"
     if facts.dtype == "bfloat16" and facts.capability is not None and facts.capability < (8, 0):
@@ -167,8 +163,6 @@ def _efficient(facts: Facts) -> str | None:
 def _flex(facts: Facts) -> str | None:
     if facts.accelerator == "cpu":
         return "flex_attention has no backward pass on the CPU"
-    if facts.accelerator == "mps":
-        return "flex_attention has no kernel for Apple's GPUs"
     if facts.capability is not None and facts.capability < (8, 0):
         return f"flex_attention is tested from compute capability 8.0 on, and these GPUs have {_of(facts)}"
     if facts.dtype == "float64":

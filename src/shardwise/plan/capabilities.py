@@ -36,8 +36,6 @@ class Capabilities:
     manual_steps: str = ""
     complex_numbers: str = ""
     sync_errors: str = ""
-    xpu: str = ""
-    mps: str = ""
 
     @property
     def shards_parameters(self) -> bool:
@@ -45,7 +43,6 @@ class Capabilities:
 
 
 WAITS = "each of its steps waits for the GPU by itself; use debug.sync=warn, which names these places among the others"
-_ALONE = "one process has nobody to share with; use strategy=ddp, or accelerator=cpu"
 _REAL = "keeps real ones alone: let the parameter be torch.view_as_real of it, or use strategy=ddp"
 _GATHERS = "gathers weights into other memory in each step; leave it out, or use strategy=ddp"
 
@@ -59,7 +56,6 @@ _FSDP = Capabilities(
     sends_less_between_nodes="strategy=fsdp_hybrid gathers parameters within a node alone",
     cuda_graphs=_GATHERS,
     complex_numbers=_REAL,
-    mps=_ALONE,
 )
 _ZERO = Capabilities(
     entry="shardwise.strategies.zero.strategy.ZeroStrategy",
@@ -82,8 +78,6 @@ _ZERO = Capabilities(
     manual_steps="DeepSpeed's engine owns one optimizer and its step; use strategy=ddp or fsdp",
     complex_numbers=_REAL,
     sync_errors=WAITS,
-    xpu="DeepSpeed needs Intel's own extensions of torch for it, which have ended; use strategy=fsdp",
-    mps=_ALONE,
 )
 
 STRATEGIES: dict[str, Capabilities] = {

@@ -40,7 +40,6 @@ def known_peak(config: RunConfig, gpu: str | None, clusters: Sequence[ClusterCon
     kind = _ARITHMETIC[config.precision.compute_dtype.value]
     kind = "tf32" if kind == "fp32" and config.precision.tf32 else kind
     peaks = [getattr(known.peak_tflops, kind) for known in [config.cluster, *matching]]
-    peaks += [peaks_of.get(kind) for model, peaks_of in _AMD.items() if gpu is not None and is_gpu(model, gpu)]
     return next((peak for peak in peaks if peak is not None), None)
 
 
@@ -54,15 +53,6 @@ def link_gb_per_second(cluster: ClusterConfig, nodes: int, devices: int, acceler
 
 
 _ARITHMETIC = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-# AMD's data sheets of each GPU: dense peaks of matrix cores in 16 bits (a sheet prints twice as much with sparsity), of
-# matrix cores or vectors, whichever is more, in fp32 and fp64. An MI250X is two devices: each has half of its sheet's.
-# They were not measured.
-_AMD = {
-    "MI250X": {"bf16": 191.5, "fp16": 191.5, "fp32": 47.9, "fp64": 47.9},
-    "MI300X": {"bf16": 1307.4, "fp16": 1307.4, "fp32": 163.4, "fp64": 163.4},
-    "MI325X": {"bf16": 1307.4, "fp16": 1307.4, "fp32": 163.4, "fp64": 163.4},
-    "MI355X": {"bf16": 2516.6, "fp16": 2516.6, "fp32": 157.3, "fp64": 78.6},
-}
 _SLOWER_BOARDS = ("PCIE", "NVL")  # variants of a faster board of the same name
 
 

@@ -50,8 +50,7 @@ def make_compile(config: RunConfig, topology: Topology, accelerator: str) -> Com
     if options.recompute_elementwise:
         _check_recomputing(budget, checkpointing, config.activation_checkpointing.every_n_layers)
     if options.cudagraphs and accelerator != "cuda":
-        where = "the CPU" if accelerator == "cpu" else f"accelerator={accelerator}"
-        raise ConfigError(f"compile.cudagraphs=true: a CUDA graph is a GPU's of NVIDIA or AMD; leave it out on {where}")
+        raise ConfigError("compile.cudagraphs=true: a CUDA graph is a GPU's; leave it out on the CPU")
     overlaps = overlaps_tensor_axis(config.strategy, config.precision, options, topology, accelerator)
     return Compile(
         name=name, memory_budget=budget, recompute_elementwise=options.recompute_elementwise, mode=mode,

@@ -44,8 +44,6 @@ class Host:
     gpu_capability: tuple[int, int] | None = None  # compute capability; None: there are no GPUs, or it is not known
     cpus: int = 1  # the number that this process may use
     rocm: bool = False  # the CUDA devices are AMD's
-    xpu_devices: int = 0  # Intel's GPUs
-    macos: int | None = None  # its version on a machine with an Apple GPU; None: this is none
     cpus_per_rank: int | None = None  # the number that Slurm gives each rank; None: the ranks of a node share `cpus`
 
 
@@ -152,7 +150,7 @@ class Plan:
     resume_allow: tuple[str, ...]
     seed: int
     launcher: Launcher
-    accelerator: Literal["cpu", "cuda", "xpu", "mps"]  # cuda also on AMD's GPUs
+    accelerator: Literal["cpu", "cuda"]  # cuda also on AMD's GPUs
     topology: Topology
     peak_tflops: float | None  # the dense peak of one GPU; None: not known, or a CPU
     strategy: Strategy

@@ -117,8 +117,6 @@ def _check_strategy(config: RunConfig, strategy: str, precision: str, accelerato
         f"compile.cudagraphs=true {it}: a CUDA graph replays kernels on the memory that it was recorded with, and "
         f"{strategy}": replays and does.cuda_graphs,
         f"freeze_epochs={config.freeze_epochs} {it}:": config.freeze_epochs and config.freeze and does.thawing,
-        f"{it} accelerator=xpu:": accelerator == "xpu" and does.xpu,
-        f"{it} accelerator=mps:": accelerator == "mps" and does.mps,
     }
     for what, reason in refused.items():
         if reason:

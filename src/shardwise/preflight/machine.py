@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwise.devices import amd_gpus, apple_gpu, count_cpus, count_granted_cpus, intel_gpus, torch_build
+from shardwise.devices import amd_gpus, count_cpus, count_granted_cpus, has_apple_gpu, intel_gpus, torch_build
 from shardwise.plan.choices import installed
 from shardwise.preflight.node_report import Gpu, count_links, read_gpus, run_program
 
@@ -159,7 +159,7 @@ def _others(root: Path) -> list[Accelerator]:
     """The GPUs of other makers, by name alone. Those in a processor are listed too."""
     found = [Accelerator("AMD", name or "AMD GPU") for name in amd_gpus(root)]
     found += [Accelerator("Intel", f"Intel GPU {number}") for number in intel_gpus(root)]
-    return [*found, Accelerator("Apple", "Apple GPU")] if apple_gpu() is not None else found
+    return [*found, Accelerator("Apple", "Apple GPU")] if has_apple_gpu() else found
 
 
 def _memory(root: Path) -> dict[str, float]:

@@ -39,9 +39,6 @@ def run(words: list[str], limits: Limits = Limits()) -> int:  # noqa: B008
         if os.environ.get("RANK", "0") == "0":
             print("preflight=false: nothing is looked at", flush=True)
         return 0
-    if config.accelerator in (Accelerator.xpu, Accelerator.mps):
-        name = config.accelerator.value
-        raise ConfigError(f"accelerator={name}: preflight knows CUDA devices and the CPU; give accelerator=cpu")
     if "RANK" not in os.environ:
         return run_alone(words, config)
     if PARENT in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:

@@ -20,14 +20,13 @@ _TIMES = 20
 
 def measure_all(clusters: Sequence[ClusterConfig]) -> list[Speed]:
     """Measure each device that torch sees; the CPU where it sees none. `clusters`: machines whose figures are known."""
-    kind = next((kind for kind in ("cuda", "xpu", "mps") if accelerator.is_present(kind)), None)
-    if kind is None:
+    if not accelerator.is_present("cuda"):
         return _measure(torch.device("cpu"), "CPU", None)
     speeds = []
     for number, name in enumerate(accelerator.device_names()):
         known = next((cluster for cluster in clusters if cluster.gpu and is_gpu(cluster.gpu, name)), None)
-        speeds += _measure(torch.device(kind, number), f"{number} {name}", known)
-        accelerator.empty_cache(kind)
+        speeds += _measure(torch.device("cuda", number), f"{number} {name}", known)
+        accelerator.empty_cache("cuda")
     return speeds
 
 

@@ -58,11 +58,10 @@ class PipelineWindow(AccumulationWindow):
 
     def share(self, skip_requested: Tensor | None, group: dist.ProcessGroup) -> Tensor | None:
         """Give all stages the losses and the request to skip of the last one, the first of `group`. Collective."""
-        dtype = torch.float64 if self._device.type != "mps" else torch.float32
-        values = torch.zeros(self.micro_batches + 1, dtype=dtype, device=self._device)
+        values = torch.zeros(self.micro_batches + 1, dtype=torch.float64, device=self._device)
         if self.losses:
             skip = torch.zeros((), device=self._device) if skip_requested is None else skip_requested
-            values = torch.stack([*(loss.to(dtype) for loss in self.losses), skip.to(dtype)])
+            values = torch.stack([*(loss.double() for loss in self.losses), skip.double()])
         dist.broadcast(values, group_src=0, group=group)
         if not self.losses:
             self.losses = list(values[:-1].unbind())

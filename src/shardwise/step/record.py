@@ -217,7 +217,7 @@ class StepRecorder:
 
         What peers on an axis share is counted once. A signal may reach any rank.
         """
-        dtype = accelerator.exact_dtype(loss.device)
+        dtype = torch.float64
         if not self.mesh.counts_samples:
             loss, of_rank = self._zero, (0, 0, of_rank[2])
         if of_rank != self._of_rank:  # seldom: most steps have equally many tokens

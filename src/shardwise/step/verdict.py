@@ -87,8 +87,7 @@ class StepVerdict:
                 stopped |= found if self.skip_requested is None else found & ~self.skip_requested
             self._stopped = torch.maximum(self._stopped, stopped.float())
         # A fused SGD that has no state yet would read its momentum from uninitialised memory.
-        # Apple's kernels take the flag and do nothing with it.
-        fused = getattr(optimizer, "_step_supports_amp_scaling", False) and gradient_norm.device.type != "mps"
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         reads = fused or bool(optional(optimizer, "reads_found_inf"))
         if reads and optimizer.state:
             optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]

@@ -20,7 +20,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.accelerator import exact_dtype
 from shardwise.checkpoint.train_state import TrainState
 from shardwise.data.evaluation import EvaluationLoader
 from shardwise.data.loaders import TrainLoader
@@ -329,7 +328,7 @@ class PlannedStrategy(
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         # `self.log(..., sync_dist=True)` averages batch sizes over ranks. In integers the mean of 7 and 6 would be 6.
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
-            tensor = tensor.to(exact_dtype(tensor.device))
+            tensor = tensor.to(torch.float64)
         return super().reduce(tensor, group, reduce_op)
 
     def on_validation_start(self) -> None:

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from shardwise.accelerator import exact_dtype
 from shardwise.checkpoint.train_state import TrainState
 from shardwise.checkpoint.verify import load_own
 from shardwise.data.loaders import TrainLoader
@@ -164,7 +163,7 @@ class DividedSequences:
     def _of_whole_sequences(self, part: Tensor, how: str, weight: Tensor | float, together: bool) -> Tensor:
         """`together`: Lightning will reduce the value over all ranks."""
         group, dtype = self.mesh.group("context"), part.dtype if part.is_floating_point() else torch.float32
-        value = part.detach().to(exact_dtype(part.device), copy=True)
+        value = part.detach().to(torch.float64, copy=True)
         if how == "sum":
             whole = value if together else sum_over(group, value)
         elif how in ("max", "min"):

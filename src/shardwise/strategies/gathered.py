@@ -100,13 +100,9 @@ class GatheringHooks(Strategy):
         ]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not accelerator.can_exchange(self.plan.accelerator):
-            return tensor
         return super().reduce(tensor, self._counting_once(group), reduce_op)  # type: ignore[safe-super]
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if not accelerator.can_exchange(self.plan.accelerator):
-            return tensor.unsqueeze(0)
         return super().all_gather(tensor, self._counting_once(group), sync_grads)  # type: ignore[safe-super]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -43,8 +43,7 @@ def _read_all(plan: Plan, seconds: float) -> list[dict[str, Any]]:
     ranks = plan.topology.devices
     context = get_context("spawn")
     barrier, environment = context.Barrier(ranks), rank_environment(ranks, _free_port())
-    waiting: dict[Any, int] = {}
-    processes, results = [], dict[int, dict[str, Any]]()
+    processes, waiting, results = [], dict[Any, int](), dict[int, dict[str, Any]]()
     try:
         for rank in range(ranks):
             answer, send = context.Pipe(duplex=False)
@@ -61,9 +60,9 @@ def _read_all(plan: Plan, seconds: float) -> list[dict[str, Any]]:
                 raise ConfigError(
                     f"the data were not read within {limit:.0f} s: look whether a worker waits for a disk or a network"
                 )
-            for answer in ready:
-                rank = waiting.pop(answer)
-                results[rank] = _received(answer, rank)
+            for answered in ready:
+                rank = waiting.pop(answered)
+                results[rank] = _received(answered, rank)
     finally:
         for process in processes:
             process.kill()  # its workers end with it

@@ -153,7 +153,7 @@ def make_submission(options: Options, sbatch: Mapping[str, str], overrides: Sequ
         raise ConfigError("dry_run=true: the job would wait in the queue to print a Plan; give --dry-run")
     if options.follow and (set(sbatch) & {"output", "error"}):
         raise ConfigError("follow=true reads the log where the templates write it: leave sbatch.output and .error out")
-    gpus = devices if plans[0].accelerator in ("cuda", "xpu") else 0
+    gpus = devices if plans[0].accelerator == "cuda" else 0
     is_whole = gpus > 0 and gpus == cluster.devices_per_node
     template = ROOT / "slurm" / f"{cluster.name}.sbatch"
     if not is_whole or not template.exists():  # the templates of machines take all of a node
