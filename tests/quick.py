@@ -14,7 +14,6 @@ HEAVY = (  # which take seconds each: CI runs them
     "tests/configs/test_conf.py::test_cfg_job_is_yaml_that_loads_back",
     "tests/configs/test_conf.py::test_this_machines_peak_is_that_of_the_cluster_with_its_gpu",
     "tests/configs/test_conf.py::test_an_option_composes_plans_and_binds",
-    "tests/unit/test_accelerators.py::test_a_run_needs_no_float64_and_sends_nothing_where_it_cannot",
     "tests/unit/test_accelerators.py::test_what_it_cannot_do_is_refused_in_a_sentence",
     "tests/unit/test_activation_checkpointing.py",
     "tests/unit/test_bench_data.py::test_the_data_of_two_ranks_are_read",
