@@ -70,6 +70,8 @@ class ReadsWeights(Stack):
 class Evaluates(Stack):
     """Runs layers in a hook that writes weights before and after."""
 
+    whole_weights_in = ("on_train_batch_start",)
+
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         with torch.no_grad():
             for turn in ("first", "second", "third"):
@@ -212,6 +214,8 @@ class DividedClips(Divided):
 class DividedKeeps(Divided):
     """Keeps averages of whole weights, and validates with them."""
 
+    whole_weights_in = ("on_fit_start", "on_train_batch_end", "on_validation_start", "on_validation_end")
+
     def on_fit_start(self) -> None:
         self.kept = [p.detach().clone() for p in self.parameters()]
 
@@ -235,7 +239,9 @@ class DividedKeeps(Divided):
 
 
 class DividedRuns(Divided):
-    """Runs layers in a hook that looks at weights."""
+    """Runs layers in a hook that sees whole weights."""
+
+    whole_weights_in = ("on_train_batch_start",)
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         self.log("own/norm", self.head.weight.detach().norm())

@@ -421,7 +421,7 @@ NAMES = {
     "_load_state_dict_post_hooks": name(MODULE, "whole weights are loaded in a hook, and FSDP2 looks for shards"),
     "_parameters": name(MODULE, "parameters are replaced by copies, shards or whole ones for a while"),
     "_buffers": name(MODULE, "parameters are replaced by copies, shards or whole ones for a while buffers"),
-    "_modules": name(MODULE, "a hook that reaches for it may look at weights"),
+    "_modules": name(MODULE, "a stage of a pipeline has stubs in the places of other stages' layers"),
     "_orig_mod": name("torch._dynamo.OptimizedModule", "torch.compile(layer) puts it into the names of weights"),
     "_non_persistent_buffers_set": name(MODULE, "which buffers a checkpoint leaves out"),
     "_backward_hooks": name("torch.Tensor " + MODULE, "a tensor with hooks is pickled without them; hooks on parts"),

@@ -108,8 +108,8 @@ class _WholeWeights:
             for layer in dict.fromkeys(layer for layer, _, _ in self.places):
                 stack.enter_context(_loaded_whole(layer))
             for layers, begin, end in (
-                (self.layers, self._begin, self._end),
                 (divided, self._use_part, self._use_whole),
+                (self.layers, self._begin, self._end),  # comes before, where a unit is a layer that is divided
             ):
                 for layer in layers:
                     stack.callback(layer.register_forward_pre_hook(begin, prepend=True).remove)
