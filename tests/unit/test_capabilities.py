@@ -18,6 +18,7 @@ NAMES = STRATEGIES.keys() | {"zero", "hybrid"}  # and what names begin or end wi
 PARTS = ("startswith", "endswith", "removeprefix", "removesuffix", "partition", "fullmatch", "match", "search")
 FACTS = {"entry", "entry_of_pipeline", "package", "shards", "has_replicas", "uses_dtensors", "owns_step", "options",
          "with_more_shards", "sends_less", "sends_less_between_nodes"}  # fmt: skip
+# lightning_internals/hooks.py asks for the stage until its text about hooks of a batch goes
 EXEMPT = {TABLE, "shardwise.lightning_internals.hooks"}
 
 

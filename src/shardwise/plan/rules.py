@@ -111,12 +111,12 @@ def _check_strategy(config: RunConfig, strategy: str, precision: str, accelerato
     refused = {
         f"{it} precision=fp64:": precision == "fp64" and does.fp64,
         f"{it} precision=fp16 on the CPU:": precision == "fp16" and accelerator == "cpu" and does.fp16_on_cpu,
-        f"{it} precision=fp8:": precision == "fp8" and config.precision.fp8 and does.fp8,
         f"{it} gradient_clip_algorithm=value:": by_value and does.clip_by_value,
         f"{it} compile=model:": compiling.name.value == "model" and does.compiled_step,
+        f"freeze_epochs={config.freeze_epochs} {it}:": config.freeze_epochs and config.freeze and does.thawing,
+        f"{it} precision=fp8:": precision == "fp8" and config.precision.fp8 and does.fp8,
         f"compile.cudagraphs=true {it}: a CUDA graph replays kernels on the memory that it was recorded with, and "
         f"{strategy}": replays and does.cuda_graphs,
-        f"freeze_epochs={config.freeze_epochs} {it}:": config.freeze_epochs and config.freeze and does.thawing,
     }
     for what, reason in refused.items():
         if reason:

@@ -47,7 +47,7 @@ from shardwise.strategies.fsdp_views import ShardsInHooks
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.step_on_shards import hand_over
 from shardwise.strategies.whole_in_hooks import whole_in_place_of_shards
-from shardwise.strategies.whole_weights import InnerBackwards, explain, show_outputs
+from shardwise.strategies.whole_weights import InnerBackwards, explain, explaining_parts, show_outputs
 from shardwise.weights.initialize import Materializer
 
 
@@ -74,7 +74,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     def around_hook(self, hook: str, *, whole: bool) -> AbstractContextManager[None]:
         if hook not in NOT_GATHERED:
-            return super().around_hook(hook, whole=whole) if whole else self._explaining_parts(hook)
+            around = super().around_hook(hook, whole=whole)
+            return around if whole else explaining_parts(hook, self.module_name, self.plan.strategy.name)
         if hook not in LOOK_AT_GRADIENTS:
             return self._shards.around_hook(hook)
         numbers = (
@@ -83,20 +84,6 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             else of_parts.refused(f"{hook} of {self.module_name}")
         )
         return self._shards.around_hook(hook, numbers)
-
-    @contextmanager
-    def _explaining_parts(self, hook: str) -> Iterator[None]:
-        """Say what to do where a hook mixes parts of weights with other tensors."""
-        try:
-            yield
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            raise ConfigError(
-                f"{hook} of {self.module_name} or of a callback computes with weights and other tensors: under "
-                f"{self.plan.strategy.name} weights are DTensors there, of which each rank has a part; put `with "
-                f"shardwise.gathered_weights(module):` around it, or give whole_weights_in=[{hook}]"
-            ) from error
 
     def _read_whole_numbers(self) -> None:
         """From here to the end of the run, numbers that are read of weights and gradients are those of whole ones."""

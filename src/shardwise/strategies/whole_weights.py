@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -270,6 +271,21 @@ def explain(error: RuntimeError, module_name: str, strategy: str) -> ConfigError
         f"writes into its input ({' '.join(text.split())[:160]}): use units=[] to treat the module as one piece, or "
         f"strategy=ddp or zero2"
     )
+
+
+@contextmanager
+def explaining_parts(hook: str, module_name: str, strategy: str) -> Iterator[None]:
+    """Say what to do where a hook mixes parts of weights with other tensors."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise ConfigError(
+            f"{hook} of {module_name} or of a callback computes with weights and other tensors: under {strategy} "
+            f"weights are DTensors there, of which each rank has a part; put `with "
+            f"shardwise.gathered_weights(module):` around it, or give whole_weights_in=[{hook}]"
+        ) from error
 
 
 def check_loss(loss: Tensor, module_name: str, strategy_name: str) -> None:
