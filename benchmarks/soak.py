@@ -33,8 +33,9 @@ from tests.harness.patience import exit_code  # noqa: E402
 
 RANKS = 2
 MIB = 2**20
-# What may be more in the end than in the beginning: an allocator keeps some, and rows of the log are counted in files
-SLACK = {"launcher_mib": 4.0, "rank_mib": 30.0}
+# What may be more in the end than in the beginning: an allocator keeps some, and a save may be looked at while its
+# threads write. What a save or a restart leaves behind would be hundreds by then
+SLACK = {"launcher_mib": 4.0, "rank_mib": 30.0, "rank_threads": 2}
 
 
 def held_by(pid: int) -> tuple[float, int, int]:

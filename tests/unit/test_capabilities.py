@@ -18,8 +18,6 @@ NAMES = STRATEGIES.keys() | {"zero", "hybrid"}  # and what names begin or end wi
 PARTS = ("startswith", "endswith", "removeprefix", "removesuffix", "partition", "fullmatch", "match", "search")
 FACTS = {"entry", "entry_of_pipeline", "package", "shards", "has_replicas", "uses_dtensors", "owns_step", "options",
          "with_more_shards", "sends_less", "sends_less_between_nodes"}  # fmt: skip
-# lightning_internals/hooks.py asks for the stage until its text about hooks of a batch goes
-EXEMPT = {TABLE, "shardwise.lightning_internals.hooks"}
 
 
 def asked_for(node: ast.AST) -> Iterator[ast.AST | None]:
@@ -47,7 +45,7 @@ def test_a_strategys_name_is_compared_in_the_table_and_in_strategies_alone() -> 
     found = {
         module: names
         for module, path in MODULES.items()
-        if module not in EXEMPT and module != "shardwise" and room_of(module) != "strategies"
+        if module not in (TABLE, "shardwise") and room_of(module) != "strategies"
         if (names := names_in(iter(nodes_of(path))))
     }
     assert not found, "ask for what a strategy can do: plan/capabilities.py"

@@ -1,6 +1,5 @@
 """Writes token shards: the directory appears whole or not at all."""
 
-import errno
 import hashlib
 import json
 import os
@@ -119,7 +118,7 @@ class SplitWriter:
         self._files = self._open("r+b")
         for file, size in zip(self._files, self._sizes(), strict=True):
             if file.seek(0, os.SEEK_END) < size:
-                raise OSError(errno.EIO, f"has fewer than {size} bytes", file.name)
+                raise OSError(f"{file.name} has fewer than {size} bytes")
             file.truncate(size)
         self._files[0].seek(0)
         while piece := self._files[0].read(1 << 24):

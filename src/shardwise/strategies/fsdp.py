@@ -332,9 +332,6 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         """
         return "set_requires_gradient_sync" if self.plan.strategy.defer_gradient_sync else "set_requires_all_reduce"
 
-    def _bytes_of_whole(self) -> int:
-        return sum(p.numel() * p.itemsize for p in self.module.parameters() if isinstance(p, DTensor))
-
     def _bytes_to_gather(self) -> int:
         width = dtype_of(self.plan.precision.compute_dtype).itemsize
         return sum(p.numel() * width for unit in self._freed_units() for p in unit.parameters())

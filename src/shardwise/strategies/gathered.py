@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwise import accelerator
 from shardwise.data.agreement import smallest
@@ -78,7 +79,7 @@ class GatheringHooks(Strategy):
     def _has_room(self, hook: str) -> bool:
         """Whether every rank has memory for whole weights; if not, `hook` sees what there is. Collective."""
         needed = self._bytes_of_whole()
-        if needed == 0 or smallest(int(needed <= _free_bytes(self.root_device)), self.file_group):
+        if smallest(int(needed <= max(0, _free_bytes(self.root_device))), self.file_group):
             return True
         if not self._told_of_no_room and self.is_global_zero:
             self._told_of_no_room = True
@@ -89,8 +90,9 @@ class GatheringHooks(Strategy):
         return False
 
     def _bytes_of_whole(self) -> int:
-        """How much more memory a rank needs for whole weights. Every rank gives the same."""
-        return 0
+        """How much more memory a rank needs for whole weights."""
+        assert self.lightning_module is not None
+        return sum(p.numel() * p.itemsize for p in self.lightning_module.parameters() if isinstance(p, DTensor))
 
     def outside_steps(self) -> list[AbstractContextManager[None]]:
         """What is put around hooks of the module and of callbacks, in which layers may run on anything."""

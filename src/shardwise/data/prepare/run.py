@@ -57,6 +57,8 @@ def prepare(
                 _refuse_link(output)
                 _make(job, folder, output)
         except OSError as error:
+            if error.errno is None:  # raised here, of a file that is not as it was left
+                raise DataError(f"{error}: remove {folder}, then start with the same words") from error
             raise DataError(
                 f"{error.filename or folder} cannot be written ({error.strerror or error}): make room or grant "
                 f"permission, then {how_to_go_on(folder)}"
