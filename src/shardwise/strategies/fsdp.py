@@ -30,7 +30,7 @@ from shardwise.distributed.parameters import keep_notes, refuse_gradient_hooks, 
 from shardwise.distributed.symmetric_memory import let_compiler_copy
 from shardwise.distributed.views import assigning_whole
 from shardwise.errors import ConfigError, class_name
-from shardwise.lightning_internals.hook_names import LOOK_AT_GRADIENTS, NOT_GATHERED
+from shardwise.lightning_internals.hook_names import LOOK_AT_GRADIENTS, NOT_GATHERED, has_weights
 from shardwise.lightning_internals.logged import LoggedValue, take_logged_by
 from shardwise.parallel.functional_calls import refuse_functional_calls
 from shardwise.parallel.parallelize import roots_of
@@ -45,7 +45,7 @@ from shardwise.strategies.fsdp_frozen import keep_frozen
 from shardwise.strategies.fsdp_scalars import FsdpPrecision, Scalars
 from shardwise.strategies.fsdp_views import ShardsInHooks
 from shardwise.strategies.sharded_state import DTensorState
-from shardwise.strategies.step_on_shards import hand_over
+from shardwise.strategies.step_on_shards import hand_over, take_new_shards
 from shardwise.strategies.whole_in_hooks import whole_in_place_of_shards
 from shardwise.strategies.whole_weights import InnerBackwards, explain, explaining_parts, show_outputs
 from shardwise.weights.initialize import Materializer
@@ -75,7 +75,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     def around_hook(self, hook: str, *, whole: bool) -> AbstractContextManager[None]:
         if hook not in NOT_GATHERED:
             around = super().around_hook(hook, whole=whole)
-            return around if whole else explaining_parts(hook, self.module_name, self.plan.strategy.name)
+            return around if whole or not has_weights(hook) else explaining_parts(hook, self)
         if hook not in LOOK_AT_GRADIENTS:
             return self._shards.around_hook(hook)
         numbers = (
@@ -304,8 +304,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._backwards.begin_batch()
         self._scalars.hold_hooks()
-        for optimizer in self.optimizers:
-            getattr(optimizer, "take_new_shards", lambda: None)()
+        take_new_shards(self.optimizers)
         if self.sharded.tensor_parallel is not None:
             self.sharded.tensor_parallel.begin_batch()
         super().on_train_batch_start(batch, batch_idx)

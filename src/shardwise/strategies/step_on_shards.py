@@ -30,6 +30,12 @@ def hand_over(optimizer: Optimizer, state: DTensorState, strategy: str) -> None:
         step_on_shards(optimizer, state)
 
 
+def take_new_shards(optimizers: list[Optimizer]) -> None:
+    """Let optimizers step on the shards that a hook of a batch has added to their groups."""
+    for optimizer in optimizers:
+        getattr(optimizer, "take_new_shards", lambda: None)()
+
+
 def step_on_shards(optimizer: Optimizer, state: DTensorState) -> None:
     """Give the optimizer local parts in place of its parameters, and their gradients while it steps."""
     sharded: list[nn.Parameter] = []
@@ -53,7 +59,7 @@ def step_on_shards(optimizer: Optimizer, state: DTensorState) -> None:
     def count() -> int:
         return sum(len(group["params"]) for group in optimizer.param_groups)
 
-    def take_new_shards() -> None:
+    def take_new_ones() -> None:
         if count() != taken:
             take_shards()
 
@@ -77,5 +83,5 @@ def step_on_shards(optimizer: Optimizer, state: DTensorState) -> None:
     optimizer.register_step_post_hook(hide_gradients)
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     optimizer.take_shards = take_shards  # type: ignore[attr-defined]
-    optimizer.take_new_shards = take_new_shards  # type: ignore[attr-defined] # those that the hook of a batch has added
+    optimizer.take_new_shards = take_new_ones  # type: ignore[attr-defined]
     optimizer.sharded_parameters = sharded  # type: ignore[attr-defined] # the parameters that have the gradients

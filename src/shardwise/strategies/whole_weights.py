@@ -274,7 +274,7 @@ def explain(error: RuntimeError, module_name: str, strategy: str) -> ConfigError
 
 
 @contextmanager
-def explaining_parts(hook: str, module_name: str, strategy: str) -> Iterator[None]:
+def explaining_parts(hook: str, strategy: Any) -> Iterator[None]:
     """Say what to do where a hook mixes parts of weights with other tensors."""
     try:
         yield
@@ -282,8 +282,8 @@ def explaining_parts(hook: str, module_name: str, strategy: str) -> Iterator[Non
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise ConfigError(
-            f"{hook} of {module_name} or of a callback computes with weights and other tensors: under {strategy} "
-            f"weights are DTensors there, of which each rank has a part; put `with "
+            f"{hook} of {strategy.module_name} or of a callback computes with weights and other tensors: under "
+            f"{strategy.plan.strategy.name} weights are DTensors there, of which each rank has a part; put `with "
             f"shardwise.gathered_weights(module):` around it, or give whole_weights_in=[{hook}]"
         ) from error
 
