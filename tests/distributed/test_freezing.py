@@ -81,6 +81,8 @@ class Freezes(Callback):
 class Adversarial(LightningModule):
     """Takes a gradient with regard to its inputs while weights are frozen, in one place or another."""
 
+    whole_weights_in = ("on_train_batch_end",)
+
     def __init__(self, where: str) -> None:
         super().__init__()
         self.where, self.net, self.head = where, nn.Sequential(Layer(4), Layer(4)), nn.Linear(4, 1)

@@ -28,7 +28,7 @@ REFUSALS = {
     "Collects": f"the metric kept is given {OTHER}",
     "LooksBack": "on_train_batch_end logs 'own/loss', which comes from what training_step returns, and in a pipeline",
     "LogsGradients": f"on_before_optimizer_step logs 'own/norm', which comes from {OTHER}",
-    "Averages": "whole_weights_in=[on_before_zero_grad]: in a pipeline this hook of Averages or of a callback",
+    "Averages": r"whole_weights_in=\[on_before_zero_grad\]: in a pipeline this hook of Averages or of a callback",
     "AveragesBehind": "on_train_batch_end of AveragesBehind or of a callback computes with weights of all layers",
     "ClipsByNorm": f"[a-z_]+ is given {OTHER}",
     "Lists": "on_validation_epoch_end of Lists or of a callback failed on a stage of the pipeline that has no results",

@@ -15,9 +15,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from shardwise.checkpoint.chunks import whole
-from shardwise.checkpoint.dcp import TensorWriter, read_tensors
+from shardwise.checkpoint.dcp import read_tensors
 from shardwise.checkpoint.metadata import read_metadata
-from shardwise.checkpoint.state import gather
 from shardwise.plan import Plan
 from shardwise.run_dir.files import checkpoint_path
 from tests.harness.cells import cell_plan, fit
@@ -138,14 +137,13 @@ def save_layouts(
 
 
 class Again(Callback):
-    """Writes what a resumed run begins with, as the next checkpoint would have it."""
+    """Saves what a resumed run begins with, in a hook that has whole weights."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy: Any = trainer.strategy
-        TensorWriter(strategy.file_group()).write(self.folder, gather(strategy.sharded, pl_module, training=True))
+        trainer.save_checkpoint(self.folder)
 
 
 def go_on(folder: Path, pairs: Sequence[Pair], accelerator: str = "cpu") -> list[dict[str, Any]]:

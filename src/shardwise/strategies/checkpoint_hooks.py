@@ -60,14 +60,18 @@ class CheckpointHooks(Strategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint for `trainer.save_checkpoint`. Collective; waits until it is written."""
+        with self.sharded.with_shards():  # a hook that saves may have whole weights
+            self._save(checkpoint, Path(filepath))
+
+    def _save(self, checkpoint: dict[str, Any], path: Path) -> None:
         content = self.state.pack(checkpoint | self.state.changes.found())
         exchanged = self.sharded.exchanged  # within an evaluation the module has the average
         if exchanged:
             self.exchange_average()
         try:
-            publish(Path(filepath), self.state.snapshot(content), TensorWriter(self.file_group()))
+            publish(path, self.state.snapshot(content), TensorWriter(self.file_group()))
         except SaveError as error:
-            raise OSError(f"{filepath} could not be written: {error}") from None
+            raise OSError(f"{path} could not be written: {error}") from None
         finally:
             if exchanged:
                 self.exchange_average()

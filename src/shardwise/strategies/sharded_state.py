@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class DTensorState:
         self.average: dict[str, Tensor] | None = None
         self.left_out = names_left_out(module)
         self.exchanged = False  # whether the weights are in `average` now, and the average is in the module
+        self.with_shards: Callable[[], AbstractContextManager[None]] = nullcontext  # see `found_by`
         self.tensor_parallel: TensorParallel | None = None  # knows which parameters are divided before they are sharded
         self._stepped: dict[int, nn.Parameter] = {}  # a parameter's id → what its optimizer steps on
         # A parameter's name → what its optimizer steps on, and that optimizer's number.
@@ -54,6 +56,15 @@ class DTensorState:
     def step_on(self, stand_ins: dict[int, nn.Parameter]) -> None:
         """Note that optimizers step on `stand_ins` in place of the parameters with these ids."""
         self._stepped |= stand_ins
+
+    @contextmanager
+    def found_by(self, shards_in_place: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """Inside, whole weights are in the places of shards, and `with_shards()` has the shards there for a while."""
+        before, self.with_shards = self.with_shards, shards_in_place
+        try:
+            yield
+        finally:
+            self.with_shards = before
 
     # Master weights, for averages, tests and checkpoints
 

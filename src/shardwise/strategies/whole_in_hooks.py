@@ -30,7 +30,7 @@ def whole_in_place_of_shards(module: LightningModule, state: DTensorState) -> It
     free_gathered(module)
     whole = _WholeWeights(module, state)
     try:
-        with whole.lent_to_layers():
+        with whole.lent_to_layers(), state.found_by(whole.shards_in_place):
             yield
     finally:
         whole.put_back()
@@ -68,13 +68,16 @@ class _WholeWeights:
     def _replace(self) -> None:
         """Put the shards back in their places, with what was written."""
         p: Any
+        trained = {id(p): getattr(layer, key).requires_grad for layer, key, p in self.places}
+        free_gathered(self.module)  # a backward pass in the hook leaves gathered weights in the places
         for layer, key, p in self.places:
             if not isinstance(present := layer._parameters[key], DTensor):
                 self.wholes[id(p)] = present  # the hook may have replaced it
             layer._parameters[key] = p
         for of, p in self.shards.items():  # all of them, since a write through p.data cannot be seen
             self._write(p)
-            p.requires_grad_(self.wholes[of].requires_grad)  # the hook may have frozen it, or let it be trained
+            for tensor in (p, self.wholes[of]):  # the hook may have frozen it, or let it be trained
+                tensor.requires_grad_(trained[of])
         for group in (group for layer in self.layers for group in groups_of(layer._get_fsdp_state())):
             # The streams on which it gathers have to wait for what was written
             group._wait_all_gather_streams_on_event(group.device_handle.current_stream().record_event())
@@ -116,12 +119,21 @@ class _WholeWeights:
                     stack.callback(layer.register_forward_hook(end, always_call=True).remove)
             yield
 
-    def _begin(self, unit: nn.Module, args: Any) -> None:
+    @contextmanager
+    def shards_in_place(self) -> Iterator[None]:
+        """Inside, the module has its shards, with what was written."""
+        self._begin()
+        try:
+            yield
+        finally:
+            self._end()
+
+    def _begin(self, *unit_and_arguments: Any) -> None:
         if not self._running:
             self._replace()
         self._running += 1
 
-    def _end(self, unit: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, *unit_arguments_and_output: Any) -> None:
         self._running -= 1
         if not self._running:
             free_gathered(self.module)  # a root, too: the next pass has to gather what the hook writes in between
