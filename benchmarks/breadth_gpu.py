@@ -88,7 +88,7 @@ def ours(plan: Plan) -> dict[str, Any]:
     trainer.fit(module, datamodule=build_data(plan))
     inside = [type(getattr(o, "optimizer", o)).__name__ for o in trainer.optimizers]
     return {**timer.result(), "optimizer": inside[0], "overrides": STRATEGIES.get(plan.strategy.name),
-            "attention": plan.attention.name, "loss": plan.loss.name,
+            "attention": plan.chosen_attention.name, "loss": plan.chosen_loss.name,
             "symmetric_memory": trainer.strategy.plan.strategy.symmetric_memory}  # fmt: skip
 
 

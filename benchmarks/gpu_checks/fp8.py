@@ -33,11 +33,11 @@ from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.device import free_memory, peaks_gib, wait_for  # noqa: E402
 from recipes.language_modeling.model import Transformer  # noqa: E402
 from shardwise.config.compose import compose  # noqa: E402
+from shardwise.config.groups import Float8Config  # noqa: E402
 from shardwise.parallel.float8 import Float8Layers  # noqa: E402
 from shardwise.parallel.parallelize import parallelize, prepare_float8  # noqa: E402
 from shardwise.parallel.units import find_units  # noqa: E402
 from shardwise.plan import Host, Plan, make_plan  # noqa: E402
-from shardwise.plan.plan import Float8  # noqa: E402
 
 RECIPES = ("tensorwise", "rowwise")
 Result = tuple[bool, dict[str, Any]]
@@ -186,7 +186,7 @@ def products(bench: Bench, shape: tuple[int, int]) -> Result:
             if kind == "bf16":
                 layer = layer.bfloat16()
             else:
-                Float8Layers(layer, Float8(kind, (), 16, bench.emulated)).compute()  # type: ignore[arg-type]
+                Float8Layers(layer, Float8Config(kind, (), 16, bench.emulated)).compute()  # type: ignore[arg-type]
             rows = bench.size.batch * bench.size.length
             x = torch.randn(rows, shape[0], dtype=torch.bfloat16).requires_grad_()
             gradient = torch.randn(rows, shape[1], dtype=torch.bfloat16)

@@ -31,15 +31,15 @@ from torch import nn  # noqa: E402
 from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.trainers import TINY_LANGUAGE_MODEL, on_all, our_trainer, resolve  # noqa: E402
 from recipes.language_modeling.model import Transformer  # noqa: E402
+from shardwise.config.groups import MetricsConfig  # noqa: E402
 from shardwise.distributed.process_group import init_process_group  # noqa: E402
 from shardwise.metrics.nvml import Nvml  # noqa: E402
 from shardwise.metrics.reading import GPU_VALUES, Reading  # noqa: E402
 from shardwise.metrics.telemetry import Telemetry, build_readers, gpu_of  # noqa: E402
-from shardwise.plan.measuring import Measuring  # noqa: E402
 from shardwise.trainer import build_data, build_module  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
-SECONDS = Measuring.telemetry_seconds  # between two looks
+SECONDS = MetricsConfig.telemetry_seconds  # between two looks
 BLOCKS = 12
 NEEDED = {"gpu/power_watts", "gpu/energy_joules", "gpu/sm_clock_mhz", "gpu/temperature_celsius", "gpu/utilization",
           "gpu/held_down_by_power", "gpu/held_down_by_heat", "gpu/xid_errors"}  # fmt: skip

@@ -63,5 +63,5 @@ def stock_strategy(plan: Plan, module: LightningModule, *, offload: bool) -> Str
             return FSDPStrategy(auto_wrap_policy=wrap)
         mesh = (plan.topology.replicate, plan.topology.shard)
         return FSDPStrategy(auto_wrap_policy=wrap, sharding_strategy="HYBRID_SHARD", device_mesh=mesh)
-    parameters = offload and plan.strategy.zero_stage == 3
-    return DeepSpeedStrategy(stage=plan.strategy.zero_stage, offload_optimizer=offload, offload_parameters=parameters)
+    parameters = offload and plan.zero_stage == 3
+    return DeepSpeedStrategy(stage=plan.zero_stage, offload_optimizer=offload, offload_parameters=parameters)

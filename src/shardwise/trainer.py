@@ -91,12 +91,12 @@ def build_module(plan: Plan) -> LightningModule:
     check_ownership(plan, module)
     check_takes_loss(plan, module)
     if (choose_loss := optional(module, "choose_loss")) is not None:
-        choose_loss(plan.loss.name)
+        choose_loss(plan.chosen_loss.name)
     set_dtypes(module, plan.precision)
     check_takes_attention(plan, module)
     check_takes_context(plan, module, has_models=bool(hugging_face_models(module)))
     if (choose_attention := optional(module, "choose_attention")) is not None:
-        choose_attention(plan.attention.name)
+        choose_attention(plan.chosen_attention.name)
     if plan.optimizer is not None:
         matrices = _muon_matrices(plan, module)
         module.configure_optimizers = lambda: configure_optimizers(  # type: ignore[method-assign]
@@ -154,7 +154,7 @@ def _check_by_hand(plan: Plan, name: str) -> None:
     Raises:
         ConfigError: a strategy that cannot, a pipeline, a tensor axis, or such an option is set.
     """
-    if reason := plan.strategy.capabilities.manual_steps:  # before Lightning's own message, that it cannot clip
+    if reason := plan.capabilities.manual_steps:  # before Lightning's own message, that it cannot clip
         raise ConfigError(f"{name} optimizes by hand, which {plan.strategy.name} cannot do: {reason}")
     for axis in ("pipeline", "tensor"):
         if getattr(plan.topology, axis) > 1:

@@ -591,7 +591,7 @@ def message_of(
     line: str, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpus: int = 0
 ) -> str:
     gpu = "NVIDIA H100 80GB HBM3" if gpus else None
-    monkeypatch.setattr(shardwise.cli, "launch", refuse_to_start)
+    monkeypatch.setattr("shardwise.start.run.launch", refuse_to_start)
     monkeypatch.setattr(
         shardwise.cli, "inspect_host", lambda: Host(gpus, run_id="made-up", run_id_is_new=True, gpu=gpu)
     )
@@ -634,7 +634,7 @@ def test_the_table_is_told_apart_from_what_is_right(
 ) -> None:
     """The lines that the cases above spoil are fine as they are: a start is reached."""
     started: list[str] = []
-    monkeypatch.setattr(shardwise.cli, "start", lambda job, plan, single: started.append(plan.run_id) or 0)
+    monkeypatch.setattr("shardwise.start.run.start", lambda job, plan, single: started.append(plan.run_id) or 0)
     for line in (
         "data.corpus=python_stdlib",
         OWN,
@@ -661,7 +661,7 @@ def test_a_preflight_comes_first_and_once(
     """Not under another launcher, whose ranks are there already: Slurm's batch script has done it."""
     order: list[Any] = []
     code = 0
-    monkeypatch.setattr(shardwise.cli, "start", lambda job, plan, single: order.append("run") or 0)
+    monkeypatch.setattr("shardwise.start.run.start", lambda job, plan, single: order.append("run") or 0)
     monkeypatch.setattr(shardwise.preflight.run, "run_alone", lambda words, config: order.append(words) or code)
     sweep = [f"runs_dir={files}/runs", "-m", "seed=1,2", "preflight=true", "data.corpus=python_stdlib"]
     assert shardwise.cli.train(sweep) == 0 and order == [sweep, "run", "run"]

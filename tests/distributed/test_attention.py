@@ -27,7 +27,7 @@ def train_all(folder: Path) -> dict[str, Any]:
     for name, more in RUNS.items():
         attention._RAN.clear()  # of this process, which trains several runs
         plan = cell_plan(folder / name.replace(" ", "-"), 2, *words, *more)
-        found[name] = fit(plan) | {"plan": plan.attention.name}
+        found[name] = fit(plan) | {"plan": plan.chosen_attention.name}
         summary = Path(plan.run_dir) / "summary.json"
         found[name]["ran"] = json.loads(summary.read_text())["attention"] if summary.exists() else None
     return found

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.config.groups import Float8Config
 from shardwise.parallel.float8 import Float8Layers
 from shardwise.parallel.tensor_parallel import TensorParallel, divided_layers
-from shardwise.plan.plan import Float8
 from tests.harness.cells import cell_plan, fit
 from tests.harness.divided import COPIES, INTERLEAVED, axis_words
 from tests.harness.float8 import EMULATED
@@ -86,7 +86,7 @@ def run_layers() -> dict[tuple[str, str], dict[str, Tensor]]:
         for recipe in RECIPES:
             module, cuts = kind(), kind.cuts_sequence
             divided = TensorParallel(module, group)
-            fp8 = Float8Layers(module, Float8(recipe, (), 16, emulate=True), divided_layers(divided.layers), 2)
+            fp8 = Float8Layers(module, Float8Config(recipe, (), 16, emulate=True), divided_layers(divided.layers), 2)
             assert len(fp8.layers) == 2
             fp8.compute()
             divided.wrap(module)

@@ -63,9 +63,9 @@ class Look(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy: Any = trainer.strategy
-        if strategy.plan.strategy.zero_stage:
+        if strategy.plan.zero_stage:
             self.engine = weakref.ref(strategy.engine)
-            self.found = of_deepspeed(strategy.engine, strategy.plan.strategy.zero_stage)
+            self.found = of_deepspeed(strategy.engine, strategy.plan.zero_stage)
         else:
             self.found = of_fsdp(pl_module)
 
@@ -108,7 +108,7 @@ def train(folder: Path, ranks: int) -> dict[str, Any]:
         look, cell = Look(), Cell(strategy, "fp32", "adamw", 2, CLIP, True)
         plan = plan_of(cell, ranks, folder / str(number), more=[*knobs, "max_steps=5"])
         found[name] = fit(plan, look) | {"engine": look.found}
-        engine = look.engine if plan.strategy.zero_stage else None
+        engine = look.engine if plan.zero_stage else None
         del look  # it has been given the trainer
         gc.collect()
         found[name]["stays"] = engine is not None and engine() is not None

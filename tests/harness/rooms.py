@@ -64,7 +64,8 @@ FLOORS = [
     {"rank"},
     {"launch"},
     {"preflight"},
-    {"tools", "cli"},
+    {"tools", "start"},
+    {"cli"},
     {"__main__"},
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,8 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from recipes.language_modeling.model import Transformer
 from recipes.language_modeling.module import LanguageModel
-from shardwise.config.groups import DdpConfig, Dtype, PrecisionConfig, PrecisionName
-from shardwise.config.schema import Accelerator, AttentionKernel, RunConfig
+from shardwise.config.groups import DdpConfig, PrecisionConfig
+from shardwise.config.schema import AttentionKernel, RunConfig
 from shardwise.errors import ConfigError
 from shardwise.nn import attention
 from shardwise.nn.attention import causal_attention, document_layout, kernels_that_ran, whole_layout
@@ -52,7 +52,7 @@ def nothing_ran() -> Iterator[None]:
     attention._RAN.clear()
 
 
-BF16 = PrecisionConfig(PrecisionName.bf16, compute_dtype=Dtype.bfloat16)
+BF16 = PrecisionConfig("bf16", compute_dtype="bfloat16")
 
 
 def config(**changes: Any) -> RunConfig:
@@ -104,9 +104,9 @@ def config(**changes: Any) -> RunConfig:
     ],
 )  # fmt: skip
 def test_a_kernel_that_cannot_run_is_refused_by_name(kernel: str, changes: dict[str, Any], rule: str) -> None:
-    assert choose_kernel(AttentionKernel(kernel), HOPPER) == Choice(kernel, "")
+    assert choose_kernel(kernel, HOPPER) == Choice(kernel, "")
     with pytest.raises(ConfigError) as error:
-        choose_kernel(AttentionKernel(kernel), dataclasses.replace(HOPPER, **changes))
+        choose_kernel(kernel, dataclasses.replace(HOPPER, **changes))
     message = str(error.value)
     assert message.startswith(f"attention={kernel}: ") and rule in message and "\n" not in message
     assert "attention=auto" in message
@@ -114,8 +114,8 @@ def test_a_kernel_that_cannot_run_is_refused_by_name(kernel: str, changes: dict[
 
 def test_what_is_not_known_speaks_against_no_kernel_that_the_user_has_named() -> None:
     unknown = dataclasses.replace(HOPPER, capability=None, head_size=None, cudnn=None)
-    for kernel in AttentionKernel:
-        if kernel is not AttentionKernel.auto:
+    for kernel in get_args(AttentionKernel):
+        if kernel != "auto":
             assert obstacle(kernel.value, unknown) is None
     assert obstacle("math", dataclasses.replace(CPU, dtype="float64", head_size=7)) is None
 
@@ -140,21 +140,25 @@ def test_what_is_not_known_speaks_against_no_kernel_that_the_user_has_named() ->
 def test_auto_is_flash_attention_4_where_it_can_run_and_says_why_not(
     changes: dict[str, Any], kernel: str, why: str | None
 ) -> None:
-    made = choose_kernel(AttentionKernel.auto, dataclasses.replace(HOPPER, **changes))
+    made = choose_kernel("auto", dataclasses.replace(HOPPER, **changes))
     assert made.name == kernel and (why or "can run") in made.reason
 
 
 def test_the_plan_holds_the_choice_and_one_of_before_still_loads() -> None:
     cpu, hopper = Host(cuda_devices=0, run_id="r"), Host(cuda_devices=1, run_id="r", gpu_capability=(9, 0))
-    made = make_plan(config(attention=AttentionKernel.math), cpu)
+    made = make_plan(config(attention="math"), cpu)
     assert made.attention == Choice("math", "")
     assert Plan.from_json(made.to_json()) == made
     auto = make_plan(config(), cpu)
-    assert auto.attention.name == "sdpa" and "on the CPU" in auto.attention.reason and not explain_attention(auto)
+    assert (
+        auto.chosen_attention.name == "sdpa"
+        and "on the CPU" in auto.chosen_attention.reason
+        and not explain_attention(auto)
+    )
     assert Plan.from_json(auto.to_json()) == auto
     before = json.loads(auto.to_json())
     del before["attention"]
-    assert Plan.from_json(json.dumps(before)).attention.name == "sdpa"
+    assert Plan.from_json(json.dumps(before)).chosen_attention.name == "sdpa"
     assert explain_attention(make_plan(config(), hopper)) == [
         "attention=sdpa: torch chooses by the tensors; fa4 cannot run: FlashAttention 4 computes in 16 bits, and the "
         "precision computes in float32"
@@ -164,15 +168,15 @@ def test_the_plan_holds_the_choice_and_one_of_before_still_loads() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention": AttentionKernel.flash}, "attention=flash: .* computes in float32; use attention=efficient"),
-        ({"attention": AttentionKernel.cudnn, "accelerator": Accelerator.cpu}, "attention=cudnn: cuDNN runs on GPUs"),
-        ({"attention": AttentionKernel.efficient, "module": {"_target_": "a.B", "dim": 66, "n_heads": 1}},
+        ({"attention": "flash"}, "attention=flash: .* computes in float32; use attention=efficient"),
+        ({"attention": "cudnn", "accelerator": "cpu"}, "attention=cudnn: cuDNN runs on GPUs"),
+        ({"attention": "efficient", "module": {"_target_": "a.B", "dim": 66, "n_heads": 1}},
          "multiple of 4, and the model's have 66"),
-        ({"attention": AttentionKernel.efficient, "module": {"_target_": "a.B", "model": {"dim": 66, "n_heads": 1}}},
+        ({"attention": "efficient", "module": {"_target_": "a.B", "model": {"dim": 66, "n_heads": 1}}},
          "multiple of 4, and the model's have 66"),
-        ({"attention": AttentionKernel.cudnn, "precision": BF16, "data": {"_target_": "a.D", "document_mask": True}},
+        ({"attention": "cudnn", "precision": BF16, "data": {"_target_": "a.D", "document_mask": True}},
          "attention=cudnn: .*document_mask=true"),
-        ({"attention": AttentionKernel.cudnn, "precision": BF16, "deterministic": True}, "cudnn: with deterministic"),
+        ({"attention": "cudnn", "precision": BF16, "deterministic": True}, "cudnn: with deterministic"),
     ],
 )  # fmt: skip
 def test_what_the_config_says_is_known(changes: dict[str, Any], message: str) -> None:
@@ -190,10 +194,10 @@ def test_flash_attention_4_is_there_only_with_what_it_is_written_in(monkeypatch:
 
 def test_a_module_without_choose_attention_computes_its_own() -> None:
     hopper = Host(cuda_devices=1, run_id="r", gpu_capability=(9, 0))
-    auto, named = make_plan(config(), hopper), make_plan(config(attention=AttentionKernel.efficient), hopper)
+    auto, named = make_plan(config(), hopper), make_plan(config(attention="efficient"), hopper)
     assert check_takes_attention(named, LanguageModel) == named
     own = check_takes_attention(auto, object())
-    assert own.attention.name == "own" and not explain_attention(own)
+    assert own.chosen_attention.name == "own" and not explain_attention(own)
     with pytest.raises(ConfigError, match=r"attention=efficient: .*LanguageModel has no choose_attention.*leave it"):
         check_takes_attention(named, object())
 

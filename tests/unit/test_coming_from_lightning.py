@@ -133,7 +133,7 @@ def test_our_words_are_words_of_the_command_line() -> None:
                 assert word in known | {"torch"}, f"{row.name}: {word}"
 
 
-@pytest.mark.parametrize("word", [word for word in PrecisionName.__members__ if word not in ("tf32", "fp8")])
+@pytest.mark.parametrize("word", [word for word in get_args(PrecisionName) if word not in ("tf32", "fp8")])
 def test_trainer_precision_is_lightnings_word(word: str) -> None:
     """The one that the command line reads as ours."""
     plan = make_plan(compose(["accelerator=cpu", "name=run"]).jobs[0].config, Host(cuda_devices=0))

@@ -22,17 +22,17 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInpu
 from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
 from shardwise.config.compose import compose
+from shardwise.config.groups import Float8Config
 from shardwise.errors import ConfigError
 from shardwise.parallel.float8 import Float8Layers
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.plan.float8 import USUAL
-from shardwise.plan.plan import Float8
 
 RECIPES = ["tensorwise", "rowwise"]
 
 
-def fp8(recipe: Any = "tensorwise", **changes: Any) -> Float8:
-    return dataclasses.replace(Float8(recipe, ("head",), 32, emulate=True), **changes)
+def fp8(recipe: Any = "tensorwise", **changes: Any) -> Float8Config:
+    return dataclasses.replace(Float8Config(recipe, ("head",), 32, emulate=True), **changes)
 
 
 class Model(nn.Module):
@@ -227,7 +227,7 @@ def test_the_plan_says_what_is_in_fp8() -> None:
         Host(1, run_id="r", gpu="NVIDIA H200", gpu_capability=(9, 0)), "precision=fp8", "strategy=fsdp",
         "precision.fp8.recipe=rowwise", "precision.fp8.keep_in_bf16=[head,w2]",
     )  # fmt: skip
-    assert plan.precision.fp8 == Float8("rowwise", ("head", "w2"), 512, emulate=False)
+    assert plan.precision.fp8 == Float8Config("rowwise", ("head", "w2"), 512, emulate=False)
     assert plan.peak_tflops is None and Plan.from_json(plan.to_json()) == plan
     raw = json.loads(plan.to_json())
     del raw["precision"]["fp8"]  # as it was written before

@@ -166,6 +166,7 @@ WITHOUT_TORCH = [
     "process",
     "launch",
     "cli",
+    "start",
     "errors",
     "mistakes",
     "devices",

@@ -12,8 +12,8 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from recipes.language_modeling.model import Transformer
-from shardwise.cli import check_targets
 from shardwise.errors import ConfigError
+from shardwise.start.targets import check_targets
 from tests.harness.cells import cell_plan
 from tests.harness.float8 import EMULATED
 

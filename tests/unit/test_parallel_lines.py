@@ -11,6 +11,7 @@ from benchmarks.harness.state_memory import FILE, state_of
 from recipes.language_modeling.model import Transformer
 from shardwise.config.cluster import ClusterConfig
 from shardwise.config.compose import compose
+from shardwise.config.groups import ActivationCheckpointingConfig
 from shardwise.errors import ConfigError
 from shardwise.optim.adamw import AdamW8bit, AdamWBf16
 from shardwise.optim.matrices import choose_matrices, muon_groups
@@ -18,7 +19,6 @@ from shardwise.optim.muon import Muon
 from shardwise.plan import Plan
 from shardwise.plan.decoder import Decoder, decoder_of
 from shardwise.plan.parallel_lines import bytes_sent, explain_memory, parallel_lines, state_bytes
-from shardwise.plan.plan import ActivationCheckpointing
 from shardwise.plan.topology import Topology
 from tests.unit.test_plan import plan
 
@@ -55,13 +55,13 @@ def test_the_parameters_of_8b() -> None:
 @pytest.mark.parametrize(
     ("tokens", "checkpointing", "split"),
     [
-        (8192, ActivationCheckpointing(), (9, 9, 8, 6)),  # the head is 2.09 layers, by its weights 2.41
-        (131072, ActivationCheckpointing(), (8, 8, 8, 8)),  # it is 0.7 layers: attention costs more than all weights
-        (8192, ActivationCheckpointing("full"), (9, 8, 8, 7)),  # layers run forward twice, the head once
+        (8192, ActivationCheckpointingConfig(), (9, 9, 8, 6)),  # the head is 2.09 layers, by its weights 2.41
+        (131072, ActivationCheckpointingConfig(), (8, 8, 8, 8)),  # it is 0.7: attention costs more than all weights
+        (8192, ActivationCheckpointingConfig("full"), (9, 8, 8, 7)),  # layers run forward twice, the head once
     ],
 )
 def test_layers_are_cut_by_what_they_cost_over_this_length(
-    tokens: int, checkpointing: ActivationCheckpointing, split: tuple[int, ...]
+    tokens: int, checkpointing: ActivationCheckpointingConfig, split: tuple[int, ...]
 ) -> None:
     made = laid_out(Topology(1, 4, 1, 1, pipeline=4), 32, data={"sequence_length": tokens})
     made = dataclasses.replace(made, activation_checkpointing=checkpointing)

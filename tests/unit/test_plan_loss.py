@@ -60,17 +60,17 @@ def plan(words: str, host: Host = H200, has_quack: bool = True) -> Plan:
 )  # fmt: skip
 def test_auto_is_the_best_that_can_run(words: str, host: Host, has_quack: bool, name: str, reason: str) -> None:
     made = plan(words, host, has_quack)
-    assert made.loss.name == name and reason in made.loss.reason
+    assert made.chosen_loss.name == name and reason in made.chosen_loss.reason
     assert Plan.from_json(made.to_json()) == made
     said = explain_loss(made)
-    assert said == ([] if name == "full" else [f"loss={name}: {made.loss.reason}"])
+    assert said == ([] if name == "full" else [f"loss={name}: {made.chosen_loss.reason}"])
 
 
 @pytest.mark.parametrize("name", ["full", "chunked", "fused"])
 def test_a_named_way_is_taken(name: str) -> None:
     made = plan(f"precision=bf16 loss={name}")
     assert made.loss == Choice(name, "") and not explain_loss(made)
-    assert plan("precision=bf16 loss=fused", NO_NVML, has_quack=False).loss.name == "fused"  # a login node
+    assert plan("precision=bf16 loss=fused", NO_NVML, has_quack=False).chosen_loss.name == "fused"  # a login node
 
 
 @pytest.mark.parametrize(
@@ -112,5 +112,5 @@ def test_an_earlier_plan_can_be_read() -> None:
     raw = json.loads(plan("").to_json())
     del raw["loss"]
     old = Plan.from_json(json.dumps(raw))
-    assert old.loss.name == "full" and old.loss.reason
-    assert check_takes_loss(old, object()).loss.name == "full"
+    assert old.chosen_loss.name == "full" and old.chosen_loss.reason
+    assert check_takes_loss(old, object()).chosen_loss.name == "full"

@@ -21,6 +21,7 @@ import torch
 from shardwise.callbacks.order import build_run_callbacks
 from shardwise.callbacks.synchronizing import FindSynchronizing
 from shardwise.config.compose import compose
+from shardwise.config.groups import DebugConfig, ProfileConfig
 from shardwise.config.paths import ROOT
 from shardwise.errors import ConfigError
 from shardwise.launch.local import launch
@@ -28,7 +29,6 @@ from shardwise.launch.nsight import NSYS, check_profiler, make_folder, show_repo
 from shardwise.launch.worker import set_environment
 from shardwise.metrics.phases import Marks, Phases
 from shardwise.plan import Host, Plan, make_plan
-from shardwise.plan.profiling import Debugging, Profiling
 from shardwise.process.signals import SignalRequests, to_leave, to_profile, to_save
 from shardwise.run_dir.files import profile_folder
 from shardwise.run_dir.profile_request import (
@@ -54,13 +54,13 @@ def planned(*words: str, host: Host = GPUS) -> Plan:
 
 def test_the_plan_has_the_profile_and_reads_an_earlier_one() -> None:
     plan = planned("profile.start=20", "profile.ranks=all", "profile.memory=true", "debug.anomaly=true")
-    assert plan.profile == Profiling(start=20, ranks=None, memory=True) and plan.debug == Debugging(anomaly=True)
-    assert plan.profile.has(3) and not Profiling(start=20, ranks=(0, 2)).has(3)
+    assert plan.profile == ProfileConfig(start=20, ranks="all", memory=True) and plan.debug == DebugConfig(anomaly=True)
+    assert plan.profile.has(3) and not ProfileConfig(start=20, ranks=(0, 2)).has(3)
     assert Plan.from_json(plan.to_json()) == plan
     raw = json.loads(planned().to_json())
     del raw["profile"], raw["debug"]
     earlier = Plan.from_json(json.dumps(raw | {"detect_anomaly": True}))
-    assert earlier.profile == Profiling() and earlier.debug.anomaly
+    assert earlier.profile == ProfileConfig() and earlier.debug.anomaly
 
 
 def test_lightnings_profiler_with_torchs_records_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def test_nsys_is_put_before_a_rank(
     fake.write_text(FAKE_NSYS)
     fake.chmod(0o755)
     made = cell_plan(tmp_path / "at 1%/run", 1, "micro_batch_size=2", "global_batch_size=2", "max_steps=2")
-    plan = dataclasses.replace(made, profile=Profiling(start=2, tool="nsys"))
+    plan = dataclasses.replace(made, profile=ProfileConfig(start=2, tool="nsys"))
     with pytest.raises(ConfigError, match="profile.tool=nsys: there is no nsys on the PATH"):
         check_profiler(plan)
     monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from shardwise.config.groups import MetricsConfig
 from shardwise.errors import ConfigError
 from shardwise.metrics import prometheus
 from shardwise.metrics.prometheus import OTHER_SERIES, RANK_SERIES, RUN_SERIES, SUMMED_SERIES, Exporter, RankLabels
 from shardwise.metrics.reading import GPU_VALUES, HOST_VALUES
 from shardwise.plan import Plan
-from shardwise.plan.measuring import Measuring
 from shardwise.run_dir import prometheus_files
 from tests.harness.cells import cell_plan
 from tests.harness.patience import wait_until
@@ -33,7 +33,7 @@ VALUES = {name: [1.0, 2.0] for name in RANK_SERIES | SUMMED_SERIES}
 
 
 def plan_of(folder: Path, how: str, directory: Path | None = None, name: str = "run") -> Plan:
-    metrics = Measuring(prometheus=how, prometheus_directory=directory and str(directory))  # type: ignore[arg-type]
+    metrics = MetricsConfig(prometheus=how, prometheus_directory=directory and str(directory))  # type: ignore[arg-type]
     return dataclasses.replace(
         cell_plan(folder / name, 2, "micro_batch_size=1", "global_batch_size=2"), metrics=metrics
     )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import make_run_plans, train
+from shardwise.cli import train
 from shardwise.config.compose import compose
 from shardwise.devices import count_granted_cpus
 from shardwise.errors import ConfigError
@@ -12,6 +12,7 @@ from shardwise.launch.host import inspect_host
 from shardwise.launch.slurm import first_host, read_array_member, read_cpus_per_task, read_run_id, read_task
 from shardwise.plan import Host
 from shardwise.run_dir.job_folder import claim_exit_code, has_begun, job_folder, note_begun, write_job_file
+from shardwise.start.plans import make_run_plans
 
 JOB = {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
 STEP = JOB | {

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import make_run_plans, report_array
 from shardwise.config.compose import compose
 from shardwise.plan import Host, Plan, make_plan
 from shardwise.run_dir.events import append_event
 from shardwise.run_dir.sweep import report_sweep, swept
+from shardwise.start.plans import make_run_plans
+from shardwise.start.run import report_array
 
 
 def plan(folder: Path, number: int, mode: str) -> Plan:

@@ -8,13 +8,11 @@ import pytest
 
 from shardwise.config.groups import (
     CompileConfig,
-    CompileName,
     DdpConfig,
     Dtype,
     FsdpConfig,
     FsdpHybridConfig,
     PrecisionConfig,
-    PrecisionName,
     StrategyConfig,
 )
 from shardwise.errors import ConfigError
@@ -23,7 +21,7 @@ from shardwise.plan.topology import Topology, make_topology
 
 NODE = make_topology("fsdp", 1, 8)
 FSDP: dict[str, Any] = {"symmetric_memory": None}
-EAGER, LAYERS = CompileConfig(), CompileConfig(name=CompileName.layer)
+EAGER, LAYERS = CompileConfig(), CompileConfig(name="layer")
 PARTS = make_topology("fsdp", 1, 2, tensor=2)  # every rank has all that it needs of the weights
 
 
@@ -108,7 +106,7 @@ def test_the_compiler_overlaps_what_a_tensor_axis_exchanges(
 
 
 def test_products_in_fp8_do_not_overlap() -> None:
-    fp8 = PrecisionConfig(name=PrecisionName.fp8)
+    fp8 = PrecisionConfig(name="fp8")
     assert overlaps_tensor_axis(FsdpConfig(**FSDP), fp8, LAYERS, PARTS, "cuda") is False
     with pytest.raises(ConfigError, match="strategy.symmetric_memory=true precision=fp8: parts of a sequence"):
         uses_symmetric_memory(FsdpConfig(symmetric_memory=True), fp8, LAYERS, PARTS, "cuda")

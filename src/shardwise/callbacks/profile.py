@@ -19,9 +19,9 @@ from shardwise.callbacks.profile_window import ProfileWindow
 from shardwise.callbacks.saving import Saving
 from shardwise.callbacks.steps import StepLog
 from shardwise.callbacks.verdicts import Verdicts
+from shardwise.config.groups import ProfileConfig
 from shardwise.metrics.phases import PREFIX
 from shardwise.plan import Plan
-from shardwise.plan.profiling import Profiling
 from shardwise.process.signals import signal_requests
 from shardwise.process.watchdog import progress
 from shardwise.run_dir.events import append_event
@@ -34,7 +34,7 @@ from shardwise.strategies.base import strategy_of
 class Wanted:
     """A window that is to be profiled. `request`: who has asked for it; None: the Plan."""
 
-    profile: Profiling
+    profile: ProfileConfig
     first: int  # the earliest first step
     request: Request | None = None
 
@@ -157,8 +157,8 @@ class Profile(Callback):
     def _accept(self, trainer: Trainer, number: int) -> None:
         """Plan the window of a request. All ranks do so at the same step."""
         asked = Request.of_number(number)
-        ranks = None if asked.all_ranks else (0,)
-        profile = Profiling(trainer.global_step + 2, asked.steps, ranks, stacks=asked.stacks)
+        ranks: tuple[int, ...] | str = "all" if asked.all_ranks else (0,)
+        profile = ProfileConfig(trainer.global_step + 2, asked.steps, ranks, stacks=asked.stacks)
         self.wanted.append(Wanted(profile, trainer.global_step + 2, self.asked))
         self.wanted.sort(key=lambda wanted: wanted.first)
 

@@ -8,12 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwise.callbacks.saving import Saving
+from shardwise.config.groups import ProfileConfig
 from shardwise.metrics.memory_profile import Span
 from shardwise.metrics.memory_recorder import MemoryRecorder
 from shardwise.metrics.phases import PREFIX, STEP, Marks, Phases
 from shardwise.metrics.profiler import NsightRecorder, Reading, Recorder, TorchRecorder
 from shardwise.plan import Plan
-from shardwise.plan.profiling import Profiling
 from shardwise.run_dir.files import profile_folder
 from shardwise.strategies.base import PlannedStrategy
 
@@ -21,7 +21,7 @@ from shardwise.strategies.base import PlannedStrategy
 class ProfileWindow:
     """Prepared, open, over: in this order. A rank that is not profiled has one too, which records nothing."""
 
-    def __init__(self, plan: Plan, profile: Profiling, strategy: PlannedStrategy, saving: Saving) -> None:
+    def __init__(self, plan: Plan, profile: ProfileConfig, strategy: PlannedStrategy, saving: Saving) -> None:
         self.plan, self.profile, self.strategy, self.saving = plan, profile, strategy, saving
         self.rank = strategy.global_rank
         self.is_open = self.is_over = self.is_prepared = False

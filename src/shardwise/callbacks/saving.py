@@ -295,7 +295,9 @@ class Saving(Callback):
         """Write a checkpoint to `path`. `step`: the step whose regular checkpoint this is, if it is one. Collective."""
         strategy = strategy_of(trainer)
         if self.writer is None:
-            self.writer = Writer(self.plan.checkpoint.asynchronous, strategy.root_device, group_timeout(self.plan))
+            self.writer = Writer(
+                bool(self.plan.checkpoint.asynchronous), strategy.root_device, group_timeout(self.plan)
+            )
             strategy.at_teardown(self.writer.close)
         progress.doing(f"saving {path.name}")
         self.wait_for_save(trainer)

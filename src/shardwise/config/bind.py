@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from enum import Enum
 from types import NoneType, UnionType
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from shardwise.config.schema import MISSING
 from shardwise.errors import ConfigError, did_you_mean
 
 _TAKES = {
-    int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list, e.g. [a,b]",
+    int: "a whole number", float: "a number", bool: "true or false", str: "text", tuple: "a list, e.g. [a,b]",
     dict: "a mapping, e.g. {A: b}",
 }  # fmt: skip
 
@@ -24,7 +25,7 @@ def bind(kind: Any, value: Any, key: str = "") -> Any:
     """
     if kind is Any:
         return value
-    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     or_null = NoneType in kinds
     if or_null and value is None:
         return None
@@ -33,17 +34,12 @@ def bind(kind: Any, value: Any, key: str = "") -> Any:
         return value
     if dataclasses.is_dataclass(kind):
         return _bind_fields(cast(type[Any], kind), value, key)
+    if get_origin(kind) is Literal:
+        return choose(get_args(kind), value, key)
     if isinstance(kind, type) and issubclass(kind, Enum):
-        if value is False and "off" in kind.__members__:  # so YAML reads `off`
-            value = "off"
-        if isinstance(value, str) and value in kind.__members__:
-            return kind[value]
-        choices = list(kind.__members__)
-        raise ConfigError(
-            f"{key}={as_yaml(value)}: must be one of {', '.join(choices)}" + did_you_mean(str(value), choices)
-        )
-    if get_origin(kind) is list and isinstance(value, list):
-        return [bind(get_args(kind)[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
+        return kind[choose(list(kind.__members__), value, key)]
+    if get_origin(kind) is tuple and isinstance(value, (list, tuple)):
+        return tuple(bind(get_args(kind)[0], item, f"{key}[{i}]") for i, item in enumerate(value))
     if get_origin(kind) is dict and isinstance(value, dict):
         return {str(word): bind(get_args(kind)[1], item, f"{key}.{word}") for word, item in value.items()}
     if kind in (int, float) and isinstance(value, str):  # environment variables are text
@@ -61,9 +57,18 @@ def bind(kind: Any, value: Any, key: str = "") -> Any:
         remedy = f"; write {int(value)}"
     elif kind is str and isinstance(value, (float, bool)):
         remedy = f"; quote it: \"{key}='…'\""
-    elif kind is list:
+    elif kind is tuple:
         remedy += remedy_for_text(value)
     raise ConfigError(f"{key}={as_yaml(value)}: must be {', or '.join(_TAKES[k] for k in (kind, *others))}{remedy}")
+
+
+def choose(choices: Collection[str], value: Any, key: str) -> str:
+    """`value`, if it is one of `choices`."""
+    if value is False and "off" in choices:  # so YAML reads `off`
+        value = "off"
+    if isinstance(value, str) and value in choices:
+        return value
+    raise ConfigError(f"{key}={as_yaml(value)}: must be one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
 
 
 def _bind_fields(kind: type[Any], value: Any, key: str) -> Any:
@@ -86,7 +91,7 @@ def _bind_fields(kind: type[Any], value: Any, key: str) -> Any:
 
 def as_yaml(value: Any) -> str:
     """A value as YAML writes it."""
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(as_yaml, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 

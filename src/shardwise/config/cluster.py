@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
-@dataclass
+@dataclass(frozen=True)
 class PeakTflopsConfig:
     """The peak of one GPU in 10^12 floating-point operations a second, for each dtype of matrix products.
 
@@ -19,7 +19,7 @@ class PeakTflopsConfig:
     fp64: float | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class ClusterConfig:
     """The machine for a run. `local` is this machine."""
 
@@ -35,6 +35,6 @@ class ClusterConfig:
     environment: dict[str, str] = field(default_factory=dict)  # variables for NCCL, set unless the user has set them
     # What `shardwise submit` says to Slurm, where its command line says nothing else
     sbatch: dict[str, str | int | bool | None] = field(default_factory=dict)  # options of sbatch, e.g. {account: mine}
-    mounts: list[str] = field(default_factory=list)  # folders that a container sees: /data, or /data:/inside
-    modules: list[str] = field(default_factory=list)  # environment modules, e.g. cuda/12.4
+    mounts: tuple[str, ...] = ()  # folders that a container sees: /data, or /data:/inside
+    modules: tuple[str, ...] = ()  # environment modules, e.g. cuda/12.4
     prolog: str | None = None  # a line of shell, which the batch script runs as it stands

@@ -13,13 +13,13 @@ import itertools
 import sys
 import warnings
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn, cast, get_type_hints
 
 import yaml  # type: ignore[import-untyped]
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
@@ -27,10 +27,17 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from shardwise.config.bind import as_yaml, bind
+from shardwise.config.bind import as_yaml, bind, choose
 from shardwise.config.cluster import ClusterConfig
 from shardwise.config.explain import check_cluster, check_numbers, check_open, explain
-from shardwise.config.groups import STRATEGY_CONFIGS, PlainConfig, StrategyConfig
+from shardwise.config.groups import (
+    STRATEGY_CONFIGS,
+    ActivationCheckpointingConfig,
+    CheckpointConfig,
+    CompileConfig,
+    LoggerConfig,
+    StrategyConfig,
+)
 from shardwise.config.help import config_groups, help_text
 from shardwise.config.meant import as_text, without_dashes
 from shardwise.config.paths import CONF
@@ -79,6 +86,7 @@ def compose(argv: list[str], config_name: str = "train") -> Command:
             raise ConfigError(f"--config-dir={directory}: no such folder")
     warnings.filterwarnings("ignore", module="hydra")
     with initialize_config_dir(str(CONF), version_base="1.3"):
+        _store_options()
         if arguments.help:
             return Command(print=help_text(directories))
         groups = config_groups(directories)
@@ -96,6 +104,18 @@ def compose(argv: list[str], config_name: str = "train") -> Command:
             messages = [line for line in ours.messages if f" is read as {str(error).partition(': ')[0]}" in line]
             raise ConfigError("; ".join([*messages, str(error)])) from None
         return Command(print=jobs[0].yaml) if arguments.cfg else Command(jobs=jobs)
+
+
+def _store_options() -> None:
+    """Give Hydra the options with their defaults: files of conf/ begin with `options@_here_`, and say what differs."""
+    run = to_plain(RunConfig())
+    of_groups = ("module", "data", "strategy", *(path.name for path in CONF.iterdir()))
+    nodes = {"run": {key: value for key, value in run.items() if key == "model" or key not in of_groups}}
+    kinds = {"checkpoint": CheckpointConfig, "compile": CompileConfig, "logger": LoggerConfig,
+             "activation_checkpointing": ActivationCheckpointingConfig}  # fmt: skip
+    nodes |= {name: to_plain(kind()) for name, kind in (kinds | STRATEGY_CONFIGS).items()}
+    for name, node in nodes.items():
+        ConfigStore.instance().store(name, node, group="options", provider="shardwise")
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -283,22 +303,19 @@ def _typed(plain: dict[str, Any]) -> RunConfig:
     strategy = plain.get("strategy")
     name = strategy.get("name") if isinstance(strategy, dict) else strategy
     config: RunConfig = bind(RunConfig, plain)
-    config.strategy = bind(_options_of(name), strategy, "strategy")
-    return config
+    return dataclasses.replace(config, strategy=bind(_options_of(name), strategy, "strategy"))
 
 
 def _options_of(name: Any) -> type[StrategyConfig]:
     if isinstance(name, str) and name in STRATEGY_CONFIGS:
         return STRATEGY_CONFIGS[name]
     known = [file.stem for file in sorted((CONF / "strategy").glob("*.yaml")) if "name" in OmegaConf.load(file)]
-    bind(Enum("", {word: word for word in known}), name, "strategy.name")
-    return PlainConfig
+    choose(known, name, "strategy.name")
+    return StrategyConfig
 
 
 def to_plain(value: Any) -> Any:
-    """Replace enums and dataclasses by plain values, recursively, to write them to a file."""
-    if isinstance(value, Enum):
-        return value.value
+    """Replace dataclasses by plain values, recursively, to write them to a file."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):

@@ -5,20 +5,23 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from shardwise.config.bind import as_yaml
 from shardwise.config.groups import (
     STRATEGY_CONFIGS,
     ActivationCheckpointingConfig,
     CheckpointConfig,
     CompileConfig,
+    DebugConfig,
+    GuardConfig,
     LoggerConfig,
+    MetricsConfig,
+    ProfileConfig,
 )
-from shardwise.config.profiling import DebugConfig, ProfileConfig
-from shardwise.config.schema import MISSING, GuardConfig, MetricsConfig, RunConfig
+from shardwise.config.schema import MISSING, RunConfig
 
 _LEFT, _WIDTH = 28, 118  # columns of the names, and of a line
 _NODES = (
@@ -94,11 +97,11 @@ def _entry(left: str, says: str) -> Iterator[str]:
 
 def _form_of(kind: Any) -> str:
     """What a value of this type looks like."""
-    if isinstance(kind, UnionType):
+    if get_origin(kind) in (Union, UnionType):
         kind = get_args(kind)[0]
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return "|".join(kind.__members__)
-    if get_origin(kind) is list:
+    if get_origin(kind) is Literal:
+        return "|".join(get_args(kind))
+    if get_origin(kind) is tuple:
         return "[…]"
     return {bool: "true|false", int: "N", float: "X"}.get(kind, "TEXT")
 
@@ -106,9 +109,9 @@ def _form_of(kind: Any) -> str:
 def _default_of(field: dataclasses.Field[Any]) -> str:
     """In words. Nothing is said of options that are off, or left out, by default."""
     default = field.default
-    if default in (None, False, MISSING, dataclasses.MISSING) or default == 0:
+    if default in (None, False, (), MISSING, dataclasses.MISSING) or default == 0:
         return ""
-    return f" (default: {'true' if default is True else default.name if isinstance(default, Enum) else default})"
+    return f" (default: {as_yaml(default)})"
 
 
 HELP_HEAD = """\

@@ -7,114 +7,34 @@ described once, at its field: `--help` is made from that.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from shardwise.config.cluster import ClusterConfig
 from shardwise.config.groups import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
     CompileConfig,
+    DebugConfig,
+    GuardConfig,
     LoggerConfig,
+    MetricsConfig,
     PrecisionConfig,
+    ProfileConfig,
     option,
 )
-from shardwise.config.profiling import DebugConfig, ProfileConfig
 
 MISSING: Any = "???"  # YAML's and OmegaConf's word for a value that somebody has yet to give
 
 
-class Stage(Enum):
-    fit = "fit"
-    validate = "validate"
-    test = "test"
-    predict = "predict"
+Stage = Literal["fit", "validate", "test", "predict"]
+AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math", "flex", "fa4"]
 
 
-class Accelerator(Enum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Loss(Enum):
-    auto = "auto"
-    full = "full"
-    chunked = "chunked"
-    fused = "fused"
-
-
-class AttentionKernel(Enum):
-    auto = "auto"
-    cudnn = "cudnn"
-    flash = "flash"
-    efficient = "efficient"
-    math = "math"
-    flex = "flex"
-    fa4 = "fa4"
-
-
-class ClipAlgorithm(Enum):
-    norm = "norm"
-    value = "value"
-
-
-class OnNonfinite(Enum):
-    stop = "stop"
-    skip = "skip"
-
-
-class OnSpike(Enum):
-    ignore = "ignore"
-    warn = "warn"
-    skip = "skip"
-    rollback = "rollback"
-
-
-class Profiler(Enum):
-    none = "none"
-    simple = "simple"
-    advanced = "advanced"
-    pytorch = "pytorch"
-
-
-class Prometheus(Enum):
-    none = "none"
-    textfile = "textfile"
-    http = "http"
-
-
-@dataclass
-class GuardConfig:
-    """What to do about a step whose loss or gradients are not finite, and about a loss that leaps."""
-
-    on_nonfinite: OnNonfinite = option(OnNonfinite.stop, "a loss or gradient that is not finite: docs/guard.md")
-    on_spike: OnSpike = option(OnSpike.warn, "a loss that leaps")
-    max_in_a_row: int = option(3, "steps that may be skipped, or windows rolled back; one more stops the run")
-    spike_z: float = option(8.0, "the robust z-score of a loss that leaps, against the 128 before it")
-
-
-@dataclass
-class MetricsConfig:
-    """What is measured beside the training, and who may look on."""
-
-    telemetry: bool = option(
-        True, "what GPUs and hosts report: power, clocks, temperatures, errors, activity: docs/telemetry.md"
-    )
-    telemetry_seconds: float = option(5.0, "between two looks at a GPU, by a thread that no step waits for")
-    prometheus: Prometheus = option(Prometheus.none, "give the run's numbers to Prometheus, by a file or a port")
-    prometheus_directory: str | None = option(
-        None, "a folder of the site in which Prometheus, or its node exporter, looks for files of runs", form="DIR"
-    )
-    prometheus_address: str = option("127.0.0.1", "the address to listen on; 0.0.0.0: every one of rank 0's node")
-    prometheus_port: int = option(0, "the port; 0: one that is free, which a file in the run's folder names")
-
-
-@dataclass
+@dataclass(frozen=True)
 class RunConfig:
     """A whole run as the user wrote it. `recipe`, `model` and `data` end in the two nodes `module` and `data`."""
 
-    stage: Stage = option(Stage.fit, "train, or measure and use what was trained", section="The run")
+    stage: Stage = option("fit", "train, or measure and use what was trained", section="The run")
     name: str | None = option(None, "the run's folder under runs_dir; made up when left out", form="NAME")
     runs_dir: str = option("runs", "the folder of all runs", form="DIR")
     resume: str | None = option(
@@ -123,8 +43,8 @@ class RunConfig:
         "or predict), or the checkpoint at PATH",
         form="auto|best|PATH",
     )
-    resume_allow: list[str] = option(
-        [], "what may be another there: data, global_batch_size, optimizer, seed, tokenizer", form="[seed,…]"
+    resume_allow: tuple[str, ...] = option(
+        (), "what may be another there: data, global_batch_size, optimizer, seed, tokenizer", form="[seed,…]"
     )
     trust: bool = option(
         False, "read what a checkpoint holds as a pickle, which may run any code: docs/checkpointing.md"
@@ -135,12 +55,17 @@ class RunConfig:
         "checkpoint",
         form="PATH",
     )
-    freeze: list[str] | str = option(
-        [],
+    freeze: tuple[str, ...] | str = option(
+        (),
         "parts of the module that are not trained, by name; backbone: all but its head: docs/checkpointing.md",
         form="NAME|[NAME,…]",
     )
-    freeze_epochs: int | None = option(None, "they are trained after so many epochs; left out: never")
+    freeze_epochs: int | None = option(
+        None,
+        "they are trained after so many epochs; left out: never",
+        least=1,
+        remedy=", or null to freeze for the whole run",
+    )
     seed: int = option(0, "of initial weights, of the order of samples, and of every random number")
     dry_run: bool = option(False, "print config and Plan, start nothing; also for nodes and GPUs that are not here")
     quick_check: bool = option(False, "a few batches of every stage, to see whether they run; nothing is kept")
@@ -148,8 +73,8 @@ class RunConfig:
         False, "100 steps with ever larger learning rates: which to start with, and a picture; instead of the run"
     )
 
-    accelerator: Accelerator = option(
-        Accelerator.auto,
+    accelerator: Literal["auto", "cpu", "cuda"] = option(
+        "auto",
         "auto: GPUs where there are any; cuda: NVIDIA, or AMD with torch's ROCm build",
         section="Machines",
     )
@@ -162,68 +87,77 @@ class RunConfig:
         True, "a Slurm job whose preflight finds bad nodes goes back to the queue without them"
     )
     max_restarts: int = option(
-        0, "how often a run that crashed or hung is started again from its last checkpoint, without a new command"
+        0,
+        "how often a run that crashed or hung is started again from its last checkpoint, without a new command",
+        least=0,
     )
 
     micro_batch_size: int = option(
-        MISSING, "samples per data-parallel rank per forward pass", section="Batches and length"
+        MISSING, "samples per data-parallel rank per forward pass", section="Batches and length", least=1
     )
     global_batch_size: int = option(
-        MISSING, "samples per optimizer step over all ranks: a multiple of micro_batch_size * ranks"
+        MISSING, "samples per optimizer step over all ranks: a multiple of micro_batch_size * ranks", least=1
     )
     max_steps: int | None = option(None, "a step is an optimizer step; of the three max_… exactly one is given")
     max_epochs: int | None = option(None, "passes over the training data")
     max_samples: int | None = option(None, "samples of all ranks: a multiple of global_batch_size")
-    min_steps: int | None = option(None, "an early stop waits for them")
-    min_epochs: int | None = option(None, "an early stop waits for them")
+    min_steps: int | None = option(None, "an early stop waits for them", least=1, remedy=", or null")
+    min_epochs: int | None = option(None, "an early stop waits for them", least=1, remedy=", or null")
     max_train_batches: int | None = option(
         None, "an epoch has so many micro-batches of each rank, in whole steps; left out: the whole training set"
     )
 
     gradient_clip_val: float | None = option(None, "bound on the gradients", section="Steps")
-    gradient_clip_algorithm: ClipAlgorithm = option(
-        ClipAlgorithm.norm, "norm bounds the norm of all gradients together, value bounds each element"
+    gradient_clip_algorithm: Literal["norm", "value"] = option(
+        "norm", "norm bounds the norm of all gradients together, value bounds each element"
     )
     ema_decay: float | None = option(
         None, "keep an exponential moving average of the weights, and validate with it: 0.999, say"
     )
     optimizer_override: bool = option(False, "optimizer= overrules the module's own configure_optimizers")
 
-    log_every_n_steps: int = option(10, "steps between two rows of numbers", section="Log and validation")
-    validate_every_n_steps: int | None = option(None, "steps between validations; left out: after each epoch")
-    validate_every_n_epochs: int | None = option(None, "epochs between validations, in place of steps")
+    log_every_n_steps: int = option(10, "steps between two rows of numbers", section="Log and validation", least=1)
+    validate_every_n_steps: int | None = option(
+        None, "steps between validations; left out: after each epoch", least=1, remedy=", or null"
+    )
+    validate_every_n_epochs: int | None = option(
+        None, "epochs between validations, in place of steps", least=1, remedy=", or null"
+    )
     max_validation_batches: int | None = option(
         None, "of all ranks together; left out: every one; 0: no validation, and so no best checkpoint"
     )
     progress_bar: bool | None = option(None, "a bar, or lines; left out: a bar in a terminal")
-    profiler: Profiler = option(
-        Profiler.none,
+    profiler: Literal["none", "simple", "advanced", "pytorch"] = option(
+        "none",
         "Lightning's report of rank 0, pytorch's of three steps; profile.start=N says where the time of a step goes",
     )
 
     compile: CompileConfig = field(default_factory=CompileConfig)
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
-    loss: Loss = option(
-        Loss.auto,
+    loss: Literal["auto", "full", "chunked", "fused"] = option(
+        "auto",
         "a language model's loss from all logits at once, or from some rows at a time: docs/large-models.md",
         section="Speed, memory and numerics",
     )
     attention: AttentionKernel = option(
-        AttentionKernel.auto,
+        "auto",
         "what computes attention: auto is FlashAttention 4 where it is installed and can run, else torch's choice; "
         "docs/large-models.md",
     )
-    units: list[str] | None = option(
+    units: tuple[str, ...] | None = option(
         None, "the repeated layers by their classes, where they are not found", form="[ClassName,…]"
     )
-    whole_weights_in: list[str] | None = option(
+    whole_weights_in: tuple[str, ...] | None = option(
         None,
         "hooks in which strategies that shard weights make them whole; left out: those of a run, an epoch, a "
         "validation and a checkpoint; docs/checkpointing.md",
         form="[on_train_batch_end,…]",
     )
     gc_every_n_steps: int | None = option(
-        100, "steps between two full collections of Python's garbage, on all ranks at once; null: when Python likes"
+        100,
+        "steps between two full collections of Python's garbage, on all ranks at once; null: when Python likes",
+        least=1,
+        remedy=", or null",
     )
     memory_history: bool = option(
         False, "on CUDA: the snapshot of a rank that runs out of memory says what allocated each block"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from shardwise.config.groups import ActivationCheckpointingConfig
 from shardwise.plan import Plan
-from shardwise.plan.plan import ActivationCheckpointing
 
 
 def remedies(plan: Plan, memory: GpuMemory | None, requested: float | None) -> list[str]:
@@ -15,13 +15,13 @@ def remedies(plan: Plan, memory: GpuMemory | None, requested: float | None) -> l
     `requested`: GiB that the allocation which failed had asked for.
     """
     strategy, ranks, trains = plan.strategy, plan.topology.world_size, plan.stage == "fit"
-    does = strategy.capabilities
+    does = plan.capabilities
     words = []
     if (smaller := smaller_micro_batch_size(plan)) is not None:
         words.append(f"micro_batch_size={smaller}" + (f" (global_batch_size={plan.global_batch_size} stays)" * trains))
-    if trains and plan.activation_checkpointing != ActivationCheckpointing("full"):
+    if trains and plan.activation_checkpointing != ActivationCheckpointingConfig("full"):
         words.append("activation_checkpointing=full (recomputes each repeated layer in backward)")
-    if plan.loss.name == "full" and not plan.loss.reason:
+    if plan.chosen_loss.name == "full" and not plan.chosen_loss.reason:
         words.append("loss=chunked (the logits of some rows at a time)")
     if strategy.reshard_after_forward is not True:
         words.append("strategy.reshard_after_forward=true")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardwise.config.schema import Accelerator, RunConfig
+from shardwise.config.schema import RunConfig
 from shardwise.devices import (
     count_cuda_devices,
     count_granted_cpus,
@@ -70,8 +70,8 @@ def planned_host(config: RunConfig, here: Host, nodes: int | None = None) -> Hos
     devices = config.devices if config.devices is not None else cluster.devices_per_node if is_job else None
     devices = 1 if devices is None else devices
     is_like_here = cluster.gpu is None or (here.gpu is not None and is_gpu(cluster.gpu, here.gpu))
-    is_auto = word is Accelerator.auto
-    cuda = word is Accelerator.cuda or (is_auto and (cluster.gpu is not None or here.cuda_devices > 0))
+    is_auto = word == "auto"
+    cuda = word == "cuda" or (is_auto and (cluster.gpu is not None or here.cuda_devices > 0))
     enough = max(devices, 1) <= (here.cuda_devices if cuda else devices)
     if not is_job and enough and (is_like_here or not cuda):
         return here

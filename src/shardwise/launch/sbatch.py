@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +219,7 @@ def _listed(words: str) -> list[str]:
     return [word.strip() for word in plain.split(",") if word.strip()]
 
 
-def _modules(names: list[str], word: str) -> str:
+def _modules(names: Sequence[str], word: str) -> str:
     if wrong := next((name for name in names if not _MODULE.fullmatch(name)), None):
         raise ConfigError(f"{word}={wrong}: names no environment module; e.g. {word}=[cuda/12.4,gcc/13.2]")
     return " ".join(names)

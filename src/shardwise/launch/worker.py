@@ -48,7 +48,7 @@ def set_environment(plan: Plan) -> None:
     """Set the variables that the Plan names, unless the user has set them."""
     for word, value in plan.environment.items():
         os.environ.setdefault(word, value)
-    if plan.debug.nccl:
+    if plan.debug.nccl != "off":
         os.environ.setdefault("NCCL_DEBUG_FILE", str(nccl_log(plan.run_dir, int(os.environ.get("RANK", "0")))))
 
 

@@ -9,14 +9,14 @@ _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 def reduces_too_often(plan: Plan) -> bool:
     """Whether gradients are reduced in every micro-batch of a step, where once would do."""
-    defers = plan.strategy.defer_gradient_sync or "defer_gradient_sync" not in plan.strategy.capabilities.options
+    defers = plan.strategy.defer_gradient_sync or "defer_gradient_sync" not in plan.capabilities.options
     return plan.accumulate_grad_batches > 1 and not defers and _shards(plan) > 1
 
 
 def _shards(plan: Plan) -> int:
     """The ranks that share the parameters, if any do."""
     topology = plan.topology
-    return topology.shard * topology.context if plan.strategy.capabilities.shards else topology.world_size
+    return topology.shard * topology.context if plan.capabilities.shards else topology.world_size
 
 
 def expected_seconds(plan: Plan, parameters: int) -> float | None:
@@ -37,9 +37,9 @@ def _sent_bytes(plan: Plan, parameters: int) -> float:
         _BYTES[dtype] * parameters * (ranks - 1) / ranks
         for dtype in (plan.precision.reduce_dtype, plan.precision.compute_dtype)
     )
-    if "gradients" not in strategy.capabilities.shards:
+    if "gradients" not in plan.capabilities.shards:
         return 2 * reduce
-    if not strategy.capabilities.shards_parameters:
+    if not plan.capabilities.shards_parameters:
         return windows * reduce + gather
     times = 2 * windows if strategy.reshard_after_forward is True else windows
     return times * gather + (1 if strategy.defer_gradient_sync else windows) * reduce
@@ -47,7 +47,7 @@ def _sent_bytes(plan: Plan, parameters: int) -> float:
 
 def fewer_transfers(plan: Plan) -> str:
     """The override by which the ranks send less."""
-    strategy, topology, does = plan.strategy, plan.topology, plan.strategy.capabilities
+    strategy, topology, does = plan.strategy, plan.topology, plan.capabilities
     if reduces_too_often(plan):
         return "strategy.defer_gradient_sync=true reduces gradients once a step, and keeps them unsharded meanwhile"
     for axis, size in (("tensor", topology.tensor), ("context", topology.context)):

@@ -15,7 +15,7 @@ def more_workers(plan: Plan) -> str:
 
 def compiled(plan: Plan, has_layers: bool) -> str | None:
     """How to compile a module that is not: by its layers, if some repeat. None: it is, or cannot be."""
-    if plan.compile.name != "none" or (plan.strategy.capabilities.compiled_step and not has_layers):
+    if plan.compile.name != "none" or (plan.capabilities.compiled_step and not has_layers):
         return None
     return "compile=layer" if has_layers else "compile=model"
 
@@ -24,7 +24,7 @@ def fewer_launches(plan: Plan, has_layers: bool) -> str:
     """What gives the host less to do for each step, or the device more."""
     if (word := compiled(plan, has_layers)) is not None:
         return f"{word} launches fewer kernels"
-    if plan.accelerator == "cuda" and not plan.strategy.capabilities.cuda_graphs and not plan.compile.cudagraphs:
+    if plan.accelerator == "cuda" and not plan.capabilities.cuda_graphs and not plan.compile.cudagraphs:
         return "compile.cudagraphs=true launches all kernels of a graph at once"
     return f"{larger_micro_batch(plan)} gives each kernel more to do"
 
@@ -40,7 +40,7 @@ def larger_micro_batch(plan: Plan) -> str:
 
 def faster_products(plan: Plan) -> str:
     """What makes products of matrices faster that keep the tensor cores busy."""
-    if plan.precision.fp8 is None and plan.accelerator == "cuda" and not plan.strategy.capabilities.fp8:
+    if plan.precision.fp8 is None and plan.accelerator == "cuda" and not plan.capabilities.fp8:
         return "precision=fp8 computes faster"
     return "only more GPUs are faster"
 

@@ -156,7 +156,7 @@ def configure_optimizers(
             optimizer_class = built
     if plan.accelerator == "cuda" and not plan.strategy.offload_optimizer:
         # In torch 2.11 the fused SGD does not work on DTensors.
-        whole = () if plan.strategy.capabilities.uses_dtensors else (torch.optim.SGD,)
+        whole = () if plan.capabilities.uses_dtensors else (torch.optim.SGD,)
         if optimizer_class in (torch.optim.Adam, torch.optim.AdamW, *whole):
             arguments.setdefault("fused", True)
     groups = parameter_groups(module, arguments.get("weight_decay", 0.0))

@@ -34,11 +34,11 @@ from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tenso
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
+from shardwise.config.groups import Float8Config
 from shardwise.distributed.collectives import largest_over
 from shardwise.distributed.dtensor import shard_groups
 from shardwise.errors import ConfigError, class_name, count, did_you_mean
 from shardwise.plan.float8 import USUAL
-from shardwise.plan.plan import Float8
 
 _TILE = 16  # the products' kernels take matrices whose sizes are multiples of it
 
@@ -53,7 +53,7 @@ class Float8Layers:
     """
 
     def __init__(
-        self, root: nn.Module, fp8: Float8, divided: Mapping[str, int] = MappingProxyType({}), ranks: int = 1
+        self, root: nn.Module, fp8: Float8Config, divided: Mapping[str, int] = MappingProxyType({}), ranks: int = 1
     ) -> None:
         self.fp8 = fp8
         self.layers: list[nn.Linear] = []
@@ -150,7 +150,9 @@ def _is_named(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
 
 
-def _why_not(name: str, layer: nn.Linear, fp8: Float8, uses: Counter[int], dim: int | None, ranks: int) -> str | None:
+def _why_not(
+    name: str, layer: nn.Linear, fp8: Float8Config, uses: Counter[int], dim: int | None, ranks: int
+) -> str | None:
     """Why `layer` stays in bf16; None: it does not. `dim`: that of its weight which `ranks` ranks divide.
 
     Raises:

@@ -60,7 +60,7 @@ def parallelize(
     for number, (_, unit) in enumerate(units.modules):
         where = parameter_sites(unit, of=copied) if precision.is_mixed else []
         replaces_tensors = precision.is_low
-        if plan.strategy.capabilities.shards_parameters:  # with find_unused_parameters a zero is added to any output
+        if plan.capabilities.shards_parameters:  # with find_unused_parameters a zero is added to any output
             replaces_tensors = not plan.strategy.find_unused_parameters
         if casts_inputs and replaces_tensors:
             return_passed_tensors(unit)

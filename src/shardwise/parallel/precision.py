@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 
 from shardwise import accelerator
-from shardwise.plan.plan import Precision
+from shardwise.config.groups import PrecisionConfig
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -31,13 +31,13 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
-def set_matmul_mode(precision: Precision) -> None:
+def set_matmul_mode(precision: PrecisionConfig) -> None:
     """Allow TF32 if the precision says so, and only then: PyTorch allows it for convolutions by default."""
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     accelerator.allow_tf32_convolutions(precision.tf32)
 
 
-def mixed_precision_policy(precision: Precision, *, is_root: bool) -> MixedPrecisionPolicy:
+def mixed_precision_policy(precision: PrecisionConfig, *, is_root: bool) -> MixedPrecisionPolicy:
     """FSDP2's form of a precision. The root does not cast its inputs: a batch holds targets too."""
     return MixedPrecisionPolicy(
         param_dtype=dtype_of(precision.compute_dtype) if precision.is_low else None,
@@ -132,7 +132,7 @@ def keep_statistics_in_fp32(root: nn.Module) -> None:
 
 
 @contextmanager
-def default_dtype(precision: Precision) -> Iterator[None]:
+def default_dtype(precision: PrecisionConfig) -> Iterator[None]:
     """Make new tensors in fp64 under fp64, else in fp32. Buffers keep that dtype (see `set_dtypes`)."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if precision.parameter_dtype == "float64" else torch.float32)
@@ -142,7 +142,7 @@ def default_dtype(precision: Precision) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def set_dtypes(module: nn.Module, precision: Precision) -> None:
+def set_dtypes(module: nn.Module, precision: PrecisionConfig) -> None:
     """Cast parameters to the dtype of the precision, and under fp64 buffers as well, as Lightning does.
 
     No layer computes with both fp64 and fp32. In 16 bits buffers stay as they are: they add up statistics.
@@ -153,7 +153,7 @@ def set_dtypes(module: nn.Module, precision: Precision) -> None:
             tensor.data = tensor.data.to(dtype)  # what refers to the tensor sees it
 
 
-def cast_late_layers(module: nn.Module, precision: Precision) -> None:
+def cast_late_layers(module: nn.Module, precision: PrecisionConfig) -> None:
     """Cast what `setup` and `configure_model` have made, too. Where weights are fp32, Lightning leaves it alone."""
     if precision.parameter_dtype != "float32":
         set_dtypes(module, precision)

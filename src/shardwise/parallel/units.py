@@ -83,7 +83,7 @@ def units_for(module: nn.Module, plan: Plan) -> tuple[Units, str | None]:
     units = find_units(module, plan.units, needed_by)
     if not any(p.requires_grad for p in module.parameters()) and plan.stage == "fit":
         raise ConfigError(f"{type(module).__name__} has no parameter that needs a gradient: nothing can be trained")
-    gathers = plan.strategy.capabilities.shards_parameters
+    gathers = plan.capabilities.shards_parameters
     if not (gathers or needed_by or plan.units is not None):
         return units, None
     message = f"layers that repeat: {units}"

@@ -19,7 +19,7 @@ def choose_accelerator(config: RunConfig, host: Host) -> AcceleratorName:
     Raises:
         ConfigError: this machine has no device of the kind that the config names.
     """
-    name: Literal["auto"] | AcceleratorName = config.accelerator.value
+    name: Literal["auto"] | AcceleratorName = config.accelerator
     if name == "auto":
         return "cuda" if host.cuda_devices else "cpu"
     if name == "cuda" and not host.cuda_devices:
@@ -55,7 +55,7 @@ def check_accelerator(config: RunConfig, accelerator: str, host: Host) -> None:
     Raises:
         ConfigError
     """
-    kind, precision = vendor(accelerator, host), config.precision.name.value
+    kind, precision = vendor(accelerator, host), config.precision.name
     if config.precision.tf32 and kind != "cuda":
         raise ConfigError(
             f"precision={precision} needs CUDA on NVIDIA's GPUs: TensorFloat-32 is a mode of their tensor cores; "

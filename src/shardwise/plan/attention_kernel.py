@@ -50,10 +50,10 @@ def choose_attention(config: RunConfig, host: Host, accelerator: str) -> Choice:
 
 def choose_kernel(word: AttentionKernel, facts: Facts) -> Choice:
     """The same by the facts."""
-    if word is not AttentionKernel.auto:
-        if (against := obstacle(word.value, facts)) is not None:
-            raise ConfigError(f"attention={word.value}: {against}; use {_others(word.value, facts)}")
-        return Choice(word.value, "")
+    if word != "auto":
+        if (against := obstacle(word, facts)) is not None:
+            raise ConfigError(f"attention={word}: {against}; use {_others(word, facts)}")
+        return Choice(word, "")
     against = obstacle("fa4", facts)
     if facts.capability is None and against is None:
         against = "the GPUs' compute capability is not known here; each run decides by the GPUs that it finds"
@@ -73,9 +73,9 @@ def check_takes_attention(plan: Plan, module: Any) -> Plan:
 
 def explain_attention(plan: Plan) -> list[str]:
     """A line for the user about what `auto` became on a GPU."""
-    if plan.attention.name == "own" or not plan.attention.reason or plan.accelerator == "cpu":
+    if plan.chosen_attention.name == "own" or not plan.chosen_attention.reason or plan.accelerator == "cpu":
         return []
-    return [f"attention={plan.attention.name}: {plan.attention.reason}"]
+    return [f"attention={plan.chosen_attention.name}: {plan.chosen_attention.reason}"]
 
 
 def obstacle(kernel: str, facts: Facts) -> str | None:
@@ -189,7 +189,7 @@ def gather_facts(config: RunConfig, host: Host, accelerator: str) -> Facts:
     return Facts(
         accelerator=vendor(accelerator, host),
         capability=host.gpu_capability,
-        dtype=config.precision.compute_dtype.value,
+        dtype=config.precision.compute_dtype,
         deterministic=config.deterministic,
         documents=bool(data.get("document_mask")),
         head_size=_head_size(config.module),

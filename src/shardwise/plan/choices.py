@@ -20,13 +20,13 @@ def for_module(plan: Plan, word: str, takes_part: bool, otherwise: str) -> Plan:
     """
     if takes_part:
         return plan
-    choice: Choice = getattr(plan, word)
+    choice: Choice = getattr(plan, f"chosen_{word}")
     why = f"{plan.module['_target_']} has no choose_{word}, so its {word} is its own"
     if not choice.reason:
         raise ConfigError(
             f"{word}={choice.name}: {why}; leave it out, or see recipes/README.md for how a module takes part"
         )
-    changed: dict[str, Any] = {word: Choice(otherwise, why)}
+    changed: dict[str, Any] = {f"chosen_{word}": Choice(otherwise, why)}
     return dataclasses.replace(plan, **changed)
 
 

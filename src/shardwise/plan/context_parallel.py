@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from shardwise.config.groups import ContextParallelMethod, FsdpConfig
-from shardwise.config.schema import RunConfig, Stage
+from shardwise.config.groups import FsdpConfig
+from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.choices import arguments_of
 from shardwise.plan.plan import Plan
@@ -24,13 +24,13 @@ def context_parallel_method(config: RunConfig) -> Literal["heads", "keys"] | Non
     ranks, word = strategy.context_parallel_size, strategy.context_parallel_method
     rule = f"strategy.context_parallel_size={ranks}"
     if ranks <= 1:
-        if word is not ContextParallelMethod.auto:
+        if word != "auto":
             raise ConfigError(
-                f"strategy.context_parallel_method={word.value} {rule}: no sequence is divided; leave the method out, "
+                f"strategy.context_parallel_method={word} {rule}: no sequence is divided; leave the method out, "
                 f"or give a size above 1"
             )
         return None
-    if config.stage is Stage.predict:
+    if config.stage == "predict":
         raise ConfigError(f"stage=predict {rule}: predictions are of whole sequences; leave it out")
     data = config.data if isinstance(config.data, dict) else {}
     length = data.get("sequence_length")
@@ -48,13 +48,13 @@ def _method(config: RunConfig, strategy: FsdpConfig, rule: str) -> Literal["head
     sizes = arguments_of(config.module)
     heads = sizes.get("n_kv_heads", sizes.get("n_heads"))
     fits = isinstance(heads, int) and heads % (ranks * tensor) == 0
-    if word is ContextParallelMethod.heads and isinstance(heads, int) and not fits:
+    if word == "heads" and isinstance(heads, int) and not fits:
         divided = f"{rule} * strategy.tensor_parallel_size={tensor}" if tensor > 1 else rule
         raise ConfigError(
             f"strategy.context_parallel_method=heads: {divided} does not divide the model's {heads} key heads; use "
             f"strategy.context_parallel_method=keys"
         )
-    if word is ContextParallelMethod.heads or (word is ContextParallelMethod.auto and fits):
+    if word == "heads" or (word == "auto" and fits):
         return "heads"
     return "keys"
 

@@ -76,8 +76,7 @@ class Decoder:
         """
         stages = plan.topology.pipeline * plan.strategy.pipeline_chunks
         if plan.strategy.pipeline_split is not None:
-            check_split(plan.strategy.pipeline_split, self.n_layers, stages)
-            return plan.strategy.pipeline_split
+            return check_split(plan.strategy.pipeline_split, self.n_layers, stages)
         layers, head = self.costs(plan)
         return split_units(layers, stages, behind=head)
 

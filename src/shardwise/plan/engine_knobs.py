@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from shardwise.config.groups import (
     CompileConfig,
-    CompileName,
     Dtype,
     FsdpConfig,
     PrecisionConfig,
-    PrecisionName,
     StrategyConfig,
     Zero1Config,
 )
@@ -17,30 +15,9 @@ from shardwise.errors import ConfigError
 from shardwise.plan.capabilities import STRATEGIES
 from shardwise.plan.topology import Topology
 
-_LEAST = {
-    "bucket_cap_mb": (1, ""),
-    "forward_prefetch_units": (1, ", or null for FSDP2's own order"),
-    "backward_prefetch_units": (1, ", or null for FSDP2's own order"),
-    "reduce_bucket_elements": (1, ""),
-    "allgather_bucket_elements": (2, ""),
-    "prefetch_bucket_elements": (0, "; 0 gathers nothing ahead"),
-    "persistence_threshold_elements": (0, "; 0 shards every parameter"),
-    "max_live_elements": (0, "; 0 gathers nothing ahead"),
-    "max_reuse_distance_elements": (0, "; 0 frees every parameter behind its layer"),
-    "sub_group_elements": (1, ""),
-}
-
 
 def check_knobs(config: StrategyConfig, topology: Topology) -> None:
-    """Check the value of each of these options.
-
-    Raises:
-        ConfigError
-    """
-    for word, (least, remedy) in _LEAST.items():
-        value = getattr(config, word, None)
-        if value is not None and value < least:
-            raise ConfigError(f"strategy.{word}={value}: must be at least {least}{remedy}")
+    """Raises ConfigError: a size that DeepSpeed or the ranks cannot divide."""
     if isinstance(config, Zero1Config) and config.allgather_bucket_elements % 2:
         raise ConfigError(
             f"strategy.allgather_bucket_elements={config.allgather_bucket_elements}: must be even, because DeepSpeed "
@@ -63,12 +40,12 @@ def overlaps_tensor_axis(
 
 
 def _hindrance_of_overlap(precision: PrecisionConfig, compiling: CompileConfig) -> str:
-    if compiling.name is CompileName.none:
+    if compiling.name == "none":
         return (
             " compile=none: parts of a sequence are copied beside compiled products; use compile=layer, or "
             "strategy.symmetric_memory=false"
         )
-    if precision.name is PrecisionName.fp8:
+    if precision.name == "fp8":
         return " precision=fp8: parts of a sequence are copied beside products in 16 or 32 bits; leave it out"
     return ""
 
@@ -101,8 +78,8 @@ def _hindrance_of_copies(config: FsdpConfig, reduced_in: Dtype, topology: Topolo
         return f" accelerator={accelerator}: it is memory of NVIDIA GPUs; leave it out"
     if ranks == 1:
         return ": each rank has all of the parameters, and there is nothing to exchange; leave it out"
-    if reduced_in not in (Dtype.float32, Dtype.bfloat16):
-        return f" precision.reduce_dtype={reduced_in.value}: gradients are reduced in float32 or bfloat16; leave it out"
+    if reduced_in not in ("float32", "bfloat16"):
+        return f" precision.reduce_dtype={reduced_in}: gradients are reduced in float32 or bfloat16; leave it out"
     if not isinstance(config.reshard_after_forward, bool):
         return (
             f" strategy.reshard_after_forward={config.reshard_after_forward}: all ranks that share the parameters "
@@ -140,13 +117,13 @@ def check_beside_precision(config: RunConfig) -> None:
     """
     strategy, precision = config.strategy, config.precision
     in_groups = isinstance(strategy, FsdpConfig) and not isinstance(strategy.reshard_after_forward, bool)
-    if in_groups and precision.name.value == "fp8":
+    if in_groups and precision.name == "fp8":
         raise ConfigError(
             f"precision=fp8 strategy.reshard_after_forward={strategy.reshard_after_forward}: FSDP2 keeps no shards "
             f"of weights that are gathered in fp8; use true or false"
         )
     reason, usual = STRATEGIES[strategy.name].buckets_in_bf16, Zero1Config()
-    if precision.compute_dtype.value != "bfloat16" or precision.parameter_dtype.value != "float32" or not reason:
+    if precision.compute_dtype != "bfloat16" or precision.parameter_dtype != "float32" or not reason:
         return
     if getattr(strategy, "offload_optimizer", False):  # then another optimizer of DeepSpeed's, which has buckets
         return
@@ -154,6 +131,5 @@ def check_beside_precision(config: RunConfig) -> None:
         value = getattr(strategy, word)
         if value != getattr(usual, word):
             raise ConfigError(
-                f"strategy={strategy.name} precision={precision.name.value} strategy.{word}={str(value).lower()}: "
-                f"{reason}"
+                f"strategy={strategy.name} precision={precision.name} strategy.{word}={str(value).lower()}: {reason}"
             )

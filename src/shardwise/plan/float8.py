@@ -6,7 +6,7 @@ from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.accelerator import WHERE, vendor
 from shardwise.plan.hardware import is_gpu
-from shardwise.plan.plan import Float8, Host
+from shardwise.plan.plan import Host
 
 # Usual names of layers that stay in bf16 (conf/precision/fp8.yaml): no model has all of them
 USUAL = ("head", "lm_head", "heads", "output", "classifier", "fc", "router", "gate")
@@ -15,19 +15,15 @@ _OLDEST = (8, 9)  # the compute capability of Ada, the first whose tensor cores 
 _OLDER = ("A100", "A40", "A30", "A10", "V100", "T4")  # on a login node a cluster's file gives the GPU's name alone
 
 
-def make_float8(config: RunConfig, host: Host, accelerator: str) -> Float8 | None:
-    """The Plan's part about fp8; None: no layer multiplies in fp8.
-
-    Raises:
-        ConfigError: the device or another dtype rules it out.
-    """
-    name, fp8 = config.precision.name.value, config.precision.fp8
+def check_float8(config: RunConfig, host: Host, accelerator: str) -> None:
+    """Raises ConfigError: the device or another dtype rules fp8 out."""
+    name, fp8 = config.precision.name, config.precision.fp8
     if (name == "fp8") != (fp8 is not None):
         raise ConfigError(f"precision={name} precision.fp8={'null' if fp8 is None else '{…}'}: use precision=fp8 for "
                           f"products in fp8, and leave precision.fp8 out elsewhere")  # fmt: skip
     if fp8 is None:
-        return None
-    dtypes = config.precision.parameter_dtype.value, config.precision.compute_dtype.value
+        return
+    dtypes = config.precision.parameter_dtype, config.precision.compute_dtype
     if dtypes != ("float32", "bfloat16"):
         raise ConfigError(
             f"precision=fp8 precision.parameter_dtype={dtypes[0]} precision.compute_dtype={dtypes[1]}: fp8 keeps "
@@ -37,7 +33,6 @@ def make_float8(config: RunConfig, host: Host, accelerator: str) -> Float8 | Non
         raise ConfigError(f"precision.fp8.min_features={fp8.min_features}: must be at least 1")
     if not fp8.emulate:
         _check_device(host, accelerator)
-    return Float8(fp8.recipe.value, tuple(fp8.keep_in_bf16), fp8.min_features, fp8.emulate)
 
 
 def _check_device(host: Host, accelerator: str) -> None:

@@ -37,7 +37,7 @@ def peak_tflops(config: RunConfig, host: Host, accelerator: str, clusters: Seque
 def known_peak(config: RunConfig, gpu: str | None, clusters: Sequence[ClusterConfig]) -> float | None:
     """The dense peak of `gpu` in the run's precision, in TFLOP/s, by the run's cluster or by all `clusters`."""
     matching = [known for known in clusters if gpu is not None and is_gpu(known.gpu, gpu)]
-    kind = _ARITHMETIC[config.precision.compute_dtype.value]
+    kind = _ARITHMETIC[config.precision.compute_dtype]
     kind = "tf32" if kind == "fp32" and config.precision.tf32 else kind
     peaks = [getattr(known.peak_tflops, kind) for known in [config.cluster, *matching]]
     return next((peak for peak in peaks if peak is not None), None)

@@ -8,13 +8,7 @@ from shardwise.config.bind import as_yaml
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError, did_you_mean
 from shardwise.plan.engine_knobs import overlaps_tensor_axis
-from shardwise.plan.plan import (
-    ActivationCheckpointing,
-    ActivationCheckpointingName,
-    Compile,
-    CompileModeName,
-    CompileName,
-)
+from shardwise.plan.plan import Compile
 from shardwise.plan.topology import Topology
 
 # What `save` may name. parallel/activation_checkpointing.py says which operations of PyTorch these are.
@@ -25,8 +19,7 @@ _OPERATION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){1,2}")  # namespace.name 
 def make_compile(config: RunConfig, topology: Topology, accelerator: str) -> Compile:
     """Raises: ConfigError: an option that compile=none or this accelerator or checkpointing rules out."""
     options = config.compile
-    name: CompileName = options.name.value
-    mode: CompileModeName = options.mode.value
+    name, mode = options.name, options.mode
     budget = options.memory_budget
     given = {"memory_budget": budget is not None, "recompute_elementwise": options.recompute_elementwise,
              "mode": mode != "default", "cudagraphs": options.cudagraphs}  # fmt: skip
@@ -41,7 +34,7 @@ def make_compile(config: RunConfig, topology: Topology, accelerator: str) -> Com
             f"compile.memory_budget={budget}: must be above 0 and at most 1, the share of what the compiler would keep "
             f"for the backward pass, or null"
         )
-    checkpointing = config.activation_checkpointing.name.value
+    checkpointing = config.activation_checkpointing.name
     if budget is not None and checkpointing != "none":
         raise ConfigError(
             f"compile.memory_budget={budget} activation_checkpointing={checkpointing}: both decide what is kept for "
@@ -52,10 +45,7 @@ def make_compile(config: RunConfig, topology: Topology, accelerator: str) -> Com
     if options.cudagraphs and accelerator != "cuda":
         raise ConfigError("compile.cudagraphs=true: a CUDA graph is a GPU's; leave it out on the CPU")
     overlaps = overlaps_tensor_axis(config.strategy, config.precision, options, topology, accelerator)
-    return Compile(
-        name=name, memory_budget=budget, recompute_elementwise=options.recompute_elementwise, mode=mode,
-        cudagraphs=options.cudagraphs, overlaps_peers=overlaps,
-    )  # fmt: skip
+    return Compile(**vars(options), overlaps_peers=overlaps)
 
 
 def _check_recomputing(budget: float | None, checkpointing: str, every: int) -> None:
@@ -72,13 +62,10 @@ def _check_recomputing(budget: float | None, checkpointing: str, every: int) -> 
         )
 
 
-def make_activation_checkpointing(config: RunConfig) -> ActivationCheckpointing:
+def check_activation_checkpointing(config: RunConfig) -> None:
     """Raises: ConfigError: an unknown operation, or an option that does nothing."""
     options = config.activation_checkpointing
-    name: ActivationCheckpointingName = options.name.value
-    every, save = options.every_n_layers, tuple(options.save)
-    if every < 1:
-        raise ConfigError(f"activation_checkpointing.every_n_layers={every}: must be at least 1")
+    name, every, save = options.name, options.every_n_layers, options.save
     if name == "none" and every != 1:
         raise ConfigError(
             f"activation_checkpointing.every_n_layers={every}: activation_checkpointing=none checkpoints no layer; "
@@ -97,4 +84,3 @@ def make_activation_checkpointing(config: RunConfig) -> ActivationCheckpointing:
                               f"{', '.join(SAVED)}, and PyTorch's own by name, e.g. aten.mm")  # fmt: skip
     if {"matmul", "every_second_matmul"} <= set(save):
         raise ConfigError(f"{key}: matmul keeps every one, every_second_matmul every second one; leave out one of them")
-    return ActivationCheckpointing(name=name, every_n_layers=every, save=save)

@@ -44,8 +44,6 @@ def frozen_parts(config: RunConfig) -> tuple[str, ...]:
     parts, epochs = [config.freeze] if isinstance(config.freeze, str) else config.freeze, config.freeze_epochs
     if epochs is not None and not parts:
         raise ConfigError(f"freeze_epochs={epochs} and no freeze=: say what is frozen, e.g. freeze=backbone")
-    if epochs is not None and epochs < 1:
-        raise ConfigError(f"freeze_epochs={epochs}: must be at least 1, or null to freeze for the whole run")
     return tuple(parts)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from shardwise.config.schema import Loss, RunConfig
+from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.accelerator import vendor
 from shardwise.plan.choices import arguments_of, for_module, installed
@@ -36,10 +36,10 @@ def choose_loss(config: RunConfig, host: Host, accelerator: str) -> Choice:
     """
     shape = _shape_of_logits(config)
     obstacle = _obstacle_to_fused(config, host, accelerator, None if shape is None else shape[1])
-    if config.loss is Loss.fused and obstacle is not None:
+    if config.loss == "fused" and obstacle is not None:
         raise ConfigError(f"loss=fused: {obstacle.reason}; {obstacle.remedy}")
-    if config.loss is not Loss.auto:
-        return Choice(config.loss.value, "")
+    if config.loss != "auto":
+        return Choice(config.loss, "")
     if shape is None:
         return Choice("full", "the module's config names no vocab_size and max_seq_len, from which logits are counted")
     rows, vocabulary = shape
@@ -65,9 +65,9 @@ def check_takes_loss(plan: Plan, module: Any) -> Plan:
 
 def explain_loss(plan: Plan) -> list[str]:
     """A line for the user, where `auto` does not hold all logits at once."""
-    if plan.loss.name == "full" or not plan.loss.reason or plan.stage == "predict":
+    if plan.chosen_loss.name == "full" or not plan.chosen_loss.reason or plan.stage == "predict":
         return []
-    return [f"loss={plan.loss.name}: {plan.loss.reason}"]
+    return [f"loss={plan.chosen_loss.name}: {plan.chosen_loss.reason}"]
 
 
 def _shape_of_logits(config: RunConfig) -> tuple[int, int] | None:
@@ -85,9 +85,9 @@ def _obstacle_to_fused(config: RunConfig, host: Host, accelerator: str, vocabula
     """What keeps QuACK's kernel from running, as far as this machine can tell; None: nothing."""
     if (kind := vendor(accelerator, host)) != "cuda":
         return Obstacle("its kernel runs on " + ("GPUs alone" if kind == "cpu" else "NVIDIA's GPUs alone"), _CHUNKED)
-    dtype = config.precision.compute_dtype.value
+    dtype = config.precision.compute_dtype
     if dtype not in ("bfloat16", "float16"):
-        name = config.precision.name.value
+        name = config.precision.name
         return Obstacle(
             f"its kernel takes 16 bits, and precision={name} computes in {dtype}", f"{_CHUNKED}, or precision=bf16"
         )

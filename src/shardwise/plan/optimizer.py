@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.config.schema import RunConfig, Stage
+from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.capabilities import STRATEGIES
 from shardwise.plan.nodes import target_node
@@ -30,7 +30,7 @@ def make_optimizer(config: RunConfig) -> dict[str, Any] | None:
     node = target_node("optimizer", config.optimizer)
     _check_bounds(node)
     strategy = config.strategy.name
-    reason = config.stage is Stage.fit and STRATEGIES[strategy].whole_rows
+    reason = config.stage == "fit" and STRATEGIES[strategy].whole_rows
     if reason and node["_target_"] in _NEEDS_ROWS:
         word, why = _NEEDS_ROWS[node["_target_"]]
         raise ConfigError(f"strategy={strategy} optimizer={word}: {why}, and {reason}")
@@ -52,5 +52,5 @@ def _newton_schulz_dtype(config: RunConfig, node: dict[str, Any]) -> str:
         raise ConfigError(f"optimizer.newton_schulz_dtype={given}: must be auto or one of {', '.join(_DTYPES)}")
     if given != "auto":
         return str(given)
-    computes = config.precision.compute_dtype.value
+    computes = config.precision.compute_dtype
     return "bfloat16" if computes == "float16" else computes

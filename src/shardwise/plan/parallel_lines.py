@@ -46,7 +46,7 @@ def explain_memory(plan: Plan, cluster: ClusterConfig) -> list[str]:
     decoder, has = decoder_of(plan), cluster.gpu_memory_gib
     if plan.stage != "fit" or plan.accelerator == "cpu" or decoder is None or has is None:
         return []
-    if plan.strategy.capabilities.owns_step or plan.freeze:  # it keeps other copies; what is frozen has weights alone
+    if plan.capabilities.owns_step or plan.freeze:  # it keeps other copies; what is frozen has weights alone
         return []
     needs = max(state_bytes(plan, decoder)) / 2**30
     return [] if needs <= has else [

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.config.bind import as_yaml
 from shardwise.config.groups import FsdpConfig
-from shardwise.config.schema import RunConfig, Stage
+from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.plan.decoder import decoder_of
 from shardwise.plan.pipeline_schedule import check_schedule
@@ -30,7 +30,7 @@ def check_pipeline(config: RunConfig, topology: Topology, accumulate: int) -> No
         return
     size = f"strategy.pipeline_parallel_size={topology.pipeline}"
     schedule, chunks = strategy.pipeline_schedule, strategy.pipeline_chunks
-    check_schedule(schedule, topology.pipeline, chunks, accumulate if config.stage is Stage.fit else topology.pipeline)
+    check_schedule(schedule, topology.pipeline, chunks, accumulate if config.stage == "fit" else topology.pipeline)
     if strategy.pipeline_split is not None:
         stages = topology.pipeline * chunks
         if len(strategy.pipeline_split) != stages or min(strategy.pipeline_split) < 1:
@@ -39,9 +39,9 @@ def check_pipeline(config: RunConfig, topology: Topology, accumulate: int) -> No
                 f"(pipeline_parallel_size * pipeline_chunks), each at least 1: how many layers each stage has"
             )
     cannot = {
-        "compile=model: a stage is a part of the model; use compile=layer": config.compile.name.value == "model",
+        "compile=model: a stage is a part of the model; use compile=layer": config.compile.name == "model",
         "stage=predict: a rank without the last stage has no predictions; leave strategy.pipeline_parallel_size out":
-            config.stage is Stage.predict,
+            config.stage == "predict",
         "find_learning_rate=true is not supported in a pipeline yet; find it without one": config.find_learning_rate,
         "quick_check=true runs predict, which a pipeline cannot; leave it out": config.quick_check,
     }  # fmt: skip

@@ -79,15 +79,15 @@ def stage_costs(
     return tuple(own)
 
 
-def check_split(split: Sequence[int], units: int, stages: int) -> None:
-    """Refuse a split that leaves a unit or a stage out.
+def check_split(split: Sequence[int], units: int, stages: int) -> tuple[int, ...]:
+    """`split`, unless it leaves a unit or a stage out.
 
     Raises:
         ConfigError: another number of stages, a stage without units, another sum than there are units, or fewer
             units than stages.
     """
     if len(split) == stages and min(split) > 0 and sum(split) == units:
-        return
+        return tuple(split)
     fitting = ",".join(map(str, split_units([1.0] * units, stages)))
     raise ConfigError(
         f"pipeline_split=[{','.join(map(str, split))}] must have {count(stages, 'number')} (pipeline_parallel_size * "

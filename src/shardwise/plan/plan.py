@@ -1,7 +1,8 @@
-"""The Plan: every decision about a run, frozen.
+"""The Plan: a run's config with every decision made, and what follows from it. Frozen; all tools and ranks read it.
 
 No value is "auto", or a None that means "guess". There is one exception: whether GPUs can share memory, the set-up has
-to try (`symmetric_memory` and `overlaps_peers`). All tools read the same Plan; this file imports no torch."""
+to try (`symmetric_memory` and `overlaps_peers`). This file imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
+from shardwise.config.bind import bind
+from shardwise.config.groups import STRATEGY_CONFIGS, CompileConfig, GuardConfig, StrategyConfig
+from shardwise.config.schema import RunConfig
 from shardwise.errors import count
-from shardwise.plan.measuring import Measuring
-from shardwise.plan.profiling import Debugging, Profiling
-from shardwise.plan.strategy import Strategy as Strategy
+from shardwise.plan.capabilities import STRATEGIES, Capabilities
 from shardwise.plan.topology import Topology
 
 FINDER_STEPS = 100  # the steps of find_learning_rate=true
@@ -23,10 +25,6 @@ FINDER_STEPS = 100  # the steps of find_learning_rate=true
 RESUME_ALLOW = ("data", "global_batch_size", "optimizer", "seed", "tokenizer")
 
 Launcher = Literal["local", "torchrun", "slurm"]
-StageName = Literal["fit", "validate", "test", "predict"]
-CompileName = Literal["none", "layer", "model"]
-CompileModeName = Literal["default", "max-autotune"]
-ActivationCheckpointingName = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
@@ -48,77 +46,12 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Float8:
-    """Which linear layers multiply in fp8, and how."""
-
-    recipe: Literal["tensorwise", "rowwise"]  # one scale for a matrix, or one for each row
-    keep_in_bf16: tuple[str, ...]  # patterns of the names of layers
-    min_features: int  # a layer with fewer inputs or outputs stays in bf16
-    emulate: bool  # products in fp32 of what fp8 can hold
-
-
-@dataclass(frozen=True)
-class Precision:
-    name: str
-    parameter_dtype: str
-    compute_dtype: str
-    reduce_dtype: str
-    loss_scaling: bool
-    tf32: bool
-    fp8: Float8 | None = None  # None: no layer multiplies in fp8
-
-    @property
-    def is_low(self) -> bool:
-        """Whether layers compute in 16 bits."""
-        return self.compute_dtype in ("bfloat16", "float16")
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether layers compute on copies of the parameters in another dtype."""
-        return self.compute_dtype != self.parameter_dtype
-
-
-@dataclass(frozen=True)
-class Compile:
-    name: CompileName = "none"
-    memory_budget: float | None = None  # the share of activations that the compiler keeps; None: as many as it likes
-    recompute_elementwise: bool = False  # norms, too; in the backward pass
-    mode: CompileModeName = "default"
-    cudagraphs: bool = False
+class Compile(CompileConfig):
     overlaps_peers: bool | None = False  # products beside what a tensor axis exchanges; None: the set-up tries
 
 
 @dataclass(frozen=True)
-class ActivationCheckpointing:
-    name: ActivationCheckpointingName = "none"
-    every_n_layers: int = 1  # of so many units one is checkpointed
-    save: tuple[str, ...] = ()  # the operations whose results selective keeps
-
-
-@dataclass(frozen=True)
-class Checkpointing:
-    save_every_n_steps: int | None
-    keep_last: int
-    monitor: str | None
-    mode: str
-    save_at_end: bool
-    keep_every_n_steps: int | None  # these of the saved ones are kept for good; None: none is
-    asynchronous: bool
-    when_busy: Literal["wait", "skip"]
-    max_failures: int
-    save_every_n_epochs: int | None = None
-
-    @property
-    def saves(self) -> bool:
-        return self.save_at_end or self.save_every_n_steps is not None or self.save_every_n_epochs is not None
-
-
-@dataclass(frozen=True)
-class Guarding:
-    on_nonfinite: Literal["stop", "skip"]
-    on_spike: Literal["ignore", "warn", "skip", "rollback"]
-    max_in_a_row: int
-    spike_z: float
+class Guard(GuardConfig):
     pass_over: tuple[int, ...] = ()  # the training clock at each window whose gradients are thrown away
 
 
@@ -130,79 +63,38 @@ class Choice:
     reason: str  # why `auto` chose it; empty: the user named it
 
 
-@dataclass(frozen=True)
-class Logging:
-    name: Literal["csv", "wandb", "tensorboard"]
-    project: str
-    entity: str | None
-    mode: str
-    tags: tuple[str, ...]
+_BEFORE = "the run began before there was a choice"
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True)
+class Plan(RunConfig):
+    """A RunConfig whose options are resolved, and what they lead to.
+
+    `resume` and `init_from` are absolute paths, `freeze` names parts, `num_workers` of `data` is a number, and so on.
+    """
+
+    compile: Compile = Compile()
+    guard: Guard = Guard()
     run_id: str
     run_dir: str
-    stage: StageName
-    resume: str | None  # the path of a checkpoint; None: the run starts anew
-    init_from: str | None  # safetensors to start from; None: the seed makes the weights
-    may_fall_back: bool  # to an older checkpoint, if this one is damaged
-    resume_allow: tuple[str, ...]
-    seed: int
+    may_fall_back: bool  # to an older checkpoint, if `resume` is damaged
     launcher: Launcher
-    accelerator: Literal["cpu", "cuda"]  # cuda also on AMD's GPUs
     topology: Topology
     peak_tflops: float | None  # the dense peak of one GPU; None: not known, or a CPU
-    strategy: Strategy
-    precision: Precision
-    micro_batch_size: int  # samples of one data-parallel rank in one forward
     accumulate_grad_batches: int  # micro-batches of one rank in one step
-    global_batch_size: int  # samples of all ranks in one step
-    max_steps: int | None  # None: max_epochs decides
-    max_epochs: int | None  # None: max_steps decides
-    gradient_clip_val: float | None  # the largest 2-norm over all ranks; None: no clipping
-    log_every_n_steps: int
-    validate_every_n_steps: int | None  # None: at the ends of epochs
-    max_validation_batches: int | None  # the most batches of all ranks together; None: all; 0: no validation
-    checkpoint: Checkpointing
-    guard: Guarding
-    logger: Logging
-    progress_bar: bool
-    optimizer: dict[str, Any] | None
-    optimizer_override: bool
-    deterministic: bool  # whether runs on the same hardware give the same bits
-    compile: Compile
-    activation_checkpointing: ActivationCheckpointing
-    ema_decay: float | None  # the decay of the average of the weights; None: no average
-    max_restarts: int  # how often the local launcher restarts a run that crashed or hung
-    memory_history: bool  # whether to record allocations, for when memory runs out
-    schedule: dict[str, Any] | None
-    units: tuple[str, ...] | None  # classes of layers; None: they are found
     environment: dict[str, str]  # set in every rank, unless the user has set it
-    module: dict[str, Any]
-    data: dict[str, Any] | None  # None: the module's own loaders
-    callbacks: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # the user's, in order
-    trust: bool = False  # whether to read pickles in a checkpoint, which may run any code
-    loggers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # the user's trackers
-    max_train_batches: int | None = None  # micro-batches of one rank in an epoch; None: all
-    quick_check: bool = False
-    whole_weights_in: tuple[str, ...] | None = None  # hooks; None: those of a run, an epoch, a validation, a checkpoint
-    profiler: Literal["none", "simple", "advanced", "pytorch"] = "none"
-    find_learning_rate: bool = False
-    gradient_clip_algorithm: Literal["norm", "value"] = "norm"
-    min_steps: int | None = None  # an early stop waits for this step
-    min_epochs: int | None = None
-    cudnn_benchmark: bool = False
-    loss: Choice = Choice("full", "the run began before there was a choice")
-    attention: Choice = Choice("sdpa", "the run began before there was a choice")
-    profile: Profiling = dataclasses.field(default_factory=Profiling)
-    debug: Debugging = dataclasses.field(default_factory=Debugging)
-    metrics: Measuring = dataclasses.field(default_factory=Measuring)
-    gc_every_n_steps: int | None = None  # None: Python's garbage is collected when Python likes
-    freeze: tuple[str, ...] = ()  # parts of the module that are not trained, by name
-    freeze_epochs: int | None = None  # they are trained after so many epochs; None: never
-    validate_every_n_epochs: int | None = None  # None: at the end of every epoch, or by steps
+    chosen_loss: Choice = Choice("full", _BEFORE)
+    chosen_attention: Choice = Choice("sdpa", _BEFORE)
     link_gb_per_second: float | None = None  # from one GPU, in one direction, over the slowest link; None: not known
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return STRATEGIES[self.strategy.name]
+
+    @property
+    def zero_stage(self) -> int:
+        """The stage 1 to 3 under DeepSpeed, else 0. It is for `strategies/`; others ask for what can be done."""
+        return len(self.capabilities.shards) if self.capabilities.owns_step else 0
 
     def logs(self, step: int) -> bool:
         """Whether the numbers of `step` are logged."""
@@ -233,42 +125,43 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        raw = json.loads(text)
-        for key, kind in (("topology", Topology), ("strategy", Strategy), ("precision", Precision),
-                          ("checkpoint", Checkpointing), ("guard", Guarding), ("logger", Logging)):  # fmt: skip
-            raw[key] = kind(**raw[key])
-        if (fp8 := raw["precision"].fp8) is not None:
-            fp8 = Float8(**fp8 | {"keep_in_bf16": tuple(fp8["keep_in_bf16"])})
-            raw["precision"] = dataclasses.replace(raw["precision"], fp8=fp8)
-        raw |= {key: Choice(**raw[key]) for key in ("loss", "attention") if key in raw}  # an earlier plan.json has none
-        _read_earlier_words(raw)
-        if "profile" in raw:  # an earlier plan.json has neither
-            ranks = raw["profile"]["ranks"]
-            raw["profile"] = Profiling(**raw["profile"] | {"ranks": None if ranks is None else tuple(ranks)})
-            raw["debug"] = Debugging(**raw["debug"])
-        raw["compile"] = Compile(**raw["compile"])
-        saved = raw["activation_checkpointing"]
-        raw["activation_checkpointing"] = ActivationCheckpointing(**saved | {"save": tuple(saved.get("save", ()))})
-        raw["logger"] = dataclasses.replace(raw["logger"], tags=tuple(raw["logger"].tags))
-        raw["metrics"] = Measuring(**raw.get("metrics", {}))
-        raw["guard"] = dataclasses.replace(raw["guard"], pass_over=tuple(raw["guard"].pass_over))
-        raw["resume_allow"] = tuple(raw["resume_allow"])
-        raw["freeze"] = tuple(raw.get("freeze", ()))
-        raw["units"] = None if raw["units"] is None else tuple(raw["units"])
-        whole = raw.get("whole_weights_in")
-        raw["whole_weights_in"] = None if whole is None else tuple(whole)
-        return Plan(**raw)
+        raw = _in_words_of_today(json.loads(text))
+        kind = STRATEGY_CONFIGS.get(raw["strategy"]["name"], StrategyConfig)
+        strategy = bind(kind, _known(kind, raw["strategy"]))
+        plan: Plan = bind(Plan, _known(Plan, raw) | {"strategy": dataclasses.asdict(strategy)})
+        return dataclasses.replace(plan, strategy=strategy)
 
 
-def _read_earlier_words(raw: dict[str, Any]) -> None:
-    """Replace what an earlier version has written into a plan.json by what it means now, in place."""
+def _known(kind: Any, raw: dict[str, Any]) -> dict[str, Any]:
+    """What a class has of `raw`: versions before and after this one have other options."""
+    types = get_type_hints(kind)
+    found = {key: value for key, value in raw.items() if key in types}
+    for key, value in found.items():
+        of = next((k for k in (types[key], *get_args(types[key])) if dataclasses.is_dataclass(k)), None)
+        if of is not None and isinstance(value, dict):
+            found[key] = _known(of, value)
+    return found
+
+
+def _in_words_of_today(raw: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier version has written into a plan.json, as this one would."""
     for key in ("compile", "activation_checkpointing"):
         if isinstance(raw[key], str):
             raw[key] = {"name": raw[key]}
     if "benchmark" in raw:
         raw["cudnn_benchmark"] = raw.pop("benchmark")
     if "detect_anomaly" in raw:
-        raw["debug"] = Debugging(anomaly=raw.pop("detect_anomaly"))
+        raw["debug"] = {"anomaly": raw.pop("detect_anomaly")}
+    for key in ("loss", "attention"):
+        if isinstance(choice := raw.get(key), dict):
+            raw |= {f"chosen_{key}": choice, key: "auto" if choice["reason"] else choice["name"]}
+    sizes = {f"{axis}_parallel_size": raw["topology"].get(axis, 1) for axis in ("tensor", "context", "pipeline")}
+    raw["strategy"] = sizes | raw["strategy"]
+    if raw.get("profile", {}).get("ranks", "all") is None:
+        raw["profile"]["ranks"] = "all"
+    if isinstance(nccl := raw.get("debug", {}).get("nccl"), bool):
+        raw["debug"]["nccl"] = "warn" if nccl else "off"
+    return raw
 
 
 def headline(plan: Plan) -> str:

@@ -7,11 +7,12 @@ from types import NoneType
 from typing import Any
 
 from shardwise.config.bind import as_yaml
-from shardwise.config.schema import RunConfig, Stage
+from shardwise.config.groups import CheckpointConfig
+from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError, a_or_an
 from shardwise.plan.capabilities import STRATEGIES
 from shardwise.plan.engine_knobs import check_beside_precision
-from shardwise.plan.plan import RESUME_ALLOW, Checkpointing, Host
+from shardwise.plan.plan import RESUME_ALLOW, Host
 
 HOOKS_WITH_WEIGHTS = (
     *(
@@ -23,19 +24,12 @@ HOOKS_WITH_WEIGHTS = (
 )  # fmt: skip
 
 
-def check_values(config: RunConfig, host: Host, accelerator: str, checkpointing: Checkpointing) -> None:
+def check_values(config: RunConfig, host: Host, accelerator: str, checkpointing: CheckpointConfig) -> None:
     """Check the value of each field, alone and on this host.
 
     Raises:
         ConfigError
     """
-    least_1 = ("log_every_n_steps", "validate_every_n_steps", "validate_every_n_epochs", "min_steps", "min_epochs",
-               "gc_every_n_steps")  # fmt: skip
-    for word in least_1:
-        value = getattr(config, word)
-        if value is not None and value < 1:
-            or_null = "" if word == "log_every_n_steps" else ", or null"
-            raise ConfigError(f"{word}={value}: must be at least 1{or_null}")
     if config.validate_every_n_steps is not None and config.validate_every_n_epochs is not None:
         raise ConfigError(
             f"validate_every_n_steps={config.validate_every_n_steps} validate_every_n_epochs="
@@ -47,7 +41,7 @@ def check_values(config: RunConfig, host: Host, accelerator: str, checkpointing:
             f"max_validation_batches={config.max_validation_batches}: must be at least 1, 0 for no validation, or null "
             f"for all"
         )
-    if config.max_validation_batches == 0 and config.stage is Stage.validate:
+    if config.max_validation_batches == 0 and config.stage == "validate":
         raise ConfigError("stage=validate max_validation_batches=0: nothing would be measured; leave out one of them")
     if config.gradient_clip_val is not None and not 0 < config.gradient_clip_val < math.inf:
         raise ConfigError(
@@ -60,11 +54,9 @@ def check_values(config: RunConfig, host: Host, accelerator: str, checkpointing:
             f"whole_weights_in={as_yaml(unknown)}: weights can be whole in {', '.join(HOOKS_WITH_WEIGHTS)}; in others "
             f"put `with shardwise.gathered_weights(module):` around what needs them"
         )
-    if config.guard.max_in_a_row < 0:
-        raise ConfigError(f"guard.max_in_a_row={config.guard.max_in_a_row}: must be at least 0")
     if not config.guard.spike_z > 0:
         raise ConfigError(f"guard.spike_z={config.guard.spike_z}: must be above 0; guard.on_spike=ignore looks at none")
-    if config.guard.on_spike.value == "rollback" and not checkpointing.saves:
+    if config.guard.on_spike == "rollback" and not checkpointing.saves:
         raise ConfigError(
             "guard.on_spike=rollback goes back to the last checkpoint, and checkpoint=none writes none: the whole run "
             "would be lost to one loss; save some, or give guard.on_spike=skip"
@@ -76,8 +68,6 @@ def check_values(config: RunConfig, host: Host, accelerator: str, checkpointing:
     if config.memory_history and accelerator != "cuda":
         where = "the CPU" if accelerator == "cpu" else accelerator
         raise ConfigError(f"memory_history=true needs CUDA, whose allocator keeps it; leave it out on {where}")
-    if config.max_restarts < 0:
-        raise ConfigError(f"max_restarts={config.max_restarts}: must be at least 0")
     if config.max_restarts and host.launcher != "local":
         raise ConfigError(
             f"max_restarts={config.max_restarts}: {host.launcher} has started the ranks, and is who can start them "
@@ -87,15 +77,15 @@ def check_values(config: RunConfig, host: Host, accelerator: str, checkpointing:
 
 def check_pairs(config: RunConfig, accelerator: str) -> None:
     """Refuse pairs of values that exclude each other. docs/numerics.md lists them with the upstream reasons."""
-    strategy, precision = config.strategy.name, config.precision.name.value
-    if config.precision.parameter_dtype.value == "float16":
+    strategy, precision = config.strategy.name, config.precision.name
+    if config.precision.parameter_dtype == "float16":
         raise ConfigError(
             "precision.parameter_dtype=float16: gradients in float16 cannot be unscaled; use precision=fp16, whose "
             "master weights are float32, or precision=bf16_true"
         )
-    if config.precision.loss_scaling != (config.precision.compute_dtype.value == "float16"):
+    if config.precision.loss_scaling != (config.precision.compute_dtype == "float16"):
         raise ConfigError(
-            f"precision.compute_dtype={config.precision.compute_dtype.value} precision.loss_scaling="
+            f"precision.compute_dtype={config.precision.compute_dtype} precision.loss_scaling="
             f"{as_yaml(config.precision.loss_scaling)}: float16, and nothing else, needs a loss scale; "
             f"use precision=fp16"
         )
@@ -106,13 +96,13 @@ def check_pairs(config: RunConfig, accelerator: str) -> None:
 def _check_strategy(config: RunConfig, strategy: str, precision: str, accelerator: str) -> None:
     """Refuse what the table says that this strategy cannot do."""
     does, it, compiling = STRATEGIES[strategy], f"strategy={strategy}", config.compile
-    by_value = config.gradient_clip_val and config.gradient_clip_algorithm.value == "value"
-    replays = compiling.cudagraphs and compiling.name.value != "none" and accelerator == "cuda"
+    by_value = config.gradient_clip_val and config.gradient_clip_algorithm == "value"
+    replays = compiling.cudagraphs and compiling.name != "none" and accelerator == "cuda"
     refused = {
         f"{it} precision=fp64:": precision == "fp64" and does.fp64,
         f"{it} precision=fp16 on the CPU:": precision == "fp16" and accelerator == "cpu" and does.fp16_on_cpu,
         f"{it} gradient_clip_algorithm=value:": by_value and does.clip_by_value,
-        f"{it} compile=model:": compiling.name.value == "model" and does.compiled_step,
+        f"{it} compile=model:": compiling.name == "model" and does.compiled_step,
         f"freeze_epochs={config.freeze_epochs} {it}:": config.freeze_epochs and config.freeze and does.thawing,
         f"{it} precision=fp8:": precision == "fp8" and config.precision.fp8 and does.fp8,
         f"compile.cudagraphs=true {it}: a CUDA graph replays kernels on the memory that it was recorded with, and "

@@ -19,7 +19,7 @@ def check_tensor_parallel(config: RunConfig, topology: Topology) -> None:
     if ranks == 1:
         return
     given = f"strategy.tensor_parallel_size={ranks}"
-    if config.stage.value == "predict":
+    if config.stage == "predict":
         raise ConfigError(
             f"{given} stage=predict: peers would write each prediction once more; leave it out: any layout reads the "
             f"checkpoint"

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.config.schema import Accelerator, RunConfig
+from shardwise.config.schema import RunConfig
 from shardwise.errors import ExitCode, count
 from shardwise.launch.slurm import all_hosts
 from shardwise.preflight.node_report import NodeReport
@@ -64,8 +64,8 @@ class Judge:
         for node, key in enumerate(keys):
             if self.store.check([key]):
                 found.reports[node] = NodeReport.read(json.loads(self.store.get(key)))
-        wants_cuda = config.accelerator is Accelerator.cuda or config.cluster.gpu is not None
-        found.cuda = config.accelerator is not Accelerator.cpu and (
+        wants_cuda = config.accelerator == "cuda" or config.cluster.gpu is not None
+        found.cuda = config.accelerator != "cpu" and (
             wants_cuda or any(report.gpus for report in found.reports.values())
         )
         if missing:

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from shardwise.config.schema import Accelerator, RunConfig
+from shardwise.config.schema import RunConfig
 from shardwise.errors import ExitCode
 from shardwise.preflight.judge import PINGS, Judge
 from shardwise.preflight.node_report import host_name, inspect_node
@@ -103,7 +103,7 @@ def _work(store: Store, place: Place, config: RunConfig, limits: Limits) -> None
     try:
         at("looking at its node")
         if place.local_rank == 0:
-            found = inspect_node(config.runs_dir, config.accelerator is not Accelerator.cpu)
+            found = inspect_node(config.runs_dir, config.accelerator != "cpu")
             store.set(f"look/{place.node}", json.dumps(asdict(found)))
         at("waiting to begin")
         if place.local_rank == 0 and place.rank:

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 
 from shardwise.config.compose import compose
-from shardwise.config.schema import Accelerator, RunConfig
+from shardwise.config.schema import RunConfig
 from shardwise.devices import count_cuda_devices
 from shardwise.errors import ConfigError, ExitCode
 from shardwise.launch.local import local_store, rank_environment
@@ -58,7 +58,7 @@ def run(words: list[str], limits: Limits = Limits()) -> int:  # noqa: B008
 def run_alone(words: list[str], config: RunConfig) -> int:
     """Start a rank for each device of this node, and end them together."""
     visible = count_cuda_devices()
-    if config.accelerator is Accelerator.cuda and not visible:
+    if config.accelerator == "cuda" and not visible:
         raise ConfigError("accelerator=cuda: this process sees 0 CUDA devices; use accelerator=cpu")
     if config.nodes is not None and config.nodes > 1:
         raise ConfigError(
@@ -67,7 +67,7 @@ def run_alone(words: list[str], config: RunConfig) -> int:
         )
     if config.devices is not None and config.devices < 1:
         raise ConfigError(f"devices={config.devices}: must be at least 1")
-    ranks = config.devices or (0 if config.accelerator is Accelerator.cpu else visible) or _CPU_PROCESSES
+    ranks = config.devices or (0 if config.accelerator == "cpu" else visible) or _CPU_PROCESSES
     store = local_store()  # in this process, which outlives every rank
     environment = rank_environment(ranks, store.port)
     command = [sys.executable, "-m", "shardwise", "preflight", *words]

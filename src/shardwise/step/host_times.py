@@ -34,9 +34,9 @@ class HostTimes:
     def __init__(self, plan: Plan) -> None:
         self.on_cpu = plan.accelerator == "cpu"
         # Where layers are gathered in the forward pass, a rank waits there for the others
-        self.forward_is_alone = not plan.strategy.capabilities.shards_parameters
+        self.forward_is_alone = not plan.capabilities.shards_parameters
         # Each step, DeepSpeed's engine and a loss scaler make the host wait for the device
-        self.waits_unseen = not self.on_cpu and (plan.strategy.capabilities.owns_step or plan.precision.loss_scaling)
+        self.waits_unseen = not self.on_cpu and (plan.capabilities.owns_step or plan.precision.loss_scaling)
         self._queue = RunQueue() if self.on_cpu else None
         self._sums = HostSums()
         self.restart()

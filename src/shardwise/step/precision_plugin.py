@@ -47,7 +47,7 @@ class _Scaler(torch.amp.GradScaler):
         gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(list(map(local_part, gradients)), found_inf, inv_scale)
-        if self._mesh.plan.strategy.capabilities.shards:  # otherwise all ranks have the same gradients
+        if self._mesh.plan.capabilities.shards:  # otherwise all ranks have the same gradients
             largest_over(self._mesh.group("world"), found_inf)
         return {found_inf.device: found_inf}
 
@@ -81,7 +81,7 @@ class PlannedPrecision(LightningPrecision):
         self._shard_groups: dict[int, tuple[dist.ProcessGroup, ...]] = {}  # a parameter's id → its groups
         self.stage_norm = StageNorm()
         self.scaler: torch.amp.GradScaler | None = None
-        if plan.precision.loss_scaling and not plan.strategy.capabilities.owns_step:  # which has its own scaler
+        if plan.precision.loss_scaling and not plan.capabilities.owns_step:  # which has its own scaler
             self.scaler = _Scaler(plan.accelerator, self.verdict.mesh)
 
     @property

@@ -9,7 +9,7 @@ from shardwise.strategies.base import PlannedStrategy
 
 
 def build_strategy(plan: Plan) -> PlannedStrategy:
-    does = plan.strategy.capabilities
+    does = plan.capabilities
     module, _, name = (does.entry if plan.topology.pipeline == 1 else does.entry_of_pipeline).rpartition(".")
     strategy: PlannedStrategy = getattr(import_module(module), name)(plan)
     return strategy

@@ -40,8 +40,7 @@ def check_module(module: LightningModule, units: Units, plan: Plan, stages: int)
             f"smaller size, or units=[Name] to name layers by their class"
         )
     if plan.strategy.pipeline_split is not None:
-        check_split(plan.strategy.pipeline_split, len(units.modules), stages)
-        return plan.strategy.pipeline_split
+        return check_split(plan.strategy.pipeline_split, len(units.modules), stages)
     layers, behind = _costs(module, units, plan)
     return split_units(layers, stages, behind=behind)
 

@@ -30,10 +30,10 @@ def refuse_parameters(module: LightningModule, plan: Plan) -> None:
             f"measured or clipped here; leave sparse=True out"
         )
     complex_ones = [name for name, p in module.named_parameters() if p.is_complex() and p.requires_grad]
-    if complex_ones and plan.stage == "fit" and (reason := plan.strategy.capabilities.complex_numbers):
+    if complex_ones and plan.stage == "fit" and (reason := plan.capabilities.complex_numbers):
         raise ConfigError(f"{', '.join(complex_ones[:4])} holds complex numbers, and {strategy} {reason}")
     wrapped = [name.partition(f".{COMPILED}")[0] for name, _ in module.named_parameters() if COMPILED in name]
-    if wrapped and plan.strategy.zero_stage == 3:
+    if wrapped and plan.zero_stage == 3:
         raise ConfigError(
             f"{wrapped[0]} is what torch.compile(layer) gives, and {strategy} cannot put its hooks into that; call "
             f"layer.compile(), use compile=layer, or another strategy"
@@ -184,5 +184,5 @@ class CollectiveOrder:
         return ConfigError(
             f"{name} uses different layers on different ranks: in {self._step[0]} rank {dist.get_rank()} "
             f"{self._collectives[number]} where {where}. Under {strategy} all ranks gather layers and reduce gradients "
-            f"in one order: {remedy.get(self._plan.strategy.zero_stage, f'give units=[], or strategy=ddp {unused}')}"
+            f"in one order: {remedy.get(self._plan.zero_stage, f'give units=[], or strategy=ddp {unused}')}"
         )

@@ -13,13 +13,13 @@ def engine_config(plan: Plan, training: bool) -> dict[str, Any]:
     """Make DeepSpeed's config: a new dict for each call, since DeepSpeed writes into it."""
     strategy, precision, cuda = plan.strategy, plan.precision, plan.accelerator == "cuda"
     zero: dict[str, Any] = {
-        "stage": strategy.zero_stage,
+        "stage": plan.zero_stage,
         "reduce_bucket_size": strategy.reduce_bucket_elements,
         "overlap_comm": cuda and strategy.overlap_comm,  # there are no streams on the CPU
         "contiguous_gradients": True,
         "round_robin_gradients": False,  # where a parameter's master lies is the order of its group
     }
-    if strategy.zero_stage == 3:
+    if plan.zero_stage == 3:
         zero |= {
             "stage3_prefetch_bucket_size": strategy.prefetch_bucket_elements,
             "stage3_param_persistence_threshold": strategy.persistence_threshold_elements,
@@ -44,7 +44,7 @@ def engine_config(plan: Plan, training: bool) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "bf16" if precision.parameter_dtype == "bfloat16" else "fp32"},
         "steps_per_print": None,
     }
-    if training or strategy.zero_stage == 3:
+    if training or plan.zero_stage == 3:
         config["zero_optimization"] = zero
     if precision.compute_dtype == "bfloat16":
         true = not precision.is_mixed

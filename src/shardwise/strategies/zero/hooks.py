@@ -36,7 +36,7 @@ class HooksUnderZero(PlannedStrategy):
 
     def around_hook(self, hook: str, *, whole: bool) -> AbstractContextManager[None]:
         around = super().around_hook(hook, whole=whole)
-        if self.plan.strategy.zero_stage < 3 or not has_weights(hook):
+        if self.plan.zero_stage < 3 or not has_weights(hook):
             return around
         return self._refusing_empty_around(around, f"{hook} of {self.module_name} or of a callback")
 
@@ -55,7 +55,7 @@ class HooksUnderZero(PlannedStrategy):
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._steps_of[name] = number = self._steps_of.get(name, 0) + 1
         # What is compiled would be compiled once more; a resumed run computes its steps as it did before
-        if self.plan.strategy.zero_stage < 3 or number > _WATCHED or self.plan.compile.name != "none":
+        if self.plan.zero_stage < 3 or number > _WATCHED or self.plan.compile.name != "none":
             return super()._run_step(name, *args, **kwargs)
         with self._refusing_empty(f"{self.module_name}.{name}"):
             return super()._run_step(name, *args, **kwargs)
@@ -114,7 +114,7 @@ class HooksUnderZero(PlannedStrategy):
 
     @contextmanager
     def _gathered(self, trained: list[nn.Parameter]) -> Iterator[None]:
-        if self.plan.strategy.zero_stage < 3:
+        if self.plan.zero_stage < 3:
             yield
             return
         with gathered(self.model, self.module, trained):

@@ -18,7 +18,7 @@ class InitialValues:
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.sharded_alike = plan.strategy.zero_stage == 3  # a rank's masters are these same shares
+        self.sharded_alike = plan.zero_stage == 3  # a rank's masters are these same shares
         # ZeRO-1 and 2 need the GPU for whole parameters, and with offloading the masters will be on the host, too.
         self.on_host = not self.sharded_alike or plan.strategy.offload_optimizer
         self._shares: dict[str, tuple[int, Tensor]] = {}  # name → elements of each share, this rank's values

@@ -81,7 +81,7 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module) if training else ([], [])
         if not module.automatic_optimization or len(optimizers) > 1:
             what = f"has {len(optimizers)} optimizers" if module.automatic_optimization else "optimizes by hand"
-            reason = self.plan.strategy.capabilities.manual_steps
+            reason = self.plan.capabilities.manual_steps
             raise ConfigError(f"{type(module).__name__} {what}, which {self.plan.strategy.name} cannot do: {reason}")
         order_alike(module, optimizers, self.file_group())
         group_names: list[list[str]] = []
@@ -103,7 +103,7 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
         self.zero_precision.use(self.model, partial(weights_are_sharded, self.module_name, self.plan.strategy.name))
         self.at_teardown(partial(release_engine, self.model))
         before_collectives(self.model, module, self.order.add)
-        if self.plan.strategy.zero_stage == 3:
+        if self.plan.zero_stage == 3:
             refuse_functional_calls(module.modules(), "zero3 gathers its own weights; use strategy=ddp", lambda _: True)
             self.at_teardown(without_nested_tensors())
         if training:
@@ -114,8 +114,8 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
     def _begin_training(self, engine_optimizer: Any, group_names: list[list[str]], initial: InitialValues) -> None:
         units = {unit for _, unit in self.units.modules}
         if self.plan.strategy.find_unused_parameters:
-            touch_all(self.module, units, self.plan.strategy.zero_stage)
-        if self.plan.strategy.zero_stage == 3:
+            touch_all(self.module, units, self.plan.zero_stage)
+        if self.plan.zero_stage == 3:
             before_freeing(engine_optimizer, self._refuse_inner_backward)
             if not self.plan.strategy.find_unused_parameters:
                 self.zero_precision.after_backward(partial(self._refuse_idle, LastGradients(engine_optimizer)))
@@ -132,7 +132,7 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
 
     def _make_sharded_state(self, module: LightningModule) -> ZeroState:
         # Before an average, for example, replaces the weights, what hooks have written into them is checked.
-        return ZeroState(module, self.plan.strategy.zero_stage, self._check_evaluation)
+        return ZeroState(module, self.plan.zero_stage, self._check_evaluation)
 
     @property
     def zero_state(self) -> ZeroState:
@@ -201,7 +201,7 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
         `initial` keeps what the masters begin with; None: there will be none, or the parameters are the masters.
         """
         materializer = Materializer(module, self.root_device, self.plan.seed, self.mesh.group("world"))
-        precision, three = self.plan.precision, self.plan.strategy.zero_stage == 3
+        precision, three = self.plan.precision, self.plan.zero_stage == 3
         empty = [name for name, p in module.named_parameters() if not p.numel()]
         if three and empty:
             raise ConfigError(
@@ -248,7 +248,7 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
     scales_by_gradient = False  # the engine starts its backward pass by itself
 
     def _bytes_to_gather(self) -> int:
-        if self.plan.strategy.zero_stage < 3:
+        if self.plan.zero_stage < 3:
             return 0
         parameters: list[Any] = list(self.module.parameters())
         return sum(p.ds_numel * p.element_size() for p in parameters if hasattr(p, "ds_numel"))
