@@ -129,3 +129,29 @@ def _empty(metric: Metric, name: str, element: Any, has_others: bool) -> Any:
         f"others have: they cannot be gathered. Give it values.reshape(1), or validate on as many batches as there are "
         f"ranks, or a multiple of that"
     )
+
+
+class EvaluationPadding:
+    """Which batches of an evaluation are padding. Those leave nothing behind."""
+
+    def __init__(self) -> None:
+        self._given: deque[bool] = deque()  # of each batch that the loader gave and no step has taken
+        self._batch: PaddingBatch | None = None  # the current one
+
+    def note(self, is_padding: bool) -> None:
+        """Note the next batch that the loader gives."""
+        self._given.append(is_padding)
+
+    def begin_batch(self, trainer: Trainer) -> None:
+        """Called before the first hook of a batch."""
+        self._batch = PaddingBatch(trainer) if not trainer.training and self._given and self._given[0] else None
+
+    def take(self) -> bool:
+        """Whether the batch whose step begins is padding."""
+        return self._given.popleft()
+
+    def end_batch(self) -> None:
+        """Called after the last hook of a batch."""
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            batch.take_back()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.train_state import TrainState
+from shardwise.checkpoint.verify import load_own
 from shardwise.data.evaluation import EvaluationLoader
 from shardwise.data.loaders import TrainLoader
+from shardwise.data.loss_weight import weigher_of
 from shardwise.data.transfer import BatchTransfer
 from shardwise.distributed.mesh import Mesh
-from shardwise.distributed.process_group import group_timeout
+from shardwise.distributed.process_group import gather_metrics_among, group_timeout
 from shardwise.distributed.rng import derived_seed, random_state, seed_streams, set_random_state
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals import counters
+from shardwise.lightning_internals.padding import EvaluationPadding
 from shardwise.lightning_internals.results import step_logging
 from shardwise.optim.optimizers import check_one_owner, order_alike, step_schedules_unless
 from shardwise.parallel.activation_checkpointing import explain, without_caches
@@ -45,22 +48,20 @@ from shardwise.step.verdict import StepVerdict
 from shardwise.step.window import AccumulationWindow, check_output
 from shardwise.strategies.checkpoint_hooks import CheckpointHooks
 from shardwise.strategies.copied_parameters import CopiedParameters
-from shardwise.strategies.divided_sequences import DividedSequences
 from shardwise.strategies.gathered import GatheringHooks
-from shardwise.strategies.padded_evaluations import PaddedEvaluations
-from shardwise.strategies.refusals import ChecksLoaders, CollectiveOrder, FrozenForGood, refuse_parameters
+from shardwise.strategies.refusals import CollectiveOrder, FrozenForGood, refuse_loaders_together, refuse_parameters
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.whole_weights import check_loss
 from shardwise.weights.initialize import refuse_unfilled
+
+if TYPE_CHECKING:  # not every run has an axis whose ranks share batches
+    from shardwise.strategies.shared_batches import SharedBatches
 
 
 class PlannedStrategy(
     CheckpointHooks,
     CopiedParameters,
-    DividedSequences,
     GatheringHooks,
-    ChecksLoaders,
-    PaddedEvaluations,
     ParallelStrategy,
 ):
     """The hooks that are the same under every strategy. Each strategy mixes them into one of Lightning's."""
@@ -68,6 +69,7 @@ class PlannedStrategy(
     runs_inside_forward = True  # whether a step must run inside the forward of the wrapped module
     scales_by_gradient = True  # whether the backward pass may start from another gradient than 1
     train_loader: TrainLoader | None = None
+    shared: SharedBatches | None  # where ranks share batches
     sharded: DTensorState  # finds parameters and optimizer state
 
     def _use(self, plan: Plan, precision: Callable[[Plan, StepVerdict], PlannedPrecision] = PlannedPrecision) -> None:
@@ -80,8 +82,8 @@ class PlannedStrategy(
         self.stepped = False  # whether a module that optimizes by hand has stepped in this batch
         self.learning_rate = float("nan")  # that of the first parameter group in the last step
         self._outside_units: list[ParameterSites] = []  # copied in low precision in each step
-        self._prepare_padding()
-        self._prepare_sequences()
+        self.padding, self.shared = EvaluationPadding(), None
+        gather_metrics_among(None)  # an earlier run of this process may have had other groups
         self._transfer: BatchTransfer | None = None
         self._file_group: dist.ProcessGroup | None = None
         self._closing: list[Callable[[], Any]] = []
@@ -166,21 +168,23 @@ class PlannedStrategy(
         if module.trainer.state.stage != RunningStage.TRAINING:
             validating = module.trainer.state.stage == RunningStage.VALIDATING
             limit = plan.max_validation_batches if validating or plan.quick_check else None
-            take = self._paddings.append
-            return EvaluationLoader(dataloader, plan, rank, take, limit, self.file_group, self._cut_and_keep)
+            cut = (lambda batch: batch) if self.shared is None else self.shared.cut_and_keep
+            return EvaluationLoader(dataloader, plan, rank, self.padding.note, limit, self.file_group, cut)
         if self.train_loader is not None:
             raise ConfigError("several training loaders: a step is one global batch of one loader; combine the data")
         self.train_loader = TrainLoader(
-            dataloader, self.plan, rank, self.root_device, self._loss_weight(module), flops_of(module),
-            self.file_group, self.mesh, self._cut,
+            dataloader, self.plan, rank, self.root_device,
+            weigher_of(module) if self.shared is None else self.shared.loss_weight(), flops_of(module),
+            self.file_group, self.mesh, (lambda batch: batch) if self.shared is None else self.shared.cut,
         )  # fmt: skip
         if self.is_global_zero:
             print("".join(f"{line}\n" for line in self.train_loader.notices()), end="", flush=True)
         return self.train_loader
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        self._seed_batch()
-        self._begin_padding(self.module.trainer)
+        if self.shared is not None:
+            self.shared.seed_batch()
+        self.padding.begin_batch(self.module.trainer)
         if self._transfer is None:
             data = getattr(self.module.trainer, "datamodule", None)
             self._transfer = BatchTransfer(self.root_device, self.module, *([data] if data else []))
@@ -198,14 +202,16 @@ class PlannedStrategy(
 
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         assert self.model is not None
-        self._begin_batch(*args)
+        if self.shared is not None:
+            self.shared.begin_batch(*args)
         if self._weights_may_be_new(name):
             self._refresh_float8()
         self.order.begin(name, reduces=len(self.window.losses) + 1 == self.window.micro_batches)
         output = self.step_forward.run(self.model if self.runs_inside_forward else None, name, *args, **kwargs)
         if name != "training_step" or not self.module.automatic_optimization:  # no backward pass follows
             self.order.end()
-        self._end_batch()
+        if self.shared is not None:
+            self.shared.end_batch()
         return output
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,12 +233,27 @@ class PlannedStrategy(
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("predict_step", *args, **kwargs)
 
+    def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if self.shared is not None:
+            self.shared.begin_evaluation()
+        is_padding = self.padding.take()
+        output = self._run_step(name, *args, **kwargs)
+        return None if is_padding else output
+
+    @property
+    def stream_rank(self) -> int:
+        """The rank whose random streams this one has."""
+        return self.global_rank if self.shared is None else self.shared.stream_rank
+
     def on_train_start(self) -> None:
         # Every rank built the model from the same random stream, but dropout must differ between ranks.
         consumed = 0 if self.train_loader is None else self.train_loader.consumed
-        seed_streams(derived_seed(self.plan.seed, "training", self._stream_rank, *([consumed] if consumed else [])))
-        if (streams := self._saved_streams()) is not None:
-            set_random_state(streams, self.root_device)
+        seed_streams(derived_seed(self.plan.seed, "training", self.stream_rank, *([consumed] if consumed else [])))
+        if self.state.of_rank is not None:
+            with self.state.loading():  # in the layout that saved it this rank may have had other streams
+                streams, _ = load_own(self.resumed_from, self.stream_rank, self.plan.trust)
+            if streams is not None:
+                set_random_state(streams, self.root_device)
         if self.train_loader is not None:
             self.train_loader.go_on_from((self.state.of_rank or {}).get("stream"))
         if not self.module.automatic_optimization:
@@ -331,7 +352,12 @@ class PlannedStrategy(
             tensor = tensor.to(torch.float64)
         return super().reduce(tensor, group, reduce_op)
 
+    def on_test_start(self) -> None:
+        refuse_loaders_together(self.module.trainer, self.plan)
+        super().on_test_start()
+
     def on_validation_start(self) -> None:
+        refuse_loaders_together(self.module.trainer, self.plan)
         self.synchronize_buffers()
         self._before_validation = random_state(self.root_device) if self.state.is_training else None
         super().on_validation_start()

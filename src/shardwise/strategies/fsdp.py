@@ -100,7 +100,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     def _take_logged(self, logged: LoggedValue) -> Any:
         if self.sharded.tensor_parallel is not None and isinstance(logged.value, DTensor):
             raise of_parts.read_by(f"{logged.hook} of {self.module_name}")
-        return super()._take_logged(replace(logged, value=whole_tensor(logged.value)))
+        assert self.shared is not None
+        return self.shared.take_logged(replace(logged, value=whole_tensor(logged.value)))
 
     @contextmanager
     def whole_parameters(self, hook: str) -> Iterator[None]:
@@ -148,13 +149,16 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         self._begin_setup(module)
         self.plan = settle_copies(self.plan, self.mesh, self.device_mesh, self.root_device)
         units = self.units
-        self._divide_sequences(module)
-        self._count_samples_once()
+        if not self.plan.topology.is_data_parallel_only:
+            from shardwise.strategies.shared_batches import SharedBatches
+
+            self.shared = SharedBatches(self, module)
         divided = self._divide_layers(module)
         self._prepare_float8(module, divided)
         if divided is not None:
             divided.wrap(module)
-        self._share_draws(module, units, divided)
+        if self.shared is not None:
+            self.shared.share_draws(units, divided)
         self._shards = ShardsInHooks(
             module, None if divided is None else partial(of_parts.refuse_writes, self.module_name)
         )

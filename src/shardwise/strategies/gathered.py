@@ -37,7 +37,7 @@ class GatheringHooks(Strategy):
     is_global_zero: bool
     module_name: str
     _is_whole = _told_of_no_room = False  # whether weights are whole at the moment
-    context: Any = None  # how sequences are divided over ranks, if they are
+    shared: Any  # what divides sequences over ranks, if anything does
 
     def file_group(self) -> dist.ProcessGroup | None:
         """The group of all hosts, which agree on whether memory suffices."""
@@ -98,7 +98,7 @@ class GatheringHooks(Strategy):
         """What is put around hooks of the module and of callbacks, in which layers may run on anything."""
         return [
             *([] if self.layers_in_hooks is None else [self.layers_in_hooks.found()]),
-            *([] if self.context is None else [whole_sequences()]),
+            *([] if self.shared is None or self.shared.context is None else [whole_sequences()]),
         ]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

@@ -123,15 +123,15 @@ class PipelinedStrategy(PipelinedLogs):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        self.streams = RandomStreams(self.plan.seed, self._stream_rank, self.root_device)
+        self.streams = RandomStreams(self.plan.seed, self.stream_rank, self.root_device)
         if (scaler := self.planned_precision.scaler) is not None:
             scaler.scale(torch.zeros((), device=self.root_device))  # makes the scale: each stage unscales
         self._share_logs(trainer)
         self._gradients = StageGradients(self.plan, self.module, self.stages, self._backwards.layers, self.count)
 
     @property
-    def _stream_rank(self) -> int:
-        own = super()._stream_rank
+    def stream_rank(self) -> int:
+        own = super().stream_rank
         return next(ranks[0] for ranks in self.plan.topology.groups(("pipeline",)) if own in ranks)
 
     # Steps
@@ -182,8 +182,9 @@ class PipelinedStrategy(PipelinedLogs):
         self, stage: int, micro_batch: int, output: Tensor, gradient: Tensor | None, is_last: bool, is_end: bool
     ) -> None:
         """Of the engine: the backward of one micro-batch through one stage."""
-        if self.context is not None:  # attention that is computed again looks at it
-            self.context.begin_batch(self.window.batches[micro_batch][0][0])
+        context = None if self.shared is None else self.shared.context
+        if context is not None:  # attention that is computed again looks at it
+            context.begin_batch(self.window.batches[micro_batch][0][0])
         in_turn = in_micro_batch(
             self.module.trainer, micro_batch, self.window.micro_batches, self.window.batches[micro_batch][0][0]
         )

@@ -10,8 +10,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from shardwise.checkpoint.state import COMPILED
@@ -44,26 +43,13 @@ def _embeds(layer: nn.Module) -> bool:
     return isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.weight.requires_grad
 
 
-class ChecksLoaders(Strategy):
-    """Refuses batches of several loaders at once: a rank without samples of one left may have some of another."""
-
-    plan: Plan
-
-    def on_validation_start(self) -> None:
-        self._refuse_loaders_together()
-        super().on_validation_start()
-
-    def on_test_start(self) -> None:
-        self._refuse_loaders_together()
-        super().on_test_start()
-
-    def _refuse_loaders_together(self) -> None:
-        assert self.lightning_module is not None
-        if self.plan.topology.data_parallel_size > 1 and evaluates_loaders_together(self.lightning_module.trainer):
-            raise ConfigError(
-                "a CombinedLoader gives batches of several loaders at once, and on several ranks an evaluation would "
-                "count samples twice: use mode='sequential', or return a list of loaders"
-            )
+def refuse_loaders_together(trainer: Trainer, plan: Plan) -> None:
+    """Raises ConfigError: batches of several loaders come at once, and a rank may have samples of some of them alone."""
+    if plan.topology.data_parallel_size > 1 and evaluates_loaders_together(trainer):
+        raise ConfigError(
+            "a CombinedLoader gives batches of several loaders at once, and on several ranks an evaluation would "
+            "count samples twice: use mode='sequential', or return a list of loaders"
+        )
 
 
 class FrozenForGood:
