@@ -183,10 +183,10 @@ class Logger(Protocol):
         """The run ends in the middle, at the wish of a signal, and may go on."""
 
 
-class Strategy(Protocol):
-    """Of a Lightning strategy, for its users: what a module may ask of `trainer.strategy`."""
+class Weights(Protocol):
+    """What a module may ask of `trainer.strategy.weights`."""
 
-    def whole_weights(self) -> AbstractContextManager[Any]:
+    def whole(self) -> AbstractContextManager[Any]:
         """Inside, each weight is a whole tensor in fp32 (under ZeRO in low precision: in 16 bits), which may be
         written. Under zero1, zero2 and zero3 writes into trained weights are refused. Collective."""
 
@@ -197,7 +197,7 @@ class Strategy(Protocol):
 
 _METHODS = {
     name
-    for kind in (Module, Data, Samples, Optimizer, Logger, Strategy)
+    for kind in (Module, Data, Samples, Optimizer, Logger, Weights)
     for name, value in vars(kind).items()
     if not name.startswith("_") and (callable(value) or isinstance(value, staticmethod))
 }
@@ -251,15 +251,15 @@ def tensor_plan_of(layer: Any) -> dict[str, str] | None:
 
 
 def gathered_weights(module: Any) -> AbstractContextManager[Any]:
-    """`Strategy.whole_weights` of a LightningModule that is trained; nothing under a strategy of another package."""
-    found: AbstractContextManager[Any] = getattr(module.trainer.strategy, "whole_weights", nullcontext)()
-    return found
+    """`Weights.whole` of a LightningModule that is trained; nothing under a strategy of another package."""
+    weights: Weights | None = getattr(module.trainer.strategy, "weights", None)
+    return nullcontext() if weights is None else weights.whole()
 
 
 def kept_gathered(trainer: Any) -> AbstractContextManager[Any]:
-    """`Strategy.kept_gathered` of a Trainer; nothing under a strategy of another package."""
-    found: AbstractContextManager[Any] = getattr(trainer.strategy, "kept_gathered", nullcontext)()
-    return found
+    """`Weights.kept_gathered` of a Trainer; nothing under a strategy of another package."""
+    weights: Weights | None = getattr(trainer.strategy, "weights", None)
+    return nullcontext() if weights is None else weights.kept_gathered()
 
 
 def state_maker_of(optimizer: Any) -> Callable[[Any], dict[str, Any]] | None:

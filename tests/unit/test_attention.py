@@ -116,7 +116,7 @@ def test_what_is_not_known_speaks_against_no_kernel_that_the_user_has_named() ->
     unknown = dataclasses.replace(HOPPER, capability=None, head_size=None, cudnn=None)
     for kernel in get_args(AttentionKernel):
         if kernel != "auto":
-            assert obstacle(kernel.value, unknown) is None
+            assert obstacle(kernel, unknown) is None
     assert obstacle("math", dataclasses.replace(CPU, dtype="float64", head_size=7)) is None
 
 
@@ -147,7 +147,7 @@ def test_auto_is_flash_attention_4_where_it_can_run_and_says_why_not(
 def test_the_plan_holds_the_choice_and_one_of_before_still_loads() -> None:
     cpu, hopper = Host(cuda_devices=0, run_id="r"), Host(cuda_devices=1, run_id="r", gpu_capability=(9, 0))
     made = make_plan(config(attention="math"), cpu)
-    assert made.attention == Choice("math", "")
+    assert made.chosen_attention == Choice("math", "")
     assert Plan.from_json(made.to_json()) == made
     auto = make_plan(config(), cpu)
     assert (

@@ -430,7 +430,7 @@ plain = st.recursive(
 timeouts = st.floats(0.1, 1000)
 configs = st.builds(
     RunConfig,
-    stage=st.sampled_from(Stage),
+    stage=st.sampled_from(get_args(Stage)),
     name=st.none() | st.from_regex(r"[a-z][a-z0-9._-]{0,20}", fullmatch=True),
     resume=st.none() | texts,
     seed=st.integers(0, 2**63 - 1),

@@ -152,8 +152,8 @@ def _around(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[A
         trainer._known_hooks[key] = _known(trainer, host, hook_name)
     whole, purpose, runs_layers = trainer._known_hooks[key]
     strategy: Any = trainer.strategy
-    around = strategy.around_hook(hook_name, whole=whole) if strategy.hides_weights else nullcontext()
-    more = strategy.outside_steps() if runs_layers else []
+    around = strategy.weights.around_hook(hook_name, whole=whole) if strategy.weights.hides else nullcontext()
+    more = strategy.weights.outside_steps() if runs_layers else []
     if purpose is not None:
         more = [*more, drawn_alike(trainer, purpose, whole=hook_name not in LOOK_AT_GRADIENTS)]
     return _all_of(around, *more) if more else around
@@ -162,7 +162,7 @@ def _around(trainer: Any, host: Any, hook_name: str) -> AbstractContextManager[A
 def _known(trainer: Any, host: Any, hook_name: str) -> tuple[bool, str | None, bool]:
     """Whether it sees whole weights, for what purpose it draws what all ranks draw, whether it may run layers."""
     strategy, module = trainer.strategy, trainer.lightning_module
-    whole = strategy.hides_weights and sees_whole_weights(host, hook_name, strategy.plan.whole_weights_in)
+    whole = strategy.weights.hides and sees_whole_weights(host, hook_name, strategy.plan.whole_weights_in)
     # The next batch's hook draws for samples, which differ between ranks. Others may draw for weights.
     for_weights = has_weights(hook_name) and is_of_training(hook_name) and hook_name != "on_train_batch_start"
     alike = trainer.world_size > 1 and is_users(host, hook_name) and (for_weights or hook_name in LOOK_AT_GRADIENTS)

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.train_state import TrainState
@@ -26,6 +26,7 @@ from shardwise.data.evaluation import EvaluationLoader
 from shardwise.data.loaders import TrainLoader
 from shardwise.data.loss_weight import weigher_of
 from shardwise.data.transfer import BatchTransfer
+from shardwise.distributed.collectives import sum_over
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.process_group import gather_metrics_among, group_timeout
 from shardwise.distributed.rng import derived_seed, random_state, seed_streams, set_random_state
@@ -35,7 +36,7 @@ from shardwise.lightning_internals.padding import EvaluationPadding
 from shardwise.lightning_internals.results import step_logging
 from shardwise.optim.optimizers import check_one_owner, order_alike, step_schedules_unless
 from shardwise.parallel.activation_checkpointing import explain, without_caches
-from shardwise.parallel.parallelize import copy_outside_units, parallelize
+from shardwise.parallel.parallelize import copy_outside_units, parallelize, prepare_float8
 from shardwise.parallel.precision import ParameterSites, cast_late_layers
 from shardwise.parallel.units import Units, units_for
 from shardwise.plan import Plan
@@ -47,33 +48,39 @@ from shardwise.step.record import StepRecord, StepRecorder
 from shardwise.step.verdict import StepVerdict
 from shardwise.step.window import AccumulationWindow, check_output
 from shardwise.strategies.checkpoint_hooks import CheckpointHooks
-from shardwise.strategies.copied_parameters import CopiedParameters
-from shardwise.strategies.gathered import GatheringHooks
 from shardwise.strategies.refusals import CollectiveOrder, FrozenForGood, refuse_loaders_together, refuse_parameters
 from shardwise.strategies.sharded_state import DTensorState
+from shardwise.strategies.weights_in_hooks import WeightsInHooks
 from shardwise.strategies.whole_weights import check_loss
 from shardwise.weights.initialize import refuse_unfilled
 
-if TYPE_CHECKING:  # not every run has an axis whose ranks share batches
+if TYPE_CHECKING:  # not every run has these
+    from shardwise.parallel.float8 import Float8Layers
+    from shardwise.parallel.tensor_parallel import TensorParallel
     from shardwise.strategies.shared_batches import SharedBatches
 
 
 class PlannedStrategy(
     CheckpointHooks,
-    CopiedParameters,
-    GatheringHooks,
     ParallelStrategy,
 ):
     """The hooks that are the same under every strategy. Each strategy mixes them into one of Lightning's."""
 
     runs_inside_forward = True  # whether a step must run inside the forward of the wrapped module
+    weights_class: type[WeightsInHooks] = WeightsInHooks  # what hooks see of weights
     scales_by_gradient = True  # whether the backward pass may start from another gradient than 1
     train_loader: TrainLoader | None = None
+    float8: Float8Layers | None  # the layers that multiply in fp8
     shared: SharedBatches | None  # where ranks share batches
     sharded: DTensorState  # finds parameters and optimizer state
 
-    def _use(self, plan: Plan, precision: Callable[[Plan, StepVerdict], PlannedPrecision] = PlannedPrecision) -> None:
+    def _use(
+        self,
+        plan: Plan,
+        precision: Callable[[Plan, StepVerdict], PlannedPrecision] = PlannedPrecision,
+    ) -> None:
         self.plan, self.mesh = plan, Mesh(plan)
+        self.weights, self.float8 = self.weights_class(self), None
         self.verdict = StepVerdict(plan, self.mesh)
         self.order = CollectiveOrder(plan, lambda: self.module_name, self.file_group)
         self.precision_plugin = precision(plan, self.verdict)
@@ -119,9 +126,29 @@ class PlannedStrategy(
         self.step_forward = StepForward(
             module, self.plan, self.planned_precision, self._outside_units, self._forward_redirection
         )
-        self._prepare_hooks(module)
+        self.weights.run_layers_as_in_steps(module)
         if self.plan.precision.loss_scaling:
             step_schedules_unless(module, lambda: self.verdict.skipped_by_scaler)
+
+    def _keeps_whole(self, parameter: nn.Parameter) -> bool:
+        """Whether every rank keeps the whole `parameter`."""
+        return False
+
+    def _is_copied(self, parameter: nn.Parameter) -> bool:
+        """Whether shardwise makes low-precision copies of `parameter`."""
+        return self._keeps_whole(parameter) and not (self.float8 and self.float8.cast_from_master(parameter))
+
+    def _prepare_float8(self, module: LightningModule, divided: TensorParallel | None = None) -> None:
+        """Let layers multiply in fp8 if the Plan says so, and tell the user which."""
+        self.float8 = prepare_float8(module, self.plan, divided)
+        if self.float8 is not None and self.is_global_zero:
+            slow = self.plan.compile.name == "none" and self.plan.accelerator == "cuda"
+            print(f"{self.float8}{'; slow without compile=layer or model' if slow else ''}", flush=True)
+
+    def refresh_float8(self) -> None:
+        """Compute the scales of weights that are gathered in fp8. Collective."""
+        if self.float8 is not None:
+            self.float8.refresh_scales()
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -205,7 +232,7 @@ class PlannedStrategy(
         if self.shared is not None:
             self.shared.begin_batch(*args)
         if self._weights_may_be_new(name):
-            self._refresh_float8()
+            self.refresh_float8()
         self.order.begin(name, reduces=len(self.window.losses) + 1 == self.window.micro_batches)
         output = self.step_forward.run(self.model if self.runs_inside_forward else None, name, *args, **kwargs)
         if name != "training_step" or not self.module.automatic_optimization:  # no backward pass follows
@@ -213,6 +240,10 @@ class PlannedStrategy(
         if self.shared is not None:
             self.shared.end_batch()
         return output
+
+    def _weights_may_be_new(self, name: str) -> bool:
+        """Whether the step `name` may see weights that the one before has not seen."""
+        return name != "training_step" or not self.window.losses  # a step's further micro-batches see the same weights
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self._run_step("training_step", *args, **kwargs)
@@ -350,7 +381,22 @@ class PlannedStrategy(
         # `self.log(..., sync_dist=True)` averages batch sizes over ranks. In integers the mean of 7 and 6 would be 6.
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
             tensor = tensor.to(torch.float64)
-        return super().reduce(tensor, group, reduce_op)
+        return super().reduce(tensor, self._counting_once(group), reduce_op)  # type: ignore[safe-super]
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return super().all_gather(tensor, self._counting_once(group), sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = torch.tensor(int(decision), device=self.root_device)
+        world = self.mesh.group("world")
+        sum_over(world, votes)
+        return bool(votes == world.size()) if all else bool(votes)
+
+    def _counting_once(self, group: Any) -> Any:
+        """The group of a collective of the module's own, in which peers that see the same samples are not all."""
+        if group is not None or self.plan.topology.is_data_parallel_only:
+            return group
+        return self.mesh.group("loss")
 
     def on_test_start(self) -> None:
         refuse_loaders_together(self.module.trainer, self.plan)

@@ -9,8 +9,7 @@ whose gradients are all-reduced once a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -25,13 +24,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.distributed.collectives import broadcast_from_rank_zero
-from shardwise.distributed.dtensor import listing_whole, reading_whole, whole_tensor
 from shardwise.distributed.parameters import keep_notes, refuse_gradient_hooks, renew_references
 from shardwise.distributed.symmetric_memory import let_compiler_copy
 from shardwise.distributed.views import assigning_whole
 from shardwise.errors import ConfigError, class_name
-from shardwise.lightning_internals.hook_names import LOOK_AT_GRADIENTS, NOT_GATHERED, has_weights
-from shardwise.lightning_internals.logged import LoggedValue, take_logged_by
+from shardwise.lightning_internals.logged import take_logged_by
 from shardwise.parallel.functional_calls import refuse_functional_calls
 from shardwise.parallel.parallelize import roots_of
 from shardwise.parallel.passed_through import return_passed_tensors
@@ -46,13 +43,16 @@ from shardwise.strategies.fsdp_scalars import FsdpPrecision, Scalars
 from shardwise.strategies.fsdp_views import ShardsInHooks
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.strategies.step_on_shards import hand_over, take_new_shards
-from shardwise.strategies.whole_in_hooks import whole_in_place_of_shards
-from shardwise.strategies.whole_weights import InnerBackwards, explain, explaining_parts, show_outputs
+from shardwise.strategies.whole_in_hooks import FsdpWeights
+from shardwise.strategies.whole_weights import InnerBackwards, explain, show_outputs
 from shardwise.weights.initialize import Materializer
 
 
 class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     """Lightning's ModelParallelStrategy, which here shards any module by itself, on the Plan's mesh."""
+
+    weights_class = FsdpWeights
+    weights: FsdpWeights
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(timeout=timedelta(minutes=plan.strategy.timeout_minutes))
@@ -70,74 +70,25 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.plan.topology.data_parallel_size, "rank": self.mesh.data_rank(self.global_rank)}
 
-    hides_weights = True
-
-    def around_hook(self, hook: str, *, whole: bool) -> AbstractContextManager[None]:
-        if hook not in NOT_GATHERED:
-            around = super().around_hook(hook, whole=whole)
-            return around if whole or not has_weights(hook) else explaining_parts(hook, self)
-        if hook not in LOOK_AT_GRADIENTS:
-            return self._shards.around_hook(hook)
-        numbers = (
-            listing_whole()
-            if self.sharded.tensor_parallel is None
-            else of_parts.refused(f"{hook} of {self.module_name}")
-        )
-        return self._shards.around_hook(hook, numbers)
-
-    def _read_whole_numbers(self) -> None:
-        """From here to the end of the run, numbers that are read of weights and gradients are those of whole ones."""
-
-        def read(part: DTensor) -> Tensor:
-            if self.sharded.tensor_parallel is not None:
-                raise of_parts.read_by(self.module_name)
-            return part.full_tensor()
-
-        reading = ExitStack()
-        reading.enter_context(reading_whole(read))
-        self.at_teardown(reading.close)
-
-    def _take_logged(self, logged: LoggedValue) -> Any:
-        if self.sharded.tensor_parallel is not None and isinstance(logged.value, DTensor):
-            raise of_parts.read_by(f"{logged.hook} of {self.module_name}")
-        assert self.shared is not None
-        return self.shared.take_logged(replace(logged, value=whole_tensor(logged.value)))
-
-    @contextmanager
-    def whole_parameters(self, hook: str) -> Iterator[None]:
-        """Gather the master weights. What the hook writes into them is copied into the shards afterwards."""
-        self.planned_precision.wait_for_checkpoint_copy()
-        try:
-            with whole_in_place_of_shards(self.module, self.sharded):
-                yield
-            refuse_gradient_hooks(self.module, self.module_name, self.plan.strategy.name)
-        except AssertionError as error:
-            if "does not support deepcopy" not in str(error):
-                raise
-            raise ConfigError(
-                f"{hook} of {self.module_name} or of a callback copies layers that {self.plan.strategy.name} shards: "
-                f"make the copy in __init__, and write the weights into it here, or use strategy=ddp"
-            ) from error
-
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self._read_whole_numbers()
+        self.weights.read_whole_numbers()
         self.at_teardown(keep_frozen())
         assigning = ExitStack()
         assigning.enter_context(assigning_whole())
         self.at_teardown(assigning.close)
         if not self.plan.topology.is_data_parallel_only:
-            take_logged_by(trainer, self._take_logged)
+            take_logged_by(trainer, self.weights.take_logged)
         self._shard()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             renew_references(self.module)
-            with self._shards.writable():
+            with self.weights.shards.writable():
                 self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 hand_over(optimizer, self.sharded, self.plan.strategy.name)
-                optimizer.around_step = partial(self._shards.around_step, optimizer)  # type: ignore[attr-defined]
+                optimizer.around_step = partial(self.weights.shards.around_step, optimizer)  # type: ignore[attr-defined]
         self.setup_precision_plugin()
         refuse_gradient_hooks(self.module, self.module_name, self.plan.strategy.name)
         self._end_setup()
@@ -159,7 +110,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             divided.wrap(module)
         if self.shared is not None:
             self.shared.share_draws(units, divided)
-        self._shards = ShardsInHooks(
+        self.weights.shards = ShardsInHooks(
             module, None if divided is None else partial(of_parts.refuse_writes, self.module_name)
         )
         self._parallelize(module, units, casts_inputs=False)
@@ -186,7 +137,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
                     name = name or "what is outside of units"
                     fsdp_gathering.before_gathering(group, self.order.add(f"gathers {name}"))
                     _reduce_unused_as_zero(group, self.order.add(f"reduces the gradients of {name}"))
-                self._shards.watch_hooks(group)
+                self.weights.shards.watch_hooks(group)
             if isinstance(layer, nn.RNNBase):
                 layer.flatten_parameters = _do_not_flatten  # type: ignore[method-assign]
         if self.float8 is not None:  # before the roots begin: FSDP2 looks then who gathers in fp8
@@ -196,7 +147,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         if divided is not None:
             for parameter in divided.divided():
                 self.planned_precision.divide(parameter, self.mesh.group("tensor"))
-        self._backwards = InnerBackwards(module, module.automatic_optimization)
+        self.backwards = InnerBackwards(module, module.automatic_optimization)
         broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("stage"))
         self._begin_roots()
         ranks = self.mesh.group("loss") if self.plan.topology.loss_size > 1 else None
@@ -270,8 +221,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         backward = super().backward
-        with self._explaining(), self._shards.paused():
-            loss: Tensor = self._backwards.run(lambda: backward(closure_loss, optimizer, *args, **kwargs))
+        with self._explaining(), self.weights.shards.paused():
+            loss: Tensor = self.backwards.run(lambda: backward(closure_loss, optimizer, *args, **kwargs))
         if self.module.automatic_optimization:
             self.order.end()
         return loss
@@ -287,11 +238,11 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             self.sharded.tensor_parallel.sum_gradients(dtype_of(self.plan.precision.reduce_dtype))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._explaining(), self._shards.paused():
+        with self._explaining(), self.weights.shards.paused():
             return super().training_step(*args, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._shards.paused():
+        with self.weights.shards.paused():
             return super().optimizer_step(*args, **kwargs)
 
     @contextmanager
@@ -306,7 +257,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             raise
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._backwards.begin_batch()
+        self.backwards.begin_batch()
         self._scalars.hold_hooks()
         take_new_shards(self.optimizers)
         if self.sharded.tensor_parallel is not None:
@@ -315,14 +266,14 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     def _note_step(self, *_: Any) -> None:
         super()._note_step()
-        self._backwards.reshard()  # a layer that is still gathered, for a hook, say, would use its old weights
+        self.backwards.reshard()  # a layer that is still gathered, for a hook, say, would use its old weights
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Do not reduce gradients inside. Lightning's version needs `no_sync`, which FSDP2 does not have."""
         self._sync_is_blocked = True
         try:
-            with fsdp_gathering.switched_off(self._backwards.layers, self._reduction):
+            with fsdp_gathering.switched_off(self.backwards.layers, self._reduction):
                 yield
         finally:
             self._sync_is_blocked = False
@@ -335,25 +286,8 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         """
         return "set_requires_gradient_sync" if self.plan.strategy.defer_gradient_sync else "set_requires_all_reduce"
 
-    def _bytes_to_gather(self) -> int:
-        width = dtype_of(self.plan.precision.compute_dtype).itemsize
-        return sum(p.numel() * width for unit in self._freed_units() for p in unit.parameters())
-
-    def _gathering(self) -> AbstractContextManager[None]:
-        self._refresh_float8()
-        return fsdp_gathering.kept_gathered(self._freed_units())
-
-    def _freed_units(self) -> list[Any]:
-        """The units that are freed after their forward pass, and gathered again for the next one."""
-        units = [unit for _, unit in self.units.modules] if self.plan.strategy.reshard_after_forward else []
-        return [unit for unit in units if isinstance(unit, FSDPModule)]
-
-    def _reshard(self) -> None:
-        """Free the gathered copies that the root keeps after an evaluation, since they are not the master weights."""
-        fsdp_gathering.free_gathered(self.module)
-
     def _make_sharded_state(self, module: LightningModule) -> DTensorState:
-        return DTensorState(module, lambda: self.optimizers, self._reshard)
+        return DTensorState(module, lambda: self.optimizers, lambda: fsdp_gathering.free_gathered(module))
 
 
 def _do_not_flatten() -> None:

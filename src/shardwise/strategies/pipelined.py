@@ -6,8 +6,7 @@ stubs (parallel/pipeline/stages.py). Rank 0 has the last stage, so losses and lo
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch.optim import Optimizer
 from shardwise.distributed.collectives import sum_over
 from shardwise.distributed.dtensor import local_part
 from shardwise.distributed.process_group import group_timeout
-from shardwise.errors import ConfigError
 from shardwise.lightning_internals.results import in_micro_batch
 from shardwise.parallel.activation_checkpointing import explain
 from shardwise.parallel.pipeline.engine import Engine
@@ -32,10 +30,11 @@ from shardwise.plan import Plan
 from shardwise.plan.pipeline_schedule import make_schedule
 from shardwise.process.watchdog import progress
 from shardwise.step.pipeline_window import PipelineWindow, shapes_in
+from shardwise.strategies.fsdp_gathering import free_gathered
 from shardwise.strategies.pipelined_buffers import OwnBuffers
 from shardwise.strategies.pipelined_checks import check_module, loss_in, one_tensor
 from shardwise.strategies.pipelined_gradients import StageGradients
-from shardwise.strategies.pipelined_logs import PipelinedLogs
+from shardwise.strategies.pipelined_logs import PipelinedLogs, PipelinedWeights
 from shardwise.strategies.pipelined_state import PipelinedState
 from shardwise.strategies.sharded_state import DTensorState
 from shardwise.weights.initialize import Materializer
@@ -44,6 +43,7 @@ from shardwise.weights.initialize import Materializer
 class PipelinedStrategy(PipelinedLogs):
     """FSDP2 inside the stages of a pipeline."""
 
+    weights_class = PipelinedWeights
     window: PipelineWindow
     engine: Engine
 
@@ -83,7 +83,7 @@ class PipelinedStrategy(PipelinedLogs):
 
     def _make_sharded_state(self, module: LightningModule) -> DTensorState:
         group = self.mesh.group("pipeline")
-        return PipelinedState(module, lambda: self.optimizers, self._reshard, group)
+        return PipelinedState(module, lambda: self.optimizers, lambda: free_gathered(module), group)
 
     def _divide_layers(self, module: LightningModule) -> TensorParallel | None:
         divided = super()._divide_layers(module)
@@ -127,7 +127,7 @@ class PipelinedStrategy(PipelinedLogs):
         if (scaler := self.planned_precision.scaler) is not None:
             scaler.scale(torch.zeros((), device=self.root_device))  # makes the scale: each stage unscales
         self._share_logs(trainer)
-        self._gradients = StageGradients(self.plan, self.module, self.stages, self._backwards.layers, self.count)
+        self._gradients = StageGradients(self.plan, self.module, self.stages, self.backwards.layers, self.count)
 
     @property
     def stream_rank(self) -> int:
@@ -145,9 +145,9 @@ class PipelinedStrategy(PipelinedLogs):
         self._step_name, self._optimizer = "training_step", optimizer
         self._place = f"step {self.module.trainer.global_step + 1}"
         self._gradients.begin_step()
-        self._refresh_float8()
+        self.refresh_float8()
         with self._explaining(), self.streams.apart():
-            self._backwards.run(lambda: self.engine.run(self.schedule, self))
+            self.backwards.run(lambda: self.engine.run(self.schedule, self))
         self._check_metrics()
         self.stages.rest()
         self._settle_gradients()
@@ -196,7 +196,7 @@ class PipelinedStrategy(PipelinedLogs):
                     torch.autograd.backward(output, gradient)
                     self.precision_plugin.post_backward(output, self.module)
                 elif self._gradients.are_due(is_last, is_end):  # nothing of this stage needs gradients in this pass
-                    self._backwards.end()
+                    self.backwards.end()
             except RuntimeError as error:
                 if (explained := explain(error, self.module_name)) is not None:
                     raise explained from None
@@ -241,7 +241,7 @@ class PipelinedStrategy(PipelinedLogs):
         self._step_name = name
         result = super()._evaluate("pipelined_evaluation", *args, **kwargs)
         self._check_metrics()
-        return result if self._is_last else None
+        return result if self.is_last else None
 
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if name != "pipelined_evaluation":
@@ -252,7 +252,7 @@ class PipelinedStrategy(PipelinedLogs):
             output = self._run_stage(stage, received, args, kwargs)
             return output if stage == self.count - 1 else one_tensor(output, f"{self.module_name}.{self._step_name}")
 
-        self._refresh_float8()
+        self.refresh_float8()
         self._place = progress.activity  # which batch it is
         with self._explaining(), self.streams.apart():
             result = self.engine.evaluate((self._step_name, shapes_in(args)), forward)
@@ -270,13 +270,3 @@ class PipelinedStrategy(PipelinedLogs):
     def on_test_end(self) -> None:
         self._links.wait()
         super().on_test_end()
-
-    # What ranks of other stages do not take part in
-
-    @contextmanager
-    def kept_gathered(self) -> Iterator[None]:
-        raise ConfigError(
-            f"{self.module_name} generates text, which takes many passes through its layers, and a pipeline makes one "
-            f"in a step; leave it out, or use strategy.pipeline_parallel_size=1"
-        )
-        yield

@@ -20,6 +20,7 @@ from shardwise.parallel.pipeline.absent import NothingFromMeta, is_absent, refus
 from shardwise.parallel.pipeline.stages import Stages
 from shardwise.strategies.fsdp import FsdpStrategy
 from shardwise.strategies.fsdp_gathering import free_gathered
+from shardwise.strategies.whole_in_hooks import FsdpWeights
 
 _ONE = "use strategy.pipeline_parallel_size=1"
 _LOOK_AT_RESULTS = [f"on_{stage}_{when}" for stage in ("validation", "test") for when in ("batch_end", "epoch_end")]
@@ -32,7 +33,7 @@ class PipelinedLogs(FsdpStrategy):
     position: int  # of this rank in its pipeline
 
     @property
-    def _is_last(self) -> bool:
+    def is_last(self) -> bool:
         """Whether this rank has the last stage, which alone knows losses and logs."""
         return self.position == self.plan.topology.pipeline - 1
 
@@ -44,17 +45,7 @@ class PipelinedLogs(FsdpStrategy):
         found = [{name: value.detach().cpu() for name, value in own.items() if isinstance(value, Tensor)}]
         group = self.mesh.group("pipeline")
         dist.broadcast_object_list(found, group_src=0, group=group, device=self.root_device)
-        return {} if self._is_last else {name: value.to(self.root_device) for name, value in found[0].items()}
-
-    def _take_logged(self, logged: LoggedValue) -> Any:
-        """Refuse what the last stage logs and does not have. Another stage's values are not looked at."""
-        of = logged.value
-        absent = of if is_absent(of) else _absent_state(of) if isinstance(of, Metric) else None
-        if absent is None:
-            return super()._take_logged(logged)
-        if self._is_last:
-            raise refusal_of(absent, f"{self.module_name}: {logged.hook} logs {logged.name!r}, which comes from")
-        return None
+        return {} if self.is_last else {name: value.to(self.root_device) for name, value in found[0].items()}
 
     def _check_metrics(self) -> None:
         """Refuse numbers of other stages in the metrics of the module: some would be lost among the ranks' own.
@@ -62,7 +53,7 @@ class PipelinedLogs(FsdpStrategy):
         Raises:
             ConfigError
         """
-        for name, layer in self.module.named_modules() if self._is_last else ():
+        for name, layer in self.module.named_modules() if self.is_last else ():
             if isinstance(layer, Metric) and (absent := _absent_state(layer)) is not None:
                 raise refusal_of(absent, f"{self.module_name}: the metric {name} is given")
 
@@ -81,29 +72,43 @@ class PipelinedLogs(FsdpStrategy):
                 f"pipeline ({first}); move that into the layer, leave it out, or {_ONE}"
             ) from error
 
-    # Hooks
+
+class PipelinedWeights(FsdpWeights):
+    """Weights of which a rank has those of its own stages."""
+
+    strategy: PipelinedLogs
+
+    def take_logged(self, logged: LoggedValue) -> Any:
+        """Refuse what the last stage logs and does not have. Another stage's values are not looked at."""
+        of = logged.value
+        absent = of if is_absent(of) else _absent_state(of) if isinstance(of, Metric) else None
+        if absent is None:
+            return super().take_logged(logged)
+        if self.strategy.is_last:
+            raise refusal_of(absent, f"{self.name}: {logged.hook} logs {logged.name!r}, which comes from")
+        return None
 
     @contextmanager
-    def whole_parameters(self, hook: str) -> Iterator[None]:
+    def make_whole(self, hook: str) -> Iterator[None]:
         free_gathered(self.module)  # while each weight is where FSDP2 put it: a weight that stages share moves below
         try:
             meta: Any = NothingFromMeta  # other stages' weights have no memory
-            with self.stages.whole(), super().whole_parameters(hook), meta():
+            with self.strategy.stages.whole(), super().make_whole(hook), meta():
                 yield
         except (RuntimeError, NotImplementedError) as error:
             if "meta" not in str(error):
                 raise
             raise ConfigError(
-                f"{hook} of {self.module_name} or of a callback computes with weights of all layers, and in a pipeline "
+                f"{hook} of {self.name} or of a callback computes with weights of all layers, and in a pipeline "
                 f"a rank has those of its own stage; {_ONE}, or shardwise export for the weights of a checkpoint"
             ) from error
 
     def around_hook(self, hook: str, *, whole: bool) -> AbstractContextManager[None]:
         if hook == "on_after_backward" and self.plan.strategy.reshard_after_forward is False:
-            self._backwards.reshard()  # it comes after each micro-batch, and sees shards and their gradients
+            self.strategy.backwards.reshard()  # it comes after each micro-batch, and sees shards and their gradients
         if hook == "on_before_zero_grad" and whole:
             raise ConfigError(
-                f"whole_weights_in=[on_before_zero_grad]: in a pipeline this hook of {self.module_name} or of a "
+                f"whole_weights_in=[on_before_zero_grad]: in a pipeline this hook of {self.name} or of a "
                 f"callback comes before all layers have run; do that in on_train_batch_end, or {_ONE}"
             )
         around = super().around_hook(hook, whole=whole)
@@ -111,11 +116,13 @@ class PipelinedLogs(FsdpStrategy):
             return self._showing_weights(around)
         if hook == "on_train_batch_end":
             return self._explaining_outputs(around)
-        return around if hook not in _LOOK_AT_RESULTS or self._is_last else self._explaining_results(hook, around)
+        return (
+            around if hook not in _LOOK_AT_RESULTS or self.strategy.is_last else self._explaining_results(hook, around)
+        )
 
     @contextmanager
     def _showing_weights(self, around: AbstractContextManager[None]) -> Iterator[None]:
-        with self.stages.shown(), around:
+        with self.strategy.stages.shown(), around:
             yield
 
     @contextmanager
@@ -126,7 +133,7 @@ class PipelinedLogs(FsdpStrategy):
                 yield
         except KeyError as error:
             raise ConfigError(
-                f"on_train_batch_end of {self.module_name} or of a callback finds no {error}: in a pipeline the "
+                f"on_train_batch_end of {self.name} or of a callback finds no {error}: in a pipeline the "
                 f"micro-batches of a step run together, when the last of them has come, and what training_step returns "
                 f"beside the loss is not kept; log it in training_step, or {_ONE}"
             ) from error
@@ -142,10 +149,18 @@ class PipelinedLogs(FsdpStrategy):
                 raise
             step = f"{hook.split('_')[1]}_step"
             raise ConfigError(
-                f"{hook} of {self.module_name} or of a callback failed on a stage of the pipeline that has no results "
+                f"{hook} of {self.name} or of a callback failed on a stage of the pipeline that has no results "
                 f"({type(error).__name__}: {error}): {step} runs to its end on the last stage alone, so elsewhere its "
                 f"outputs are None and lists that it fills are empty; let the hook do nothing there, or log in {step}"
             ) from error
+
+    @contextmanager
+    def kept_gathered(self) -> Iterator[None]:
+        raise ConfigError(
+            f"{self.name} generates text, which takes many passes through its layers, and a pipeline makes one "
+            f"in a step; leave it out, or use strategy.pipeline_parallel_size=1"
+        )
+        yield
 
 
 def _absent_state(metric: Metric) -> Tensor | None:

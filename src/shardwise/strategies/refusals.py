@@ -44,7 +44,7 @@ def _embeds(layer: nn.Module) -> bool:
 
 
 def refuse_loaders_together(trainer: Trainer, plan: Plan) -> None:
-    """Raises ConfigError: batches of several loaders come at once, and a rank may have samples of some of them alone."""
+    """Raises ConfigError: batches of several loaders come at once. A rank may have samples of some of them alone."""
     if plan.topology.data_parallel_size > 1 and evaluates_loaders_together(trainer):
         raise ConfigError(
             "a CombinedLoader gives batches of several loaders at once, and on several ranks an evaluation would "

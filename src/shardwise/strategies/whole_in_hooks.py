@@ -8,20 +8,101 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardwise.distributed.dtensor import local_part
-from shardwise.distributed.parameters import keep_attributes, keep_notes, renew_optimizer, renew_references
+from shardwise.distributed.dtensor import listing_whole, local_part, reading_whole, whole_tensor
+from shardwise.distributed.parameters import (
+    keep_attributes,
+    keep_notes,
+    refuse_gradient_hooks,
+    renew_optimizer,
+    renew_references,
+)
+from shardwise.errors import ConfigError
+from shardwise.lightning_internals.hook_names import LOOK_AT_GRADIENTS, NOT_GATHERED, has_weights
+from shardwise.lightning_internals.logged import LoggedValue
+from shardwise.parallel.precision import dtype_of
 from shardwise.parallel.tensor_parallel import divided_layers
+from shardwise.strategies import fsdp_gathering, of_parts
 from shardwise.strategies.fsdp_gathering import free_gathered
+from shardwise.strategies.fsdp_views import ShardsInHooks
 from shardwise.strategies.sharded_state import DTensorState
-from shardwise.strategies.whole_weights import groups_of
+from shardwise.strategies.weights_in_hooks import WeightsInHooks
+from shardwise.strategies.whole_weights import explaining_parts, groups_of
+
+
+class FsdpWeights(WeightsInHooks):
+    """Weights of which each rank has a part. Hooks of a batch see these parts, with `shards` around them."""
+
+    hides = True
+    shards: ShardsInHooks
+
+    def around_hook(self, hook: str, *, whole: bool) -> AbstractContextManager[None]:
+        if hook not in NOT_GATHERED:
+            around = super().around_hook(hook, whole=whole)
+            return around if whole or not has_weights(hook) else explaining_parts(hook, self.strategy)
+        if hook not in LOOK_AT_GRADIENTS:
+            return self.shards.around_hook(hook)
+        numbers = (
+            listing_whole()
+            if self.strategy.sharded.tensor_parallel is None
+            else of_parts.refused(f"{hook} of {self.name}")
+        )
+        return self.shards.around_hook(hook, numbers)
+
+    def read_whole_numbers(self) -> None:
+        """From here to the end of the run, numbers that are read of weights and gradients are those of whole ones."""
+
+        def read(part: DTensor) -> Tensor:
+            if self.strategy.sharded.tensor_parallel is not None:
+                raise of_parts.read_by(self.name)
+            return part.full_tensor()
+
+        reading = ExitStack()
+        reading.enter_context(reading_whole(read))
+        self.strategy.at_teardown(reading.close)
+
+    def take_logged(self, logged: LoggedValue) -> Any:
+        if self.strategy.sharded.tensor_parallel is not None and isinstance(logged.value, DTensor):
+            raise of_parts.read_by(f"{logged.hook} of {self.name}")
+        assert self.strategy.shared is not None
+        return self.strategy.shared.take_logged(replace(logged, value=whole_tensor(logged.value)))
+
+    @contextmanager
+    def make_whole(self, hook: str) -> Iterator[None]:
+        """Gather the master weights. What the hook writes into them is copied into the shards afterwards."""
+        self.strategy.planned_precision.wait_for_checkpoint_copy()
+        try:
+            with whole_in_place_of_shards(self.module, self.strategy.sharded):
+                yield
+            refuse_gradient_hooks(self.module, self.name, self.plan.strategy.name)
+        except AssertionError as error:
+            if "does not support deepcopy" not in str(error):
+                raise
+            raise ConfigError(
+                f"{hook} of {self.name} or of a callback copies layers that {self.plan.strategy.name} shards: "
+                f"make the copy in __init__, and write the weights into it here, or use strategy=ddp"
+            ) from error
+
+    def _bytes_to_gather(self) -> int:
+        width = dtype_of(self.plan.precision.compute_dtype).itemsize
+        return sum(p.numel() * width for unit in self._freed_units() for p in unit.parameters())
+
+    def _gathering(self) -> AbstractContextManager[None]:
+        self.strategy.refresh_float8()
+        return fsdp_gathering.kept_gathered(self._freed_units())
+
+    def _freed_units(self) -> list[Any]:
+        """The units that are freed after their forward pass, and gathered again for the next one."""
+        units = [unit for _, unit in self.strategy.units.modules] if self.plan.strategy.reshard_after_forward else []
+        return [unit for unit in units if isinstance(unit, FSDPModule)]
 
 
 @contextmanager

@@ -9,69 +9,51 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.drawn_alike import is_of_training
 from shardwise.lightning_internals.hook_names import has_weights
-from shardwise.strategies.base import PlannedStrategy
+from shardwise.strategies.weights_in_hooks import WeightsInHooks
 from shardwise.strategies.zero.empty_weights import EmptyWeightsRefused
-from shardwise.strategies.zero.groups import ParameterGroups
-from shardwise.strategies.zero.internals import gathered
+from shardwise.strategies.zero.internals import gathered, kept_gathered
 
-_WATCHED = 8  # steps of each kind in which reads of empty weights are refused: each call of torch takes a little longer
+if TYPE_CHECKING:
+    from shardwise.strategies.zero.strategy import ZeroStrategy
+
+WATCHED = 8  # steps of each kind in which reads of empty weights are refused: each call of torch takes a little longer
 
 
-class HooksUnderZero(PlannedStrategy):
-    """The part of a ZeRO strategy that is put around hooks."""
+class ZeroWeights(WeightsInHooks):
+    """Weights that are in DeepSpeed's hands."""
 
-    hides_weights = True
-    groups: ParameterGroups | None = None  # of the optimizer, in training
-    _steps_of: dict[str, int]  # how many steps of each kind this process has begun
+    hides = True
+    strategy: ZeroStrategy
     _before_evaluation: dict[str, float] | None = None  # the norm of each trained weight
 
     def around_hook(self, hook: str, *, whole: bool) -> AbstractContextManager[None]:
         around = super().around_hook(hook, whole=whole)
         if self.plan.zero_stage < 3 or not has_weights(hook):
             return around
-        return self._refusing_empty_around(around, f"{hook} of {self.module_name} or of a callback")
+        return self._refusing_empty_around(around, f"{hook} of {self.name} or of a callback")
 
     @contextmanager
     def _refusing_empty_around(self, around: AbstractContextManager[None], where: str) -> Iterator[None]:
-        with around, self._refusing_empty(where):
+        with around, self.refusing_empty(where):
             yield
 
-    def _refusing_empty(self, where: str) -> EmptyWeightsRefused:
+    def refusing_empty(self, where: str) -> EmptyWeightsRefused:
         return EmptyWeightsRefused(self._names, where)
 
     @cached_property
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in self.module.named_parameters()}
 
-    def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        self._steps_of[name] = number = self._steps_of.get(name, 0) + 1
-        # What is compiled would be compiled once more; a resumed run computes its steps as it did before
-        if self.plan.zero_stage < 3 or number > _WATCHED or self.plan.compile.name != "none":
-            return super()._run_step(name, *args, **kwargs)
-        with self._refusing_empty(f"{self.module_name}.{name}"):
-            return super()._run_step(name, *args, **kwargs)
-
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
-        self.order.end()
-        return loss
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.groups is not None:
-            self.groups.check()
-        return super().optimizer_step(*args, **kwargs)
-
     @contextmanager
-    def whole_parameters(self, hook: str) -> Iterator[None]:
+    def make_whole(self, hook: str) -> Iterator[None]:
         """Gather the weights for a hook. It may write into frozen parameters, such as an average.
 
         DeepSpeed's next step overwrites trained ones: who sets others for an evaluation puts them back at its end.
@@ -79,10 +61,10 @@ class HooksUnderZero(PlannedStrategy):
         trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         with self._gathered(list(trained.values())):
             before = _norms(trained)
-            if self.groups is None:
+            if self.strategy.groups is None:
                 yield
             else:
-                with self.groups.shown():
+                with self.strategy.groups.shown():
                     yield
             after = _norms(trained)
         if is_of_training(hook) or hook.endswith("model_train"):  # that one comes at the end of an evaluation
@@ -90,12 +72,7 @@ class HooksUnderZero(PlannedStrategy):
         else:
             self._before_evaluation = self._before_evaluation or before
 
-    def on_validation_end(self) -> None:
-        """Check the weights, after the hooks of module and callbacks."""
-        super().on_validation_end()
-        self._check_evaluation()
-
-    def _check_evaluation(self) -> None:
+    def check_evaluation(self) -> None:
         before, self._before_evaluation = self._before_evaluation, None
         if before is not None:
             trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
@@ -105,9 +82,9 @@ class HooksUnderZero(PlannedStrategy):
     def _refuse_writes(self, before: dict[str, float], after: dict[str, float], where: str) -> None:
         # NaN differs from itself, and is no sign of a write.
         changed = [name for name, norm in after.items() if norm != before[name] and not math.isnan(norm)]
-        if changed and self.state.is_training:
+        if changed and self.strategy.state.is_training:
             raise ConfigError(
-                f"{self.module_name} or a callback writes into {', '.join(changed[:4])} in {where}: under "
+                f"{self.name} or a callback writes into {', '.join(changed[:4])} in {where}: under "
                 f"{self.plan.strategy.name} trained weights are in DeepSpeed's hands, and this would be lost; use "
                 f"strategy=ddp or fsdp"
             )
@@ -117,7 +94,18 @@ class HooksUnderZero(PlannedStrategy):
         if self.plan.zero_stage < 3:
             yield
             return
-        with gathered(self.model, self.module, trained):
+        with gathered(self.strategy.model, self.module, trained):
+            yield
+
+    def _bytes_to_gather(self) -> int:
+        if self.plan.zero_stage < 3:
+            return 0
+        parameters: list[Any] = list(self.module.parameters())
+        return sum(p.ds_numel * p.element_size() for p in parameters if hasattr(p, "ds_numel"))
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        with kept_gathered(self.strategy.model, self.module), self.strategy.order.paused():
             yield
 
 

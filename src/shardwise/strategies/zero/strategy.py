@@ -20,7 +20,7 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.distributed.collectives import broadcast_from_rank_zero
@@ -31,11 +31,12 @@ from shardwise.optim.optimizers import order_alike, treats_weights_one_by_one
 from shardwise.parallel.functional_calls import refuse_functional_calls
 from shardwise.parallel.precision import dtype_of
 from shardwise.plan import Plan
+from shardwise.strategies.base import PlannedStrategy
 from shardwise.strategies.whole_weights import gives_tensors, tensors_in_objects, weights_are_sharded
 from shardwise.strategies.zero.engine import engine_config
 from shardwise.strategies.zero.frozen import FrozenUnderZero
 from shardwise.strategies.zero.groups import ParameterGroups
-from shardwise.strategies.zero.hooks import HooksUnderZero
+from shardwise.strategies.zero.hooks import WATCHED, ZeroWeights
 from shardwise.strategies.zero.initial import InitialValues
 from shardwise.strategies.zero.internals import (
     before_collectives,
@@ -43,7 +44,6 @@ from shardwise.strategies.zero.internals import (
     count_elements,
     full_shapes,
     keep_gradients_until_reduced,
-    kept_gathered,
     leaf_gradients_reduced_singly,
     release_engine,
     scalars_as_vectors,
@@ -57,13 +57,17 @@ from shardwise.strategies.zero.unused_parameters import LastGradients, gathered_
 from shardwise.weights.initialize import Materializer
 
 
-class ZeroStrategy(HooksUnderZero, DDPStrategy):
+class ZeroStrategy(PlannedStrategy, DDPStrategy):
     """Uses DDPStrategy for the processes and their group only. DeepSpeed wraps the module."""
+
+    weights_class = ZeroWeights
+    weights: ZeroWeights
+    groups: ParameterGroups | None = None  # of the optimizer, in training
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(timeout=timedelta(minutes=plan.strategy.timeout_minutes))
         self._use(plan, ZeroPrecision)
-        self._steps_of = {}
+        self._steps_of: dict[str, int] = {}  # how many steps of each kind this process has begun
 
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
@@ -132,7 +136,7 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
 
     def _make_sharded_state(self, module: LightningModule) -> ZeroState:
         # Before an average, for example, replaces the weights, what hooks have written into them is checked.
-        return ZeroState(module, self.plan.zero_stage, self._check_evaluation)
+        return ZeroState(module, self.plan.zero_stage, self.weights.check_evaluation)
 
     @property
     def zero_state(self) -> ZeroState:
@@ -232,6 +236,29 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
                     )
         broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("world"))
 
+    def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self._steps_of[name] = number = self._steps_of.get(name, 0) + 1
+        # What is compiled would be compiled once more; a resumed run computes its steps as it did before
+        if self.plan.zero_stage < 3 or number > WATCHED or self.plan.compile.name != "none":
+            return super()._run_step(name, *args, **kwargs)
+        with self.weights.refusing_empty(f"{self.module_name}.{name}"):
+            return super()._run_step(name, *args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
+        self.order.end()
+        return loss
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.groups is not None:
+            self.groups.check()
+        return super().optimizer_step(*args, **kwargs)
+
+    def on_validation_end(self) -> None:
+        """Check the weights, after the hooks of module and callbacks."""
+        super().on_validation_end()
+        self.weights.check_evaluation()
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Tell DeepSpeed that the window goes on. ZeRO-1 reduces at its end, ZeRO-2 and 3 in every micro-batch."""
@@ -246,14 +273,3 @@ class ZeroStrategy(HooksUnderZero, DDPStrategy):
         return self.model
 
     scales_by_gradient = False  # the engine starts its backward pass by itself
-
-    def _bytes_to_gather(self) -> int:
-        if self.plan.zero_stage < 3:
-            return 0
-        parameters: list[Any] = list(self.module.parameters())
-        return sum(p.ds_numel * p.element_size() for p in parameters if hasattr(p, "ds_numel"))
-
-    @contextmanager
-    def _gathering(self) -> Iterator[None]:
-        with kept_gathered(self.model, self.module), self.order.paused():
-            yield
