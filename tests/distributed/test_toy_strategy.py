@@ -28,14 +28,14 @@ class ToyStrategy(PlannedStrategy, DDPStrategy):
         self._begin_setup(self.lightning_module)
         group = self.mesh.group("world")
         Materializer(self.lightning_module, self.root_device, self.plan.seed, group).materialize(self.lightning_module)
-        self._parallelize(self.lightning_module, self.units, casts_inputs=True)
+        self.parallelize(self.lightning_module, self.units, casts_inputs=True)
         super().setup(trainer)
         self._end_setup()
 
     def configure_ddp(self):
         self.runs_inside_forward = False
 
-    def _keeps_whole(self, parameter):
+    def keeps_whole(self, parameter):
         return True
 
     def post_backward(self, loss):

@@ -119,7 +119,7 @@ class PlannedStrategy(
     def _make_sharded_state(self, module: LightningModule) -> DTensorState:
         return DTensorState(module, lambda: self.optimizers)
 
-    def _parallelize(self, module: LightningModule, units: Units, *, casts_inputs: bool) -> None:
+    def parallelize(self, module: LightningModule, units: Units, *, casts_inputs: bool) -> None:
         parallelize(module, units, self.plan, copied=self._is_copied, casts_inputs=casts_inputs)
         if self.plan.precision.is_mixed:
             self._outside_units = copy_outside_units(module, units, self.plan, self._is_copied)
@@ -130,15 +130,15 @@ class PlannedStrategy(
         if self.plan.precision.loss_scaling:
             step_schedules_unless(module, lambda: self.verdict.skipped_by_scaler)
 
-    def _keeps_whole(self, parameter: nn.Parameter) -> bool:
+    def keeps_whole(self, parameter: nn.Parameter) -> bool:
         """Whether every rank keeps the whole `parameter`."""
         return False
 
     def _is_copied(self, parameter: nn.Parameter) -> bool:
         """Whether shardwise makes low-precision copies of `parameter`."""
-        return self._keeps_whole(parameter) and not (self.float8 and self.float8.cast_from_master(parameter))
+        return self.keeps_whole(parameter) and not (self.float8 and self.float8.cast_from_master(parameter))
 
-    def _prepare_float8(self, module: LightningModule, divided: TensorParallel | None = None) -> None:
+    def prepare_float8(self, module: LightningModule, divided: TensorParallel | None = None) -> None:
         """Let layers multiply in fp8 if the Plan says so, and tell the user which."""
         self.float8 = prepare_float8(module, self.plan, divided)
         if self.float8 is not None and self.is_global_zero:

@@ -75,8 +75,8 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
                     f"writes over; leave it out"
                 )
             self._ddp_kwargs["find_unused_parameters"] = True  # each loss uses only some of the networks
-        self._prepare_float8(module)
-        self._parallelize(module, self.units, casts_inputs=True)
+        self.prepare_float8(module)
+        self.parallelize(module, self.units, casts_inputs=True)
         super().setup(trainer)
         for optimizer in self.optimizers if self.world_size > 1 else ():
             use_matrices(optimizer, lambda: CopiedMatrices(self.mesh.group("loss")))
@@ -102,7 +102,7 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
                     self._with_own_gradient.add(p)
         return loss
 
-    def _keeps_whole(self, parameter: nn.Parameter) -> bool:
+    def keeps_whole(self, parameter: nn.Parameter) -> bool:
         return True
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -31,6 +31,7 @@ from shardwise.plan.pipeline_schedule import make_schedule
 from shardwise.process.watchdog import progress
 from shardwise.step.pipeline_window import PipelineWindow, shapes_in
 from shardwise.strategies.fsdp_gathering import free_gathered
+from shardwise.strategies.fsdp_sharding import FsdpSharding
 from shardwise.strategies.pipelined_buffers import OwnBuffers
 from shardwise.strategies.pipelined_checks import check_module, loss_in, one_tensor
 from shardwise.strategies.pipelined_gradients import StageGradients
@@ -40,10 +41,43 @@ from shardwise.strategies.sharded_state import DTensorState
 from shardwise.weights.initialize import Materializer
 
 
+class StageSharding(FsdpSharding):
+    """The same of the stages of one rank."""
+
+    strategy: PipelinedStrategy
+
+    def divide_layers(self) -> TensorParallel | None:
+        divided = super().divide_layers()
+        if divided is not None:
+            for name, twin in self.strategy.stages.twins.items():
+                divided.wrap(twin, name)
+        return divided
+
+    def materialize_unit(self, materializer: Materializer, unit: nn.Module) -> bool:
+        owned = self.strategy.stages.owns(unit)
+        if owned or not materializer.initializes_itself:
+            materializer.materialize(unit)
+        return owned
+
+    def materialize_rest(self, materializer: Materializer) -> None:
+        # What is on other stages keeps no memory, unless a layer of this rank shares its weight.
+        materializer.done.update(self.strategy.stages.absent())
+        super().materialize_rest(materializer)
+        self.strategy.stages.cut()
+
+    def begin_roots(self) -> None:
+        with self.strategy.stages.whole():
+            pass  # the layers that stand in for others know the sharded weights now
+        super().begin_roots()  # while the layers of all own stages are in the module
+
+    def settle_last(self) -> None:
+        """Not behind the backward pass of each stage: `backward` does it once, when all have ended."""
+
+
 class PipelinedStrategy(PipelinedLogs):
     """FSDP2 inside the stages of a pipeline."""
 
-    weights_class = PipelinedWeights
+    weights_class, sharding_class = PipelinedWeights, StageSharding
     window: PipelineWindow
     engine: Engine
 
@@ -85,30 +119,6 @@ class PipelinedStrategy(PipelinedLogs):
         group = self.mesh.group("pipeline")
         return PipelinedState(module, lambda: self.optimizers, lambda: free_gathered(module), group)
 
-    def _divide_layers(self, module: LightningModule) -> TensorParallel | None:
-        divided = super()._divide_layers(module)
-        if divided is not None:
-            for name, twin in self.stages.twins.items():
-                divided.wrap(twin, name)
-        return divided
-
-    def _materialize_unit(self, materializer: Materializer, unit: nn.Module) -> bool:
-        owned = self.stages.owns(unit)
-        if owned or not materializer.initializes_itself:
-            materializer.materialize(unit)
-        return owned
-
-    def _materialize_rest(self, materializer: Materializer) -> None:
-        # What is on other stages keeps no memory, unless a layer of this rank shares its weight.
-        materializer.done.update(self.stages.absent())
-        super()._materialize_rest(materializer)
-        self.stages.cut()
-
-    def _begin_roots(self) -> None:
-        with self.stages.whole():
-            pass  # the layers that stand in for others know the sharded weights now
-        super()._begin_roots()  # while the layers of all own stages are in the module
-
     def setup_optimizers(self, trainer: Trainer) -> None:
         with self.stages.whole():
             super().setup_optimizers(trainer)
@@ -127,7 +137,9 @@ class PipelinedStrategy(PipelinedLogs):
         if (scaler := self.planned_precision.scaler) is not None:
             scaler.scale(torch.zeros((), device=self.root_device))  # makes the scale: each stage unscales
         self._share_logs(trainer)
-        self._gradients = StageGradients(self.plan, self.module, self.stages, self.backwards.layers, self.count)
+        self._gradients = StageGradients(
+            self.plan, self.module, self.stages, self.sharding.backwards.layers, self.count
+        )
 
     @property
     def stream_rank(self) -> int:
@@ -147,18 +159,15 @@ class PipelinedStrategy(PipelinedLogs):
         self._gradients.begin_step()
         self.refresh_float8()
         with self._explaining(), self.streams.apart():
-            self.backwards.run(lambda: self.engine.run(self.schedule, self))
+            self.sharding.backwards.run(lambda: self.engine.run(self.schedule, self))
         self._check_metrics()
         self.stages.rest()
-        self._settle_gradients()
+        self.sharding.settle_gradients()
         self._sum_shared_gradients()
         skip = self.window.share(self.verdict.skip_requested, self.mesh.group("pipeline"))
         self.verdict.take_request(skip)
         self.window.end()
         return closure_loss.detach()
-
-    def _settle_last(self) -> None:
-        """Not behind the backward pass of each stage: `backward` does it once, when all have ended."""
 
     def shapes(self, micro_batch: int) -> Hashable:
         return shapes_in(self.window.batches[micro_batch])
@@ -196,7 +205,7 @@ class PipelinedStrategy(PipelinedLogs):
                     torch.autograd.backward(output, gradient)
                     self.precision_plugin.post_backward(output, self.module)
                 elif self._gradients.are_due(is_last, is_end):  # nothing of this stage needs gradients in this pass
-                    self.backwards.end()
+                    self.sharding.backwards.end()
             except RuntimeError as error:
                 if (explained := explain(error, self.module_name)) is not None:
                     raise explained from None

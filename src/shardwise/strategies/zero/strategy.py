@@ -78,7 +78,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         training = trainer.state.fn == TrainerFn.FITTING
         config = engine_config(self.plan, training)
         self._begin_setup(module)
-        self._parallelize(module, self.units, casts_inputs=True)
+        self.parallelize(module, self.units, casts_inputs=True)
         initial = InitialValues(self.plan, self.mesh.group("world"))
         self._make(deepspeed, module, config, initial if training and self.plan.precision.is_mixed else None)
         with full_shapes(module):
