@@ -197,7 +197,7 @@ def overflow_under(strategy: str, folder: Path, ranks: int, options: dict[str, A
     windows = EachWindow()
     trainer: Any = trainers.our_trainer(plan, module, windows)
     trainer.fit(module, datamodule=build_data(plan))
-    skipped = trainer.strategy.skipped_steps
+    skipped = trainer.strategy.step.verdict.skipped_steps
     return {"strategy": strategy, "windows": windows.rows, "skipped_steps": skipped, "finite": windows.finite}
 
 

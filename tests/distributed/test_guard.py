@@ -106,7 +106,7 @@ class Look(Callback):
             "weights": trainer.strategy.full_parameters(),
             "buffers": {name: buffer.clone() for name, buffer in trainer.lightning_module.named_buffers()},
             "samples": trainer.strategy.train_loader.consumed,
-            "rate": trainer.strategy.learning_rate,
+            "rate": trainer.strategy.step.learning_rate,
             "average": {name: part.clone() for name, part in (trainer.strategy.sharded.average or {}).items()},
         }
 

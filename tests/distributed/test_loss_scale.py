@@ -64,7 +64,7 @@ class Look(Callback):
                 "lr": trainer.optimizers[0].param_groups[0]["lr"],
                 "scale": trainer.strategy.planned_precision.loss_scale,
                 "samples": trainer.strategy.train_loader.consumed,
-                "skipped": trainer.strategy.skipped_steps,
+                "skipped": trainer.strategy.step.verdict.skipped_steps,
                 "weights": trainer.strategy.full_parameters(),
             }
         )

@@ -36,9 +36,9 @@ class WeightAverage(Callback):
             return
         self._step = trainer.global_step
         strategy = strategy_of(trainer)
-        if not pl_module.automatic_optimization and not strategy.stepped:
+        if not pl_module.automatic_optimization and not strategy.step.has_stepped:
             return
-        sharded, skipped = strategy.sharded, strategy.verdict.step_skipped
+        sharded, skipped = strategy.sharded, strategy.step.verdict.step_skipped
         assert sharded.average is not None
         masters = sharded.averaged_shards()
         if masters:  # a rank may hold no part of a small model

@@ -58,7 +58,7 @@ class Guard(Callback):
         if not self.plan.find_learning_rate:  # that takes the schedules away
             check_schedules_last(trainer, self.plan)
         self.schedules.append((trainer.global_step, state_of_schedules(trainer)))
-        strategy_of(trainer).recorder.restart_clock()
+        strategy_of(trainer).step.recorder.restart_clock()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -66,11 +66,13 @@ class Guard(Callback):
         if (batch_idx + 1) % self.plan.accumulate_grad_batches:
             return
         strategy = strategy_of(trainer)
-        if strategy.verdict.skipped_by_scaler:  # no step was made
+        if strategy.step.verdict.skipped_by_scaler:  # no step was made
             self._count_scaler_skip(trainer, strategy)
             return
         self.scaler_skips = 0
-        step = strategy.finish_step(trainer.global_step, signal_requests.take_as_number())
+        loader, precision = strategy.train_loader, strategy.planned_precision
+        assert loader is not None
+        step = strategy.step.record(trainer.global_step, loader, precision, signal_requests.take_as_number())
         self.step_log.collect(trainer, step.number)
         self.unread.append(step)
         self.schedules.append((step.number, state_of_schedules(trainer)))
@@ -91,7 +93,7 @@ class Guard(Callback):
         """Read and log every step up to the last one. Collective."""
         while self.unread:
             self._read(trainer, self.unread.popleft())
-        strategy_of(trainer).recorder.times.device_was_awaited()
+        strategy_of(trainer).step.recorder.times.device_was_awaited()
         self.step_log.flush(trainer)
 
     def add_signal_requests(self, requests: float) -> None:
@@ -126,7 +128,7 @@ class Guard(Callback):
             )
 
     def _read(self, trainer: Trainer, step: StepRecord) -> None:
-        numbers = strategy_of(trainer).recorder.read(step)
+        numbers = strategy_of(trainer).step.recorder.read(step)
         loss, on_purpose, guard = numbers.loss, numbers.skipped_on_purpose, self.plan.guard
         self.add_signal_requests(numbers.signal_requests)
         if numbers.skipped and step.start in guard.pass_over:

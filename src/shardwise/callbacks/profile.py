@@ -188,7 +188,7 @@ class Profile(Callback):
         progress.begin_setup()  # the other ranks wait in the next step until this one has its trace
         progress.doing(f"the end of the profile of step {self.window.first}")
         self.window.close(trainer.global_step)
-        strategy_of(trainer).recorder.restart_clock()
+        strategy_of(trainer).step.recorder.restart_clock()
 
     def _read(self, trainer: Trainer, request: Request | None, text: str, error: Exception | None) -> None:
         """Tell the user, in the thread of rank 0 that has read the profile."""

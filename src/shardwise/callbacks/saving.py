@@ -310,7 +310,7 @@ class Saving(Callback):
         strategy.planned_precision.begin_checkpoint_copy(self.writer.save(path, snapshot, published))
         if not self.plan.checkpoint.asynchronous:
             self.wait_for_save(trainer)
-        strategy.recorder.restart_clock()
+        strategy.step.recorder.restart_clock()
 
     def wait_for_save(self, trainer: Trainer, *, last: bool = False) -> None:
         """Wait for the save under way, and act on a failure. Collective, so that all ranks act at the same point.

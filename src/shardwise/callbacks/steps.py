@@ -119,7 +119,10 @@ class StepLog(Callback):
         if strategy.lightning_module.automatic_optimization:
             row["train/gradient_norm"] = numbers.gradient_norm
         if step.loss_scale is not None:
-            row |= {"train/loss_scale": step.loss_scale, "train/skipped_steps": float(strategy.skipped_steps)}
+            row |= {
+                "train/loss_scale": step.loss_scale,
+                "train/skipped_steps": float(strategy.step.verdict.skipped_steps),
+            }
         row["train/learning_rate"] = step.learning_rate
         if strategy.train_loader is not None:
             row |= strategy.train_loader.progress(step.start + self.plan.global_batch_size)
@@ -235,7 +238,7 @@ class StepLog(Callback):
         if trainer.state.fn != "fit":
             return
         self.recompilations.expect()
-        strategy_of(trainer).recorder.restart_clock()
+        strategy_of(trainer).step.recorder.restart_clock()
         measured = _scalars(validation_results(trainer))
         if trainer.is_global_zero and measured:
             self.write(f"step {trainer.global_step}  " + "  ".join(f"{k} {digits(v)}" for k, v in measured.items()))

@@ -87,7 +87,7 @@ class Summary(Callback):
             "symmetric_memory": trainer.strategy.plan.strategy.symmetric_memory,  # type: ignore[attr-defined]
             "graphs_compiled": self.steps.recompilations.graphs or None,
             "graphs_compiled_after_the_first_step": self.steps.recompilations.count or None,
-            "skipped_steps_this_process": trainer.strategy.skipped_steps,  # type: ignore[attr-defined]
+            "skipped_steps_this_process": trainer.strategy.step.verdict.skipped_steps,  # type: ignore[attr-defined]
             # these two are the peaks of rank 0
             "memory_allocated_gib": round(memory.allocated_peak / 2**30, 2) or None,
             "peak_memory_gib": round(memory.reserved_peak / 2**30, 2) or None,

@@ -40,7 +40,7 @@ class Verdicts(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = strategy_of(trainer)
-        self.timing.begin(strategy.recorder.times, strategy.root_device)
+        self.timing.begin(strategy.step.recorder.times, strategy.root_device)
         gpu = None if self.plan.accelerator == "cpu" else f"GPU {trainer.local_rank}"
         places = gather_objects(strategy.mesh.group("world"), (socket.gethostname(), gpu))
         if trainer.is_global_zero:

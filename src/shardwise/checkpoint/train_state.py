@@ -206,6 +206,7 @@ class TrainState:
         Raises:
             ConfigError: the checkpoint is damaged, or of another model or optimizer.
         """
+        self.loaded_from = folder
         with self.loading():
             rest, missing = load_rest(folder, self.plan.trust)
             self._note_missing(missing)

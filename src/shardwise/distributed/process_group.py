@@ -96,3 +96,28 @@ def own_group(groups: Sequence[Sequence[int]], timeout: timedelta, use: str = ""
         return own  # type: ignore[no-any-return]
 
     return made_once((str(groups), timeout, use), make)
+
+
+class Closing:
+    """What a run has to close at its end, the group of all hosts for work on files among it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._calls: list[Callable[[], Any]] = []
+        self._file_group: dist.ProcessGroup | None = None
+
+    def add(self, close: Callable[[], Any]) -> None:
+        """Call `close` at the end, also after an error: what was added last is closed first."""
+        self._calls.append(close)
+
+    def file_group(self) -> dist.ProcessGroup:
+        """The group. The first call is collective."""
+        if self._file_group is None:
+            self._file_group = dist.new_group(backend="gloo", timeout=group_timeout(self._plan))
+            self.add(functools.partial(dist.destroy_process_group, self._file_group))
+        return self._file_group
+
+    def close(self) -> None:
+        while self._calls:
+            self._calls.pop()()
+        self._file_group = None

@@ -210,7 +210,7 @@ def _module_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any
         else:
             output = _named(module, hook_name, module, *args, **kwargs)
     if hook_name in _ENDS_OF_EVALUATION and hasattr(trainer, "_callbacks_with"):
-        trainer.strategy.padding.end_batch()  # callbacks have been called before
+        trainer.strategy.evaluation.end_batch()  # callbacks have been called before
     if hook_name == "on_train_batch_start" and output == -1 and hasattr(trainer, "_callbacks_with"):
         raise ConfigError(
             f"{trainer.strategy.module_name}.on_train_batch_start returned -1, which skips the rest of the epoch: here "

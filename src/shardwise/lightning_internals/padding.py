@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
+from shardwise.distributed.rng import random_state, set_random_state
 from shardwise.errors import ConfigError, class_name
 
 _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque)
@@ -131,12 +132,23 @@ def _empty(metric: Metric, name: str, element: Any, has_others: bool) -> Any:
     )
 
 
-class EvaluationPadding:
-    """Which batches of an evaluation are padding. Those leave nothing behind."""
+class Evaluation:
+    """What an evaluation leaves no trace of: batches that are padding, and the random numbers that it draws."""
 
     def __init__(self) -> None:
+        self._device: torch.device | None = None
         self._given: deque[bool] = deque()  # of each batch that the loader gave and no step has taken
         self._batch: PaddingBatch | None = None  # the current one
+
+    def begin(self, device: torch.device | None) -> None:
+        """Keep where random streams stand, of the host and of `device`. None: what comes after draws anew."""
+        self._device = device
+        self._streams = None if device is None else random_state(device)
+
+    def end(self) -> None:
+        """Set them back, so that a validation does not change the training."""
+        if self._device is not None and self._streams is not None:
+            set_random_state(self._streams, self._device)
 
     def note(self, is_padding: bool) -> None:
         """Note the next batch that the loader gives."""

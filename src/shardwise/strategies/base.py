@@ -8,7 +8,6 @@ hooks that it implements differently.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,28 +27,27 @@ from shardwise.data.loss_weight import weigher_of
 from shardwise.data.transfer import BatchTransfer
 from shardwise.distributed.collectives import sum_over
 from shardwise.distributed.mesh import Mesh
-from shardwise.distributed.process_group import gather_metrics_among, group_timeout
-from shardwise.distributed.rng import derived_seed, random_state, seed_streams, set_random_state
+from shardwise.distributed.process_group import Closing, gather_metrics_among
+from shardwise.distributed.rng import derived_seed, seed_streams, set_random_state
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals import counters
-from shardwise.lightning_internals.padding import EvaluationPadding
+from shardwise.lightning_internals.padding import Evaluation
 from shardwise.lightning_internals.results import step_logging
 from shardwise.optim.optimizers import check_one_owner, order_alike, step_schedules_unless
 from shardwise.parallel.activation_checkpointing import explain, without_caches
 from shardwise.parallel.parallelize import copy_outside_units, parallelize, prepare_float8
-from shardwise.parallel.precision import ParameterSites, cast_late_layers
+from shardwise.parallel.precision import cast_late_layers
 from shardwise.parallel.units import Units, units_for
 from shardwise.plan import Plan
 from shardwise.protocols import flops_of
-from shardwise.step.buffers import BufferKeeper
 from shardwise.step.forward import StepForward
 from shardwise.step.precision_plugin import PlannedPrecision
-from shardwise.step.record import StepRecord, StepRecorder
 from shardwise.step.verdict import StepVerdict
-from shardwise.step.window import AccumulationWindow, check_output
+from shardwise.step.window import check_output
 from shardwise.strategies.checkpoint_hooks import CheckpointHooks
-from shardwise.strategies.refusals import CollectiveOrder, FrozenForGood, refuse_loaders_together, refuse_parameters
+from shardwise.strategies.refusals import CollectiveOrder, refuse_loaders_together, refuse_parameters
 from shardwise.strategies.sharded_state import DTensorState
+from shardwise.strategies.step_state import StepState
 from shardwise.strategies.weights_in_hooks import WeightsInHooks
 from shardwise.strategies.whole_weights import check_loss
 from shardwise.weights.initialize import refuse_unfilled
@@ -60,10 +58,7 @@ if TYPE_CHECKING:  # not every run has these
     from shardwise.strategies.shared_batches import SharedBatches
 
 
-class PlannedStrategy(
-    CheckpointHooks,
-    ParallelStrategy,
-):
+class PlannedStrategy(CheckpointHooks, ParallelStrategy):
     """The hooks that are the same under every strategy. Each strategy mixes them into one of Lightning's."""
 
     runs_inside_forward = True  # whether a step must run inside the forward of the wrapped module
@@ -81,20 +76,14 @@ class PlannedStrategy(
     ) -> None:
         self.plan, self.mesh = plan, Mesh(plan)
         self.weights, self.float8 = self.weights_class(self), None
-        self.verdict = StepVerdict(plan, self.mesh)
+        self.step = StepState(plan, self.mesh)
         self.order = CollectiveOrder(plan, lambda: self.module_name, self.file_group)
-        self.precision_plugin = precision(plan, self.verdict)
-        self.window, self._frozen = AccumulationWindow(plan.accumulate_grad_batches), FrozenForGood()
+        self.precision_plugin = precision(plan, self.step.verdict)
         self._before_training: Callable[[], None] | None = None
-        self.stepped = False  # whether a module that optimizes by hand has stepped in this batch
-        self.learning_rate = float("nan")  # that of the first parameter group in the last step
-        self._outside_units: list[ParameterSites] = []  # copied in low precision in each step
-        self.padding, self.shared = EvaluationPadding(), None
+        self.evaluation, self.shared = Evaluation(), None
         gather_metrics_among(None)  # an earlier run of this process may have had other groups
         self._transfer: BatchTransfer | None = None
-        self._file_group: dist.ProcessGroup | None = None
-        self._closing: list[Callable[[], Any]] = []
-        self._before_validation: dict[str, Any] | None = None  # the states of the random streams
+        self._closing = Closing(plan)
 
     # Set-up
 
@@ -107,7 +96,7 @@ class PlannedStrategy(
         _tell(message)
         if self.plan.activation_checkpointing.name != "none":
             _tell(without_caches(module))
-        self.buffers, self.recorder = BufferKeeper(module), StepRecorder(self.root_device, self.mesh)
+        self.step.set_up(module, self.root_device)
         step_logging(module.trainer).reduce_over(self.mesh.group("loss"))
         self.sharded = self._make_sharded_state(module)
         self.state = TrainState(
@@ -121,14 +110,12 @@ class PlannedStrategy(
 
     def parallelize(self, module: LightningModule, units: Units, *, casts_inputs: bool) -> None:
         parallelize(module, units, self.plan, copied=self._is_copied, casts_inputs=casts_inputs)
-        if self.plan.precision.is_mixed:
-            self._outside_units = copy_outside_units(module, units, self.plan, self._is_copied)
-        self.step_forward = StepForward(
-            module, self.plan, self.planned_precision, self._outside_units, self._forward_redirection
-        )
+        mixed = self.plan.precision.is_mixed
+        outside = copy_outside_units(module, units, self.plan, self._is_copied) if mixed else []
+        self.step_forward = StepForward(module, self.plan, self.planned_precision, outside, self._forward_redirection)
         self.weights.run_layers_as_in_steps(module)
         if self.plan.precision.loss_scaling:
-            step_schedules_unless(module, lambda: self.verdict.skipped_by_scaler)
+            step_schedules_unless(module, lambda: self.step.verdict.skipped_by_scaler)
 
     def keeps_whole(self, parameter: nn.Parameter) -> bool:
         """Whether every rank keeps the whole `parameter`."""
@@ -164,29 +151,19 @@ class PlannedStrategy(
         assert isinstance(self.precision_plugin, PlannedPrecision)
         return self.precision_plugin
 
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps the loss scaler skipped in this process."""
-        return self.verdict.skipped_steps
-
     def teardown(self) -> None:
-        while self._closing:
-            self._closing.pop()()
-        self._file_group = None
+        self._closing.close()
         module = self.lightning_module
         if not self.order.is_refused and (module is None or not any(p.is_meta for p in module.parameters())):
             super().teardown()  # moves the module to the CPU: on meta that raises; behind others' collective it waits
 
     def at_teardown(self, close: Callable[[], Any]) -> None:
         """Call `close` at the end, also after an error: a thread that outlives the interpreter would abort it."""
-        self._closing.append(close)
+        self._closing.add(close)
 
     def file_group(self) -> dist.ProcessGroup | None:
         """The group of all hosts for work on files. The first call is collective."""
-        if self.world_size > 1 and self._file_group is None:
-            self._file_group = dist.new_group(backend="gloo", timeout=group_timeout(self.plan))
-            self.at_teardown(partial(dist.destroy_process_group, self._file_group))
-        return self._file_group
+        return self._closing.file_group() if self.world_size > 1 else None
 
     # Data
 
@@ -196,7 +173,7 @@ class PlannedStrategy(
             validating = module.trainer.state.stage == RunningStage.VALIDATING
             limit = plan.max_validation_batches if validating or plan.quick_check else None
             cut = (lambda batch: batch) if self.shared is None else self.shared.cut_and_keep
-            return EvaluationLoader(dataloader, plan, rank, self.padding.note, limit, self.file_group, cut)
+            return EvaluationLoader(dataloader, plan, rank, self.evaluation.note, limit, self.file_group, cut)
         if self.train_loader is not None:
             raise ConfigError("several training loaders: a step is one global batch of one loader; combine the data")
         self.train_loader = TrainLoader(
@@ -211,18 +188,18 @@ class PlannedStrategy(
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self.shared is not None:
             self.shared.seed_batch()
-        self.padding.begin_batch(self.module.trainer)
+        self.evaluation.begin_batch(self.module.trainer)
         if self._transfer is None:
             data = getattr(self.module.trainer, "datamodule", None)
             self._transfer = BatchTransfer(self.root_device, self.module, *([data] if data else []))
         begins_window = self.train_loader is not None and self.train_loader.window_has_begun()
         if begins_window:
-            self.recorder.batch_fetched()
+            self.step.recorder.batch_fetched()
         batch = self._transfer.copy(batch)
         if self._transfer.leaves_work(batch):
             batch = super().batch_to_device(batch, device, dataloader_idx)
         if begins_window:
-            self.recorder.batch_arrived()
+            self.step.recorder.batch_arrived()
         return batch
 
     # Steps
@@ -233,7 +210,7 @@ class PlannedStrategy(
             self.shared.begin_batch(*args)
         if self._weights_may_be_new(name):
             self.refresh_float8()
-        self.order.begin(name, reduces=len(self.window.losses) + 1 == self.window.micro_batches)
+        self.order.begin(name, reduces=len(self.step.window.losses) + 1 == self.step.window.micro_batches)
         output = self.step_forward.run(self.model if self.runs_inside_forward else None, name, *args, **kwargs)
         if name != "training_step" or not self.module.automatic_optimization:  # no backward pass follows
             self.order.end()
@@ -243,16 +220,18 @@ class PlannedStrategy(
 
     def _weights_may_be_new(self, name: str) -> bool:
         """Whether the step `name` may see weights that the one before has not seen."""
-        return name != "training_step" or not self.window.losses  # a step's further micro-batches see the same weights
+        return (
+            name != "training_step" or not self.step.window.losses
+        )  # a step's further micro-batches see the same weights
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self._run_step("training_step", *args, **kwargs)
         if self.module.automatic_optimization:
-            self.recorder.forward_ended(is_first=not self.window.losses)
+            self.step.recorder.forward_ended(is_first=not self.step.window.losses)
             check_output(output, self.module_name, has_own_backward=is_overridden("backward", self.module))
         else:
-            self.window.take_loss_of_manual_step(output)
-            self.verdict.count_skipped_by_hand(self.planned_precision.end_batch_by_hand())
+            self.step.window.take_loss_of_manual_step(output)
+            self.step.verdict.count_skipped_by_hand(self.planned_precision.end_batch_by_hand())
         return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -267,7 +246,7 @@ class PlannedStrategy(
     def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if self.shared is not None:
             self.shared.begin_evaluation()
-        is_padding = self.padding.take()
+        is_padding = self.evaluation.take()
         output = self._run_step(name, *args, **kwargs)
         return None if is_padding else output
 
@@ -282,7 +261,7 @@ class PlannedStrategy(
         seed_streams(derived_seed(self.plan.seed, "training", self.stream_rank, *([consumed] if consumed else [])))
         if self.state.of_rank is not None:
             with self.state.loading():  # in the layout that saved it this rank may have had other streams
-                streams, _ = load_own(self.resumed_from, self.stream_rank, self.plan.trust)
+                streams, _ = load_own(self.state.loaded_from, self.stream_rank, self.plan.trust)
             if streams is not None:
                 set_random_state(streams, self.root_device)
         if self.train_loader is not None:
@@ -304,16 +283,11 @@ class PlannedStrategy(
         self._before_training = work
 
     def _note_step(self, *_: Any) -> None:
-        self.stepped = True
+        self.step.note_step()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx % self.plan.accumulate_grad_batches == 0:
-            self.stepped = False
-            self.window.begin()
-            self.buffers.keep()
-            self._frozen.check()
         assert self.train_loader is not None
-        self.window.begin_micro_batch(self.train_loader.next_scale())
+        self.step.begin_batch(batch_idx, self.train_loader.next_scale())
         super().on_train_batch_start(batch, batch_idx)
 
     def check_loss(self, loss: Tensor) -> None:
@@ -323,10 +297,9 @@ class PlannedStrategy(
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         self.check_loss(closure_loss)
         assert self.train_loader is not None
-        scaled = self.window.scale_loss(closure_loss)
-        if self.module.automatic_optimization and self.window.is_complete:
-            seed = self.verdict.gradient_seed(self.window.loss, self.train_loader.window_start)
-            seed = seed.to(scaled.dtype).reshape(scaled.shape)
+        scaled = self.step.window.scale_loss(closure_loss)
+        if self.module.automatic_optimization and self.step.window.is_complete:
+            seed = self.step.gradient_seed(self.train_loader, like=scaled)
             if self.scales_by_gradient and not is_overridden("backward", self.module):
                 kwargs["gradient"] = seed  # saves three kernels against a product
             else:
@@ -344,27 +317,13 @@ class PlannedStrategy(
             ) from None
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        self.learning_rate = float(optimizer.param_groups[0]["lr"])  # before the schedule moves on
+        self.step.learning_rate = float(optimizer.param_groups[0]["lr"])  # before the schedule moves on
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.module.automatic_optimization:
             self._note_step()
             optimizer.zero_grad(set_to_none=True)  # Lightning would keep the gradients until after the next forward
-            if self.verdict.find_scaler_skip(self.window.loss):
-                number, scale = self.module.trainer.global_step + 1, self.planned_precision.loss_scale
-                _tell(f"step {number} skipped: its gradients are not finite; the loss scale is {scale:g} now")
-                counters.uncount_step(self.module.trainer)
-            self.buffers.put_back(self.verdict.step_skipped)
+            _tell(self.step.end(self.module.trainer, self.planned_precision))
         return result
-
-    def finish_step(self, number: int, signal_requests: int) -> StepRecord:
-        """Record the window that has just ended as step `number`. Collective; does not wait for the device.
-
-        `signal_requests`: the requests that signals have made to this rank (see process/signals.py).
-        """
-        assert self.train_loader is not None
-        return self.recorder.finish(
-            number, self.train_loader, self.window, self.planned_precision, self.learning_rate, signal_requests
-        )
 
     def rewind(self, steps: int) -> bool:
         """Set counters and training clock back by `steps` that have changed no weight.
@@ -405,16 +364,15 @@ class PlannedStrategy(
     def on_validation_start(self) -> None:
         refuse_loaders_together(self.module.trainer, self.plan)
         self.synchronize_buffers()
-        self._before_validation = random_state(self.root_device) if self.state.is_training else None
+        self.evaluation.begin(self.root_device if self.state.is_training else None)
         super().on_validation_start()
 
     def on_validation_end(self) -> None:
         super().on_validation_end()
-        if self._before_validation is not None:  # so that validation does not change training
-            set_random_state(self._before_validation, self.root_device)
+        self.evaluation.end()
 
     def synchronize_buffers(self) -> None:
-        self.buffers.synchronize(self.mesh.group("stage"))
+        self.step.buffers.synchronize(self.mesh.group("stage"))
 
     def _gradient_order(self) -> list[int]:
         """The order in which gradients arrive, if it decides which gradients are summed together; else empty."""

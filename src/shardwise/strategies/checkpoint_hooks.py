@@ -25,7 +25,6 @@ class CheckpointHooks(Strategy):
     plan: Plan
     sharded: DTensorState
     state: TrainState  # collects and restores what is in a checkpoint
-    resumed_from: Path
 
     def file_group(self) -> dist.ProcessGroup | None:
         """The group of all hosts for work on files."""
@@ -77,8 +76,7 @@ class CheckpointHooks(Strategy):
                 self.exchange_average()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        self.resumed_from = Path(checkpoint_path)
-        return self.state.load(self.resumed_from)
+        return self.state.load(Path(checkpoint_path))
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

@@ -92,9 +92,9 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         if self.world_size > 1:
             with self._explaining_unused():  # at once: other ranks may wait for what this one does not reduce
                 cast(DDP, self.model)._check_reducer_finalized()  # type: ignore[no-untyped-call]
-        if self.plan.compile.cudagraphs and not self.window.is_complete:
+        if self.plan.compile.cudagraphs and not self.step.window.is_complete:
             # They lie in memory of a recorded graph, which the next micro-batch's replay writes over.
-            if len(self.window.losses) == 1:
+            if len(self.step.window.losses) == 1:
                 self._with_own_gradient.clear()
             for p in self.module.parameters():
                 if p.grad is not None and p not in self._with_own_gradient:
@@ -125,7 +125,7 @@ class DdpStrategy(PlannedStrategy, DDPStrategy):
         self.runs_inside_forward = self.world_size > 1
         if self.world_size > 1:
             super().configure_ddp()
-            self._frozen = FrozenForGood(self.module, self.plan.strategy.name)
+            self.step.freeze(FrozenForGood(self.module, self.plan.strategy.name))
         # With one rank there is nothing to average, and DDP would only copy the gradients.
 
     def _setup_model(self, model: Module) -> DDP:

@@ -9,7 +9,7 @@ whose gradients are all-reduced once a step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -134,7 +134,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         super()._note_step()
         self.sharding.backwards.reshard()  # a layer that is still gathered, for a hook, say, would use its old weights
 
-    def block_backward_sync(self) -> AbstractContextManager[None]:
+    def block_backward_sync(self) -> Any:
         return self.sharding.without_reduction()
 
     def _make_sharded_state(self, module: LightningModule) -> DTensorState:

@@ -78,7 +78,6 @@ class PipelinedStrategy(PipelinedLogs):
     """FSDP2 inside the stages of a pipeline."""
 
     weights_class, sharding_class = PipelinedWeights, StageSharding
-    window: PipelineWindow
     engine: Engine
 
     def __init__(self, plan: Plan) -> None:
@@ -103,7 +102,7 @@ class PipelinedStrategy(PipelinedLogs):
         self.position = topology.pipeline_rank(self.global_rank)
         self.engine = Engine(self.position, topology.pipeline, self.count, self._links)
         self.engine.call_before_each(self._say_where)
-        self.window = PipelineWindow(self.plan.accumulate_grad_batches, self.root_device)
+        self.step.take_window(PipelineWindow(self.plan.accumulate_grad_batches, self.root_device))
 
     def _begin_setup(self, module: LightningModule) -> None:
         super()._begin_setup(module)
@@ -148,6 +147,11 @@ class PipelinedStrategy(PipelinedLogs):
 
     # Steps
 
+    @property
+    def window(self) -> PipelineWindow:
+        assert isinstance(self.step.window, PipelineWindow)
+        return self.step.window
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return self.window.note(args, kwargs)
 
@@ -164,8 +168,8 @@ class PipelinedStrategy(PipelinedLogs):
         self.stages.rest()
         self.sharding.settle_gradients()
         self._sum_shared_gradients()
-        skip = self.window.share(self.verdict.skip_requested, self.mesh.group("pipeline"))
-        self.verdict.take_request(skip)
+        skip = self.window.share(self.step.verdict.skip_requested, self.mesh.group("pipeline"))
+        self.step.verdict.take_request(skip)
         self.window.end()
         return closure_loss.detach()
 
@@ -215,8 +219,7 @@ class PipelinedStrategy(PipelinedLogs):
         seed = torch.ones_like(loss)
         if micro_batch == self.window.micro_batches - 1:
             assert self.train_loader is not None
-            found = self.verdict.gradient_seed(self.window.loss, self.train_loader.window_start)
-            seed = found.to(loss.dtype).reshape(loss.shape)
+            seed = self.step.gradient_seed(self.train_loader, like=loss)
         Strategy.backward(self, loss, self._optimizer, gradient=seed)
 
     def _run_stage(self, stage: int, received: Tensor | None, args: Any, kwargs: Any) -> Any:

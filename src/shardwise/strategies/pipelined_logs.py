@@ -105,7 +105,8 @@ class PipelinedWeights(FsdpWeights):
 
     def around_hook(self, hook: str, *, whole: bool) -> AbstractContextManager[None]:
         if hook == "on_after_backward" and self.plan.strategy.reshard_after_forward is False:
-            self.strategy.sharding.backwards.reshard()  # it comes after each micro-batch, and sees shards and their gradients
+            # It comes after each micro-batch, and sees shards and their gradients
+            self.strategy.sharding.backwards.reshard()
         if hook == "on_before_zero_grad" and whole:
             raise ConfigError(
                 f"whole_weights_in=[on_before_zero_grad]: in a pipeline this hook of {self.name} or of a "

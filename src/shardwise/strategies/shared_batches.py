@@ -40,7 +40,7 @@ class SharedBatches:
 
     def __init__(self, strategy: PlannedStrategy, module: LightningModule) -> None:
         """Let attention of this process work on parts of sequences until the run ends, if a context axis asks."""
-        self.strategy, self.plan, self.mesh, self.window = strategy, strategy.plan, strategy.mesh, strategy.window
+        self.strategy, self.plan, self.mesh, self.window = strategy, strategy.plan, strategy.mesh, strategy.step.window
         self.module = module
         self.context: ContextParallel | None = None
         self._draws_alike: tuple[str, ...] = ()  # the axes whose ranks draw the same in a step

@@ -127,7 +127,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         self.optimizers = [engine_optimizer]
         self.zero_state.use(engine_optimizer, group_names)
         name = self.plan.strategy.name
-        self._frozen = FrozenUnderZero(self.zero_state, name)
+        self.step.freeze(FrozenUnderZero(self.zero_state, name))
         self.groups = ParameterGroups(self.zero_state, self.module_name, name)
         step_hooks = StepHooks(self.groups.optimizer, name, lambda where: GradientsOutOfReach(where, name))
         self.zero_precision.call_around_steps(step_hooks)

@@ -1,0 +1,78 @@
+"""The optimizer step under way: its micro-batches, whether it counts, and what is recorded of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from shardwise.data.loaders import TrainLoader
+from shardwise.distributed.mesh import Mesh
+from shardwise.lightning_internals import counters
+from shardwise.plan import Plan
+from shardwise.step.buffers import BufferKeeper
+from shardwise.step.precision_plugin import PlannedPrecision
+from shardwise.step.record import StepRecord, StepRecorder
+from shardwise.step.verdict import StepVerdict
+from shardwise.step.window import AccumulationWindow
+from shardwise.strategies.refusals import FrozenForGood
+
+
+class StepState:
+    """A part of every strategy. `take_window` comes before the set-up, where micro-batches of a step run together."""
+
+    buffers: BufferKeeper  # from `set_up` on
+    recorder: StepRecorder
+
+    def __init__(self, plan: Plan, mesh: Mesh) -> None:
+        self.plan, self.mesh = plan, mesh
+        self.window, self.verdict = AccumulationWindow(plan.accumulate_grad_batches), StepVerdict(plan, mesh)
+        self.has_stepped = False  # whether an optimizer has, in this window; in this batch in manual optimization
+        self.learning_rate = float("nan")  # that of the first parameter group in the last step
+        self._frozen = FrozenForGood()
+
+    def take_window(self, window: AccumulationWindow) -> None:
+        self.window = window
+
+    def freeze(self, frozen: FrozenForGood) -> None:
+        """Refuse from now on that these weights are trained."""
+        self._frozen = frozen
+
+    def set_up(self, module: LightningModule, device: torch.device) -> None:
+        self.buffers, self.recorder = BufferKeeper(module), StepRecorder(device, self.mesh)
+
+    def begin_batch(self, batch_idx: int, scale: Tensor | None) -> None:
+        """`scale`: what the loss of this micro-batch counts; None: as much as the others."""
+        if batch_idx % self.plan.accumulate_grad_batches == 0:
+            self.has_stepped = False
+            self.window.begin()
+            self.buffers.keep()
+            self._frozen.check()
+        self.window.begin_micro_batch(scale)
+
+    def gradient_seed(self, loader: TrainLoader, like: Tensor) -> Tensor:
+        """What the last backward pass of a step begins with. Collective: all ranks learn whether the step counts."""
+        return self.verdict.gradient_seed(self.window.loss, loader.window_start).to(like.dtype).reshape(like.shape)
+
+    def note_step(self, *_: Any) -> None:
+        """Called behind an optimizer's step."""
+        self.has_stepped = True
+
+    def end(self, trainer: Trainer, precision: PlannedPrecision) -> str | None:
+        """Decide whether the step that has ended counts. Returns a line for the user, if the loss scaler skipped it."""
+        said = None
+        if self.verdict.find_scaler_skip(self.window.loss):
+            number, scale = trainer.global_step + 1, precision.loss_scale
+            said = f"step {number} skipped: its gradients are not finite; the loss scale is {scale:g} now"
+            counters.uncount_step(trainer)
+        self.buffers.put_back(self.verdict.step_skipped)
+        return said
+
+    def record(self, number: int, loader: TrainLoader, precision: PlannedPrecision, signal_requests: int) -> StepRecord:
+        """Record the window that has just ended as step `number`. Collective; does not wait for the device.
+
+        `signal_requests`: the requests that signals have made to this rank (see process/signals.py).
+        """
+        return self.recorder.finish(number, loader, self.window, precision, self.learning_rate, signal_requests)
