@@ -170,7 +170,7 @@ class EachWindow(Callback):
             self.rows.append({"global_step": trainer.global_step, "loss_scale": scale})
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.finite = all(bool(p.isfinite().all()) for p in trainer.strategy.full_parameters().values())
+        self.finite = all(bool(p.isfinite().all()) for p in trainer.strategy.sharded.full_parameters().values())
 
 
 def overflow(folder: Path, ranks: int, options: dict[str, Any]) -> list[dict[str, Any]]:

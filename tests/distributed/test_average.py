@@ -45,23 +45,23 @@ class Look(Callback):
         self.step = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.average = trainer.strategy.full_parameters()
+        self.average = trainer.strategy.sharded.full_parameters()
         self.step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self.step:
             return
         self.step = trainer.global_step
-        weights = trainer.strategy.full_parameters()
+        weights = trainer.strategy.sharded.full_parameters()
         self.average = {n: DECAY * a + (1 - DECAY) * weights[n] for n, a in self.average.items()}
         self.before.append(weights)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self.seen.append(trainer.strategy.full_parameters())
+        self.seen.append(trainer.strategy.sharded.full_parameters())
         self.expected.append(dict(self.average))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        self.after.append(trainer.strategy.full_parameters())
+        self.after.append(trainer.strategy.sharded.full_parameters())
         self.losses.append(float(trainer.callback_metrics["validation/loss"]))
 
     def found(self) -> dict[str, Any]:

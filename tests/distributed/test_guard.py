@@ -103,7 +103,7 @@ class Look(Callback):
 
     def _note(self, trainer: Any) -> None:
         self.steps[trainer.global_step] = {
-            "weights": trainer.strategy.full_parameters(),
+            "weights": trainer.strategy.sharded.full_parameters(),
             "buffers": {name: buffer.clone() for name, buffer in trainer.lightning_module.named_buffers()},
             "samples": trainer.strategy.train_loader.consumed,
             "rate": trainer.strategy.step.learning_rate,

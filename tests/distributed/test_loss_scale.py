@@ -65,7 +65,7 @@ class Look(Callback):
                 "scale": trainer.strategy.planned_precision.loss_scale,
                 "samples": trainer.strategy.train_loader.consumed,
                 "skipped": trainer.strategy.step.verdict.skipped_steps,
-                "weights": trainer.strategy.full_parameters(),
+                "weights": trainer.strategy.sharded.full_parameters(),
             }
         )
 

@@ -68,11 +68,11 @@ class Capture(Callback):
     whole_weights_in = ()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.start = trainer.strategy.full_parameters()
+        self.start = trainer.strategy.sharded.full_parameters()
         self.hash = state_hash(self.start, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.final = trainer.strategy.full_parameters()
+        self.final = trainer.strategy.sharded.full_parameters()
 
 
 def state_hash(parameters: dict[str, Tensor], module: nn.Module) -> str:

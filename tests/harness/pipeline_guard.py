@@ -93,7 +93,7 @@ class Look(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % 4 == 0:
-            self.weights[trainer.global_step] = trainer.strategy.full_parameters()
+            self.weights[trainer.global_step] = trainer.strategy.sharded.full_parameters()
             self.buffers[trainer.global_step] = {name: one.clone() for name, one in pl_module.named_buffers()}
 
 
@@ -158,7 +158,7 @@ class Average(Callback):
         self.seen: list[dict[str, Tensor]] = []
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self.seen.append(trainer.strategy.full_parameters())
+        self.seen.append(trainer.strategy.sharded.full_parameters())
 
 
 def run_average(folder: Path, layouts: list[str]) -> dict[str, dict[str, Any]]:

@@ -213,7 +213,9 @@ class Guard(Callback):
         """Restore the state after step `good`, the last that changed a weight, and save it. Returns what was done."""
         self.step_log.flush(trainer)
         self.saving.forget_state_before_validation()
-        if not strategy_of(trainer).rewind(trainer.global_step - good):
+        strategy = strategy_of(trainer)
+        assert strategy.train_loader is not None
+        if not strategy.step.rewind(trainer, strategy.train_loader, trainer.global_step - good):
             by = f"{self.plan.goes_on_by} goes on from the last checkpoint"
             return f"The last that changed a weight was in the epoch before; {by}."
         for number, schedules in self.schedules:

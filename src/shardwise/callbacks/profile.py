@@ -95,7 +95,7 @@ class Profile(Callback):
             self.wanted.append(Wanted(self.plan.profile, start))
         if trainer.is_global_zero and not self.plan.quick_check:
             self.watch = RequestWatch(Path(self.plan.run_dir), partial(self._ask, trainer))
-            strategy_of(trainer).at_teardown(self.watch.close)
+            strategy_of(trainer).closing.add(self.watch.close)
 
     def _ask(self, trainer: Trainer, request: Request) -> None:
         """Hand on a request, in the thread of rank 0 that has seen it."""

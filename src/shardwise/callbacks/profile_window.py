@@ -98,7 +98,7 @@ class ProfileWindow:
         if self._recorder is not None or self.rank == 0:
             self._work = threading.Thread(target=self._write_and_read, name="profile", daemon=True)
             self._work.start()
-            self.strategy.at_teardown(self._stop_reading)
+            self.strategy.closing.add(self._stop_reading)
 
     def abandon(self) -> None:
         """Throw away what was recorded."""

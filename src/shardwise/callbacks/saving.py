@@ -110,7 +110,7 @@ class Saving(Callback):
             remove_left_over(self.folder)
         if self.plan.resume is not None:
             strategy_of(trainer).state.take_up_logged()
-            strategy_of(trainer).call_before_training(partial(self._finish_step, trainer))
+            strategy_of(trainer).step.call_before_first(partial(self._finish_step, trainer))
 
     def _finish_step(self, trainer: Trainer) -> None:
         """Catch up on what comes after a step, validation and ReduceLROnPlateau: a checkpoint is written before it."""
@@ -298,7 +298,7 @@ class Saving(Callback):
             self.writer = Writer(
                 bool(self.plan.checkpoint.asynchronous), strategy.root_device, group_timeout(self.plan)
             )
-            strategy.at_teardown(self.writer.close)
+            strategy.closing.add(self.writer.close)
         progress.doing(f"saving {path.name}")
         self.wait_for_save(trainer)
         if step is not None:

@@ -30,7 +30,6 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.process_group import Closing, gather_metrics_among
 from shardwise.distributed.rng import derived_seed, seed_streams, set_random_state
 from shardwise.errors import ConfigError
-from shardwise.lightning_internals import counters
 from shardwise.lightning_internals.padding import Evaluation
 from shardwise.lightning_internals.results import step_logging
 from shardwise.optim.optimizers import check_one_owner, order_alike, step_schedules_unless
@@ -79,11 +78,9 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         self.step = StepState(plan, self.mesh)
         self.order = CollectiveOrder(plan, lambda: self.module_name, self.file_group)
         self.precision_plugin = precision(plan, self.step.verdict)
-        self._before_training: Callable[[], None] | None = None
         self.evaluation, self.shared = Evaluation(), None
         gather_metrics_among(None)  # an earlier run of this process may have had other groups
-        self._transfer: BatchTransfer | None = None
-        self._closing = Closing(plan)
+        self.closing = Closing(plan)
 
     # Set-up
 
@@ -102,7 +99,7 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         self.state = TrainState(
             self.plan, module, self.root_device, self.sharded, self.planned_precision,
             loader=lambda: self.train_loader, file_group=self.file_group,
-            synchronize_buffers=self.synchronize_buffers, gradient_order=self._gradient_order,
+            synchronize_buffers=self.step.synchronize_buffers, gradient_order=self._gradient_order,
         )  # fmt: skip
 
     def _make_sharded_state(self, module: LightningModule) -> DTensorState:
@@ -152,18 +149,14 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         return self.precision_plugin
 
     def teardown(self) -> None:
-        self._closing.close()
+        self.closing.close()
         module = self.lightning_module
         if not self.order.is_refused and (module is None or not any(p.is_meta for p in module.parameters())):
             super().teardown()  # moves the module to the CPU: on meta that raises; behind others' collective it waits
 
-    def at_teardown(self, close: Callable[[], Any]) -> None:
-        """Call `close` at the end, also after an error: a thread that outlives the interpreter would abort it."""
-        self._closing.add(close)
-
     def file_group(self) -> dist.ProcessGroup | None:
         """The group of all hosts for work on files. The first call is collective."""
-        return self._closing.file_group() if self.world_size > 1 else None
+        return self.closing.file_group() if self.world_size > 1 else None
 
     # Data
 
@@ -185,13 +178,15 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
             print("".join(f"{line}\n" for line in self.train_loader.notices()), end="", flush=True)
         return self.train_loader
 
+    @cached_property
+    def _transfer(self) -> BatchTransfer:
+        data = getattr(self.module.trainer, "datamodule", None)
+        return BatchTransfer(self.root_device, self.module, *([data] if data else []))
+
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self.shared is not None:
             self.shared.seed_batch()
         self.evaluation.begin_batch(self.module.trainer)
-        if self._transfer is None:
-            data = getattr(self.module.trainer, "datamodule", None)
-            self._transfer = BatchTransfer(self.root_device, self.module, *([data] if data else []))
         begins_window = self.train_loader is not None and self.train_loader.window_has_begun()
         if begins_window:
             self.step.recorder.batch_fetched()
@@ -220,9 +215,7 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
 
     def _weights_may_be_new(self, name: str) -> bool:
         """Whether the step `name` may see weights that the one before has not seen."""
-        return (
-            name != "training_step" or not self.step.window.losses
-        )  # a step's further micro-batches see the same weights
+        return name != "training_step" or not self.step.window.losses  # its further micro-batches see the same ones
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self._run_step("training_step", *args, **kwargs)
@@ -275,12 +268,7 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         if self.plan.checkpoint.saves:
             check_one_owner(self.optimizers, self.module_name)
             self.state.rehearse(last=False)
-        if self._before_training is not None:
-            self._before_training()
-
-    def call_before_training(self, work: Callable[[], None]) -> None:
-        """Call `work` after the set-up and before the first batch."""
-        self._before_training = work
+        self.step.before_first()
 
     def _note_step(self, *_: Any) -> None:
         self.step.note_step()
@@ -325,17 +313,6 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
             _tell(self.step.end(self.module.trainer, self.planned_precision))
         return result
 
-    def rewind(self, steps: int) -> bool:
-        """Set counters and training clock back by `steps` that have changed no weight.
-
-        Returns whether that was done. Steps of an earlier epoch are not taken back.
-        """
-        assert self.train_loader is not None
-        if not counters.rewind(self.module.trainer, steps, steps * self.plan.accumulate_grad_batches):
-            return False
-        self.train_loader.rewind(steps)
-        return True
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         # `self.log(..., sync_dist=True)` averages batch sizes over ranks. In integers the mean of 7 and 6 would be 6.
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
@@ -363,7 +340,7 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
 
     def on_validation_start(self) -> None:
         refuse_loaders_together(self.module.trainer, self.plan)
-        self.synchronize_buffers()
+        self.step.synchronize_buffers()
         self.evaluation.begin(self.root_device if self.state.is_training else None)
         super().on_validation_start()
 
@@ -371,18 +348,9 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         super().on_validation_end()
         self.evaluation.end()
 
-    def synchronize_buffers(self) -> None:
-        self.step.buffers.synchronize(self.mesh.group("stage"))
-
     def _gradient_order(self) -> list[int]:
         """The order in which gradients arrive, if it decides which gradients are summed together; else empty."""
         return []
-
-    # For tests and small models
-
-    def full_parameters(self) -> dict[str, Tensor]:
-        """Gather the master weights on the CPU of every rank. Collective."""
-        return self.sharded.full_parameters()
 
 
 def strategy_of(trainer: Trainer) -> PlannedStrategy:

@@ -62,10 +62,10 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self.weights.read_whole_numbers()
-        self.at_teardown(keep_frozen())
+        self.closing.add(keep_frozen())
         assigning = ExitStack()
         assigning.enter_context(assigning_whole())
-        self.at_teardown(assigning.close)
+        self.closing.add(assigning.close)
         if not self.plan.topology.is_data_parallel_only:
             take_logged_by(trainer, self.weights.take_logged)
         self._begin_setup(self.module)
@@ -100,14 +100,14 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         backward = super().backward
-        with self._explaining(), self.weights.shards.paused():
+        with self.explaining(), self.weights.shards.paused():
             loss: Tensor = self.sharding.backwards.run(lambda: backward(closure_loss, optimizer, *args, **kwargs))
         if self.module.automatic_optimization:
             self.order.end()
         return loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._explaining(), self.weights.shards.paused():
+        with self.explaining(), self.weights.shards.paused():
             return super().training_step(*args, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ class FsdpStrategy(PlannedStrategy, ModelParallelStrategy):
             return super().optimizer_step(*args, **kwargs)
 
     @contextmanager
-    def _explaining(self) -> Iterator[None]:
+    def explaining(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:

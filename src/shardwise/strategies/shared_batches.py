@@ -59,11 +59,11 @@ class SharedBatches:
         parts = ContextParallel(self.mesh.group("context"), by_keys=by_keys, tensors=tensors)
         if not tensors:  # models of Hugging Face are given whole batches, and divide them themselves
             self._sharing = parts.ranks
-            self.strategy.at_teardown(divide_models(self.module, parts))
+            self.strategy.closing.add(divide_models(self.module, parts))
             return
         self.context = parts
         use_sequence_parts(parts)
-        self.strategy.at_teardown(partial(use_sequence_parts, None))
+        self.strategy.closing.add(partial(use_sequence_parts, None))
 
     def share_draws(self, units: Units, divided: TensorParallel | None) -> None:
         """Let ranks that run the same step on the same batch draw the same, and layers in which they have parts not.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,9 +33,14 @@ class StepState:
         self.has_stepped = False  # whether an optimizer has, in this window; in this batch in manual optimization
         self.learning_rate = float("nan")  # that of the first parameter group in the last step
         self._frozen = FrozenForGood()
+        self.before_first: Callable[[], None] = lambda: None  # called before the first batch
 
     def take_window(self, window: AccumulationWindow) -> None:
         self.window = window
+
+    def call_before_first(self, work: Callable[[], None]) -> None:
+        """Call `work` after the set-up and before the first batch."""
+        self.before_first = work
 
     def freeze(self, frozen: FrozenForGood) -> None:
         """Refuse from now on that these weights are trained."""
@@ -69,6 +75,20 @@ class StepState:
             counters.uncount_step(trainer)
         self.buffers.put_back(self.verdict.step_skipped)
         return said
+
+    def rewind(self, trainer: Trainer, loader: TrainLoader, steps: int) -> bool:
+        """Set counters and training clock back by `steps` that have changed no weight.
+
+        Returns whether that was done. Steps of an earlier epoch are not taken back.
+        """
+        if not counters.rewind(trainer, steps, steps * self.plan.accumulate_grad_batches):
+            return False
+        loader.rewind(steps)
+        return True
+
+    def synchronize_buffers(self) -> None:
+        """Let every rank that has these layers have the same buffers. Collective."""
+        self.buffers.synchronize(self.mesh.group("stage"))
 
     def record(self, number: int, loader: TrainLoader, precision: PlannedPrecision, signal_requests: int) -> StepRecord:
         """Record the window that has just ended as step `number`. Collective; does not wait for the device.

@@ -67,7 +67,7 @@ class FsdpWeights(WeightsInHooks):
 
         reading = ExitStack()
         reading.enter_context(reading_whole(read))
-        self.strategy.at_teardown(reading.close)
+        self.strategy.closing.add(reading.close)
 
     def take_logged(self, logged: LoggedValue) -> Any:
         if self.strategy.sharded.tensor_parallel is not None and isinstance(logged.value, DTensor):

@@ -14,25 +14,22 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.distributed.collectives import broadcast_from_rank_zero
 from shardwise.errors import ConfigError
-from shardwise.lightning_internals.hooks import current_hook
 from shardwise.optim.deepspeed import import_deepspeed
-from shardwise.optim.optimizers import order_alike, treats_weights_one_by_one
+from shardwise.optim.optimizers import order_alike
 from shardwise.parallel.functional_calls import refuse_functional_calls
 from shardwise.parallel.precision import dtype_of
 from shardwise.plan import Plan
 from shardwise.strategies.base import PlannedStrategy
-from shardwise.strategies.whole_weights import gives_tensors, tensors_in_objects, weights_are_sharded
+from shardwise.strategies.whole_weights import weights_are_sharded
 from shardwise.strategies.zero.engine import engine_config
 from shardwise.strategies.zero.frozen import FrozenUnderZero
 from shardwise.strategies.zero.groups import ParameterGroups
@@ -51,6 +48,7 @@ from shardwise.strategies.zero.internals import (
     without_nested_tensors,
 )
 from shardwise.strategies.zero.precision import GradientsOutOfReach, ZeroPrecision
+from shardwise.strategies.zero.refusals import check_support, refuse_idle, refuse_inner_backward, refuse_objects
 from shardwise.strategies.zero.state import ZeroState
 from shardwise.strategies.zero.step_hooks import StepHooks
 from shardwise.strategies.zero.unused_parameters import LastGradients, gathered_as_one, touch_all
@@ -90,7 +88,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         order_alike(module, optimizers, self.file_group())
         group_names: list[list[str]] = []
         if training:
-            self._check_support(module, optimizers[0])
+            check_support(self, optimizers[0])
             names = {id(p): name for name, p in module.named_parameters()}
             group_names = [[names[id(p)] for p in group["params"]] for group in optimizers[0].param_groups]
             for group in optimizers[0].param_groups:  # DeepSpeed cannot shard a parameter without elements
@@ -105,11 +103,11 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                 dist_init_required=False,
             )
         self.zero_precision.use(self.model, partial(weights_are_sharded, self.module_name, self.plan.strategy.name))
-        self.at_teardown(partial(release_engine, self.model))
+        self.closing.add(partial(release_engine, self.model))
         before_collectives(self.model, module, self.order.add)
         if self.plan.zero_stage == 3:
             refuse_functional_calls(module.modules(), "zero3 gathers its own weights; use strategy=ddp", lambda _: True)
-            self.at_teardown(without_nested_tensors())
+            self.closing.add(without_nested_tensors())
         if training:
             self._begin_training(engine_optimizer, group_names, initial)
         self._end_setup()
@@ -120,9 +118,9 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         if self.plan.strategy.find_unused_parameters:
             touch_all(self.module, units, self.plan.zero_stage)
         if self.plan.zero_stage == 3:
-            before_freeing(engine_optimizer, self._refuse_inner_backward)
+            before_freeing(engine_optimizer, partial(refuse_inner_backward, self))
             if not self.plan.strategy.find_unused_parameters:
-                self.zero_precision.after_backward(partial(self._refuse_idle, LastGradients(engine_optimizer)))
+                self.zero_precision.after_backward(partial(refuse_idle, self, LastGradients(engine_optimizer)))
         keep_gradients_until_reduced(engine_optimizer)
         self.optimizers = [engine_optimizer]
         self.zero_state.use(engine_optimizer, group_names)
@@ -147,55 +145,6 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
     def zero_precision(self) -> ZeroPrecision:
         assert isinstance(self.precision_plugin, ZeroPrecision)
         return self.precision_plugin
-
-    def _refuse_inner_backward(self) -> None:
-        """Refuse a backward pass within a step: ZeRO-3 would free weights and not gather them for the next pass."""
-        if self.module.trainer.training and not self.zero_precision.is_in_backward:
-            hook = current_hook(self.module)
-            who = ".training_step" if hook == "training_step" else f" or a callback, in {hook},"
-            raise ConfigError(
-                f"{self.module_name}{who} takes a gradient (torch.autograd.grad), and behind that the weights are gone "
-                f"under {self.plan.strategy.name}; use strategy=fsdp, zero2 or ddp"
-            )
-
-    def _refuse_idle(self, gradients: LastGradients) -> None:
-        if idle := gradients.left_out():
-            names = [name for name, p in self.module.named_parameters() if p in idle]
-            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-            raise ConfigError(
-                f"{self.module_name}: {', '.join(names[:4])}{more} took no part in the loss, and did in earlier steps; "
-                f"{self.plan.strategy.name} would step them with their gradients of then: give "
-                f"strategy.find_unused_parameters=true"
-            )
-
-    def _refuse_objects(self, layer: nn.Module) -> None:
-        """Refuse outputs inside objects: ZeRO-3 gathers a layer's weights by hooks on its output tensors."""
-
-        def check(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not torch.is_grad_enabled() or gives_tensors(output):
-                return
-            if any(tensor.grad_fn is not None for tensor in tensors_in_objects((output, args, kwargs))):
-                raise ConfigError(
-                    f"{type(layer).__name__} passes tensors on inside an object, where {self.plan.strategy.name} does "
-                    f"not find them; pass tensors, tuples or dicts, or use strategy=fsdp, zero2 or ddp"
-                )
-
-        layer.register_forward_hook(check, with_kwargs=True)
-
-    def _check_support(self, module: LightningModule, optimizer: Optimizer) -> None:
-        """Refuse hooks that DeepSpeed would ignore, and optimizers that would give other numbers under it."""
-        name = self.plan.strategy.name
-        if hooks := [hook for hook in ("backward", "configure_gradient_clipping") if is_overridden(hook, module)]:
-            raise ConfigError(
-                f"{self.module_name} has its own {', '.join(hooks)}, and under {name} gradients are in DeepSpeed's "
-                f"hands, out of reach: leave it out, or use strategy=ddp or fsdp"
-            )
-        if not treats_weights_one_by_one(optimizer):
-            raise ConfigError(
-                f"{type(optimizer).__name__} is not known to treat every weight by itself, and DeepSpeed gives it flat "
-                f"pieces without rows or columns: use AdamW or SGD, strategy=ddp, or, if it does, set is_elementwise = "
-                f"True on it"
-            )
 
     def _make(
         self, deepspeed: Any, module: LightningModule, config: dict[str, Any], initial: InitialValues | None
@@ -224,7 +173,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
                     p.data = p.data.to(dtype_of(precision.compute_dtype))
             if three:
                 if self.state.is_training:
-                    self._refuse_objects(unit)
+                    refuse_objects(unit, self.plan.strategy.name)
                 if unit is not module:
                     deepspeed.utils.set_z3_leaf_module(unit, True)  # DeepSpeed gathers it as a whole, as FSDP does
                 elif self.plan.strategy.find_unused_parameters:

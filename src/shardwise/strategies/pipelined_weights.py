@@ -1,90 +1,41 @@
-"""What is logged in a pipeline, and what hooks see there: a stage has its own layers, and the last one has the loss."""
+"""What hooks see in a pipeline, and what is logged there: a stage has its own layers, and the last one has the loss."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch import Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.hook_names import LOOK_AT_GRADIENTS
 from shardwise.lightning_internals.logged import LoggedValue
-from shardwise.lightning_internals.results import step_logging
 from shardwise.parallel.pipeline.absent import NothingFromMeta, is_absent, refusal_of
-from shardwise.parallel.pipeline.stages import Stages
-from shardwise.strategies.fsdp import FsdpStrategy
 from shardwise.strategies.fsdp_gathering import free_gathered
 from shardwise.strategies.whole_in_hooks import FsdpWeights
+
+if TYPE_CHECKING:
+    from shardwise.strategies.pipelined import PipelinedStrategy
 
 _ONE = "use strategy.pipeline_parallel_size=1"
 _LOOK_AT_RESULTS = [f"on_{stage}_{when}" for stage in ("validation", "test") for when in ("batch_end", "epoch_end")]
 
 
-class PipelinedLogs(FsdpStrategy):
-    """A part of `PipelinedStrategy`."""
-
-    stages: Stages
-    position: int  # of this rank in its pipeline
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank has the last stage, which alone knows losses and logs."""
-        return self.position == self.plan.topology.pipeline - 1
-
-    def _share_logs(self, trainer: Trainer) -> None:
-        step_logging(trainer).share_metrics_by(self._metrics_of_last_stage)
-
-    def _metrics_of_last_stage(self, own: dict[str, Any]) -> dict[str, Any]:
-        """What the last stage has logged. Collective."""
-        found = [{name: value.detach().cpu() for name, value in own.items() if isinstance(value, Tensor)}]
-        group = self.mesh.group("pipeline")
-        dist.broadcast_object_list(found, group_src=0, group=group, device=self.root_device)
-        return {} if self.is_last else {name: value.to(self.root_device) for name, value in found[0].items()}
-
-    def _check_metrics(self) -> None:
-        """Refuse numbers of other stages in the metrics of the module: some would be lost among the ranks' own.
-
-        Raises:
-            ConfigError
-        """
-        for name, layer in self.module.named_modules() if self.is_last else ():
-            if isinstance(layer, Metric) and (absent := _absent_state(layer)) is not None:
-                raise refusal_of(absent, f"{self.module_name}: the metric {name} is given")
-
-    @contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Say what a computation with weights of other stages is, which are on the meta device."""
-        try:
-            with super()._explaining():
-                yield
-        except (RuntimeError, NotImplementedError) as error:
-            if "meta" not in str(error):
-                raise
-            first = " ".join(str(error).split())[:100]
-            raise ConfigError(
-                f"{self.module_name} computes with weights or buffers of a layer that is on another stage of the "
-                f"pipeline ({first}); move that into the layer, leave it out, or {_ONE}"
-            ) from error
-
-
 class PipelinedWeights(FsdpWeights):
     """Weights of which a rank has those of its own stages."""
 
-    strategy: PipelinedLogs
+    strategy: PipelinedStrategy
 
     def take_logged(self, logged: LoggedValue) -> Any:
         """Refuse what the last stage logs and does not have. Another stage's values are not looked at."""
         of = logged.value
-        absent = of if is_absent(of) else _absent_state(of) if isinstance(of, Metric) else None
+        absent = of if is_absent(of) else absent_state(of) if isinstance(of, Metric) else None
         if absent is None:
             return super().take_logged(logged)
-        if self.strategy.is_last:
+        if self.strategy.pipeline.is_last:
             raise refusal_of(absent, f"{self.name}: {logged.hook} logs {logged.name!r}, which comes from")
         return None
 
@@ -93,7 +44,7 @@ class PipelinedWeights(FsdpWeights):
         free_gathered(self.module)  # while each weight is where FSDP2 put it: a weight that stages share moves below
         try:
             meta: Any = NothingFromMeta  # other stages' weights have no memory
-            with self.strategy.stages.whole(), super().make_whole(hook), meta():
+            with self.strategy.pipeline.stages.whole(), super().make_whole(hook), meta():
                 yield
         except (RuntimeError, NotImplementedError) as error:
             if "meta" not in str(error):
@@ -118,12 +69,14 @@ class PipelinedWeights(FsdpWeights):
         if hook == "on_train_batch_end":
             return self._explaining_outputs(around)
         return (
-            around if hook not in _LOOK_AT_RESULTS or self.strategy.is_last else self._explaining_results(hook, around)
+            around
+            if hook not in _LOOK_AT_RESULTS or self.strategy.pipeline.is_last
+            else self._explaining_results(hook, around)
         )
 
     @contextmanager
     def _showing_weights(self, around: AbstractContextManager[None]) -> Iterator[None]:
-        with self.strategy.stages.shown(), around:
+        with self.strategy.pipeline.stages.shown(), around:
             yield
 
     @contextmanager
@@ -164,7 +117,7 @@ class PipelinedWeights(FsdpWeights):
         yield
 
 
-def _absent_state(metric: Metric) -> Tensor | None:
+def absent_state(metric: Metric) -> Tensor | None:
     """A state of `metric` that was computed from numbers that are not here."""
     for name in metric.metric_state:
         state: Any = getattr(metric, name)
