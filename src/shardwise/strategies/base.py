@@ -8,6 +8,7 @@ hooks that it implements differently.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch

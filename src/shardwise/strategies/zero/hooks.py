@@ -6,8 +6,9 @@ DeepSpeed's next step overwrites these.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from shardwise.strategies.zero.internals import gathered, kept_gathered
 if TYPE_CHECKING:
     from shardwise.strategies.zero.strategy import ZeroStrategy
 
-WATCHED = 8  # steps of each kind in which reads of empty weights are refused: each call of torch takes a little longer
+_WATCHED = 8  # steps of each kind in which reads of empty weights are refused: each call of torch takes a little longer
 
 
 class ZeroWeights(WeightsInHooks):
@@ -32,7 +33,20 @@ class ZeroWeights(WeightsInHooks):
 
     hides = True
     strategy: ZeroStrategy
-    _before_evaluation: dict[str, float] | None = None  # the norm of each trained weight
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
+        self._before_evaluation: dict[str, float] | None = None  # the norm of each trained weight
+        self._steps_of: Counter[str] = Counter()  # how many steps of each kind this process has begun
+
+    def around_step(self, name: str) -> AbstractContextManager[Any]:
+        """What is put around the step `name`: in the first ones, reads of empty weights are refused."""
+        self._steps_of[name] += 1
+        # What is compiled would be compiled once more; a resumed run computes its steps as it did before
+        is_watched = self._steps_of[name] <= _WATCHED and self.plan.compile.name == "none"
+        if self.plan.zero_stage < 3 or not is_watched:
+            return nullcontext()
+        return self.refusing_empty(f"{self.name}.{name}")
 
     def around_hook(self, hook: str, *, whole: bool) -> AbstractContextManager[None]:
         around = super().around_hook(hook, whole=whole)

@@ -33,7 +33,7 @@ from shardwise.strategies.whole_weights import weights_are_sharded
 from shardwise.strategies.zero.engine import engine_config
 from shardwise.strategies.zero.frozen import FrozenUnderZero
 from shardwise.strategies.zero.groups import ParameterGroups
-from shardwise.strategies.zero.hooks import WATCHED, ZeroWeights
+from shardwise.strategies.zero.hooks import ZeroWeights
 from shardwise.strategies.zero.initial import InitialValues
 from shardwise.strategies.zero.internals import (
     before_collectives,
@@ -65,7 +65,6 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
     def __init__(self, plan: Plan) -> None:
         super().__init__(timeout=timedelta(minutes=plan.strategy.timeout_minutes))
         self._use(plan, ZeroPrecision)
-        self._steps_of: dict[str, int] = {}  # how many steps of each kind this process has begun
 
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
@@ -186,11 +185,7 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         broadcast_from_rank_zero(list(module.buffers()), self.mesh.group("world"))
 
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        self._steps_of[name] = number = self._steps_of.get(name, 0) + 1
-        # What is compiled would be compiled once more; a resumed run computes its steps as it did before
-        if self.plan.zero_stage < 3 or number > WATCHED or self.plan.compile.name != "none":
-            return super()._run_step(name, *args, **kwargs)
-        with self.weights.refusing_empty(f"{self.module_name}.{name}"):
+        with self.weights.around_step(name):
             return super()._run_step(name, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
