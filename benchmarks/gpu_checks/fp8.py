@@ -37,7 +37,8 @@ from shardwise.config.groups import Float8Config  # noqa: E402
 from shardwise.parallel.float8 import Float8Layers  # noqa: E402
 from shardwise.parallel.parallelize import parallelize, prepare_float8  # noqa: E402
 from shardwise.parallel.units import find_units  # noqa: E402
-from shardwise.plan import Host, Plan, make_plan  # noqa: E402
+from shardwise.plan import Host, Plan  # noqa: E402
+from shardwise.plan.resolve import make_plan  # noqa: E402
 
 RECIPES = ("tensorwise", "rowwise")
 Result = tuple[bool, dict[str, Any]]

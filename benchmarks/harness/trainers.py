@@ -12,7 +12,8 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStr
 from shardwise.config.compose import compose
 from shardwise.devices import gpu_capability
 from shardwise.parallel.units import find_units
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.trainer import build_trainer
 
 TINY_LANGUAGE_MODEL = [

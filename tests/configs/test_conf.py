@@ -30,10 +30,11 @@ from shardwise.config.schema import RunConfig
 from shardwise.config.targets import build, check
 from shardwise.errors import ConfigError
 from shardwise.launch.host import planned_host
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
 from shardwise.plan.capabilities import STRATEGIES
-from shardwise.plan.layers import SAVED
+from shardwise.config.groups import SAVED
 from shardwise.plan.plan import Compile
+from shardwise.plan.resolve import make_plan
 from shardwise.start.plans import make_run_plans
 
 DGX = Host(cuda_devices=8, run_id="made-up")

@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.config.compose import compose
-from shardwise.plan import Host, make_plan
+from shardwise.plan import Host
+from shardwise.plan.resolve import make_plan
 from tests.harness.cells import fit
 from tests.harness.processes import spawn
 

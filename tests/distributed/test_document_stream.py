@@ -12,7 +12,8 @@ import torch
 from shardwise.config.compose import compose
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.data.tokens import write_token_shards
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from tests.harness.cells import fit
 from tests.harness.processes import spawn
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from recipes.image_classification.model import ResNet
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
-from shardwise.plan import Host, make_plan
+from shardwise.plan import Host
+from shardwise.plan.resolve import make_plan
 from shardwise.run_dir.checkpoints import list_checkpoints
 from shardwise.tools import main
 from shardwise.weights.saved import SavedWeights

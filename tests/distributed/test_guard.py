@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from shardwise.callbacks.guard import RollBack
 from shardwise.config.compose import compose
 from shardwise.errors import NonFiniteError
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.rank import run_until_rolled_back
 from shardwise.step.spikes import robust_z, robust_z_of
 from tests.harness import gradient_hooks

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shardwise.callbacks.learning_rate import rate_of, suggest
 from shardwise.config.compose import compose
-from shardwise.plan import Host, make_plan
+from shardwise.plan import Host
+from shardwise.plan.resolve import make_plan
 from tests.harness.cells import fit
 from tests.harness.commands import run
 from tests.harness.processes import spawn

@@ -16,7 +16,8 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from shardwise.config.compose import compose
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from tests.distributed.foreign import Foreign
 from tests.harness.cells import fit
 from tests.harness.processes import spawn

@@ -46,7 +46,8 @@ class Overflows(Callback):
         strategy = trainer.strategy
         if (batch_idx + 1) % MICRO_BATCHES == 0:
             self.windows.append({"step": trainer.global_step, "scale": strategy.planned_precision.loss_scale,
-                                 "skipped": strategy.step.verdict.skipped_steps, "weights": strategy.full_parameters()})  # fmt: skip
+                                 "skipped": strategy.step.verdict.skipped_steps,
+                                 "weights": strategy.sharded.full_parameters()})  # fmt: skip
 
 
 def run_all(folder: Path, cells: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from shardwise.config.compose import compose
 from shardwise.metrics.meter import SPENT, Meter, Sums, process_start
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.run_dir.rows import read_rows
 from shardwise.step.record import Readback, StepRecord, Tick
 from shardwise.trainer import build_module

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from tests.harness.cells import fit
 from tests.harness.modules import Layer
 from tests.harness.processes import spawn

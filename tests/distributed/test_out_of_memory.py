@@ -14,7 +14,8 @@ from shardwise.checkpoint.pinned_memory import PinnedMemory
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.forecast.remedies import GpuMemory, remedies
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from tests.harness.commands import OWN, check, make_home, metrics, run
 
 CUDA_TEXT = (

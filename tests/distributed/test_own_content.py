@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.run_dir.files import checkpoint_path
 from tests.harness.cells import fit
 from tests.harness.processes import spawn

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from torchmetrics.retrieval import RetrievalMAP
 
 from shardwise.config.compose import compose
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.rank import run_stage
 from tests.harness.cells import fit
 from tests.harness.processes import spawn

@@ -9,7 +9,8 @@ import pytest
 from shardwise.config.compose import compose
 from shardwise.data.order import GlobalOrder
 from shardwise.errors import ConfigError
-from shardwise.plan import Host, make_plan
+from shardwise.plan import Host
+from shardwise.plan.resolve import make_plan
 from tests.harness.commands import OWN, check, make_home, metrics, run
 
 STAGES = """

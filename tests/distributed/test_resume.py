@@ -19,7 +19,8 @@ from shardwise.config.compose import compose
 from shardwise.data.tokens import TokenSequences, TokenShards
 from shardwise.distributed.process_group import init_process_group
 from shardwise.errors import ConfigError
-from shardwise.plan import Host, make_plan
+from shardwise.plan import Host
+from shardwise.plan.resolve import make_plan
 from shardwise.rank import quiet_lightning, run_stage
 from shardwise.run_dir.checkpoints import list_checkpoints
 from shardwise.run_dir.resume import resolve_resume

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from shardwise.config.compose import compose
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.run_dir.events import read_events
 from shardwise.trainer import build_data, build_module, build_trainer
 from tests.harness.cells import fit

@@ -18,7 +18,8 @@ from shardwise.config.compose import compose
 from shardwise.data.evaluation import EvaluationLoader
 from shardwise.data.loaders import TrainLoader
 from shardwise.errors import ConfigError
-from shardwise.plan import Host, make_plan
+from shardwise.plan import Host
+from shardwise.plan.resolve import make_plan
 from tests.harness.cells import fit
 from tests.harness.processes import spawn
 

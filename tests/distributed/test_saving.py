@@ -27,7 +27,8 @@ from shardwise.checkpoint import writer as saving
 from shardwise.checkpoint.verify import verify_resume
 from shardwise.config.compose import compose
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.plan import Host, make_plan
+from shardwise.plan import Host
+from shardwise.plan.resolve import make_plan
 from shardwise.run_dir.checkpoints import damage, list_checkpoints, newest_whole
 from shardwise.run_dir.resume import resolve_resume
 from tests.harness.cells import fit

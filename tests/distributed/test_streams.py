@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.rank import run_stage
 from tests.harness.cells import fit
 from tests.harness.modules import Layer

@@ -14,7 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from shardwise.config.compose import compose
 from shardwise.metrics.verdicts import BUSY, COMPUTE, DATA_WAIT, SECONDS
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.run_dir.events import read_events
 from shardwise.run_dir.rows import read_rows
 from tests.harness.cells import cell_plan, fit

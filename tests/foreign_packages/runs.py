@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, RandomSampler
 from shardwise.config.compose import compose
 from shardwise.data.order import GlobalOrder
 from shardwise.errors import ConfigError
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.trainer import build_data, build_module
 from tests.foreign_packages.cases import STRATEGIES, Case
 from tests.foreign_packages.demos import write_mnist, write_wikitext

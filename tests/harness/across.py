@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.config.compose import compose
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.run_dir.files import checkpoint_path
 from tests.harness.cells import fit
 from tests.harness.everything import BATCH, Network, rows

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.config.compose import compose
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.trainer import build_module
 from tests.harness import modules
 from tests.harness.cells import fit

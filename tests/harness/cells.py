@@ -17,7 +17,8 @@ from shardwise.callbacks.summary import Summary
 from shardwise.config.compose import compose
 from shardwise.distributed.process_group import init_process_group
 from shardwise.parallel.precision import set_matmul_mode
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.rank import quiet_lightning
 from shardwise.trainer import build_data, build_module, build_trainer
 

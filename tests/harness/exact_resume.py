@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from shardwise.config.compose import compose
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from tests.harness.cells import fit
 
 BATCH, STOP, STEPS = 16, 3, 7  # an epoch has five steps

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from shardwise.config.compose import compose
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from tests.harness import everything
 
 VOCABULARY, WIDTH, LENGTH, BATCH, MICRO = 48, 32, 12, 8, 2

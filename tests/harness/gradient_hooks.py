@@ -15,7 +15,8 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from shardwise.config.compose import compose
-from shardwise.plan import Host, make_plan
+from shardwise.plan import Host
+from shardwise.plan.resolve import make_plan
 from tests.harness.cells import fit
 from tests.harness.pipelines import SIZE, Layer, Stack, stack_argv
 

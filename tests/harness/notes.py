@@ -11,7 +11,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from shardwise.config.compose import compose
-from shardwise.plan import Host, make_plan
+from shardwise.plan import Host
+from shardwise.plan.resolve import make_plan
 from tests.harness.cells import fit
 from tests.harness.gradient_hooks import Divided
 from tests.harness.pipelines import SIZE, Stack, stack_argv

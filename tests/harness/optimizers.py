@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from shardwise.config.compose import compose
 from shardwise.optim.quantization import shares
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.run_dir.files import checkpoint_path
 from tests.harness.cells import fit
 from tests.harness.everything import BATCH, IGNORE, VOCABULARY, Everything, rows

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.config.compose import compose
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from tests.harness.cells import fit
 from tests.harness.everything import BATCH, Network, rows
 from tests.harness.reference import WEIGHT_DECAY, plain_loop, update_deviation

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardwise.config.compose import compose
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.run_dir.files import checkpoint_path
 from tests.harness.cells import fit
 from tests.harness.exact_resume import unlike

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shardwise.config.compose import compose
 from shardwise.errors import NonFiniteError
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.rank import run_until_rolled_back
 from tests.harness.cells import Capture, fit
 from tests.harness.modules import Bare, Layer, samples

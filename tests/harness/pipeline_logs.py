@@ -16,7 +16,8 @@ from torchmetrics import MeanMetric, MeanSquaredError, Metric
 
 from shardwise.config.compose import compose
 from shardwise.distributed.process_group import init_process_group
-from shardwise.plan import Host, make_plan
+from shardwise.plan import Host
+from shardwise.plan.resolve import make_plan
 from shardwise.trainer import build_data, build_module, build_trainer
 from tests.harness.cells import fit
 from tests.harness.pipelines import Stack, stack_argv

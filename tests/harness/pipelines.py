@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 
 from shardwise.config.compose import compose
 from shardwise.parallel.pipeline.engine import Engine
-from shardwise.plan import Host, make_plan
+from shardwise.plan import Host
+from shardwise.plan.resolve import make_plan
 from shardwise.run_dir.files import checkpoint_path
 from tests.harness.cells import cell_plan, fit
 

@@ -12,7 +12,8 @@ from shardwise.config.compose import compose
 from shardwise.devices import amd_gpus, count_rocm_devices, count_visible, intel_gpus
 from shardwise.errors import ConfigError
 from shardwise.launch.host import inspect_host
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 
 CPU = Host(0, run_id="r")
 AMD = Host(8, run_id="r", rocm=True, gpu="AMD Instinct MI300X")

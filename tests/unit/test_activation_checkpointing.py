@@ -21,7 +21,8 @@ from shardwise.errors import ConfigError
 from shardwise.parallel.activation_checkpointing import explain, keep_results_of, without_caches
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.units import find_units
-from shardwise.plan import Host, make_plan
+from shardwise.plan import Host
+from shardwise.plan.resolve import make_plan
 
 # What torch says to itself while it compiles
 pytestmark = [

@@ -25,7 +25,7 @@ from shardwise.nn import attention
 from shardwise.nn.attention import causal_attention, document_layout, kernels_that_ran, whole_layout
 from shardwise.nn.key_value_cache import KeyValueCache
 from shardwise.parallel.context_parallel import ContextParallel
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
 from shardwise.plan.attention_kernel import (
     FLASH_ATTENTION_4,
     Facts,
@@ -36,6 +36,7 @@ from shardwise.plan.attention_kernel import (
     obstacle,
 )
 from shardwise.plan.plan import Choice
+from shardwise.plan.resolve import make_plan
 from tests.harness import flash_attention_4 as stand_in
 from tests.harness.varlen import as_on_a_gpu
 

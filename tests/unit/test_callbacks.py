@@ -15,7 +15,8 @@ from shardwise.callbacks.configured import build_callbacks, check_callbacks
 from shardwise.config.compose import compose
 from shardwise.config.lightning_callbacks import LIGHTNING, WORKS
 from shardwise.errors import ConfigError
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.rank import quiet_lightning
 
 THEIRS = "lightning.pytorch.callbacks"

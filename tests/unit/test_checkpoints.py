@@ -21,7 +21,8 @@ from shardwise.checkpoint.retention import catch_up_on_best, read_best, remove, 
 from shardwise.checkpoint.verify import named_unchanged
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
-from shardwise.plan import Host, make_plan
+from shardwise.plan import Host
+from shardwise.plan.resolve import make_plan
 from shardwise.run_dir.checkpoints import damage, give_name_again, list_checkpoints
 from shardwise.run_dir.files import MANIFEST, best_checkpoint_path, checkpoint_path, keep_earlier, partial_path, sync
 from shardwise.run_dir.resume import differences, resumption

@@ -25,7 +25,8 @@ from shardwise.config.paths import CONF
 from shardwise.config.schema import RunConfig
 from shardwise.config.translate import translate
 from shardwise.errors import ConfigError
-from shardwise.plan import Host, make_plan
+from shardwise.plan import Host
+from shardwise.plan.resolve import make_plan
 from shardwise.step.precision_plugin import PlannedPrecision
 
 ROOT = Path(__file__).parents[2]

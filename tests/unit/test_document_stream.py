@@ -19,7 +19,8 @@ from shardwise.data.document_stream import DocumentStream, open_document_stream
 from shardwise.data.streams import Stream
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.errors import ConfigError
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 
 T, B = 8, 2
 TEXTS = [f"<{number}>{'x' * (number * 7 % 40)}" for number in range(90)]

@@ -25,8 +25,9 @@ from shardwise.config.compose import compose
 from shardwise.config.groups import Float8Config
 from shardwise.errors import ConfigError
 from shardwise.parallel.float8 import Float8Layers
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
 from shardwise.plan.float8 import USUAL
+from shardwise.plan.resolve import make_plan
 
 RECIPES = ["tensorwise", "rowwise"]
 

@@ -27,7 +27,8 @@ from shardwise.data.evaluation import EvaluationLoader
 from shardwise.data.loaders import TrainLoader
 from shardwise.data.sample_seeds import SeededSamples, with_seeds
 from shardwise.errors import ConfigError
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.plan.topology import make_topology
 
 CPU = torch.device("cpu")

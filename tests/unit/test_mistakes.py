@@ -13,7 +13,8 @@ from shardwise.config.compose import compose
 from shardwise.config.targets import build
 from shardwise.errors import ConfigError
 from shardwise.mistakes import describe_mistake
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.process.report import report
 from shardwise.run_dir.files import rank_log
 from shardwise.trainer import build_data, build_module

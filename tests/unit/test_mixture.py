@@ -19,7 +19,8 @@ from shardwise.data.order import GlobalOrder
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.data.tokens import TokenSequences, TokenShards, write_token_shards
 from shardwise.errors import ConfigError, DataError
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.plan.topology import make_topology
 
 SIZES = {"books": 30, "code": 7, "web": 900}  # sequences

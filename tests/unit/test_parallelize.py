@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from shardwise.config.compose import compose
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.units import find_units
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 
 
 class Block(nn.Module):

@@ -14,8 +14,9 @@ from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.parallel.pipeline.ownership import Ownership
 from shardwise.parallel.units import find_units
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
 from shardwise.plan.decoder import decoder_of
+from shardwise.plan.resolve import make_plan
 from shardwise.strategies.pipelined_checks import check_module
 
 SIZES = {"dim": 32, "n_layers": 8, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 64, "vocab_size": 500}

@@ -27,7 +27,8 @@ from shardwise.config.schema import RunConfig, Stage
 from shardwise.devices import count_cpus, count_granted_cpus
 from shardwise.errors import ConfigError
 from shardwise.launch.host import inspect_host
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from tests.harness.patience import run_patiently
 
 SRC = Path(__file__).parents[2] / "src"

@@ -7,8 +7,9 @@ import pytest
 from recipes.language_modeling.module import LanguageModel
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
 from shardwise.plan.pipeline import check_stages
+from shardwise.plan.resolve import make_plan
 
 MODEL = ("data=token_shards data.directory=x module.sample_tokens=0 strategy=fsdp devices=8 model.n_heads=8 "
          "model.n_kv_heads=4 model.dim=64 model.ffn_dim=64 model.vocab_size=64 model.max_seq_len=16 "

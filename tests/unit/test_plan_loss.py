@@ -10,10 +10,11 @@ import pytest
 
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
 from shardwise.plan import loss as file
 from shardwise.plan.loss import check_takes_loss, explain_loss
 from shardwise.plan.plan import Choice
+from shardwise.plan.resolve import make_plan
 
 H200 = Host(cuda_devices=1, run_id="made-up", gpu="NVIDIA H200", gpu_capability=(9, 0))
 A100 = dataclasses.replace(H200, gpu="NVIDIA A100", gpu_capability=(8, 0))

@@ -14,7 +14,8 @@ from shardwise.parallel.precision import (
     parameter_sites,
     set_dtypes,
 )
-from shardwise.plan import Host, make_plan
+from shardwise.plan import Host
+from shardwise.plan.resolve import make_plan
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -28,7 +28,8 @@ from shardwise.launch.local import launch
 from shardwise.launch.nsight import NSYS, check_profiler, make_folder, show_reports, words_before
 from shardwise.launch.worker import set_environment
 from shardwise.metrics.phases import Marks, Phases
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.process.signals import SignalRequests, to_leave, to_profile, to_save
 from shardwise.run_dir.files import profile_folder
 from shardwise.run_dir.profile_request import (

@@ -18,7 +18,8 @@ from benchmarks.harness.data import RandomTokens
 from benchmarks.pages import performance
 from recipes.language_modeling.model import Transformer
 from shardwise.config.compose import compose
-from shardwise.plan import Host, make_plan
+from shardwise.plan import Host
+from shardwise.plan.resolve import make_plan
 from shardwise.run_dir.files import METRICS, PLAN, SUMMARY
 
 SIZES = {"vocab_size": 320, "dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96,

@@ -11,7 +11,8 @@ from torch import nn
 from shardwise.checkpoint.state import unlike
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.strategies.refusals import refuse_parameters
 
 

@@ -17,7 +17,8 @@ from shardwise.config.compose import compose
 from shardwise.data.prepare.work import begin_or_go_on
 from shardwise.errors import ConfigError, DataError
 from shardwise.metrics.profile import read_trace
-from shardwise.plan import Host, make_plan
+from shardwise.plan import Host
+from shardwise.plan.resolve import make_plan
 from shardwise.run_dir import files
 from shardwise.run_dir.checkpoints import damage
 from shardwise.run_dir.events import read_events

@@ -10,7 +10,8 @@ import torch
 from shardwise.config.compose import compose
 from shardwise.data.agreement import _digest
 from shardwise.data.streams import Stream
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 
 
 class ItsOwnIterator:

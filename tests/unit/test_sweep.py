@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.config.compose import compose
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.run_dir.events import append_event
 from shardwise.run_dir.sweep import report_sweep, swept
 from shardwise.start.plans import make_run_plans

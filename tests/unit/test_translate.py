@@ -14,8 +14,9 @@ from shardwise.cli import train
 from shardwise.config.compose import compose
 from shardwise.config.translate import Translated, translate
 from shardwise.errors import ConfigError
-from shardwise.plan import Host, make_plan
+from shardwise.plan import Host
 from shardwise.plan.plan import headline
+from shardwise.plan.resolve import make_plan
 from shardwise.tools import main
 
 # What is typed, and what it is read as

@@ -39,7 +39,8 @@ from shardwise.metrics.verdicts import (
     Place,
     Verdict,
 )
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
+from shardwise.plan.resolve import make_plan
 from shardwise.run_dir.files import profile_folder
 
 RANKS = 4

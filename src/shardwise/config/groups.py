@@ -217,6 +217,10 @@ class CompileConfig:
     cudagraphs: bool = option(False, "record the kernels and replay them, where the host is too slow to launch each")
 
 
+# What `save` may name. parallel/activation_checkpointing.py says which operations of PyTorch these are.
+SAVED = ("matmul", "every_second_matmul", "convolution", "attention", "collective", "fp8_maximum")
+
+
 @dataclass(frozen=True)
 class ActivationCheckpointingConfig:
     """What the backward pass computes again instead of keeping it from the forward pass."""

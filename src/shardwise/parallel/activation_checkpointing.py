@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from shardwise.config.groups import SAVED
 from shardwise.errors import ConfigError
 from shardwise.parallel.layer_state import LayerState, own_attributes
-from shardwise.plan.layers import SAVED
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # around the forward, the recomputation
 

@@ -34,12 +34,12 @@ from shardwise.parallel.precision import (
     keep_statistics_in_fp32,
     parameter_sites,
 )
-from shardwise.parallel.tensor_parallel import TensorParallel, divided_layers
 from shardwise.parallel.units import Units
 from shardwise.plan import Plan
 
 if TYPE_CHECKING:  # needs torchao
     from shardwise.parallel.float8 import Float8Layers
+    from shardwise.parallel.tensor_parallel import TensorParallel
 
 
 def parallelize(
@@ -121,6 +121,7 @@ def find_float8(module: nn.Module, plan: Plan, divided: dict[str, str]) -> Float
     for name in ("torchao", "torch.utils._pytree"):  # on import torchao warns of parts of its own that nobody uses here
         logging.getLogger(name).setLevel(logging.ERROR)
     from shardwise.parallel.float8 import Float8Layers
+    from shardwise.parallel.tensor_parallel import divided_layers
 
     return Float8Layers(module, plan.precision.fp8, divided_layers(divided), plan.topology.tensor)
 

@@ -1,6 +1,5 @@
-"""Makes the Plan from RunConfig and Host, with every number that follows from others. It does not need torch."""
+"""The Plan: a run's config with every decision made, which ranks read. `resolve.make_plan` makes it, without torch."""
 
 from shardwise.plan.plan import Host, Plan
-from shardwise.plan.resolve import make_plan
 
-__all__ = ["Host", "Plan", "make_plan"]
+__all__ = ["Host", "Plan"]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 
 from shardwise.config.bind import as_yaml
+from shardwise.config.groups import SAVED
 from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError, did_you_mean
 from shardwise.plan.engine_knobs import overlaps_tensor_axis
 from shardwise.plan.plan import Compile
 from shardwise.plan.topology import Topology
 
-# What `save` may name. parallel/activation_checkpointing.py says which operations of PyTorch these are.
-SAVED = ("matmul", "every_second_matmul", "convolution", "attention", "collective", "fp8_maximum")
 _OPERATION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){1,2}")  # namespace.name or namespace.name.overload
 
 

@@ -8,10 +8,11 @@ from shardwise.config.compose import Job
 from shardwise.errors import ConfigError
 from shardwise.launch.host import explain_planned, planned_host
 from shardwise.launch.slurm import read_array_member
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
 from shardwise.plan.context_parallel import explain_context
 from shardwise.plan.location import number_run
 from shardwise.plan.parallel_lines import explain_memory, parallel_lines
+from shardwise.plan.resolve import make_plan
 from shardwise.plan.unreached import explain_unreached
 from shardwise.run_dir.files import (
     check_folder,

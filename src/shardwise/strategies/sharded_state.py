@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,10 @@ from shardwise.checkpoint.chunks import Chunk, slice_of
 from shardwise.checkpoint.optimizers import as_tensor
 from shardwise.checkpoint.state import ParameterShard, make_like, names_left_out, restore, shapes_of
 from shardwise.distributed.dtensor import local_part, whole_tensor
-from shardwise.parallel.tensor_parallel import Cut, TensorParallel
 from shardwise.protocols import state_maker_of
+
+if TYPE_CHECKING:
+    from shardwise.parallel.tensor_parallel import Cut, TensorParallel
 
 
 class DTensorState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from shardwise.distributed.collectives import largest_over, sum_over
 from shardwise.distributed.process_group import gather_metrics_among
 from shardwise.distributed.rng import derived_seed, seed_streams
 from shardwise.lightning_internals.logged import LoggedValue
-from shardwise.nn.sequence_parts import use_sequence_parts
+from shardwise.nn.sequence_parts import use_sequence_parts, whole_sequences
 from shardwise.parallel.context_hugging_face import divide_models
 from shardwise.parallel.context_parallel import ContextParallel
 from shardwise.parallel.hugging_face_models import hugging_face_models
@@ -168,6 +169,10 @@ class SharedBatches:
     def begin_batch(self, batch: Any, *_: Any) -> None:
         if self.context is not None:
             self.context.begin_batch(batch)
+
+    def outside_steps(self) -> list[AbstractContextManager[None]]:
+        """What is put around hooks: layers may run on whole sequences there."""
+        return [] if self.context is None else [whole_sequences()]
 
     def end_batch(self) -> None:
         """After a step."""

@@ -15,7 +15,6 @@ from shardwise import accelerator
 from shardwise.data.agreement import smallest
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.hooks import current_hook
-from shardwise.nn.sequence_parts import whole_sequences
 from shardwise.parallel.precision import dtype_of
 from shardwise.step.layers_in_hooks import LayersInHooks
 
@@ -107,10 +106,8 @@ class WeightsInHooks:
     def outside_steps(self) -> list[AbstractContextManager[None]]:
         """What is put around hooks of the module and of callbacks, in which layers may run on anything."""
         shared = self.strategy.shared
-        return [
-            *([] if self.layers is None else [self.layers.found()]),
-            *([] if shared is None or shared.context is None else [whole_sequences()]),
-        ]
+        of_layers: list[AbstractContextManager[None]] = [] if self.layers is None else [self.layers.found()]
+        return of_layers if shared is None else [*of_layers, *shared.outside_steps()]
 
     @contextmanager
     def kept_gathered(self) -> Iterator[None]:

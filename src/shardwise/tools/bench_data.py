@@ -16,9 +16,10 @@ from shardwise.data.bench import Appetite, Row, best_row, draw, table, verdict
 from shardwise.devices import count_granted_cpus
 from shardwise.errors import ConfigError, count
 from shardwise.launch.host import inspect_host
-from shardwise.plan import Plan, make_plan
+from shardwise.plan import Plan
 from shardwise.plan.hardware import known_peak
 from shardwise.plan.location import runs_folder
+from shardwise.plan.resolve import make_plan
 from shardwise.run_dir.files import PLAN, SUMMARY
 from shardwise.run_dir.reading import read_json, read_text
 from shardwise.tools import take_options

@@ -24,11 +24,12 @@ from shardwise.config.translate import translate
 from shardwise.errors import ConfigError, count, did_you_mean
 from shardwise.launch.host import planned_host
 from shardwise.launch.sbatch import SbatchOptions, batch_environment, explain_mounts, merge_options
-from shardwise.plan import Host, Plan, make_plan
+from shardwise.plan import Host, Plan
 from shardwise.plan.context_parallel import explain_context
 from shardwise.plan.location import number_run
 from shardwise.plan.parallel_lines import explain_memory
 from shardwise.plan.plan import headline
+from shardwise.plan.resolve import make_plan
 from shardwise.run_dir.resume import find_checkpoint
 from shardwise.run_dir.sweep import report_sweep, swept
 from shardwise.tools import take_options
