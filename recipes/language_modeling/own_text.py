@@ -8,12 +8,11 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.data.prepare.inputs import find_inputs, split_words
-from shardwise.data.prepare.options import PrepareConfig
-from shardwise.data.prepare.run import prepare
 from shardwise.data.shard_index import INDEX, load_index
 from shardwise.data.tokenizer import BYTES, load_tokenizer
 from shardwise.errors import ConfigError, DataError
+from shardwise_tools.prepare.inputs import PrepareConfig, find_inputs, split_words
+from shardwise_tools.prepare.run import prepare
 
 STDLIB = "python_stdlib"  # the only corpus that has a name
 MOST_BYTES = 100_000_000  # of the files; more is prepared before, with a progress bar and many processes

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 
+from shardwise.after_run import leave_report
 from shardwise.config.compose import Job, compose
 from shardwise.errors import ConfigError, ExitCode, describe_error
 from shardwise.launch.host import explain_planned, inspect_host, planned_host
@@ -54,7 +55,6 @@ from shardwise.run_dir.files import (
 from shardwise.run_dir.job_folder import has_begun, job_folder, note_begun, write_job_file
 from shardwise.run_dir.resume import choose_again, find_checkpoint, resumption
 from shardwise.run_dir.sweep import ended, report_sweep
-from shardwise.viewer.at_end import leave_report
 from shardwise.weights.safetensors import check_weights
 
 
@@ -301,7 +301,7 @@ def _end(plan: Plan, code: int) -> None:
     append_event(plan.run_dir, "end", None, f"the run ended with exit code {code}", exit_code=code)
     if not plan.quick_check and (code != ExitCode.user_error or was_trained(plan.run_dir)):
         line = leave_report(plan.run_dir)
-        if code == 0 or not line.startswith("report: "):  # else the error is the last that the user reads
+        if line and (code == 0 or not line.startswith("report: ")):  # else the error is the last that the user reads
             print(line, flush=True)
 
 

@@ -16,7 +16,7 @@ from shardwise.config.translate import Translated, translate
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, make_plan
 from shardwise.plan.plan import headline
-from shardwise.tools import main
+from shardwise_tools import main
 
 # What is typed, and what it is read as
 READ = {
