@@ -8,13 +8,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from shardwise.config.paths import environment_with_source
 from shardwise.run_dir.files import REPORT
-
-if TYPE_CHECKING:
-    from shardwise.metrics.memory_profile import MemorySummary
 
 _REPORT_SECONDS = 60  # a report of 100,000 rows takes a tenth of it
 
@@ -76,8 +73,11 @@ class ProfileReading:
         self.process.kill()
 
 
-def draw_memory(summary: MemorySummary, path: Path) -> bool:
-    """Draw what holds memory; whether that was done. Raises OSError: the picture could not be written."""
+def draw_memory(summary: Any, path: Path) -> bool:
+    """Draw a MemorySummary, of metrics/memory_profile.py; whether that was done.
+
+    Raises OSError: the picture could not be written.
+    """
     if not has_tools():
         return False
     from shardwise_tools.traces.picture import draw_memory

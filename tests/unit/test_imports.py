@@ -226,7 +226,6 @@ ALSO_WITHOUT_TORCH = {
     TOOLS,
     "shardwise_tools.doctor",
     "shardwise_tools.machine",
-    "shardwise_tools.profile",
     "shardwise_tools.viewer.report",
     "shardwise_tools.viewer.watch",
 }
