@@ -1,4 +1,19 @@
-"""Where each step begins and ends, which phases it has, and why the device did nothing in between."""
+"""Where each step of the device begins and ends, which phases it has, and why the device did nothing in between.
+
+Phases go by the names of annotations. shardwise annotates `shardwise::data`, `shardwise::forward`, `shardwise::backward`,
+`shardwise::optimizer`, `shardwise::save` and `shardwise::validation`. FSDP2 names its gathers and reductions, torch its
+optimizers and loaders, c10d its collectives. Without an annotation of the forward pass, as in a trace from elsewhere,
+forward is what precedes the first operator of autograd's backward pass.
+
+Each gap of the device has a cause, by what the host did before it launched what ran next:
+
+- `waiting_for_data`: the host was in the phase `data`;
+- `synchronising`: the host had waited for the device (cudaStreamSynchronize, `.item()` …), so that nothing was queued
+  when the device had ended its work;
+- `launching`: the host was busy otherwise: Python, torch's operators, the launch itself. The step is host-bound;
+- `between_kernels`: what ran next had been launched before the gap began, or LAUNCH_TAKES before the gap ended: the
+  device's own pause, a wait of one stream for another, or work that the trace does not have.
+"""
 
 from __future__ import annotations
 

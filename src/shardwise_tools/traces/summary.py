@@ -38,7 +38,7 @@ class StepTime:
     copies_alone_ms: float
     idle_ms: float
     communication_ms: float  # exposed or beside compute
-    waiting_for_data_ms: float  # these four are idle_ms; idle.py says what they mean
+    waiting_for_data_ms: float  # these four are idle_ms; steps.py says what they mean
     synchronising_ms: float
     launching_ms: float
     between_kernels_ms: float
@@ -69,7 +69,7 @@ class Phase:
 class IdlePlace:
     """What an idle time came from: a line of Python, an operator or a phase."""
 
-    cause: str  # of idle.CAUSES
+    cause: str  # of steps.CAUSES
     place: str
     ms: float
 
@@ -250,7 +250,7 @@ class RanksSummary:
     ranks: tuple[RankTime, ...]
     slow_rank: int | None  # None: the ranks are alike, there is one rank, or nothing communicates
     reason: str | None  # "slow_gpu": its kernels take longer; "late": it is idle for longer; "unknown": neither
-    idle_cause: str | None  # of a late rank: what it waits for most beyond the others, one of idle.CAUSES
+    idle_cause: str | None  # of a late rank: what it waits for most beyond the others, one of steps.CAUSES
     others_wait_ms: float  # how much longer the median rank does nothing but communicate than the slow one
     text: str  # a sentence that says it
 

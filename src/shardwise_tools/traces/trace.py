@@ -58,7 +58,7 @@ class DeviceEvents:
     begin: Times  # ns
     end: Times
     lane: Times  # the stream; on CPU the thread
-    kind: Times  # a number of kinds.KINDS
+    kind: Times  # a number of KINDS
     launched: Times  # when the host launched it; UNKNOWN: the trace does not have it
     thread: Times  # which launched it; -1: not known
 
