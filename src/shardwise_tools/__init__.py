@@ -17,9 +17,6 @@ from typing import Any, TypeVar, get_type_hints
 from shardwise.config.bind import bind, take_options
 from shardwise.config.paths import ROOT
 from shardwise.errors import ConfigError, did_you_mean, needs_packages
-from shardwise.process.console import show_anything
-from shardwise.process.report import report
-from shardwise.process.signals import Stopped, in_words
 
 TOOLS = {  # name → the function that runs it, beside which HELP stands, and what it is for
     "bench-data": (
@@ -61,6 +58,11 @@ class Weights(Enum):
 
 def main(argv: list[str] | None = None) -> int:
     """Run a tool. Returns 0 for done, 2 for a user's mistake (one message on stderr), or the tool's own exit code."""
+    # Here, since a run imports this package at its end too, and these take as long as its whole report
+    from shardwise.process.console import show_anything
+    from shardwise.process.report import report
+    from shardwise.process.signals import Stopped, in_words
+
     show_anything()
     try:
         code = _run(sys.argv[1:] if argv is None else argv)
