@@ -1,9 +1,9 @@
 """Where each step of the device begins and ends, which phases it has, and why the device did nothing in between.
 
 Phases go by the names of annotations. shardwise annotates `shardwise::data`, `shardwise::forward`,
-`shardwise::backward`, `shardwise::optimizer`, `shardwise::save` and `shardwise::validation`. FSDP2 names its gathers and
-reductions, torch its optimizers and loaders, c10d its collectives. Without an annotation of the forward pass, as in a
-trace from elsewhere, forward is what precedes the first operator of autograd's backward pass.
+`shardwise::backward`, `shardwise::optimizer`, `shardwise::save` and `shardwise::validation`. FSDP2 names its gathers
+and reductions, torch its optimizers and loaders, c10d its collectives. Without an annotation of the forward pass, as in
+a trace from elsewhere, forward is what precedes the first operator of autograd's backward pass.
 
 Each gap of the device has a cause, by what the host did before it launched what ran next:
 
