@@ -365,10 +365,8 @@ def _of_rows(part: Part, field: str) -> _Found:
         yield part.first, _not_utf8(error)
         return
     except Exception as error:  # pyarrow has several kinds, some of them plain OSError and ValueError
-        yield (
-            part.first,
-            _Wrong(f"the row group that begins here is damaged ({_first_line(error)}); copy the file again"),
-        )
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        yield part.first, _Wrong(f"the row group that begins here is damaged ({said}); copy the file again")
         return
     for number, row in enumerate(rows, part.first):
         yield number, _joined(row, field)
