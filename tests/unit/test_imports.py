@@ -108,8 +108,8 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
-def test_the_core_runs_without_the_tools() -> None:
-    done = run_patiently([sys.executable, "-c", WITHOUT_TOOLS, *CORE], 60, cwd=ROOT)
+def test_the_core_and_the_recipes_run_without_the_tools() -> None:
+    done = run_patiently([sys.executable, "-c", WITHOUT_TOOLS, *CORE, *RECIPES], 60, cwd=ROOT)
     assert done.returncode == 0 and '"shard": 8' in done.stdout, done.stderr
 
 
