@@ -45,7 +45,7 @@ def annotations(trace: Path) -> list[tuple[str, float, float]]:
 
 def unread() -> Any:
     """The traces are written and not read: to read one takes a process of its own some seconds."""
-    return patch("shardwise.callbacks.profile_window.Reading", **{"return_value.wait.return_value": ""})
+    return patch("shardwise.callbacks.profile_window.ProfileReading", **{"return_value.wait.return_value": ""})
 
 
 def both(folder: Path) -> dict[str, Any]:
