@@ -20,9 +20,9 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from benchmarks.harness import results  # noqa: E402
 from shardwise.run_dir.files import METRICS, RANKS  # noqa: E402
-from shardwise.viewer.record import read_run  # noqa: E402
-from shardwise.viewer.report import make_report  # noqa: E402
-from shardwise.viewer.watch import Watch  # noqa: E402
+from shardwise_tools.viewer.record import read_run  # noqa: E402
+from shardwise_tools.viewer.report import make_report  # noqa: E402
+from shardwise_tools.viewer.watch import Watch  # noqa: E402
 from tests.harness.run_folder import make_run  # noqa: E402
 
 NUMBERS = tuple(f"gpu/number_{number}" for number in range(36))

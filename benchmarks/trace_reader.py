@@ -33,9 +33,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from benchmarks.harness.results import command_line, measured_on, write  # noqa: E402
-from shardwise.metrics.profile import read_trace, summarize  # noqa: E402
-from shardwise.metrics.profile.steps import step_work  # noqa: E402
-from shardwise.metrics.profile.trace import Trace  # noqa: E402
+from shardwise_tools.traces import read_trace, summarize  # noqa: E402
+from shardwise_tools.traces.steps import step_work  # noqa: E402
+from shardwise_tools.traces.trace import Trace  # noqa: E402
 from tests.harness.traces import BACKWARD, OFFSET, TraceWriter  # noqa: E402
 
 GEMM, POINTWISE, FLASH = "nvjet_tst_128x256_64x4_v_bz_TNN", "triton_poi_fused_mul_silu_3", "flash_fwd_kernel<traits>"

@@ -1,4 +1,4 @@
-"""Checks on a GPU that the reader of traces (shardwise.metrics.profile) understands what torch.profiler records there.
+"""Checks on a GPU that the reader of traces (shardwise_tools.traces) understands what torch.profiler records there.
 
     python benchmarks/gpu_checks/trace_reader.py                            one GPU, a minute; with two also NCCL
     python benchmarks/gpu_checks/trace_reader.py --keep tests/golden/traces keeps the traces, each below 1 MB
@@ -28,7 +28,7 @@ from torch import nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function, schedule  # noqa: E402
 
-from shardwise.metrics.profile import ProfileSummary, draw, read_trace, summarize, table  # noqa: E402
+from shardwise_tools.traces import ProfileSummary, draw, read_trace, summarize, table  # noqa: E402
 from tests.harness.traces import packed  # noqa: E402
 
 STEPS = 2

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.metrics.profile import read_trace
-from shardwise.metrics.profile.kinds import KINDS
-from shardwise.metrics.profile.steps import step_windows, within
+from shardwise_tools.traces import read_trace
+from shardwise_tools.traces.steps import step_windows, within
+from shardwise_tools.traces.trace import KINDS
 
 
 def costliest(trace: Path, most: int = 60) -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
-"""docs/floors.svg: the rooms of src/shardwise on their floors, and who imports whom, read from the imports."""
+"""docs/floors.svg: the rooms of src/ on their floors, and who imports whom, read from the imports."""
 
 from __future__ import annotations
 
 from html import escape
 
-from tests.harness.rooms import FLOORS, MODULES, own_imports, room_of
+from tests.harness.rooms import DOOR, FLOORS, MODULES, TOOLS, own_imports, room_of
 
 _WIDTH, _ROW, _BOX = 980, 62, 30  # points
 _LETTER = 8.2  # points that a letter of a room's name takes
@@ -60,7 +60,8 @@ def _places() -> dict[str, tuple[float, int, float]]:
 
 
 def _imports() -> set[tuple[str, str]]:
-    """Which room imports which; without the lowest floor, which everybody uses."""
+    """Which room imports which; without the lowest floor, which everybody uses, and the door up to the tools."""
     modules = [module for module in MODULES if module != "shardwise"]
     pairs = ((room_of(module), room_of(other)) for module in modules for other in own_imports(module))
-    return {(above, below) for above, below in pairs if above != below and below not in FLOORS[0]}
+    drawn = {(above, below) for above, below in pairs if above != below and below not in FLOORS[0]}
+    return drawn - {(room_of(DOOR), TOOLS)}

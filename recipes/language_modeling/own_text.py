@@ -8,9 +8,6 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.data.prepare.inputs import find_inputs, split_words
-from shardwise.data.prepare.options import PrepareConfig
-from shardwise.data.prepare.run import prepare
 from shardwise.data.shard_index import INDEX, load_index
 from shardwise.data.tokenizer import BYTES, load_tokenizer
 from shardwise.errors import ConfigError, DataError
@@ -32,6 +29,8 @@ class OwnText:
     @property
     def directory(self) -> Path:
         """Where its shards are unless data.directory says another place: a folder for each text and tokenizer."""
+        from shardwise_tools.prepare.inputs import split_words
+
         given = [str(Path(word).absolute()) for word in split_words(self.corpus)]
         told = hashlib.sha256("\0".join([*given, str(self.tokenizer), str(self.vocab_size)]).encode())
         name = "".join(letter if letter.isalnum() else "-" for letter in Path(given[0]).name) if given else ""
@@ -50,6 +49,10 @@ class OwnText:
         Raises:
             ConfigError: the text is too large for this, is not there or is damaged, or the folder has other content.
         """
+        # Here, so that other texts are trained on without the tools
+        from shardwise_tools.prepare.inputs import PrepareConfig, find_inputs, split_words
+        from shardwise_tools.prepare.run import prepare
+
         try:
             files, _ = find_inputs(split_words(self.corpus))
         except ConfigError as error:

@@ -2,7 +2,7 @@
 
 import sys
 
-from shardwise.tools import main
+from shardwise_tools import main
 
 if __name__ == "__main__":
     sys.exit(main())

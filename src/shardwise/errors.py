@@ -86,7 +86,7 @@ def needs_packages() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        if (error.name or "").partition(".")[0] in ("shardwise", "recipes"):
+        if (error.name or "").partition(".")[0] in ("shardwise", "shardwise_tools", "recipes"):
             raise
         sys.stderr.write(
             f"error: {sys.executable} (Python {platform.python_version()}) cannot run shardwise: {error}; use the "
@@ -98,7 +98,7 @@ def needs_packages() -> Iterator[None]:
 def describe_error(error: BaseException) -> str:
     """Describe an error in one line: what was raised, and the last line of the user's own code that it came through."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = Path(__file__).parent
+    ours = Path(__file__).parents[1]  # where the tools are, too
     own = [f for f in frames if "site-packages" not in f.filename and ours not in Path(f.filename).parents]
     line = f" ({own[-1].filename}:{own[-1].lineno}, in {own[-1].name})" if own else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{line}"

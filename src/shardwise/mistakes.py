@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-_OURS = (str(ROOT / "train.py"), str(Path(__file__).resolve().parent) + os.sep)
+_OURS = (str(ROOT / "train.py"), str(Path(__file__).resolve().parents[1]) + os.sep)  # the tools' files, too
 _STANDARD = tuple(str(Path(sysconfig.get_paths()[word])) + os.sep for word in ("stdlib", "platstdlib"))
 _INSTALLED = ("site-packages", "dist-packages")
 _LIBRARIES = ("torch", "lightning", "deepspeed", "torchmetrics", "numpy")

@@ -16,6 +16,7 @@ from shardwise.config.bind import bind
 from shardwise.config.cluster import ClusterConfig, PeakTflopsConfig
 from shardwise.config.compose import compose, read_clusters
 from shardwise.config.groups import (
+    SAVED,
     STRATEGY_CONFIGS,
     ActivationCheckpointingConfig,
     CheckpointConfig,
@@ -32,7 +33,6 @@ from shardwise.errors import ConfigError
 from shardwise.launch.host import planned_host
 from shardwise.plan import Host, Plan
 from shardwise.plan.capabilities import STRATEGIES
-from shardwise.config.groups import SAVED
 from shardwise.plan.plan import Compile
 from shardwise.plan.resolve import make_plan
 from shardwise.start.plans import make_run_plans

@@ -17,7 +17,7 @@ from shardwise.nn.linear_cross_entropy import IGNORE
 from shardwise.plan import Plan
 from shardwise.rank import run_until_rolled_back
 from shardwise.run_dir.files import checkpoint_path
-from shardwise.tools import main
+from shardwise_tools import main
 from tests.distributed.test_guard import watched
 from tests.harness.cells import Capture, fit, masked_tokens
 from tests.harness.exact_resume import STEPS, STOP, stopped_and_not, unlike

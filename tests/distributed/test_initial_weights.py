@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.errors import ConfigError
-from shardwise.tools import main
 from shardwise.trainer import build_data, build_module
+from shardwise_tools import main
 from tests.harness.cells import cell_plan, fit
 from tests.harness.exact_resume import WIDTH, Dropping, NoiseData, plan_for
 from tests.harness.pipelines import SIZE

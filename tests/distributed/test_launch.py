@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.viewer.record import read_run
-from shardwise.viewer.report import make_report
-from shardwise.viewer.state import state_of
+from shardwise_tools.viewer.record import read_run
+from shardwise_tools.viewer.report import make_report
+from shardwise_tools.viewer.state import state_of
 from tests.harness.commands import OWN, RECIPE, TRAIN, Running, check, environment, make_home, metrics, run
 from tests.harness.patience import exit_code, run_patiently
 

@@ -21,11 +21,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.callbacks.guard import RollBack
 from shardwise.metrics.memory_profile import summarize_memory
-from shardwise.metrics.profile import ProfileSummary
 from shardwise.run_dir.events import read_events
 from shardwise.run_dir.files import profile_folder, profile_trace
 from shardwise.run_dir.profile_request import Request, write_request
-from shardwise.tools import main
+from shardwise_tools import main
+from shardwise_tools.traces import ProfileSummary
 from tests.harness.cells import cell_plan, fit
 from tests.harness.commands import OWN, RECIPE, Running, check, make_home, run
 from tests.harness.processes import spawn
@@ -45,7 +45,7 @@ def annotations(trace: Path) -> list[tuple[str, float, float]]:
 
 def unread() -> Any:
     """The traces are written and not read: to read one takes a process of its own some seconds."""
-    return patch("shardwise.callbacks.profile_window.Reading", **{"return_value.wait.return_value": ""})
+    return patch("shardwise.callbacks.profile_window.ProfileReading", **{"return_value.wait.return_value": ""})
 
 
 def both(folder: Path) -> dict[str, Any]:

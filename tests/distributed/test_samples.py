@@ -19,7 +19,7 @@ from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 from shardwise.strategies import gathered
-from shardwise.tools import main
+from shardwise_tools import main
 from tests.harness.cells import cell_plan, fit
 from tests.harness.processes import spawn
 from tests.harness.saved import trained_tokenizer

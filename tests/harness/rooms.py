@@ -13,7 +13,11 @@ def module_name(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {module_name(path, SRC): path for path in sorted((SRC / "shardwise").rglob("*.py"))}
+TOOLS = "shardwise_tools"  # a package beside shardwise, and one room here
+DOOR = "shardwise.after_run"  # the file of the core that may import the tools, besides `python -m shardwise`
+MODULES = {
+    module_name(path, SRC): path for package in ("shardwise", TOOLS) for path in sorted((SRC / package).rglob("*.py"))
+}
 RECIPES = {module_name(path, ROOT): path for path in sorted((ROOT / "recipes").rglob("*.py"))}
 
 
@@ -46,7 +50,7 @@ def imports(path: Path, everywhere: bool = True) -> frozenset[str]:
     return frozenset(walk(tree_of(path)))
 
 
-# Rooms (a folder of shardwise, or a file in its root) on floors, the lowest first
+# Rooms (a folder of shardwise, a file in its root, or the tools) on floors, the lowest first
 FLOORS = [
     {"errors", "mistakes", "devices", "accelerator", "schedules", "protocols"},
     {"nn"},
@@ -54,7 +58,7 @@ FLOORS = [
     {"plan"},
     {"run_dir"},
     {"distributed"},
-    {"process", "optim", "parallel", "lightning_internals", "viewer"},
+    {"process", "optim", "parallel", "lightning_internals", "after_run"},
     {"checkpoint", "forecast"},
     {"data", "weights"},
     {"step"},
@@ -64,7 +68,7 @@ FLOORS = [
     {"rank"},
     {"launch"},
     {"preflight"},
-    {"tools", "start"},
+    {TOOLS, "start"},
     {"cli"},
     {"__main__"},
 ]
@@ -72,9 +76,10 @@ FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in room
 
 
 def room_of(module: str) -> str:
-    return module.split(".")[1]
+    package, _, rest = module.partition(".")
+    return TOOLS if package == TOOLS else rest.split(".")[0]
 
 
 def own_imports(module: str) -> set[str]:
-    """Modules of shardwise that a module imports, within functions too, and without itself."""
+    """Modules of ours that a module imports, within functions too, and without itself."""
     return set(imports(MODULES[module]) & MODULES.keys()) - {module, "shardwise"}

@@ -114,7 +114,7 @@ def test_the_readmes_line_and_what_reaches_the_plan(home: Path) -> None:
 def test_what_cannot_work_never_queues(home: Path) -> None:
     done = check(
         run(home, "submit", "nodes=2", "devices=2", *WORDS, "global_batch_size=7",
-            command=[sys.executable, "-c", "import sys; sys.argv[1:2] = []; from shardwise.tools import main; "
+            command=[sys.executable, "-c", "import sys; sys.argv[1:2] = []; from shardwise_tools import main; "
                      "sys.exit(main())"], PYTHONPATH=f"{ROOT}/src:{ROOT}"), 2)  # fmt: skip
     assert "global_batch_size=7 is not a multiple of micro_batch_size * data_parallel_size = 2 * 4" in done.stderr
     assert "sbatch" not in done.stdout
@@ -238,7 +238,7 @@ import os, sys
 words = sys.argv[1:]
 if words[:3] == ["-m", "shardwise", "preflight"]:
     from shardwise.preflight import node_report
-    from shardwise.tools import main
+    from shardwise_tools import main
     healthy = node_report.read_versions
     if os.uname().nodename == "dgx02":
         node_report.read_versions = lambda: healthy() | {"lightning": "another"}

@@ -161,7 +161,7 @@ USED = {
     "strategies/zero/hooks.py": "_foreach_norm",
     "strategies/zero/strategy.py": "_init_optimizers_and_lr_schedulers",
     "strategies/zero/unused_parameters.py": "_pytree",
-    "tools/bench_reader.py": "_exit",
+    "shardwise_tools/bench_data.py": "_exit",
     "weights/initialize.py": "_buffers _parameters",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.tools import main
+from shardwise_tools import main
 
 WORDS = [
     "submit", "nodes=2", "cluster=dgx_h100", "--dry-run", "model=llama3_8b", "data=token_shards", "data.directory=x",

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 from shardwise.config.compose import compose
-from shardwise.data.bench import Appetite, Row, best_row, table, time_batches, verdict
 from shardwise.data.tokens import write_token_shards
 from shardwise.errors import ConfigError
 from shardwise.plan import Host
 from shardwise.plan.resolve import make_plan
-from shardwise.tools import main
-from shardwise.tools.bench_data import appetite_of
+from shardwise_tools import main
+from shardwise_tools.bench_data import Appetite, Row, appetite_of, best_row, table, time_batches, verdict
 from tests.harness.commands import environment
 from tests.harness.patience import run_patiently
 

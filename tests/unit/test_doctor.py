@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from shardwise.config.paths import ROOT
-from shardwise.preflight import doctor, machine
-from shardwise.preflight.doctor import Report, judge, show
-from shardwise.preflight.extras import Package, optional, required
-from shardwise.preflight.machine import Accelerator, Machine, describe_machine
+from shardwise_tools import doctor, machine
+from shardwise_tools.doctor import Package, Report, judge, optional, required, show
+from shardwise_tools.machine import Accelerator, Machine, describe_machine
 from tests.harness.patience import run_patiently
 
 H200 = Accelerator("NVIDIA", "NVIDIA H200", 140.4, "580.65.06", 18, "5.0 x16")
@@ -230,7 +229,7 @@ def without_torch(folder: Path) -> Path:
 
 def test_a_machine_without_torch_is_told_so(tmp_path: Path) -> None:
     site = without_torch(tmp_path / "site")
-    code = "import sys; from shardwise.tools import main; sys.exit(main(['doctor', *sys.argv[1:]]))"
+    code = "import sys; from shardwise_tools import main; sys.exit(main(['doctor', *sys.argv[1:]]))"
     for words in ([], ["--measure"]):
         done = subprocess.run(
             [sys.executable, "-S", "-c", code, *words], env=os.environ | {"PYTHONPATH": f"{ROOT}/src:{site}"},
@@ -242,7 +241,7 @@ def test_a_machine_without_torch_is_told_so(tmp_path: Path) -> None:
 
 def test_torch_is_left_alone_and_the_output_may_be_cut(tmp_path: Path) -> None:
     code = (
-        "import sys; from shardwise.tools import main; main(['doctor']); "
+        "import sys; from shardwise_tools import main; main(['doctor']); "
         "print([m for m in ('torch', 'lightning', 'numpy', 'hydra') if m in sys.modules], file=sys.stderr)"
     )
     done = run_patiently([sys.executable, "-c", code], 30, cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{ROOT}/src"})
@@ -271,7 +270,7 @@ def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_word_is_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from shardwise.tools import main
+    from shardwise_tools import main
 
     assert main(["doctor", *words]) == 2
     said = capsys.readouterr()

@@ -22,8 +22,8 @@ from transformers import LlamaForCausalLM
 from recipes.language_modeling.model import Transformer
 from recipes.language_modeling.module import LanguageModel
 from shardwise.checkpoint.state import persistent_buffers
-from shardwise.tools import main
 from shardwise.weights.safetensors import Entry, list_weights, shards
+from shardwise_tools import main
 from tests.harness.saved import save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

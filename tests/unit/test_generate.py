@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.language_modeling.model import Transformer
 from recipes.language_modeling.module import LanguageModel
-from shardwise.data.text_stream import TextStream
 from shardwise.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
-from shardwise.tools import generate, main
 from shardwise.weights import saved
+from shardwise_tools import generate, main
+from shardwise_tools.generate import TextStream
 from tests.harness.saved import END, save, trained_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -7,7 +7,20 @@ import sys
 from collections.abc import Set
 
 from tests.harness.patience import run_patiently
-from tests.harness.rooms import FLOOR_OF, MODULES, RECIPES, ROOT, SRC, imports, nodes_of, own_imports, room_of, tree_of
+from tests.harness.rooms import (
+    DOOR,
+    FLOOR_OF,
+    MODULES,
+    RECIPES,
+    ROOT,
+    SRC,
+    TOOLS,
+    imports,
+    nodes_of,
+    own_imports,
+    room_of,
+    tree_of,
+)
 
 
 def knows(names: Set[str], package: str) -> bool:
@@ -62,9 +75,42 @@ def test_a_module_imports_from_its_own_room_and_from_lower_floors() -> None:
         room = room_of(module)
         for other in sorted(own_imports(module)):
             there = room_of(other)
-            assert there == room or FLOOR_OF[there] < FLOOR_OF[room], (
+            assert (module, there) == (DOOR, TOOLS) or there == room or FLOOR_OF[there] < FLOOR_OF[room], (
                 f"{module} imports {other}: {there}/ is not below {room}/; move what is needed to a lower room"
             )
+
+
+CORE = sorted(module for module in MODULES if room_of(module) not in (TOOLS, "__main__"))
+
+
+def test_the_core_knows_the_tools_through_one_door() -> None:
+    assert knows(imports(MODULES[DOOR]), TOOLS)
+    for module in set(CORE) - {DOOR}:
+        text = MODULES[module].read_text()
+        assert not knows(imports(MODULES[module]), TOOLS) and f"{TOOLS}." not in text, (
+            f"{module} names {TOOLS}: what both need belongs to the core, and what a run's end needs to {DOOR}"
+        )
+
+
+WITHOUT_TOOLS = """
+import importlib, runpy, sys
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "shardwise_tools":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Without())
+from shardwise.after_run import draw_memory, has_tools, leave_report
+assert not has_tools() and leave_report("runs/none") == "" and not draw_memory(None, "none.png")
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+sys.argv = ["train.py", "dry_run=true", "strategy=fsdp", "devices=8"]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_the_core_and_the_recipes_run_without_the_tools() -> None:
+    done = run_patiently([sys.executable, "-c", WITHOUT_TOOLS, *CORE, *RECIPES], 60, cwd=ROOT)
+    assert done.returncode == 0 and '"shard": 8' in done.stdout, done.stderr
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -172,20 +218,23 @@ WITHOUT_TORCH = [
     "devices",
     "schedules",
     "protocols",
+    "after_run",
 ]
-PREFLIGHT = [
-    "preflight.node_report",
-    "preflight.rounds",
-    "preflight.verdict",
-    "preflight.machine",
-    "preflight.extras",
-    "preflight.doctor",
-]
+ALSO_WITHOUT_TORCH = {
+    "shardwise.preflight.node_report",
+    "shardwise.preflight.rounds",
+    "shardwise.preflight.verdict",
+    TOOLS,
+    "shardwise_tools.doctor",
+    "shardwise_tools.machine",
+    "shardwise_tools.viewer.report",
+    "shardwise_tools.viewer.watch",
+}
 
 
 def test_a_dry_run_needs_no_torch() -> None:
     for module in MODULES.keys() - {"shardwise"}:
-        if room_of(module) in WITHOUT_TORCH or module.partition(".")[2] in PREFLIGHT:
+        if room_of(module) in WITHOUT_TORCH or module in ALSO_WITHOUT_TORCH:
             for package in ("torch", "lightning", "torchmetrics", "numpy", "wandb", "deepspeed"):
                 assert not knows(on_import(module), package), f"importing {module} imports {package}"
 
@@ -199,7 +248,7 @@ ONLY = {
     "wandb": {"shardwise.metrics.wandb_logger"},
     "lightning.pytorch.loggers.wandb": {"shardwise.metrics.wandb_logger"},
     "lightning.pytorch.loggers.WandbLogger": {"shardwise.metrics.wandb_logger"},
-    "rich": {"shardwise.viewer.screen"},
+    "rich": {"shardwise_tools.viewer.watch"},
     "hydra": {"shardwise.config"},
     "omegaconf": {"shardwise.config"},
 }
@@ -236,6 +285,8 @@ def test_recipes_see_a_few_rooms_of_shardwise() -> None:
                 assert name != "shardwise" and room_of(name) in SEEN_BY_RECIPES, (
                     f"{recipe} imports {name}; recipes may use {', '.join(sorted(SEEN_BY_RECIPES))}"
                 )
+            if knows({name}, TOOLS):
+                assert knows({name}, f"{TOOLS}.prepare"), f"{recipe} imports {name}; of the tools it may use prepare"
 
 
 TORCH_OF_ONE_KIND = re.compile(

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.config.paths import ROOT
-from shardwise.tools import main
-from shardwise.tools.submit import _follow
+from shardwise.launch.submit import _follow
+from shardwise_tools import main
 
 SRUN = """#!/bin/bash
 echo "srun has $LOADED"

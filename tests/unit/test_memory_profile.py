@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.metrics.memory_picture import draw_memory
 from shardwise.metrics.memory_profile import CATEGORIES, Known, Span, summarize_memory
+from shardwise_tools.traces.picture import draw_memory
 
 MINE = {"filename": "/home/me/model.py", "line": 12, "name": "forward"}
 TORCH = {"filename": "/venv/torch/nn/functional.py", "line": 5, "name": "linear"}

@@ -21,7 +21,7 @@ from shardwise.preflight.pairs import blame
 from shardwise.preflight.rounds import MOST, SAMPLED, make_rounds
 from shardwise.preflight.show import save_json, table
 from shardwise.preflight.verdict import Found, Verdict, judge
-from shardwise.tools import main
+from shardwise_tools import main
 from tests.harness.patience import run_patiently
 
 H100 = ClusterConfig(
@@ -407,7 +407,7 @@ def test_the_words_are_a_runs_and_the_exit_code_is_the_tools(
 
 
 def test_a_clusters_environment_comes_before_torch() -> None:
-    code = "import shardwise.tools.preflight, sys; print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
+    code = "import shardwise.preflight.run, sys; print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
     env = os.environ | {"PYTHONPATH": str(Path(node_report.__file__).parents[2])}
     done = run_patiently([sys.executable, "-c", code], 30, env=env)
     assert done.returncode == 0 and done.stdout.strip() == "[]"

@@ -16,15 +16,14 @@ from typing import Any
 
 import pytest
 
-from shardwise import tools
-from shardwise.data.prepare import finish as prepare_finish
-from shardwise.data.prepare import run as prepare_run
-from shardwise.data.prepare import work as prepare_work
-from shardwise.data.prepare.options import OnError, PrepareConfig
-from shardwise.data.prepare.run import prepare
-from shardwise.data.prepare.worker import held_out_number
+import shardwise_tools
 from shardwise.data.tokens import TokenShards, tokenizer_of
 from shardwise.errors import ConfigError, DataError
+from shardwise_tools.prepare import run as prepare_run
+from shardwise_tools.prepare import work as prepare_work
+from shardwise_tools.prepare.inputs import OnError, PrepareConfig
+from shardwise_tools.prepare.run import prepare
+from shardwise_tools.prepare.worker import held_out_number
 from tests.harness.patience import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +106,7 @@ def test_without_a_tokenizer_one_is_trained_and_what_follows_is_printed(
     held_out = sorted(held_out_number(f"{row['title']}\n\n{row['text']}".encode()) for row in rows)
     share = (held_out[0] + held_out[1]) / 2  # one document is below it
     words = ["a.jsonl", "field=title,text", "output=my text", f"validation={share}", "processes=1"]
-    assert tools.main(["prepare", *words]) == 0
+    assert shardwise_tools.main(["prepare", *words]) == 0
     out = capsys.readouterr().err
     assert "trains a tokenizer with 1,024 tokens, which suits" in out
     assert "validation is one document of" in out and f"give a larger validation= (now {share})" in out
@@ -183,9 +182,9 @@ def test_a_document_is_held_out_by_its_text_alone(tmp_path: Path) -> None:
 
 KILLED = """
 import sys
-from shardwise.data.prepare import work
-from shardwise.data.prepare.options import PrepareConfig
-from shardwise.data.prepare.run import prepare
+from shardwise_tools.prepare import work
+from shardwise_tools.prepare.inputs import PrepareConfig
+from shardwise_tools.prepare.run import prepare
 if __name__ == "__main__":
     work._COMMIT_SECONDS = 0.0  # a short run keeps something to go on from
     config = PrepareConfig(sys.argv[2], tokenizer=sys.argv[3], validation=0.1, processes=2, shard_tokens=9000)
@@ -227,8 +226,8 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(corpus: Path, undistu
 STEPS = {
     "train_tokenizer": prepare_run,
     "save_tokenizer": prepare_run,
-    "write_report": prepare_finish,
-    "write_index": prepare_finish,
+    "write_report": prepare_run,
+    "write_index": prepare_run,
     "publish": prepare_run,
 }
 
@@ -255,9 +254,9 @@ def test_the_same_words_again_do_nothing_and_others_are_refused(
 ) -> None:
     source, output = write_lines(tmp_path / "a.jsonl", texts(200)), tmp_path / "s"
     words = [f"input={source}", f"output={output}", "tokenizer=bytes", "processes=1"]
-    assert tools.main(["prepare", *words]) == 0
+    assert shardwise_tools.main(["prepare", *words]) == 0
     before = content(output)
-    assert tools.main(["prepare", *words]) == 0
+    assert shardwise_tools.main(["prepare", *words]) == 0
     assert "is complete already" in capsys.readouterr().err and content(output) == before
     for more, message in [
         ("validation=0.2", "was made with validation=0.01, and now validation=0.2: remove it, or give another output="),
@@ -266,10 +265,10 @@ def test_the_same_words_again_do_nothing_and_others_are_refused(
         (f"input={write_lines(tmp_path / 'b.jsonl', texts(9))}", "was made from other inputs, which"),
     ]:
         others = [word for word in words if "tokenizer=" not in word or "tokenizer=" not in more]
-        assert tools.main(["prepare", *others, *more.split()]) == 2
+        assert shardwise_tools.main(["prepare", *others, *more.split()]) == 2
         assert message in capsys.readouterr().err
     source.write_text(source.read_text().replace("time", "tame"))
-    assert tools.main(["prepare", *words]) == 2
+    assert shardwise_tools.main(["prepare", *words]) == 2
     assert (
         f"{output} was made from other inputs, which {output}/inputs.jsonl lists: remove it" in capsys.readouterr().err
     )
@@ -371,8 +370,8 @@ def test_a_folder_that_was_made_by_skipping_is_not_complete(tmp_path: Path, caps
     source, output = write_lines(tmp_path / "a.jsonl", texts(200)), tmp_path / "s"
     source.write_text(source.read_text() + "{broken\n")
     words = ["prepare", f"input={source}", f"output={output}", "tokenizer=bytes", "processes=1"]
-    assert tools.main([*words, "on_error=skip"]) == 0
-    assert tools.main(words) == 2
+    assert shardwise_tools.main([*words, "on_error=skip"]) == 0
+    assert shardwise_tools.main(words) == 2
     assert "made with on_error=skip, and now on_error=stop: remove it" in capsys.readouterr().err
 
 
@@ -388,12 +387,12 @@ def test_a_second_writer_is_refused_or_waits(tmp_path: Path) -> None:
 
 FULL = """
 import resource, sys
-from shardwise.data.prepare import work
-from shardwise import tools
+from shardwise_tools.prepare import work
+import shardwise_tools
 if __name__ == "__main__":
     work._COMMIT_SECONDS = 0.0
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
-    sys.exit(tools.main(["prepare", *sys.argv[2:]]))
+    sys.exit(shardwise_tools.main(["prepare", *sys.argv[2:]]))
 """
 
 
@@ -410,7 +409,7 @@ def test_a_full_disk_is_one_message_and_keeps_what_is_done(tmp_path: Path) -> No
     assert not (tmp_path / "s").exists()
     kept = json.loads((tmp_path / ".s.preparing/state.json").read_text())["totals"]["documents"]["train"]
     assert kept > 1000
-    assert tools.main(["prepare", *words]) == 0
+    assert shardwise_tools.main(["prepare", *words]) == 0
     expected = tmp_path / "expected"
-    assert tools.main(["prepare", *sources, f"output={expected}", "tokenizer=bytes", "processes=1"]) == 0
+    assert shardwise_tools.main(["prepare", *sources, f"output={expected}", "tokenizer=bytes", "processes=1"]) == 0
     assert content(tmp_path / "s") == content(expected)

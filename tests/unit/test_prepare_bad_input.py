@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from shardwise import tools
-from shardwise.data.prepare import worker
+import shardwise_tools
+from shardwise_tools.prepare import worker
 from tests.harness.patience import wait_until
 from tests.unit.test_prepare import ROOT, read_back, texts, write_lines
 
@@ -81,11 +81,11 @@ def test_bad_content_stops_with_its_place_or_is_left_out_and_listed(
     path.write_bytes(content)
     good = write_lines(tmp_path / "good.jsonl", texts(20))
     words = [str(path), str(good), "tokenizer=bytes", f"output={tmp_path / 's'}", "validation=0", "processes=1"]
-    assert tools.main(["prepare", *words]) == 2
+    assert shardwise_tools.main(["prepare", *words]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith(f"error: {path}{line}: ") and rule in said and said.endswith("and lists them)"), said
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted([name, "good.jsonl"])
-    assert tools.main(["prepare", *words, "on_error=skip"]) == 0
+    assert shardwise_tools.main(["prepare", *words, "on_error=skip"]) == 0
     rows = [json.loads(row) for row in (tmp_path / "s/skipped.jsonl").read_text().splitlines()]
     assert rows[0]["path"] == str(path) and rows[0]["line"] == int(line[1:] or 0)
     assert " ".join(rows[0]["rule"].split()) in said
@@ -151,7 +151,7 @@ def test_words_that_cannot_work_are_one_message(
     (tmp_path / "shards/tokenizer").mkdir(parents=True)
     (tmp_path / "shards/tokenizer/tokenizer.json").write_text("{}")
     before = sorted(tmp_path.rglob("*"))
-    assert tools.main(["prepare", *words.replace("TMP", str(tmp_path)).split()]) == 2
+    assert shardwise_tools.main(["prepare", *words.replace("TMP", str(tmp_path)).split()]) == 2
     said = capsys.readouterr().err
     assert message.replace("TMP", str(tmp_path)) in said and said.count("error: ") == 1, said
     assert sorted(tmp_path.rglob("*")) == before
@@ -163,9 +163,9 @@ def test_the_smallest_validation_that_the_message_names_holds_out_a_document(
     for seed in range(5):
         source = write_lines(tmp_path / f"{seed}.jsonl", texts(20, seed))
         words = [str(source), "tokenizer=bytes", f"output={tmp_path / 's'}{seed}", "processes=1"]
-        assert tools.main(["prepare", *words, "validation=0.00001"]) == 2
+        assert shardwise_tools.main(["prepare", *words, "validation=0.00001"]) == 2
         named = capsys.readouterr().err.partition("give at least ")[2].partition(",")[0]
-        assert tools.main(["prepare", *words, named]) == 0
+        assert shardwise_tools.main(["prepare", *words, named]) == 0
         assert 1 <= len(read_back(tmp_path / f"s{seed}", "validation")) < 5
 
 
@@ -183,7 +183,10 @@ def test_a_package_that_is_missing_is_named(
 
     monkeypatch.setattr(builtins, "__import__", without)
     assert (
-        tools.main(["prepare", str(tmp_path / name), "tokenizer=bytes", f"output={tmp_path / 's'}", "processes=1"]) == 2
+        shardwise_tools.main(
+            ["prepare", str(tmp_path / name), "tokenizer=bytes", f"output={tmp_path / 's'}", "processes=1"]
+        )
+        == 2
     )
     assert f"needs the package {package}: pip install {package}" in capsys.readouterr().err
 
@@ -205,7 +208,7 @@ def test_inputs_may_be_given_in_every_way(
         ["."],
     )):  # fmt: skip
         words = [*inputs, "tokenizer=bytes", f"output=shards{number}", "validation=0", "processes=1"]
-        assert tools.main(["prepare", *words]) == 0, capsys.readouterr().err
+        assert shardwise_tools.main(["prepare", *words]) == 0, capsys.readouterr().err
         made.append((tmp_path / f"shards{number}/index.json").read_bytes())
     assert len(set(made)) == 1
 
@@ -217,7 +220,7 @@ def test_when_all_is_left_out_nothing_is_made(tmp_path: Path, capsys: pytest.Cap
         (["tokenizer=train", "vocab_size=300", "field=txt"], "a.jsonl:1: has no field txt"),
         (["tokenizer=bytes"], "a.jsonl:1: the text holds '\\x00', the token that ends a document"),
     ]:
-        assert tools.main([*words, *more]) == 2
+        assert shardwise_tools.main([*words, *more]) == 2
         said = capsys.readouterr().err
         assert "on_error=skip leaves out 20 documents or files, and nothing is left" in said and first in said, said
         assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
@@ -230,7 +233,7 @@ def test_a_file_whose_name_is_no_utf8_is_prepared_and_listed(tmp_path: Path) -> 
     source.write_text(source.read_text() + "{broken\n")
     words = [str(tmp_path), "tokenizer=bytes", f"output={tmp_path / 's'}", "validation=0", "processes=1"]
     for _ in range(2):
-        assert tools.main(["prepare", *words, "on_error=skip"]) == 0
+        assert shardwise_tools.main(["prepare", *words, "on_error=skip"]) == 0
     assert json.loads((tmp_path / "s/inputs.jsonl").read_text())["path"] == str(source)
     assert "caf\\udce9.jsonl:21" in (tmp_path / "s/report.md").read_text()
 
@@ -301,16 +304,16 @@ def test_a_process_that_is_killed_is_one_message(
     words = [str(source), "tokenizer=bytes", f"output={tmp_path / 's'}", "processes=2", "validation=0"]
     with monkeypatch.context() as patch:
         patch.setattr(worker, "_tokenize", be_killed)
-        assert tools.main(["prepare", *words]) == 2
+        assert shardwise_tools.main(["prepare", *words]) == 2
     said = capsys.readouterr().err
     assert "error: one of 2 processes was killed, perhaps because memory ran out: start with the same words" in said
-    assert tools.main(["prepare", *words]) == 0
+    assert shardwise_tools.main(["prepare", *words]) == 0
 
 
 def test_the_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    from shardwise.data.prepare.options import PrepareConfig
+    from shardwise_tools.prepare.inputs import PrepareConfig
 
-    assert tools.main(["prepare", "--help"]) == 0
+    assert shardwise_tools.main(["prepare", "--help"]) == 0
     said = capsys.readouterr().out
     for name in PrepareConfig.__dataclass_fields__:
         assert f"{name}=" in said, name

@@ -19,7 +19,7 @@ import torch
 from tests.unit.private_names import CALLED, NAMES, NO_NAMES, PUT_ON_OTHERS, SEEN_IN, USED, Name
 
 ROOT = Path(__file__).parents[2]
-SRC = ROOT / "src" / "shardwise"
+SRC = ROOT / "src"
 PRIVATE = re.compile(r"_[A-Za-z]\w*(?<!__)")
 
 
@@ -127,7 +127,7 @@ class Reader:
 
     def _imported(self, file: str) -> Iterator[str]:
         for module, name in _imports(self.trees[file]).values():
-            if module.partition(".")[0] != "shardwise":
+            if module.partition(".")[0] not in ("shardwise", "shardwise_tools"):
                 yield from filter(is_private, [*module.split("."), name])
 
     def _words(self, file: str) -> Iterator[str]:
@@ -224,7 +224,9 @@ def _defined_in(tree: ast.AST) -> set[str]:
 
 
 def trees() -> dict[str, ast.Module]:
-    return {path.relative_to(SRC).as_posix(): ast.parse(path.read_text()) for path in sorted(SRC.rglob("*.py"))}
+    """By the file's path in src/shardwise, or in src."""
+    files = {path.relative_to(SRC).as_posix().removeprefix("shardwise/"): path for path in sorted(SRC.rglob("*.py"))}
+    return {file: ast.parse(path.read_text()) for file, path in files.items()}
 
 
 @pytest.fixture(scope="module")

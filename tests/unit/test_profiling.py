@@ -42,8 +42,8 @@ from shardwise.run_dir.profile_request import (
     write_answer,
     write_request,
 )
-from shardwise.tools import main
 from shardwise.trainer import build_profiler
+from shardwise_tools import main
 from tests.harness.cells import cell_plan
 
 GPUS = Host(cuda_devices=4, run_id="made-up")

@@ -14,19 +14,28 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import tools
+import shardwise_tools
 from shardwise.run_dir import files
 from shardwise.run_dir.command import this_machine
 from shardwise.run_dir.secrets import redact, redact_text, redact_words
-from shardwise.viewer.chart import COLUMNS, LEFT, Curve, draw, range_of_steps, series_of
-from shardwise.viewer.columns import charts_of
-from shardwise.viewer.compare import differences, make_comparison
-from shardwise.viewer.heat import draw_heat
-from shardwise.viewer.page import STYLE
-from shardwise.viewer.record import read_ranks, read_run
-from shardwise.viewer.report import final_numbers, make_report
-from shardwise.viewer.scale import make_axis, short, thin, ticks
-from shardwise.viewer.state import errors_of, one_line, state_of
+from shardwise_tools.viewer.chart import (
+    COLUMNS,
+    LEFT,
+    Curve,
+    charts_of,
+    draw,
+    draw_heat,
+    make_axis,
+    range_of_steps,
+    series_of,
+    short,
+    thin,
+    ticks,
+)
+from shardwise_tools.viewer.page import STYLE
+from shardwise_tools.viewer.record import read_ranks, read_run
+from shardwise_tools.viewer.report import differences, final_numbers, make_comparison, make_report
+from shardwise_tools.viewer.state import errors_of, one_line, state_of
 from tests.harness.run_folder import DAMAGED, ODD, make_run
 
 EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">'
@@ -270,7 +279,7 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = make_run(tmp_path / "runs" / "one", steps=20), make_run(tmp_path / "runs" / "two", steps=20)
 
     def run(*words: str) -> tuple[int, str]:
-        code = tools.main(["report", *map(str, words)])
+        code = shardwise_tools.main(["report", *map(str, words)])
         shown = capsys.readouterr()
         return code, shown.out + shown.err
 

@@ -14,9 +14,7 @@ import pytest
 from shardwise.checkpoint.retention import read_best, write_best
 from shardwise.checkpoint.verify import changed
 from shardwise.config.compose import compose
-from shardwise.data.prepare.work import begin_or_go_on
 from shardwise.errors import ConfigError, DataError
-from shardwise.metrics.profile import read_trace
 from shardwise.plan import Host
 from shardwise.plan.resolve import make_plan
 from shardwise.run_dir import files
@@ -25,7 +23,9 @@ from shardwise.run_dir.events import read_events
 from shardwise.run_dir.job_folder import has_begun
 from shardwise.run_dir.reading import lines_of, read_json, read_text
 from shardwise.run_dir.resume import choose_again, find_checkpoint, resolve_resume, resumption
-from shardwise.tools.bench_data import appetite_of
+from shardwise_tools.bench_data import appetite_of
+from shardwise_tools.prepare.work import begin_or_go_on
+from shardwise_tools.traces import read_trace
 from tests.harness.rooms import MODULES, tree_of
 from tests.harness.run_folder import ODD
 
@@ -38,7 +38,7 @@ MADE = [
 NAMES = {value for name, value in vars(files).items() if name.isupper() and isinstance(value, str)}
 NAMES |= {re.sub(r"\d+", "*", path.name) for path in MADE} | {"*.json"}  # what `stage_results` makes
 # These give a whole folder its name, which is theirs.
-PUBLISHES_FOLDERS = {"shardwise.checkpoint.publish", "shardwise.checkpoint.retention", "shardwise.tools.export",
+PUBLISHES_FOLDERS = {"shardwise.checkpoint.publish", "shardwise.checkpoint.retention", "shardwise_tools.export",
                      "shardwise.run_dir.checkpoints",
                      "shardwise.data.shard_writer"}  # fmt: skip
 

@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.plan.schedule_text import schedule_lines
-from shardwise.tools import main
+from shardwise_tools import main
 
 
 def test_each_rank_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:

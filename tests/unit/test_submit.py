@@ -16,7 +16,7 @@ from shardwise.config.cluster import ClusterConfig
 from shardwise.config.paths import CONF, ROOT
 from shardwise.errors import ConfigError
 from shardwise.launch.sbatch import check_time, merge_options
-from shardwise.tools import main
+from shardwise_tools import main
 
 WORDS = ["submit", "--dry-run", "nodes=2", "cluster=mine", "recipe=custom", "module._target_=my.Module",
          "micro_batch_size=1", "global_batch_size=48"]  # fmt: skip

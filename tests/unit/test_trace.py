@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shardwise.errors import DataError
-from shardwise.metrics.profile import (
+from shardwise_tools.traces import (
     ProfileSummary,
     draw,
     read_trace,
@@ -21,11 +21,9 @@ from shardwise.metrics.profile import (
     summarize_ranks,
     table,
 )
-from shardwise.metrics.profile.intervals import Union
-from shardwise.metrics.profile.kinds import COMMUNICATION, COMPUTE, COPY, KINDS, kind_of, short_name
-from shardwise.metrics.profile.steps import step_work
-from shardwise.metrics.profile.summary import StepTime
-from shardwise.metrics.profile.trace import DeviceEvents
+from shardwise_tools.traces.steps import step_work
+from shardwise_tools.traces.summary import StepTime
+from shardwise_tools.traces.trace import COMMUNICATION, COMPUTE, COPY, KINDS, DeviceEvents, Union, kind_of, short_name
 from tests.harness.traces import BACKWARD, TraceWriter
 
 GOLDEN_FOLDER = Path(__file__).parents[1] / "golden"
@@ -427,7 +425,7 @@ def test_ranks_of_a_recorded_run_are_compared() -> None:
 
 
 def test_the_reader_imports_no_torch() -> None:
-    code = "import sys, shardwise.metrics.profile; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
+    code = "import sys, shardwise_tools.traces; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root / "src", capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

@@ -17,7 +17,7 @@ from shardwise.errors import ConfigError
 from shardwise.plan import Host
 from shardwise.plan.plan import headline
 from shardwise.plan.resolve import make_plan
-from shardwise.tools import main
+from shardwise_tools import main
 
 # What is typed, and what it is read as
 READ = {

@@ -23,17 +23,15 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from shardwise import tools
+import shardwise_tools
 from shardwise.metrics.verdicts import BUSY, COMPUTE, DATA_WAIT, SECONDS
 from shardwise.run_dir import events, files
 from shardwise.run_dir.command import this_machine
-from shardwise.viewer.chart import series_of
-from shardwise.viewer.follow import FollowedFile, Table
-from shardwise.viewer.record import read_run
-from shardwise.viewer.report import make_report
-from shardwise.viewer.screen import panel
-from shardwise.viewer.state import duration, lock_holder, state_of
-from shardwise.viewer.watch import Watch, sparkline
+from shardwise_tools.viewer.chart import series_of
+from shardwise_tools.viewer.record import FollowedFile, Table, read_run
+from shardwise_tools.viewer.report import make_report
+from shardwise_tools.viewer.state import duration, lock_holder, state_of
+from shardwise_tools.viewer.watch import Watch, panel, sparkline
 from tests.harness.commands import environment
 from tests.harness.patience import Patience, exit_code, wait_until
 from tests.harness.run_folder import DAMAGED, ODD, make_run
@@ -271,7 +269,7 @@ def test_in_a_terminal_of_80_columns_that_is_resized_until_ctrl_c(tmp_path: Path
 
 def test_the_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "run", steps=20, ends=4)
-    assert tools.main(["watch", str(folder), "--once"]) == 1
+    assert shardwise_tools.main(["watch", str(folder), "--once"]) == 1
     assert "died after 20 steps, exit code 4: rank 2 has run out of memory" in capsys.readouterr().out
     for words, text in {
         (): "watch takes one run, and got none",
@@ -279,7 +277,7 @@ def test_the_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (str(folder), "every=0"): "every=0: must be from 0.1 to 3600 seconds",
         (str(folder), "--follow"): "there is no such flag",
     }.items():
-        assert tools.main(["watch", *words]) == 2
+        assert shardwise_tools.main(["watch", *words]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and text in error and error.count("\n") == 1
 
@@ -304,6 +302,6 @@ def test_a_stream_shows_what_its_encoding_lacks(monkeypatch: pytest.MonkeyPatch,
     for words in (["watch", str(folder), "--once"], ["watch", "--help"], ["report", "--help"]):
         written = io.BytesIO()
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
-        assert tools.main(words) == 0
+        assert shardwise_tools.main(words) == 0
         sys.stdout.flush()
         assert (b"?" in written.getvalue()) or "--help" in words

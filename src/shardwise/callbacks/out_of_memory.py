@@ -13,9 +13,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise import accelerator
+from shardwise.after_run import draw_memory
 from shardwise.errors import OutOfMemoryError, RunStopped
 from shardwise.forecast.remedies import GpuMemory, host_remedies, remedies
-from shardwise.metrics.memory_picture import draw_memory
 from shardwise.metrics.memory_profile import summarize_memory
 from shardwise.plan import Plan
 from shardwise.run_dir.files import memory_snapshot
@@ -149,6 +149,6 @@ def draw_snapshot(plan: Plan, rank: int) -> Path | None:
     """Draw what the allocator holds; None: that was not possible, which must not hide the error itself."""
     path = memory_snapshot(plan.run_dir, rank).with_suffix(".png")
     with suppress(Exception):
-        draw_memory(summarize_memory(accelerator.memory_snapshot(), device=_gpu_index()), path)
-        return path
+        if draw_memory(summarize_memory(accelerator.memory_snapshot(), device=_gpu_index()), path):
+            return path
     return None

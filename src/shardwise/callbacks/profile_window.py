@@ -7,12 +7,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from shardwise.after_run import ProfileReading, has_tools
 from shardwise.callbacks.saving import Saving
 from shardwise.config.groups import ProfileConfig
 from shardwise.metrics.memory_profile import Span
 from shardwise.metrics.memory_recorder import MemoryRecorder
 from shardwise.metrics.phases import PREFIX, STEP, Marks, Phases
-from shardwise.metrics.profiler import NsightRecorder, Reading, Recorder, TorchRecorder
+from shardwise.metrics.profiler import NsightRecorder, Recorder, TorchRecorder
 from shardwise.plan import Plan
 from shardwise.run_dir.files import profile_folder
 from shardwise.strategies.base import PlannedStrategy
@@ -38,7 +39,7 @@ class ProfileWindow:
         if profile.has(self.rank) and profile.memory:
             self._memory = MemoryRecorder(strategy.root_device, keeps_history=plan.memory_history)
         self._work: threading.Thread | None = None
-        self._reading: Reading | None = None
+        self._reading: ProfileReading | None = None
         self._is_stopped = False
 
     @property
@@ -126,10 +127,10 @@ class ProfileWindow:
             if self._memory is not None:
                 spans = [Span(name, begin / 1e3, end / 1e3) for name, begin, end in self.marks.spans]
                 memory = self._memory.write(self.folder, self.rank, spans)
-            if self.rank == 0 and self.profile.tool == "torch":
+            if self.rank == 0 and self.profile.tool == "torch" and has_tools():
                 doing = "read"
                 everyone = range(self.plan.topology.world_size)
-                self._reading = Reading(self.folder, [rank for rank in everyone if self.profile.has(rank)])
+                self._reading = ProfileReading(self.folder, [rank for rank in everyone if self.profile.has(rank)])
                 text = self._reading.wait()
         except Exception as error:  # nobody else would tell of it
             if not self._is_stopped:

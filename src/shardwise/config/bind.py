@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
@@ -113,3 +113,22 @@ def remedy_for_text(value: Any) -> str:
     if not isinstance(value, str) or (isinstance(as_number(value), str) and not value.startswith("[")):
         return ""
     return ", and this is text: write it without quotes; the environment's is '${oc.decode:${oc.env:NAME}}', quoted so"
+
+
+def take_options(words: list[str], is_ours: Callable[[str], bool]) -> tuple[list[str], dict[str, str]]:
+    """Split words into those that are left, and the values of those of the form `key=value` whose key is ours.
+
+    Raises:
+        ConfigError: a key of ours is given twice.
+    """
+    rest: list[str] = []
+    values: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not is_ours(key):
+            rest.append(word)
+        elif key in values:
+            raise ConfigError(f"{word}: {key}={values[key]} is given already; give it once")
+        else:
+            values[key] = value
+    return rest, values

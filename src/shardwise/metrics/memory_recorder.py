@@ -12,8 +12,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from shardwise.accelerator import end_memory_history, memory_snapshot, record_memory_history
+from shardwise.after_run import draw_memory
 from shardwise.distributed.dtensor import local_part
-from shardwise.metrics.memory_picture import draw_memory
 from shardwise.metrics.memory_profile import Known, Span, summarize_memory
 from shardwise.run_dir.files import profile_memory, write_whole
 

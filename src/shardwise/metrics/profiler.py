@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import os
 import shutil
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +13,6 @@ import torch
 from torch.profiler import profile
 
 from shardwise.accelerator import profiled_activities, start_capture, stop_capture, synchronize
-from shardwise.config.paths import environment_with_source
 from shardwise.run_dir.files import partial_path, profile_trace, put_in_place
 
 
@@ -92,24 +89,3 @@ class NsightRecorder:
         stop_capture()
 
     def write(self, folder: Path, rank: int) -> None: ...
-
-
-class Reading:
-    """A process (metrics/profile_summary.py) that reads the traces in `folder` as soon as all `ranks` have one."""
-
-    def __init__(self, folder: Path, ranks: list[int]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "shardwise.metrics.profile_summary", str(folder), *map(str, ranks)],
-            env=environment_with_source() | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    def wait(self) -> str:
-        """The table. Raises RuntimeError: the traces could not be read."""
-        out, errors = self.process.communicate()
-        if self.process.returncode:
-            raise RuntimeError(errors.strip().splitlines()[-1] if errors.strip() else "the reader was killed")
-        return out
-
-    def stop(self) -> None:
-        self.process.kill()

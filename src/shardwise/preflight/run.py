@@ -1,4 +1,4 @@
-"""Starts the ranks of a preflight on one node, or is one of them."""
+"""Starts the ranks of a preflight on one node, or is one of them: `shardwise preflight`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,21 @@ from shardwise.launch.slurm import read_task
 from shardwise.preflight import rank
 from shardwise.preflight.place import Limits
 from shardwise.process.parent import PARENT, die_with_parent
+
+HELP = """\
+usage: shardwise preflight [key=value …]
+
+Takes the words of a run (python train.py …) and looks at the machines that would run it: GPUs, ECC, clocks, disks,
+clocks of the day, versions, NVLink, a sum that is checked, bandwidth inside each node and between nodes. A table, and
+preflight.json and preflight.png in runs/preflight-<time>/, or in the job's folder under Slurm.
+
+  shardwise preflight cluster=dgx_h100            this node, all its GPUs
+  shardwise preflight devices=2 accelerator=cpu   two CPU processes
+  srun … python -m shardwise preflight "$@"       the nodes of a Slurm job, one task a GPU
+  torchrun … -m shardwise preflight …             the same under torchrun
+
+Exit code: 0 all is well; 2 a mistake in the words; 7 a bad node, which is named. docs/preflight.md has the thresholds.
+"""
 
 _CPU_PROCESSES = 2
 _SILENCE_SECONDS = 15.0  # rank 0 gets this time to report whose process is gone

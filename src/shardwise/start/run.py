@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from shardwise.after_run import leave_report
 from shardwise.config.compose import Job
 from shardwise.errors import ConfigError, ExitCode, describe_error
 from shardwise.launch.local import launch
@@ -41,7 +42,6 @@ from shardwise.run_dir.files import (
 from shardwise.run_dir.job_folder import has_begun, note_begun
 from shardwise.run_dir.resume import choose_again, resumption
 from shardwise.run_dir.sweep import ended, report_sweep
-from shardwise.viewer.at_end import leave_report
 
 
 def start_all(jobs: tuple[Job, ...], plans: list[Plan]) -> int:
@@ -159,7 +159,7 @@ def _end(plan: Plan, code: int) -> None:
     append_event(plan.run_dir, "end", None, f"the run ended with exit code {code}", exit_code=code)
     if not plan.quick_check and (code != ExitCode.user_error or was_trained(plan.run_dir)):
         line = leave_report(plan.run_dir)
-        if code == 0 or not line.startswith("report: "):  # else the error is the last that the user reads
+        if line and (code == 0 or not line.startswith("report: ")):  # else the error is the last that the user reads
             print(line, flush=True)
 
 
