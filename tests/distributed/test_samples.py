@@ -18,7 +18,7 @@ from shardwise.data.shard_writer import write_token_shards
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
-from shardwise.strategies import gathered
+from shardwise.strategies import weights_in_hooks
 from shardwise_tools import main
 from tests.harness.cells import cell_plan, fit
 from tests.harness.processes import spawn
@@ -67,7 +67,7 @@ def run_all(folder: Path) -> dict[str, Any]:
         (Path(plan.run_dir) / "plan.json").write_text(plan.to_json())  # the launcher does
         free, gathers = -1 if name.endswith("full") else 2**40, list[int]()
         with (
-            patch.object(gathered, "_free_bytes", lambda device, free=free: free),
+            patch.object(weights_in_hooks, "_free_bytes", lambda device, free=free: free),
             patch.object(LanguageModel, "_samples", counted(LanguageModel._samples, gathers)),
         ):
             found[name] = {**fit(plan), "gathers": gathers}
