@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise.distributed.collectives import broadcast_from_rank_zero
+from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.parameters import keep_notes
 from shardwise.distributed.symmetric_memory import let_compiler_copy
 from shardwise.errors import ConfigError, class_name
@@ -21,15 +23,13 @@ from shardwise.parallel.parallelize import roots_of
 from shardwise.parallel.passed_through import return_passed_tensors
 from shardwise.parallel.precision import dtype_of, mixed_precision_policy
 from shardwise.parallel.tensor_parallel import TensorParallel
+from shardwise.plan import Plan
 from shardwise.strategies import fsdp_gathering, of_parts
 from shardwise.strategies.fsdp_copies import copy_between_ranks
 from shardwise.strategies.fsdp_scalars import Scalars
 from shardwise.strategies.fsdp_views import ShardsInHooks
 from shardwise.strategies.whole_weights import InnerBackwards, show_outputs
 from shardwise.weights.initialize import Materializer
-
-if TYPE_CHECKING:
-    from shardwise.strategies.fsdp import FsdpStrategy
 
 
 class FsdpSharding:
@@ -38,9 +38,11 @@ class FsdpSharding:
     Each unit is gathered just before it runs and freed after; its gradients are reduce-scattered as soon as they exist.
     """
 
-    def __init__(self, strategy: FsdpStrategy) -> None:
-        self.strategy, self.module, self.mesh = strategy, strategy.module, strategy.mesh
-        self.plan = strategy.plan
+    def __init__(self, strategy: Any) -> None:
+        module: LightningModule = strategy.module
+        plan: Plan = strategy.plan
+        mesh: Mesh = strategy.mesh
+        self.strategy, self.module, self.plan, self.mesh = strategy, module, plan, mesh
         self.divided: TensorParallel | None = None  # layers over a tensor axis
         self._blocks_reduction = False  # whether the current micro-batch's gradients are not reduced yet
 
@@ -94,7 +96,8 @@ class FsdpSharding:
             let_compiler_copy(group)
         by_sample = self.plan.topology.pipeline == 1
         divided = TensorParallel(self.module, group, by_sample=by_sample, overlaps=overlaps)
-        return self.strategy.sharded.divide(divided)
+        self.strategy.sharded.divide(divided)
+        return divided
 
     def materialize_unit(self, materializer: Materializer, unit: nn.Module) -> bool:
         """Give a unit its memory and initial values. Returns whether this rank has a part of it."""

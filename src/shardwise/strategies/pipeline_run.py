@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torchmetrics import Metric
 
 from shardwise.distributed.collectives import sum_over
 from shardwise.distributed.dtensor import local_part
+from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.process_group import group_timeout
 from shardwise.lightning_internals.results import in_micro_batch, step_logging
 from shardwise.parallel.activation_checkpointing import explain
@@ -25,6 +26,7 @@ from shardwise.parallel.pipeline.random_streams import RandomStreams
 from shardwise.parallel.pipeline.stages import Stages
 from shardwise.parallel.precision import dtype_of
 from shardwise.parallel.units import Units
+from shardwise.plan import Plan
 from shardwise.plan.pipeline_schedule import make_schedule
 from shardwise.process.watchdog import progress
 from shardwise.step.pipeline_window import PipelineWindow, shapes_in
@@ -33,9 +35,6 @@ from shardwise.strategies.pipelined_checks import check_module, loss_in, one_ten
 from shardwise.strategies.pipelined_gradients import StageGradients
 from shardwise.strategies.pipelined_weights import absent_state
 
-if TYPE_CHECKING:
-    from shardwise.strategies.pipelined import PipelinedStrategy
-
 
 class PipelineRun:
     """The stages of this rank, and what the engine asks of them. Made when ranks know each other."""
@@ -43,8 +42,10 @@ class PipelineRun:
     stages: Stages  # from `begin_setup` on
     own_buffers: OwnBuffers
 
-    def __init__(self, strategy: PipelinedStrategy) -> None:
-        self.strategy, self.plan, self.mesh = strategy, strategy.plan, strategy.mesh
+    def __init__(self, strategy: Any) -> None:
+        plan: Plan = strategy.plan
+        mesh: Mesh = strategy.mesh
+        self.strategy, self.plan, self.mesh = strategy, plan, mesh
         options, topology = self.plan.strategy, self.plan.topology
         self.count = topology.pipeline * options.pipeline_chunks  # stages of all ranks
         is_fit = self.plan.stage == "fit"
@@ -68,7 +69,8 @@ class PipelineRun:
 
     @property
     def module(self) -> LightningModule:
-        return self.strategy.module
+        module: LightningModule = self.strategy.module
+        return module
 
     @property
     def window(self) -> PipelineWindow:

@@ -30,7 +30,7 @@ from shardwise.weights.initialize import Materializer
 class StageSharding(FsdpSharding):
     """The same of the stages of one rank."""
 
-    strategy: PipelinedStrategy
+    strategy: Any
 
     def divide_layers(self) -> TensorParallel | None:
         divided = super().divide_layers()
@@ -40,7 +40,7 @@ class StageSharding(FsdpSharding):
         return divided
 
     def materialize_unit(self, materializer: Materializer, unit: nn.Module) -> bool:
-        owned = self.strategy.pipeline.stages.owns(unit)
+        owned: bool = self.strategy.pipeline.stages.owns(unit)
         if owned or not materializer.initializes_itself:
             materializer.materialize(unit)
         return owned

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from shardwise.parallel.pipeline.absent import NothingFromMeta, is_absent, refus
 from shardwise.strategies.fsdp_gathering import free_gathered
 from shardwise.strategies.whole_in_hooks import FsdpWeights
 
-if TYPE_CHECKING:
-    from shardwise.strategies.pipelined import PipelinedStrategy
-
 _ONE = "use strategy.pipeline_parallel_size=1"
 _LOOK_AT_RESULTS = [f"on_{stage}_{when}" for stage in ("validation", "test") for when in ("batch_end", "epoch_end")]
 
@@ -27,7 +24,7 @@ _LOOK_AT_RESULTS = [f"on_{stage}_{when}" for stage in ("validation", "test") for
 class PipelinedWeights(FsdpWeights):
     """Weights of which a rank has those of its own stages."""
 
-    strategy: PipelinedStrategy
+    strategy: Any
 
     def take_logged(self, logged: LoggedValue) -> Any:
         """Refuse what the last stage logs and does not have. Another stage's values are not looked at."""

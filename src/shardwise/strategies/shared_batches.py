@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.data.loss_weight import weigher_of
 from shardwise.distributed.collectives import largest_over, sum_over
+from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.process_group import gather_metrics_among
 from shardwise.distributed.rng import derived_seed, seed_streams
 from shardwise.lightning_internals.logged import LoggedValue
@@ -24,10 +25,9 @@ from shardwise.parallel.hugging_face_models import hugging_face_models
 from shardwise.parallel.own_draws import OwnDraws
 from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.parallel.units import Units
+from shardwise.plan import Plan
 from shardwise.protocols import sequence_tensors_of
-
-if TYPE_CHECKING:
-    from shardwise.strategies.base import PlannedStrategy
+from shardwise.step.window import AccumulationWindow
 
 _IN_TRAINING = ("training_step", "on_train_batch_end")
 _IN_EVALUATION = ("validation_step", "on_validation_batch_end", "test_step", "on_test_batch_end")
@@ -39,10 +39,12 @@ class SharedBatches:
     A strategy has one where not every rank sees samples of its own.
     """
 
-    def __init__(self, strategy: PlannedStrategy, module: LightningModule) -> None:
+    def __init__(self, strategy: Any, module: LightningModule) -> None:
         """Let attention of this process work on parts of sequences until the run ends, if a context axis asks."""
-        self.strategy, self.plan, self.mesh, self.window = strategy, strategy.plan, strategy.mesh, strategy.step.window
-        self.module = module
+        plan: Plan = strategy.plan
+        mesh: Mesh = strategy.mesh
+        window: AccumulationWindow = strategy.step.window
+        self.strategy, self.plan, self.mesh, self.window, self.module = strategy, plan, mesh, window, module
         self.context: ContextParallel | None = None
         self._draws_alike: tuple[str, ...] = ()  # the axes whose ranks draw the same in a step
         self._own_draws: OwnDraws | None = None  # what layers draw that have parts of what those ranks have whole
@@ -95,7 +97,8 @@ class SharedBatches:
     @cached_property
     def _batch_rank(self) -> int:
         """The rank by which a batch's stream is seeded."""
-        return self.strategy.stream_rank
+        rank: int = self.strategy.stream_rank
+        return rank
 
     def cut(self, batch: Any) -> Any:
         """This rank's part of a batch of whole sequences."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -16,10 +16,8 @@ from shardwise.data.agreement import smallest
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.hooks import current_hook
 from shardwise.parallel.precision import dtype_of
+from shardwise.plan import Plan
 from shardwise.step.layers_in_hooks import LayersInHooks
-
-if TYPE_CHECKING:
-    from shardwise.strategies.base import PlannedStrategy
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _SPARE = 0.1  # of all memory is left for what the forward passes need
@@ -30,19 +28,21 @@ class WeightsInHooks:
 
     hides = False  # whether weights are sharded outside a forward, or a hook's writes into them may be lost
 
-    def __init__(self, strategy: PlannedStrategy) -> None:
-        self.strategy, self.plan = strategy, strategy.plan
+    def __init__(self, strategy: Any) -> None:
+        plan: Plan = strategy.plan
+        self.strategy, self.plan = strategy, plan
         self.layers: LayersInHooks | None = None  # that hooks run, in low precision
         self._is_whole = self._told_of_no_room = False  # whether weights are whole at the moment
 
     @property
     def module(self) -> LightningModule:
-        return self.strategy.module
+        module: LightningModule = self.strategy.module
+        return module
 
     @property
     def name(self) -> str:
         """That of the module's class."""
-        return self.strategy.module_name
+        return str(self.strategy.module_name)
 
     def run_layers_as_in_steps(self, module: LightningModule) -> None:
         """Let layers that hooks run compute as in a step."""
@@ -52,7 +52,8 @@ class WeightsInHooks:
     def _as_in_steps(self) -> AbstractContextManager[None]:
         if self.hides:  # then every rank runs the layers that one of them runs
             self.strategy.refresh_float8()
-        return self.strategy.step_forward.as_in_steps()
+        around: AbstractContextManager[None] = self.strategy.step_forward.as_in_steps()
+        return around
 
     def whole(self) -> AbstractContextManager[None]:
         """Make all weights whole inside, as they are under ddp. Collective.

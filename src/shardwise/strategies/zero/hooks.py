@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +22,6 @@ from shardwise.strategies.weights_in_hooks import WeightsInHooks
 from shardwise.strategies.zero.empty_weights import EmptyWeightsRefused
 from shardwise.strategies.zero.internals import gathered, kept_gathered
 
-if TYPE_CHECKING:
-    from shardwise.strategies.zero.strategy import ZeroStrategy
-
 _WATCHED = 8  # steps of each kind in which reads of empty weights are refused: each call of torch takes a little longer
 
 
@@ -32,7 +29,7 @@ class ZeroWeights(WeightsInHooks):
     """Weights that are in DeepSpeed's hands."""
 
     hides = True
-    strategy: ZeroStrategy
+    strategy: Any
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -15,11 +15,8 @@ from shardwise.optim.optimizers import treats_weights_one_by_one
 from shardwise.strategies.whole_weights import gives_tensors, tensors_in_objects
 from shardwise.strategies.zero.unused_parameters import LastGradients
 
-if TYPE_CHECKING:
-    from shardwise.strategies.zero.strategy import ZeroStrategy
 
-
-def refuse_inner_backward(strategy: ZeroStrategy) -> None:
+def refuse_inner_backward(strategy: Any) -> None:
     """Refuse a backward pass within a step: ZeRO-3 would free weights and not gather them for the next pass."""
     if strategy.module.trainer.training and not strategy.zero_precision.is_in_backward:
         hook = current_hook(strategy.module)
@@ -30,7 +27,7 @@ def refuse_inner_backward(strategy: ZeroStrategy) -> None:
         )
 
 
-def refuse_idle(strategy: ZeroStrategy, gradients: LastGradients) -> None:
+def refuse_idle(strategy: Any, gradients: LastGradients) -> None:
     if idle := gradients.left_out():
         names = [name for name, p in strategy.module.named_parameters() if p in idle]
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -56,7 +53,7 @@ def refuse_objects(layer: nn.Module, name: str) -> None:
     layer.register_forward_hook(check, with_kwargs=True)
 
 
-def check_support(strategy: ZeroStrategy, optimizer: Optimizer) -> None:
+def check_support(strategy: Any, optimizer: Optimizer) -> None:
     """Refuse hooks that DeepSpeed would ignore, and optimizers that would give other numbers under it."""
     name, module = strategy.plan.strategy.name, strategy.module
     if hooks := [hook for hook in ("backward", "configure_gradient_clipping") if is_overridden(hook, module)]:
