@@ -47,7 +47,7 @@ from benchmarks.harness.clock import StepTimer  # noqa: E402
 from benchmarks.harness.device import device_of, free_memory, peaks_gib, two_and_all  # noqa: E402
 from benchmarks.harness.limits import note, noted, on_ranks  # noqa: E402
 from shardwise.config.targets import build  # noqa: E402
-from shardwise.distributed.process_group import init_process_group  # noqa: E402
+from shardwise.distributed.mesh import init_process_group  # noqa: E402
 from shardwise.optim.optimizers import parameter_groups  # noqa: E402
 from shardwise.parallel.precision import set_matmul_mode  # noqa: E402
 from shardwise.plan import Plan  # noqa: E402

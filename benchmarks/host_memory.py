@@ -31,7 +31,7 @@ from benchmarks.harness.data import Held, batch_of_tokens  # noqa: E402
 from benchmarks.harness.device import device_of, free_memory, peaks_gib  # noqa: E402
 from benchmarks.harness.limits import note, noted, on_ranks  # noqa: E402
 from benchmarks.harness.trainers import on_all, resolve  # noqa: E402
-from shardwise.distributed.process_group import init_process_group  # noqa: E402
+from shardwise.distributed.mesh import init_process_group  # noqa: E402
 from shardwise.plan import Plan  # noqa: E402
 from tests.harness.host_memory import measure_setup, write_random_weights  # noqa: E402
 

@@ -39,7 +39,7 @@ from benchmarks.harness.jpegs import decoding_alone, write_shards  # noqa: E402
 from benchmarks.harness.observed import ObservedSteps, observe_plain, start_afresh, through_trainer  # noqa: E402
 from benchmarks.harness.plain_loops import image_step  # noqa: E402
 from benchmarks.harness.trainers import resolve  # noqa: E402
-from shardwise.distributed.process_group import init_process_group  # noqa: E402
+from shardwise.distributed.mesh import init_process_group  # noqa: E402
 from shardwise.plan import Plan  # noqa: E402
 from shardwise.process.signals import end_workers  # noqa: E402
 

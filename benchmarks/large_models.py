@@ -34,7 +34,7 @@ from benchmarks.harness.clock import StepTimer  # noqa: E402
 from benchmarks.harness.data import RANDOM_TOKENS, Held, batch_of_images  # noqa: E402
 from benchmarks.harness.device import device_of, free_memory  # noqa: E402
 from benchmarks.harness.limits import note, noted, on_ranks  # noqa: E402
-from shardwise.distributed.process_group import init_process_group  # noqa: E402
+from shardwise.distributed.mesh import init_process_group  # noqa: E402
 from shardwise.parallel.precision import set_matmul_mode  # noqa: E402
 from shardwise.plan import Plan  # noqa: E402
 from shardwise.rank import quiet_lightning  # noqa: E402

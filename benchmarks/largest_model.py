@@ -34,7 +34,7 @@ from benchmarks.harness.data import NO_CORPUS  # noqa: E402
 from benchmarks.harness.device import device_of, free_memory, peaks_gib  # noqa: E402
 from benchmarks.harness.limits import note, noted, on_ranks  # noqa: E402
 from benchmarks.harness.trainers import TINY_LANGUAGE_MODEL, on_all, our_trainer, resolve  # noqa: E402
-from shardwise.distributed.process_group import init_process_group  # noqa: E402
+from shardwise.distributed.mesh import init_process_group  # noqa: E402
 from shardwise.parallel.precision import set_matmul_mode  # noqa: E402
 from shardwise.rank import quiet_lightning  # noqa: E402
 from shardwise.trainer import build_data, build_module  # noqa: E402

@@ -26,8 +26,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.commands import environment_of_commands, train  # noqa: E402
-from shardwise.run_dir.files import METRICS  # noqa: E402
-from shardwise.run_dir.rows import read_rows  # noqa: E402
+from shardwise.run_dir.files import METRICS, read_rows  # noqa: E402
 
 COMMON = [
     "data=token_shards", "model=gpt2_124m", "model.vocab_size=32768", "data.sequence_length=1024",

@@ -40,7 +40,7 @@ from benchmarks.harness.device import device_of, free_memory, peaks_gib  # noqa:
 from benchmarks.harness.limits import note, noted, on_ranks  # noqa: E402
 from benchmarks.harness.plain_loops import CLIP, host_ms  # noqa: E402
 from benchmarks.harness.trainers import TINY_LANGUAGE_MODEL, on_all, resolve  # noqa: E402
-from shardwise.distributed.process_group import init_process_group  # noqa: E402
+from shardwise.distributed.mesh import init_process_group  # noqa: E402
 from shardwise.parallel.precision import set_matmul_mode  # noqa: E402
 from shardwise.plan import Plan  # noqa: E402
 from shardwise.rank import quiet_lightning  # noqa: E402

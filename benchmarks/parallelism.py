@@ -29,8 +29,7 @@ from benchmarks.harness.data import NO_CORPUS  # noqa: E402
 from benchmarks.harness.state_memory import state_of  # noqa: E402
 from benchmarks.harness.trainers import TINY_LANGUAGE_MODEL  # noqa: E402
 from shardwise.plan.plan import Plan  # noqa: E402
-from shardwise.run_dir.files import METRICS, PLAN, SUMMARY, profile_folder  # noqa: E402
-from shardwise.run_dir.rows import read_rows  # noqa: E402
+from shardwise.run_dir.files import METRICS, PLAN, SUMMARY, profile_folder, read_rows  # noqa: E402
 
 PROFILED, STEPS = 12, 16
 ALWAYS = [

@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.device import two_and_all  # noqa: E402
 from benchmarks.harness.limits import on_ranks  # noqa: E402
-from shardwise.run_dir.rows import read_rows  # noqa: E402
+from shardwise.run_dir.files import read_rows  # noqa: E402
 from tests.harness import backward, scalars  # noqa: E402
 from tests.harness.anybodys_module import BOUNDS as MODULE_BOUNDS  # noqa: E402
 from tests.harness.anybodys_module import KINDS, RANKS, deviations, run_all  # noqa: E402

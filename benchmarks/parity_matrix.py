@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.limits import note, noted, on_ranks  # noqa: E402
 from benchmarks.harness.trainers import stock_trainer  # noqa: E402
-from shardwise.distributed.process_group import init_process_group  # noqa: E402
+from shardwise.distributed.mesh import init_process_group  # noqa: E402
 from shardwise.plan import Plan  # noqa: E402
 from shardwise.rank import quiet_lightning  # noqa: E402
 from tests.harness import axes  # noqa: E402

@@ -27,14 +27,7 @@ from benchmarks.harness.commands import train  # noqa: E402
 from benchmarks.harness.data import RANDOM_TOKENS  # noqa: E402
 from benchmarks.harness.pictures import shrink  # noqa: E402
 from benchmarks.harness.trainers import TINY_LANGUAGE_MODEL, on_all  # noqa: E402
-from shardwise.run_dir.files import (  # noqa: E402
-    METRICS,
-    PROFILE_PICTURE,
-    PROFILE_TABLE,
-    SUMMARY,
-    profile_folder,
-)
-from shardwise.run_dir.rows import read_rows  # noqa: E402
+from shardwise.run_dir.files import METRICS, PROFILE_PICTURE, PROFILE_TABLE, SUMMARY, profile_folder, read_rows  # noqa: E402
 
 STEP, STEPS, SHORT_STEP = 30, 60, 12
 ALWAYS = [

@@ -37,8 +37,7 @@ from benchmarks.harness.race_cells import MODELS, STEPS, axes_in, cells_on, flag
 from benchmarks.harness.trainers import TINY_LANGUAGE_MODEL  # noqa: E402
 from benchmarks.pages import performance  # noqa: E402
 from shardwise.config.compose import compose  # noqa: E402
-from shardwise.run_dir.files import METRICS, PLAN, SUMMARY, profile_folder, profile_trace  # noqa: E402
-from shardwise.run_dir.rows import read_rows  # noqa: E402
+from shardwise.run_dir.files import METRICS, PLAN, SUMMARY, profile_folder, profile_trace, read_rows  # noqa: E402
 
 EVERY = 4  # a line of both logs has the mean of four steps
 PROFILED = 12

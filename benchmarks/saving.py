@@ -35,7 +35,7 @@ from benchmarks.harness.limits import on_ranks  # noqa: E402
 from benchmarks.harness.trainers import TINY_LANGUAGE_MODEL, on_all, resolve  # noqa: E402
 from shardwise.callbacks.saving import Saving  # noqa: E402
 from shardwise.checkpoint.writer import Outcome  # noqa: E402
-from shardwise.distributed.process_group import init_process_group  # noqa: E402
+from shardwise.distributed.mesh import init_process_group  # noqa: E402
 from shardwise.plan import Plan  # noqa: E402
 from shardwise.rank import quiet_lightning  # noqa: E402
 from shardwise.run_dir.checkpoints import list_checkpoints  # noqa: E402

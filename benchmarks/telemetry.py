@@ -24,10 +24,8 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 from benchmarks.harness import results  # noqa: E402
-from shardwise.metrics.host import Host  # noqa: E402
-from shardwise.metrics.nvml import Nvml  # noqa: E402
-from shardwise.metrics.reading import Reading  # noqa: E402
-from shardwise.metrics.telemetry import Telemetry  # noqa: E402
+from shardwise.metrics.nvml import Nvml, Reading  # noqa: E402
+from shardwise.metrics.telemetry import Host, Telemetry  # noqa: E402
 from tests.harness.nvml import PCI, UUID, FakeNvml, answering  # noqa: E402
 
 

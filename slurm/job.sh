@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # What the templates source, on the first node of a job, outside of any container: bash and Slurm's own commands only.
 #
-# A job has a folder, runs/jobs/<run id>, that outlives its requeues (src/shardwise/run_dir/job_folder.py says what the ranks
+# A job has a folder, runs/jobs/<run id>, that outlives its requeues (src/shardwise/run_dir/events.py says what the ranks
 # write there). What ends it is decided here: by `done`, then by the exit codes that the ranks have noted, never by 0.
 
 set -uo pipefail

@@ -231,7 +231,7 @@ def recorded(checks: Checks, kernel: str) -> tuple[bool, dict[str, Any]]:
 
 def continued(checks: Checks) -> tuple[bool, dict[str, Any]]:
     """That tokens one by one, from a cache, have the states of the whole sequence."""
-    from shardwise.nn.key_value_cache import KeyValueCache
+    from shardwise.nn.generation import KeyValueCache
 
     model = model_on(checks.device, "sdpa").float()
     tokens = torch.randint(0, 1024, (2, 24), generator=torch.Generator().manual_seed(2)).to(checks.device)

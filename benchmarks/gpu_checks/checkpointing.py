@@ -35,7 +35,7 @@ from benchmarks.harness.clock import StepTimer  # noqa: E402
 from benchmarks.harness.data import Held, batch_of_tokens, pinned  # noqa: E402
 from benchmarks.harness.device import device_of, free_memory  # noqa: E402
 from benchmarks.harness.trainers import our_trainer, resolve  # noqa: E402
-from shardwise.distributed.process_group import init_process_group  # noqa: E402
+from shardwise.distributed.mesh import init_process_group  # noqa: E402
 from shardwise.parallel.precision import set_matmul_mode  # noqa: E402
 from shardwise.rank import quiet_lightning  # noqa: E402
 from shardwise.trainer import build_module  # noqa: E402

@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 import torch  # noqa: E402
 
 from shardwise import accelerator  # noqa: E402
-from shardwise.checkpoint.pinned_memory import PinnedMemory  # noqa: E402
+from shardwise.checkpoint.writer import PinnedMemory  # noqa: E402
 from shardwise.step.record import Readback, Tick  # noqa: E402
 
 Check = Callable[[torch.device], bool]

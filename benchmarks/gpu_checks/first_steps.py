@@ -31,11 +31,10 @@ from benchmarks.harness.device import device_of  # noqa: E402
 from benchmarks.harness.limits import note, rows_of_ranks  # noqa: E402
 from benchmarks.harness.observed import start_afresh  # noqa: E402
 from benchmarks.harness.trainers import TINY_LANGUAGE_MODEL, on_all, our_trainer, resolve  # noqa: E402
-from shardwise.distributed.process_group import init_process_group  # noqa: E402
+from shardwise.distributed.mesh import init_process_group  # noqa: E402
 from shardwise.errors import ConfigError  # noqa: E402
 from shardwise.rank import quiet_lightning  # noqa: E402
-from shardwise.run_dir.files import METRICS  # noqa: E402
-from shardwise.run_dir.rows import read_rows  # noqa: E402
+from shardwise.run_dir.files import METRICS, read_rows  # noqa: E402
 from shardwise.trainer import build_module  # noqa: E402
 
 STEPS, ACCUMULATE = 4, 2

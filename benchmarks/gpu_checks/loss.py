@@ -30,10 +30,8 @@ from torch import Tensor  # noqa: E402
 
 from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.device import free_memory  # noqa: E402
-from shardwise.nn.linear_cross_entropy import _plain_rows, linear_cross_entropy  # noqa: E402
+from shardwise.nn.linear_cross_entropy import VocabularyPart, _plain_rows, fused_rows_of_a_part, linear_cross_entropy  # noqa: E402
 from shardwise.nn.peers import Peers  # noqa: E402
-from shardwise.nn.quack_rows import fused_rows_of_a_part  # noqa: E402
-from shardwise.nn.vocabulary_part import VocabularyPart  # noqa: E402
 from shardwise.plan.loss import has_quack  # noqa: E402
 
 GPU = torch.device("cuda", 0)

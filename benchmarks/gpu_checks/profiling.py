@@ -24,8 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from benchmarks.harness.commands import environment_of_commands  # noqa: E402
-from shardwise.run_dir.files import METRICS, SUMMARY, profile_folder, profile_memory, profile_trace  # noqa: E402
-from shardwise.run_dir.rows import read_rows  # noqa: E402
+from shardwise.run_dir.files import METRICS, SUMMARY, profile_folder, profile_memory, profile_trace, read_rows  # noqa: E402
 from shardwise_tools.traces import ProfileSummary  # noqa: E402
 from tests.harness.faults import SLOW  # noqa: E402
 

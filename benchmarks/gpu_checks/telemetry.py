@@ -32,9 +32,8 @@ from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.trainers import TINY_LANGUAGE_MODEL, on_all, our_trainer, resolve  # noqa: E402
 from recipes.language_modeling.model import Transformer  # noqa: E402
 from shardwise.config.groups import MetricsConfig  # noqa: E402
-from shardwise.distributed.process_group import init_process_group  # noqa: E402
-from shardwise.metrics.nvml import Nvml  # noqa: E402
-from shardwise.metrics.reading import GPU_VALUES, Reading  # noqa: E402
+from shardwise.distributed.mesh import init_process_group  # noqa: E402
+from shardwise.metrics.nvml import GPU_VALUES, Nvml, Reading  # noqa: E402
 from shardwise.metrics.telemetry import Telemetry, build_readers, gpu_of  # noqa: E402
 from shardwise.trainer import build_data, build_module  # noqa: E402
 

@@ -26,7 +26,7 @@ from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.device import device_of, free_memory  # noqa: E402
 from benchmarks.harness.limits import note, rows_of_ranks  # noqa: E402
 from benchmarks.harness.trainers import on_all, our_trainer, resolve  # noqa: E402
-from shardwise.distributed.process_group import init_process_group  # noqa: E402
+from shardwise.distributed.mesh import init_process_group  # noqa: E402
 from shardwise.rank import quiet_lightning  # noqa: E402
 from shardwise.run_dir.events import read_events  # noqa: E402
 from shardwise.trainer import build_data, build_module  # noqa: E402

@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.harness import storage
-from shardwise.checkpoint.verify import changed
+from shardwise.checkpoint.files import changed
 from shardwise.run_dir.checkpoints import best_whole, damage, give_name_again, newest_whole, step_of
 from shardwise.run_dir.files import BEST, CHECKPOINTS, CONFIG, METRICS, PARTIAL, PLAN, RANKS, STARTS
 from tests.harness.chaos import contents, rows

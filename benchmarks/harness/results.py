@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.harness import ROOT
 from benchmarks.harness.limits import at_most
 from shardwise.errors import Left
-from shardwise.run_dir.environment import describe_environment, git
+from shardwise.run_dir.events import describe_environment, git
 
 RESULTS = ROOT / "benchmarks" / "results"
 ENDED = "error: ended by a signal; what the file of results had by then is still in it"

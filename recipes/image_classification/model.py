@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
-from shardwise.nn.autocast import no_autocast_in_16_bits
+from shardwise.nn.numerics import no_autocast_in_16_bits
 
 
 class LastBatchNorm(nn.BatchNorm2d):

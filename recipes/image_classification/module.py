@@ -18,7 +18,7 @@ from recipes.image_classification.class_weights import balanced_weights, given_w
 from recipes.image_classification.confusion import MOST_CLASSES_DRAWN, draw_confusion, write_classes
 from recipes.image_classification.data import ImageData
 from shardwise.errors import ConfigError, a_or_an, count
-from shardwise.nn.mean_metric import ExactMean
+from shardwise.nn.numerics import ExactMean
 
 Batch = dict[str, Tensor]
 

@@ -15,12 +15,19 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from recipes.language_modeling.own_text import STDLIB, OwnText, check_directory
 from shardwise.accelerator import pins_memory
-from shardwise.data.baselines import unigram_bigram_baselines
+from shardwise.data.document_stream import DocumentSequences, collate_documents
 from shardwise.data.mixture import check_one_tokenizer
-from shardwise.data.packing import DocumentSequences, collate_documents
 from shardwise.data.shard_index import load_index
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
-from shardwise.data.tokens import INDEX, Tokens, TokenSequences, TokenShards, tokenizer_of, write_token_shards
+from shardwise.data.tokens import (
+    INDEX,
+    Tokens,
+    TokenSequences,
+    TokenShards,
+    tokenizer_of,
+    unigram_bigram_baselines,
+    write_token_shards,
+)
 from shardwise.errors import ConfigError, DataError, count
 from shardwise.protocols import optional
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
 from shardwise.nn.attention import SDPA, Layout, cached_attention, causal_attention, document_layout, whole_layout
-from shardwise.nn.autocast import no_autocast_in_16_bits
-from shardwise.nn.key_value_cache import KeyValueCache, LayerCache
+from shardwise.nn.generation import KeyValueCache, LayerCache
+from shardwise.nn.numerics import no_autocast_in_16_bits
 
 
 class ResidualLinear(nn.Linear):

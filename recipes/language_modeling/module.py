@@ -16,11 +16,9 @@ from recipes.language_modeling.model import Transformer
 from recipes.language_modeling.streams import StreamedText
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
 from shardwise.errors import ConfigError, count
-from shardwise.nn.generation import Sampling, continue_texts
-from shardwise.nn.key_value_cache import KeyValueCache
-from shardwise.nn.linear_cross_entropy import IGNORE, linear_cross_entropy
-from shardwise.nn.mean_metric import ExactMean
-from shardwise.nn.vocabulary_part import vocabulary_part_of
+from shardwise.nn.generation import KeyValueCache, Sampling, continue_texts
+from shardwise.nn.linear_cross_entropy import IGNORE, linear_cross_entropy, vocabulary_part_of
+from shardwise.nn.numerics import ExactMean
 from shardwise.protocols import kept_gathered, optional
 
 Batch = dict[str, Tensor]

@@ -8,11 +8,9 @@ import sys
 from shardwise.config.compose import compose
 from shardwise.launch.host import inspect_host
 from shardwise.launch.slurm import read_task
-from shardwise.process.console import outlive_console
-from shardwise.process.parent import die_with_parent
-from shardwise.process.report import report
-from shardwise.process.signals import ignore_save_signal
-from shardwise.run_dir.job_folder import job_folder, write_job_file
+from shardwise.process.report import outlive_console, report
+from shardwise.process.signals import die_with_parent, ignore_save_signal
+from shardwise.run_dir.events import job_folder, write_job_file
 from shardwise.start.plans import make_run_plans, print_plans
 from shardwise.start.run import report_array, start_all
 from shardwise.start.targets import check_targets

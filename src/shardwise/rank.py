@@ -19,9 +19,9 @@ from shardwise.callbacks.out_of_memory import OutOfMemoryWatch, start_history
 from shardwise.callbacks.predict import Predictions
 from shardwise.callbacks.steps import digits, validation_metrics
 from shardwise.callbacks.summary import print_table, words
-from shardwise.checkpoint.verify import verify_resume
+from shardwise.checkpoint.files import verify_resume
 from shardwise.config.one_lightning import newly_used
-from shardwise.distributed.process_group import init_process_group
+from shardwise.distributed.mesh import init_process_group
 from shardwise.errors import count
 from shardwise.parallel.precision import set_matmul_mode
 from shardwise.plan import Plan
@@ -140,14 +140,14 @@ def quiet_lightning() -> None:
         ".*Checkpoint directory .* exists and is not empty.*",
         ".*GPU available but not used.*",
         ".*number of training batches .* is smaller than the logging interval.*",  # StepLog has its own interval
-        ".*callbacks used to create the checkpoint need to be provided.*",  # see checkpoint/left_behind.py
+        ".*callbacks used to create the checkpoint need to be provided.*",  # see checkpoint/optimizers.py
         ".*predict returned None.*",  # a padding batch has no predictions
         ".*`IterableDataset` has `__len__` defined.*",  # if the data end earlier, they do so on all ranks
         ".*RNN module weights are not part of single contiguous chunk.*",  # under fsdp they cannot be
         ".*wandb run already in progress.*",  # a run that was rolled back goes on in the same wandb run
         ".*barrier.*: using the device under current context.*",
         ".*torch.distributed.* is deprecated. Please use.*",  # DeepSpeed causes this on torch 2.13
-        ".*when there are global hooks on modules.*",  # what is compiled in a hook, see layers_in_hooks.py
+        ".*when there are global hooks on modules.*",  # what is compiled in a hook, see strategies/copied_parameters.py
         ".*torch.distributed is disabled, unavailable.*",  # DCP says this when there is one rank
     ):
         warnings.filterwarnings("ignore", message)

@@ -23,13 +23,12 @@ from shardwise.config.one_lightning import second_copy
 from shardwise.config.targets import build, locate
 from shardwise.distributed.rng import derived_seed, seed_streams
 from shardwise.errors import ConfigError, a_or_an, count
-from shardwise.lightning_internals.counters import run_length
 from shardwise.lightning_internals.hooks import Unprofiled
+from shardwise.lightning_internals.loops import run_length
 from shardwise.lightning_internals.patches import StoppableTrainer, is_constructed, prepare_trainer
 from shardwise.metrics.loggers import build_loggers
 from shardwise.optim.matrices import choose_matrices, describe_choice
-from shardwise.optim.optimizers import configure_optimizers, muon_matrices
-from shardwise.optim.ownership import check_ownership
+from shardwise.optim.optimizers import check_ownership, configure_optimizers, muon_matrices
 from shardwise.parallel.hugging_face_models import hugging_face_models
 from shardwise.parallel.parallelize import find_float8
 from shardwise.parallel.precision import default_dtype, set_dtypes
@@ -41,13 +40,12 @@ from shardwise.plan.context_parallel import check_takes_context
 from shardwise.plan.loss import check_takes_loss
 from shardwise.plan.unreached import explain_warmup
 from shardwise.protocols import initializes_itself, optional
-from shardwise.run_dir.environment import describe_environment
+from shardwise.run_dir.events import describe_environment
 from shardwise.run_dir.files import ENVIRONMENT, keep_earlier, stage_file, write_whole
 from shardwise.strategies import build_strategy
 from shardwise.strategies.base import strategy_of
 from shardwise.strategies.pipelined_checks import check_module
-from shardwise.weights.freezing import freeze_for_good
-from shardwise.weights.initialize import parameters_on_meta
+from shardwise.weights.initialize import freeze_for_good, parameters_on_meta
 
 
 def check_layers(plan: Plan) -> None:

@@ -59,8 +59,7 @@ class Weights(Enum):
 def main(argv: list[str] | None = None) -> int:
     """Run a tool. Returns 0 for done, 2 for a user's mistake (one message on stderr), or the tool's own exit code."""
     # Here, since a run imports this package at its end too, and these take as long as its whole report
-    from shardwise.process.console import show_anything
-    from shardwise.process.report import report
+    from shardwise.process.report import report, show_anything
     from shardwise.process.signals import Stopped, in_words
 
     show_anything()

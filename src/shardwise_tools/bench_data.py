@@ -28,9 +28,8 @@ from shardwise.plan import Plan
 from shardwise.plan.hardware import known_peak
 from shardwise.plan.location import runs_folder
 from shardwise.plan.resolve import make_plan
-from shardwise.process.parent import die_with_parent
-from shardwise.run_dir.files import PLAN, SUMMARY
-from shardwise.run_dir.reading import read_json, read_text
+from shardwise.process.signals import die_with_parent
+from shardwise.run_dir.files import PLAN, SUMMARY, read_json, read_text
 
 _BAR = 30  # characters of the longest bar
 _ALIKE = 0.95  # a setting with fewer workers is as good if it reaches this share of the best
@@ -261,8 +260,7 @@ def _answer(plan: str, rank: int, seconds: float, environment: dict[str, str], b
 def _measured(plan: Plan, rank: int, seconds: float, barrier: Any) -> dict[str, Any]:
     import torch
 
-    from shardwise.data.loaders import TrainLoader
-    from shardwise.data.loss_weight import weigher_of
+    from shardwise.data.loaders import TrainLoader, weigher_of
     from shardwise.protocols import flops_of, loss_weight_unit_of
     from shardwise.trainer import build_data, build_module
 

@@ -11,7 +11,7 @@ import torch
 from shardwise import accelerator
 from shardwise.config.cluster import ClusterConfig
 from shardwise.plan.hardware import is_gpu
-from shardwise.preflight.timing import seconds_of
+from shardwise.preflight.measure import seconds_of
 from shardwise_tools.machine import Speed
 
 _WARM_UP_SECONDS = 0.3  # the clocks of an idle GPU are low

@@ -67,7 +67,7 @@ def run(words: list[str]) -> None:
     Raises:
         ConfigError: a word is wrong, the checkpoint is damaged, the folder is not empty, or a name is unknown.
     """
-    from shardwise.checkpoint.verify import with_checkpoint
+    from shardwise.checkpoint.files import with_checkpoint
 
     alone, config = read_words(words, ExportConfig)
     if len(alone) != 1:
@@ -123,7 +123,7 @@ class Export:
     """A checkpoint's tensors, with the names and dtypes that they get in the exported files."""
 
     def __init__(self, checkpoint: Path, config: ExportConfig) -> None:
-        from shardwise.weights.saved import SavedWeights
+        from shardwise.weights.loading import SavedWeights
 
         self.checkpoint, self.config = checkpoint, config
         self.saved = SavedWeights(checkpoint, average=config.weights is Weights.average)

@@ -175,7 +175,7 @@ def run(words: list[str], *, chats: bool = False) -> None:
     Raises:
         ConfigError: a word is wrong, a file cannot be read or written, or the run's module cannot continue texts.
     """
-    from shardwise.checkpoint.verify import with_checkpoint
+    from shardwise.checkpoint.files import with_checkpoint
 
     alone, config = read_words(words, GenerateConfig)
     if len(alone) != 1:
@@ -264,7 +264,7 @@ class Writer:
         import torch
 
         from shardwise.accelerator import device_named
-        from shardwise.weights.saved import SavedWeights, build_saved
+        from shardwise.weights.loading import SavedWeights, build_saved
 
         self.device, self.config = device_named(config.device.value), config
         dtype: torch.dtype | None = None if config.dtype is None else getattr(torch, config.dtype.value)

@@ -24,6 +24,7 @@ from shardwise.run_dir.files import (
     SUMMARY,
     is_locked,
     profile_trace,
+    read_text,
     write_whole,
 )
 from shardwise.run_dir.profile_request import (
@@ -35,7 +36,6 @@ from shardwise.run_dir.profile_request import (
     remove_request,
     write_request,
 )
-from shardwise.run_dir.reading import read_text
 from shardwise_tools import read_words
 
 if TYPE_CHECKING:

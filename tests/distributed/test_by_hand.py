@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.callbacks.summary import plot_losses
 from shardwise.errors import ConfigError, NonFiniteError
 from shardwise.run_dir.checkpoints import list_checkpoints
-from shardwise.run_dir.rows import read_rows
+from shardwise.run_dir.files import read_rows
 from shardwise.step.precision_plugin import LOSS_SCALE
 from shardwise.trainer import build_module
 from tests.harness import modules

@@ -17,7 +17,7 @@ import torch
 
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
-from shardwise.strategies import fsdp_copies
+from shardwise.strategies import fsdp_symmetric_memory
 from tests.harness.cells import cell_plan, fit
 from tests.harness.parity import CLIP, Cell, plan_of
 from tests.harness.processes import spawn
@@ -65,11 +65,11 @@ def by_copies(plan: Plan, name: str, asked: bool | None = True) -> Plan:
 def train(folder: Path, ranks: int) -> dict[str, Any]:
     """In each rank: every cell as it is, and by copies."""
     found = {}
-    with patch.object(fsdp_copies, "SymmetricBuffer", SharedFile):
+    with patch.object(fsdp_symmetric_memory, "SymmetricBuffer", SharedFile):
         for number, name in enumerate(name for name, (n, _) in CELLS.items() if n == ranks):
             plan = plan_for_cell(name, folder / str(number))
-            gathers = fsdp_copies._Gather.gather
-            with patch.object(fsdp_copies._Gather, "gather", autospec=True, side_effect=gathers) as gathered:
+            gathers = fsdp_symmetric_memory._Gather.gather
+            with patch.object(fsdp_symmetric_memory._Gather, "gather", autospec=True, side_effect=gathers) as gathered:
                 found[name] = [fit(plan), fit(by_copies(plan, f"{number}-copies"))]
             found[name][1]["gathered"] = gathered.call_count
     return found
@@ -110,7 +110,7 @@ def test_a_unit_that_stays_gathered_is_gathered_less_often(runs: dict[str, Any])
 def try_both(folder: Path, name: str) -> dict[str, Any]:
     """In each rank: the cell as it is, with null where ranks can share memory, and null and true where one cannot."""
     plan, found = plan_for_cell(name, folder / "usual"), {}
-    gathers = fsdp_copies._Gather.gather
+    gathers = fsdp_symmetric_memory._Gather.gather
     for cell, asked, buffer in (
         ("usual", False, SharedFile),
         ("can", None, SharedFile),
@@ -118,14 +118,14 @@ def try_both(folder: Path, name: str) -> dict[str, Any]:
     ):
         with (
             redirect_stdout(io.StringIO()) as out,
-            patch.object(fsdp_copies, "SymmetricBuffer", buffer),
-            patch.object(fsdp_copies._Gather, "gather", autospec=True, side_effect=gathers) as gathered,
+            patch.object(fsdp_symmetric_memory, "SymmetricBuffer", buffer),
+            patch.object(fsdp_symmetric_memory._Gather, "gather", autospec=True, side_effect=gathers) as gathered,
         ):
             found[cell] = fit(by_copies(plan, cell, asked))
         said = [line for line in out.getvalue().splitlines() if "symmetric_memory" in line]
         found[cell] |= {"gathered": gathered.call_count, "said": said}
     with (
-        patch.object(fsdp_copies, "SymmetricBuffer", RefusedOnRankOne),
+        patch.object(fsdp_symmetric_memory, "SymmetricBuffer", RefusedOnRankOne),
         pytest.raises(ConfigError) as refused,
     ):
         fit(by_copies(plan, "true"))

@@ -11,7 +11,7 @@ from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from shardwise.data.packing import IGNORE, collate_documents
+from shardwise.data.document_stream import IGNORE, collate_documents
 from tests.harness.cells import cell_plan, fit
 from tests.harness.processes import spawn
 

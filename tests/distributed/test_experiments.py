@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.config.paths import CONF
 from shardwise.data.tokens import write_token_shards
-from shardwise.run_dir.rows import read_rows
+from shardwise.run_dir.files import read_rows
 from tests.harness.commands import check, run
 
 SMALL = [

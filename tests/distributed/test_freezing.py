@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError
 from shardwise.plan import Host
 from shardwise.plan.resolve import make_plan
 from shardwise.run_dir.checkpoints import list_checkpoints
-from shardwise.weights.saved import SavedWeights
+from shardwise.weights.loading import SavedWeights
 from shardwise_tools import main
 from tests.distributed.test_drawn_alike import plan_of
 from tests.harness.cells import cell_plan, fit

@@ -22,7 +22,7 @@ from shardwise.errors import NonFiniteError
 from shardwise.plan import Host, Plan
 from shardwise.plan.resolve import make_plan
 from shardwise.rank import run_until_rolled_back
-from shardwise.step.spikes import robust_z, robust_z_of
+from shardwise.step.verdict import robust_z, robust_z_of
 from tests.harness import gradient_hooks
 from tests.harness.cells import Capture, fit
 from tests.harness.commands import check, make_home, run

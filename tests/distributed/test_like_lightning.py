@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
 from shardwise.config.coming_from_lightning import ROWS
 from shardwise.config.compose import compose
-from shardwise.distributed.process_group import init_process_group
+from shardwise.distributed.mesh import init_process_group
 from shardwise.plan import Host, Plan
 from shardwise.plan.resolve import make_plan
 from shardwise.rank import quiet_lightning

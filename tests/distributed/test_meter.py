@@ -17,7 +17,7 @@ from shardwise.config.compose import compose
 from shardwise.metrics.meter import SPENT, Meter, Sums, process_start
 from shardwise.plan import Host, Plan
 from shardwise.plan.resolve import make_plan
-from shardwise.run_dir.rows import read_rows
+from shardwise.run_dir.files import read_rows
 from shardwise.step.record import Readback, StepRecord, Tick
 from shardwise.trainer import build_module
 from tests.harness.cells import cell_plan, fit, masked_tokens

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from shardwise.checkpoint.metadata import read_metadata
-from shardwise.optim.clipping import after_step
+from shardwise.checkpoint.dcp import read_metadata
+from shardwise.optim.optimizers import after_step
 from shardwise.run_dir.files import checkpoint_path
 from tests.harness.cells import cell_plan, fit
 from tests.harness.optimizers import PLAIN, SAVED, Cell, deviation, run_all

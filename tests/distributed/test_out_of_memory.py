@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from shardwise.callbacks.out_of_memory import OutOfMemoryWatch, explain, is_out_of_memory, requested_gib, start_history
-from shardwise.checkpoint.pinned_memory import PinnedMemory
+from shardwise.checkpoint.writer import PinnedMemory
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
-from shardwise.forecast.remedies import GpuMemory, remedies
+from shardwise.metrics.memory_remedies import GpuMemory, remedies
 from shardwise.plan import Host, Plan
 from shardwise.plan.resolve import make_plan
 from tests.harness.commands import OWN, check, make_home, metrics, run

@@ -172,7 +172,7 @@ def test_what_is_broken_on_purpose_is_seen(tmp_path: Path) -> None:
         "both ends have gradients of a shared weight": (
             stages, "shardwise.strategies.pipelined.PipelinedStrategy", "_sum_shared_gradients"
         ),
-        "the stages have one norm": (stages, "shardwise.step.stage_norm.StageNorm", "measure_over"),
+        "the stages have one norm": (stages, "shardwise.step.precision_plugin.StageNorm", "measure_over"),
     }  # fmt: skip
     found = spawn(4, broken_runs, tmp_path, faults)[0]
     for (name, (cell, *_)), result in zip(faults.items(), found, strict=True):

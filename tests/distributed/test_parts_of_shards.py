@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.utils.data import DataLoader
 
-from shardwise.distributed.views import WritableViews, assigning_whole
 from shardwise.errors import ConfigError
+from shardwise.strategies.fsdp_views import WritableViews, assigning_whole
 from tests.distributed.test_drawn_alike import plan_of
 from tests.harness.cells import fit
 from tests.harness.modules import Layer, samples

@@ -45,7 +45,7 @@ def annotations(trace: Path) -> list[tuple[str, float, float]]:
 
 def unread() -> Any:
     """The traces are written and not read: to read one takes a process of its own some seconds."""
-    return patch("shardwise.callbacks.profile_window.ProfileReading", **{"return_value.wait.return_value": ""})
+    return patch("shardwise.callbacks.profile.ProfileReading", **{"return_value.wait.return_value": ""})
 
 
 def both(folder: Path) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def as_on_a_gpu() -> Iterator[list[Any]]:
     """What the CPU has no allocator for: its history is empty. Yields the tensors that the run has pointed out."""
     known: list[Any] = []
     empty = {"segments": [], "device_traces": []}
-    here = "shardwise.metrics.memory_recorder"
+    here = "shardwise.metrics.profiler"
     with (
         patch(f"{here}.record_memory_history"), patch(f"{here}.end_memory_history"),
         patch(f"{here}.memory_snapshot", return_value=empty),

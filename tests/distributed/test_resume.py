@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.publish import describe
 from shardwise.config.compose import compose
 from shardwise.data.tokens import TokenSequences, TokenShards
-from shardwise.distributed.process_group import init_process_group
+from shardwise.distributed.mesh import init_process_group
 from shardwise.errors import ConfigError
 from shardwise.plan import Host
 from shardwise.plan.resolve import make_plan

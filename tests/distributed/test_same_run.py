@@ -264,7 +264,7 @@ def switch_all(folder: Path, wanted: set[tuple[str, str]] | None) -> dict[tuple[
 
 @contextmanager
 def recomputations() -> Iterator[list[int]]:
-    from shardwise.parallel.layer_state import LayerState
+    from shardwise.parallel.activation_checkpointing import LayerState
 
     count, lend = [0], LayerState.lend
 

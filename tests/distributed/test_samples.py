@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from recipes.language_modeling.module import LanguageModel
-from shardwise.data.shard_writer import write_token_shards
 from shardwise.data.tokenizer import ByteTokenizer
+from shardwise.data.tokens import write_token_shards
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
 from shardwise.strategies import weights_in_hooks

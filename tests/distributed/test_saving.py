@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from shardwise.callbacks.saving import Saving
 from shardwise.checkpoint import writer as saving
-from shardwise.checkpoint.verify import verify_resume
+from shardwise.checkpoint.files import verify_resume
 from shardwise.config.compose import compose
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.plan import Host

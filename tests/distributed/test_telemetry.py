@@ -15,14 +15,12 @@ from unittest.mock import patch
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from shardwise.callbacks.prometheus import PrometheusExport
-from shardwise.metrics.host import Host
-from shardwise.metrics.nvml import Nvml
+from shardwise.callbacks.telemetry import PrometheusExport
+from shardwise.metrics.nvml import GPU_VALUES, HOST_VALUES, Nvml, Reader
 from shardwise.metrics.prometheus import Exporter
-from shardwise.metrics.reading import GPU_VALUES, HOST_VALUES, Reader
-from shardwise.metrics.telemetry import Gpu
+from shardwise.metrics.telemetry import Gpu, Host
 from shardwise.run_dir.events import read_events
-from shardwise.run_dir.rows import read_rows
+from shardwise.run_dir.files import read_rows
 from tests.harness.cells import cell_plan, fit
 from tests.harness.commands import OWN, make_home, run
 from tests.harness.nvml import PCI, UUID, FakeNvml, answering

@@ -14,10 +14,8 @@ from torch import Tensor
 from torchmetrics import SumMetric
 
 from recipes.language_modeling.module import LanguageModel
-from shardwise.nn.linear_cross_entropy import _plain_rows, linear_cross_entropy
+from shardwise.nn.linear_cross_entropy import VocabularyPart, _plain_rows, fused_rows_of_a_part, linear_cross_entropy
 from shardwise.nn.peers import Peers
-from shardwise.nn.quack_rows import fused_rows_of_a_part
-from shardwise.nn.vocabulary_part import VocabularyPart
 from tests.harness.cells import cell_plan, fit
 from tests.harness.divided import BATCH, CLIP, STEPS, Divided, deviation, run_divided
 from tests.harness.parity import BOUNDS

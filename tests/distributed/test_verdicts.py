@@ -17,7 +17,7 @@ from shardwise.metrics.verdicts import BUSY, COMPUTE, DATA_WAIT, SECONDS
 from shardwise.plan import Host, Plan
 from shardwise.plan.resolve import make_plan
 from shardwise.run_dir.events import read_events
-from shardwise.run_dir.rows import read_rows
+from shardwise.run_dir.files import read_rows
 from tests.harness.cells import cell_plan, fit
 from tests.harness.faults import Faulty
 from tests.harness.processes import spawn

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from shardwise.callbacks.summary import Summary
 from shardwise.config.compose import compose
-from shardwise.distributed.process_group import init_process_group
+from shardwise.distributed.mesh import init_process_group
 from shardwise.parallel.precision import set_matmul_mode
 from shardwise.plan import Host, Plan
 from shardwise.plan.resolve import make_plan

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from shardwise.checkpoint.verify import changed
+from shardwise.checkpoint.files import changed
 from shardwise.run_dir.checkpoints import list_checkpoints
 from tests.harness.commands import Running, check, run
 from tests.harness.patience import exit_code, slowness, wait_until

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from recipes.language_modeling.model import Transformer
-from shardwise.data.packing import IGNORE, collate_documents
+from shardwise.data.document_stream import IGNORE, collate_documents
 from shardwise.plan import Plan
 from tests.harness.cells import cell_plan, fit
 from tests.harness.reference import WEIGHT_DECAY, plain_loop, update_deviation

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recipes.language_modeling.module import LanguageModel
-from shardwise.data.packing import IGNORE
+from shardwise.data.document_stream import IGNORE
 from tests.harness.cells import fit
 from tests.harness.context import Case, plan_of
 

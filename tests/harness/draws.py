@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.config.compose import compose
-from shardwise.nn.linear_cross_entropy import linear_cross_entropy
-from shardwise.nn.vocabulary_part import vocabulary_part_of
+from shardwise.nn.linear_cross_entropy import linear_cross_entropy, vocabulary_part_of
 from shardwise.plan import Host, Plan
 from shardwise.plan.resolve import make_plan
 from tests.harness.cells import fit, masked_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.nn.flash_attention_4 import flash_attention_4, flash_attention_4_backward
+from shardwise.nn.attention_kernels import flash_attention_4, flash_attention_4_backward
 
 calls = {"forward": 0, "backward": 0}
 

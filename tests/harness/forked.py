@@ -160,7 +160,7 @@ class _Standby:
 
 def _stand_by(orders: socket.socket) -> None:
     """Does not return."""
-    from shardwise.process.parent import kill_with_parent
+    from shardwise.process.signals import kill_with_parent
 
     kill_with_parent()
     size, files, *_ = socket.recv_fds(orders, 8, 8)

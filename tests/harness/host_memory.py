@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
-from shardwise.distributed.process_group import init_process_group
+from shardwise.distributed.mesh import init_process_group
 from shardwise.plan import Plan
 from shardwise.rank import quiet_lightning
 from shardwise.trainer import build_module, build_trainer

@@ -14,9 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from shardwise.checkpoint.chunks import whole
-from shardwise.checkpoint.dcp import read_tensors
-from shardwise.checkpoint.metadata import read_metadata
+from shardwise.checkpoint.dcp import read_metadata, read_tensors, whole
 from shardwise.plan import Plan
 from shardwise.run_dir.files import checkpoint_path
 from tests.harness.cells import cell_plan, fit

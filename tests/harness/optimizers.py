@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.config.compose import compose
-from shardwise.optim.quantization import shares
+from shardwise.optim.adamw import shares
 from shardwise.plan import Host, Plan
 from shardwise.plan.resolve import make_plan
 from shardwise.run_dir.files import checkpoint_path

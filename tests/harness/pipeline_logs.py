@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MeanSquaredError, Metric
 
 from shardwise.config.compose import compose
-from shardwise.distributed.process_group import init_process_group
+from shardwise.distributed.mesh import init_process_group
 from shardwise.plan import Host
 from shardwise.plan.resolve import make_plan
 from shardwise.trainer import build_data, build_module, build_trainer

@@ -59,7 +59,7 @@ FLOORS = [
     {"run_dir"},
     {"distributed"},
     {"process", "optim", "parallel", "lightning_internals", "after_run"},
-    {"checkpoint", "forecast"},
+    {"checkpoint"},
     {"data", "weights"},
     {"step"},
     {"strategies", "metrics"},

@@ -10,8 +10,7 @@ import tokenizers
 from lightning import LightningModule
 from torch import Tensor
 
-from shardwise.checkpoint.chunks import ChunkedTensor, range_of
-from shardwise.checkpoint.dcp import TensorWriter
+from shardwise.checkpoint.dcp import ChunkedTensor, TensorWriter, range_of
 from shardwise.checkpoint.plain import Packed
 from shardwise.checkpoint.publish import Snapshot, publish
 from shardwise.checkpoint.state import persistent_buffers

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.distributed.symmetric_memory import SymmetricBuffer, _or_refused
+from shardwise.strategies.fsdp_symmetric_memory import SymmetricBuffer, _or_refused
 
 
 class SharedFile(SymmetricBuffer):

@@ -37,73 +37,67 @@ SEEN_IN = {
 # File → private names of others in it.
 USED = {
     "accelerator.py": "_dump_snapshot _record_memory_history _snapshot",
-    "callbacks/average.py": "_foreach_add_ _foreach_lerp_ _foreach_mul_ _foreach_sub",
-    "callbacks/recompilations.py": "_dynamo",
-    "checkpoint/chunks.py": "_utils",
-    "checkpoint/metadata.py": "_MEM_FORMAT_ENCODING _StorageInfo _get_layout",
-    "checkpoint/module_changes.py": "_buffers",
+    "callbacks/optional.py": "_foreach_add_ _foreach_lerp_ _foreach_mul_ _foreach_sub",
+    "callbacks/steps.py": "_dynamo",
+    "checkpoint/dcp.py": "_MEM_FORMAT_ENCODING _StorageInfo _get_layout _utils",
+    "checkpoint/train_state.py": "_buffers",
     "checkpoint/optimizers.py": "_optimizer_state_dict_post_hooks",
-    "checkpoint/pickles.py": "_backward_hooks",
+    "checkpoint/plain.py": "_backward_hooks",
     "checkpoint/state.py": "_buffers _non_persistent_buffers_set _orig_mod",
     "data/user_loader.py": "_get_iterator _iterator",
-    "distributed/mesh.py": "_random _set_pg_timeout",
-    "distributed/views.py": "_local_tensor _python_dispatch _pytree _schema",
+    "distributed/mesh.py": "_C _distributed_c10d _random _set_pg_timeout",
+    "strategies/fsdp_views.py": "_local_tensor _python_dispatch _pytree _schema",
     "distributed/parameters.py": "_backward_hooks _local_tensor _post_accumulate_grad_hooks _spec",
-    "distributed/process_group.py": "_C _distributed_c10d",
     "launch/local.py": "_C _distributed_c10d",
-    "launch/worker.py": "_exit _run_exitfuncs _shutdown",
+    "launch/worker.py": "_config _exit _run_exitfuncs _shutdown",
     "lightning_internals/hooks.py": (
         "_DataFetcher _build_kwargs _call_callback_hooks _call_lightning_module_hook _call_strategy_hook "
         "_checkpoint_connector _current_fx_name _restore_modules_and_callbacks _select_data_fetcher"
     ),
     "lightning_internals/loops.py": (
-        "_FitLoop _ManualOptimization _ProcessedTracker _TrainingEpochLoop _batches_that_stepped _can_stop_early "
-        "_combined_loader_states_to_load _data_fetcher _is_sequential _is_training_done _is_validation_done "
-        "_load_combined_loader_states _module_mode _num_ready_batches_reached _on_after_step _on_before_step "
-        "_restarting _resuming_from_checkpoint _should_accumulate _should_check_val_fx"
+        "_FitLoop _ManualOptimization _ProcessedTracker _TrainingEpochLoop _batches_that_stepped "
+        "_call_lightning_module_hook _can_stop_early _combined_loader_states_to_load _data_fetcher _first_loop_iter "
+        "_is_sequential _is_training_done _is_validation_done _load_combined_loader_states _logger_connector "
+        "_module_mode _num_ready_batches_reached _on_after_step _on_before_step _restarting _resuming_from_checkpoint "
+        "_should_accumulate _should_check_val_fx"
     ),
-    "distributed/symmetric_memory.py": "_symmetric_memory",
+    "strategies/fsdp_symmetric_memory.py": (
+        "_all_gather_process_group _foreach_copy_ _fsdp_collectives _fsdp_param_group _fully_shard _get_fsdp_state "
+        "_sharded_local_tensor _sharded_param_data _symmetric_memory _unsafe_preserve_version_counter"
+    ),
     "lightning_internals/patches.py": (
         "_broadcast_sigterm_tensor _checkpoint_connector _data_connector _getframe _log_hyperparams _logger_connector "
         "_prepare_dataloader _restore_modules_and_callbacks _results _signal_connector"
     ),
-    "lightning_internals/logged.py": "_ResultCollection _results",
     "lightning_internals/results.py": (
-        "_LoggerConnector _Metadata _ResultMetric _Sync _callback_metrics _combined_loader "
-        "_current_fx_name _defaults _first_loop_iter _forked_name _forward_cache _get_cache _logger_connector _results "
-        "_update_count"
+        "_LoggerConnector _Metadata _ResultCollection _ResultMetric _Sync _callback_metrics _combined_loader "
+        "_current_fx_name _defaults _first_loop_iter _forked_name _forward_cache _get_cache _logger_connector "
+        "_results _update_count"
     ),
     "lightning_internals/padding.py": "_ResultMetric _copy_state_dict _defaults _reductions _results _update_count",
-    "lightning_internals/resume_validation.py": "_call_lightning_module_hook _first_loop_iter _logger_connector",
-    "metrics/wandb_logger.py": "_wandb_init",
+    "metrics/loggers.py": "_wandb_init",
     "nn/attention.py": "_fused_sdp_choice",
-    "nn/flash_attention_4.py": "_flash_attn_bwd _flash_attn_fwd",
+    "nn/attention_kernels.py": "_flash_attn_bwd _flash_attn_fwd",
     "nn/linear_cross_entropy.py": "_assert_async",
     "nn/peers.py": "_c10d_functional",
     "optim/adamw.py": "_foreach_add_",
-    "optim/clipping.py": (
+    "optim/optimizers.py": (
         "_foreach_div_ _global_optimizer_post_hooks _global_optimizer_pre_hooks _optimizer_step_post_hooks "
         "_optimizer_step_pre_hooks"
     ),
     "optim/deepspeed_operators.py": "_get_build_directory",
-    "parallel/activation_checkpointing.py": "_cdata _higher_order_ops _pytree _schema",
-    "parallel/compile.py": "_dynamo _functorch _micro_pipeline_tp",
+    "parallel/activation_checkpointing.py": "_buffers _cdata _higher_order_ops _pytree _schema _version",
+    "parallel/parallelize.py": "_dynamo _functional_call _functorch _micro_pipeline_tp _pytree _version",
     "parallel/context_hugging_face.py": "_attn_implementation _global_mapping",
     "parallel/context_parallel.py": "_c10d_functional",
     "parallel/hugging_face_models.py": "_attn_implementation _supports_attention_backend",
-    "parallel/divided_layer_checks.py": "_backward_hooks _backward_pre_hooks _dynamo _forward_hooks _forward_pre_hooks",
+    "parallel/tensor_layers.py": "_backward_hooks _backward_pre_hooks _dynamo _forward_hooks _forward_pre_hooks",
     "parallel/float8.py": (
         "_aot_autograd _axiswise_dim _data _dynamo _foreach_norm _functorch _local_tensor _orig_dtype _parameters "
         "_scale"
     ),
-    "parallel/functional_calls.py": "_functional_call",
-    "parallel/layer_state.py": "_buffers _version",
-    "parallel/parallelize.py": "_pytree",
-    "parallel/passed_through.py": "_version",
-    "parallel/pipeline/absent.py": "_python_dispatch _schema",
-    "parallel/pipeline/ownership.py": "_parameters",
+    "parallel/pipeline/placeholders.py": "_python_dispatch _schema",
     "parallel/pipeline/stages.py": "_buffers _modules _parameters",
-    "parallel/pipeline/stub.py": "_parameters",
     "parallel/precision.py": "_NormBase _parameters _pytree",
     "parallel/tensor_parallel.py": "_parameters",
     "parallel/units.py": "_parameters",
@@ -112,36 +106,28 @@ USED = {
     "preflight/place.py": "_C _distributed_c10d",
     "preflight/rank.py": "_C _distributed_c10d _exit",
     "preflight/run.py": "_exit",
-    "process/scratch.py": "_config",
     "process/watchdog.py": "_C _current_frames _distributed_c10d _dump_nccl_trace _dump_nccl_trace_json _exit",
     "protocols.py": "_no_split_modules",
-    "step/buffers.py": "_foreach_copy_",
+    "step/verdict.py": "_amp_foreach_non_finite_check_and_unscale_ _foreach_copy_ _step_supports_amp_scaling",
     "step/precision_plugin.py": (
         "_after_closure _amp_foreach_non_finite_check_and_unscale_ _clip_gradients _foreach_clamp_max_ "
         "_foreach_clamp_min_ _foreach_norm _growth_tracker _opt_called _optimizer _per_optimizer_states "
         "_unscale_grads_"
     ),
-    "step/verdict.py": "_amp_foreach_non_finite_check_and_unscale_ _step_supports_amp_scaling",
     "strategies/base.py": "_forward_redirection",
     "strategies/ddp.py": "_check_reducer_finalized _compute_bucket_assignment_by_size _ddp_kwargs _setup_model",
     "strategies/fsdp.py": (
         "_device_mesh _fsdp_param_group _get_fsdp_state _lazy_init _setup_distributed _unsharded_param"
     ),
-    "strategies/fsdp_copies.py": (
-        "_all_gather_process_group _foreach_copy_ _fsdp_collectives _fsdp_param_group _fully_shard _get_fsdp_state "
-        "_sharded_local_tensor _sharded_param_data _unsafe_preserve_version_counter"
+    "strategies/fsdp_gathering.py": (
+        "_all_gather_result _fsdp_param _fully_shard _get_fsdp_state _get_post_forward_mesh_info "
+        "_unimplemented_deepcopy _unsharded_param"
     ),
-    "strategies/fsdp_frozen.py": "_fsdp_param _fully_shard _unsharded_param",
-    "strategies/whole_in_hooks.py": (
+    "strategies/fsdp_weights.py": (
         "_get_fsdp_state _load_state_dict_post_hooks _parameters _wait_all_gather_streams_on_event"
     ),
-    "strategies/pipelined_buffers.py": "_buffers _version",
-    "strategies/step_on_shards.py": "_local_tensor",
-    "strategies/fsdp_gathering.py": (
-        "_all_gather_result _fully_shard _get_fsdp_state _get_post_forward_mesh_info _unimplemented_deepcopy"
-    ),
-    "strategies/of_parts.py": "_get_total_norm",
-    "strategies/fsdp_scalars.py": "_post_accumulate_grad_hooks",
+    "strategies/pipeline_run.py": "_buffers _version",
+    "strategies/fsdp_step.py": "_get_total_norm _local_tensor _post_accumulate_grad_hooks",
     "strategies/whole_weights.py": (
         "_fsdp_common _fsdp_param_group _fsdp_param_groups _fully_shard _get_fsdp_state _is_root _is_view "
         "_pre_backward _root_post_backward_final_callback _state_ctx _training_state"
@@ -155,10 +141,10 @@ USED = {
         "_get_fp32_opt_state_partition _hp_mapping _partition_all_parameters "
         "_reassign_or_swap_out_partitioned_parameters"
     ),
-    "strategies/zero/step_hooks.py": (
+    "strategies/zero/optimizer.py": (
         "_global_optimizer_post_hooks _global_optimizer_pre_hooks _optimizer_step_post_hooks _optimizer_step_pre_hooks"
     ),
-    "strategies/zero/hooks.py": "_foreach_norm",
+    "strategies/zero/weights.py": "_foreach_norm",
     "strategies/zero/strategy.py": "_init_optimizers_and_lr_schedulers",
     "strategies/zero/unused_parameters.py": "_pytree",
     "shardwise_tools/bench_data.py": "_exit",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.callbacks.recompilations import Recompilations
+from shardwise.callbacks.steps import Recompilations
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.parallel.activation_checkpointing import explain, keep_results_of, without_caches

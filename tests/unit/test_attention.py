@@ -23,7 +23,7 @@ from shardwise.config.schema import AttentionKernel, RunConfig
 from shardwise.errors import ConfigError
 from shardwise.nn import attention
 from shardwise.nn.attention import causal_attention, document_layout, kernels_that_ran, whole_layout
-from shardwise.nn.key_value_cache import KeyValueCache
+from shardwise.nn.generation import KeyValueCache
 from shardwise.parallel.context_parallel import ContextParallel
 from shardwise.plan import Host, Plan
 from shardwise.plan.attention_kernel import (
@@ -339,7 +339,7 @@ def test_cudnn_keeps_no_documents_apart() -> None:
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 def test_flex_attention_equals_math(documents: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without gradients, which it does not have on the CPU, and not compiled, which takes a minute there."""
-    monkeypatch.setattr("shardwise.nn.flex_attention._compiled", lambda function: function)
+    monkeypatch.setattr("shardwise.nn.attention_kernels._compiled", lambda function: function)
     q, k, v, _ = parts(dtype=torch.float32)
     if documents is None:
         layouts = {kernel: whole_layout(torch.zeros(2, 8), q.dtype, 16, kernel) for kernel in ("flex", "math")}

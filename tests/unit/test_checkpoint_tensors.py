@@ -28,15 +28,23 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwise import accelerator
 from shardwise.checkpoint import dcp as tensors
-from shardwise.checkpoint import files, pinned_memory
-from shardwise.checkpoint.chunks import Chunk, ChunkedTensor, range_of, whole
-from shardwise.checkpoint.dcp import RankError, TensorWriter, read_tensors
-from shardwise.checkpoint.metadata import read_metadata
+from shardwise.checkpoint import files
+from shardwise.checkpoint import writer as pinned_memory
+from shardwise.checkpoint.dcp import (
+    Chunk,
+    ChunkedTensor,
+    ChunkSavePlanner,
+    RankError,
+    TensorWriter,
+    range_of,
+    read_metadata,
+    read_tensors,
+    whole,
+)
+from shardwise.checkpoint.files import changed
 from shardwise.checkpoint.plain import Packed
-from shardwise.checkpoint.planners import ChunkSavePlanner
 from shardwise.checkpoint.publish import Snapshot
 from shardwise.checkpoint.state import names_left_out
-from shardwise.checkpoint.verify import changed
 from shardwise.checkpoint.writer import Writer
 from shardwise.errors import ConfigError
 from shardwise.run_dir.checkpoints import damage

@@ -15,10 +15,17 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardwise.checkpoint.left_behind import tell_kept
-from shardwise.checkpoint.publish import _rename, publish_again
-from shardwise.checkpoint.retention import catch_up_on_best, read_best, remove, remove_left_over, write_best
-from shardwise.checkpoint.verify import named_unchanged
+from shardwise.checkpoint.files import named_unchanged
+from shardwise.checkpoint.optimizers import tell_kept
+from shardwise.checkpoint.publish import (
+    _rename,
+    catch_up_on_best,
+    publish_again,
+    read_best,
+    remove,
+    remove_left_over,
+    write_best,
+)
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
-from shardwise.parallel.divided_layer_checks import check_layers, withhold_inputs
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.precision import cast_forward
+from shardwise.parallel.tensor_layers import check_layers, withhold_inputs
 from shardwise.parallel.tensor_parallel import find_division
 from tests.harness.hugging_face import CausalLM
 

@@ -256,8 +256,8 @@ def test_what_fp16_cannot_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert not list(tmp_path.glob("export-*"))
 
 
-@pytest.mark.parametrize("moment", ["shardwise.weights.saved.read_metadata", "shardwise.weights.saved.read_tensors",
-                                    "shardwise.checkpoint.verify.changed"])  # fmt: skip
+@pytest.mark.parametrize("moment", ["shardwise.weights.loading.read_metadata", "shardwise.weights.loading.read_tensors",
+                                    "shardwise.checkpoint.files.changed"])  # fmt: skip
 def test_a_checkpoint_that_its_run_removes_gives_way_to_a_newer_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipes.language_modeling.model import Transformer
 from recipes.language_modeling.module import LanguageModel
 from shardwise.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
-from shardwise.weights import saved
+from shardwise.weights import loading
 from shardwise_tools import generate, main
 from shardwise_tools.generate import TextStream
 from tests.harness.saved import END, save, trained_tokenizer
@@ -325,14 +325,14 @@ def test_a_checkpoint_that_its_run_removes_gives_way_to_a_newer_one(
 ) -> None:
     _, checkpoint = run_of(tmp_path, trained_tokenizer(), 300)
     newer = checkpoint.with_name("step-00000009.ckpt")
-    own = saved.read_metadata
+    own = loading.read_metadata
 
     def read(path: Path) -> Any:
         if path == checkpoint:
             checkpoint.rename(newer)
         return own(path)
 
-    monkeypatch.setattr(saved, "read_metadata", read)
+    monkeypatch.setattr(loading, "read_metadata", read)
     assert written(capsys, str(tmp_path), "prompt=once", "max_new_tokens=2").startswith("once")
     newer.rename(checkpoint)
     assert f"{checkpoint} vanished while it was read" in refused(capsys, str(checkpoint), "prompt=once")

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 
 from recipes.image_classification.module import ImageClassifier
 from recipes.language_modeling.module import LanguageModel
-from shardwise.lightning_internals.hook_names import OF_BATCHES, of_longer_than_batches, sees_whole_weights
+from shardwise.lightning_internals.hooks import OF_BATCHES, of_longer_than_batches, sees_whole_weights
 from shardwise.plan.rules import HOOKS_WITH_WEIGHTS
 
 

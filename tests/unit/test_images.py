@@ -52,8 +52,7 @@ from shardwise.data.order import splitmix64
 from shardwise.errors import ConfigError
 from shardwise.parallel.units import find_units
 from shardwise.protocols import initializes_itself
-from shardwise.weights.freezing import freeze_for_good, frozen_names
-from shardwise.weights.initialize import Materializer, parameters_on_meta
+from shardwise.weights.initialize import Materializer, freeze_for_good, frozen_names, parameters_on_meta
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 EVERYTHING = Augment(crop_scale=(0.08, 1.0), flip=0.5, brightness=0.4, contrast=0.4, erase=0.5)

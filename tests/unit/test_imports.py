@@ -123,7 +123,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 # Every rank takes part in these, and names no group: the end of a run, reading and writing its files, preflight.
-NEEDS_NO_GROUP = {"shardwise.rank", "shardwise.checkpoint.verify", "shardwise.preflight.measure"}
+NEEDS_NO_GROUP = {"shardwise.rank", "shardwise.checkpoint.files", "shardwise.preflight.measure"}
 COLLECTIVES = re.compile(r"(all_)?(reduce|gather|to_all|broadcast|scatter|barrier)\w*")
 
 
@@ -222,7 +222,7 @@ WITHOUT_TORCH = [
 ]
 ALSO_WITHOUT_TORCH = {
     "shardwise.preflight.node_report",
-    "shardwise.preflight.rounds",
+    "shardwise.preflight.pairs",
     "shardwise.preflight.verdict",
     TOOLS,
     "shardwise_tools.doctor",
@@ -242,12 +242,12 @@ def test_a_dry_run_needs_no_torch() -> None:
 ONLY = {
     "torch.distributed.fsdp": {"shardwise.strategies", "shardwise.parallel.precision"},
     "torch.distributed._composable": {"shardwise.strategies"},
-    "safetensors": {"shardwise.weights.init_from"},
+    "safetensors": {"shardwise.weights.loading"},
     "deepspeed": {"shardwise.strategies.zero", "shardwise.optim.deepspeed", "shardwise.optim.deepspeed_operators"},
     "lightning.pytorch.strategies": {"shardwise.strategies"},
-    "wandb": {"shardwise.metrics.wandb_logger"},
-    "lightning.pytorch.loggers.wandb": {"shardwise.metrics.wandb_logger"},
-    "lightning.pytorch.loggers.WandbLogger": {"shardwise.metrics.wandb_logger"},
+    "wandb": {"shardwise.metrics.loggers"},
+    "lightning.pytorch.loggers.wandb": {"shardwise.metrics.loggers"},
+    "lightning.pytorch.loggers.WandbLogger": {"shardwise.metrics.loggers"},
     "rich": {"shardwise_tools.viewer.watch"},
     "hydra": {"shardwise.config"},
     "omegaconf": {"shardwise.config"},

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.step.layers_in_hooks import LayersInHooks
+from shardwise.strategies.weights_in_hooks import LayersInHooks
 
 
 class Net(nn.Module):

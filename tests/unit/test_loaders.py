@@ -25,7 +25,7 @@ from torch.utils.data import (
 from shardwise.config.compose import compose
 from shardwise.data.evaluation import EvaluationLoader
 from shardwise.data.loaders import TrainLoader
-from shardwise.data.sample_seeds import SeededSamples, with_seeds
+from shardwise.data.user_loader import SeededSamples, with_seeds
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan
 from shardwise.plan.resolve import make_plan

@@ -16,13 +16,11 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 
-from shardwise.metrics.csv_logger import CsvLogger
-from shardwise.metrics.meter import Meter
-from shardwise.metrics.rank_values import RanksCsv
-from shardwise.process import console
+from shardwise.metrics.loggers import CsvLogger
+from shardwise.metrics.meter import Meter, RanksCsv
+from shardwise.process import report
 from shardwise.run_dir.checkpoints import was_trained
-from shardwise.run_dir.files import rank_log
-from shardwise.run_dir.rows import read_rows
+from shardwise.run_dir.files import rank_log, read_rows
 from tests.harness.commands import RECIPE, check, make_home, run
 
 
@@ -109,14 +107,14 @@ def test_ranks_whose_row_finds_no_room_lack_that_step_alone(tmp_path: Path, caps
 
 def test_a_log_that_finds_no_room_ends_no_run_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("Watchdog", "faulthandler"):
-        monkeypatch.setattr(console, name, MagicMock())
+        monkeypatch.setattr(report, name, MagicMock())
     log = rank_log(tmp_path, 0)
     log.parent.mkdir()
     log.touch()
     plan: Any = SimpleNamespace(run_dir=str(tmp_path), topology=SimpleNamespace(world_size=1), strategy=MagicMock())
     with room_for(log, 3):
-        console.keep_log(plan, lambda code, text: None)
-    stream = console.faulthandler.enable.call_args.args[0]  # type: ignore[attr-defined]
+        report.keep_log(plan, lambda code, text: None)
+    stream = report.faulthandler.enable.call_args.args[0]  # type: ignore[attr-defined]
     stream.write("second\n")
     stream.close()
     assert log.read_text().endswith("second\n")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.data.loss_weight import weigher_of
+from shardwise.data.loaders import weigher_of
 from shardwise.errors import ConfigError
 
 

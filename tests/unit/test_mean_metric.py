@@ -1,6 +1,6 @@
 import torch
 
-from shardwise.nn.mean_metric import ExactMean
+from shardwise.nn.numerics import ExactMean
 
 
 def test_every_item_counts_once_whatever_the_batches_sizes() -> None:

@@ -10,16 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.optimizer_groups import fill_names, optimizer_difference
-from shardwise.checkpoint.optimizers import describe_optimizers
-from shardwise.distributed.matrices import rows_of_ranks
+from shardwise.checkpoint.optimizers import describe_optimizers, fill_names, optimizer_difference
+from shardwise.distributed.dtensor import rows_of_ranks
 from shardwise.errors import ConfigError
-from shardwise.optim.adamw import AdamW8bit, AdamWBf16
-from shardwise.optim.clipping import after_step, clip_by_norm
+from shardwise.optim.adamw import AdamW8bit, AdamWBf16, dequantize, quantize, shares, table
 from shardwise.optim.matrices import choose_matrices, describe_choice, muon_groups
 from shardwise.optim.muon import Muon, orthogonalize
-from shardwise.optim.optimizers import treats_weights_one_by_one
-from shardwise.optim.quantization import dequantize, quantize, shares, table
+from shardwise.optim.optimizers import after_step, clip_by_norm, treats_weights_one_by_one
 from shardwise.plan.optimizer_bytes import block_length
 from shardwise.schedules import warmup_cosine, warmup_linear
 from shardwise.trainer import steps_of_schedule

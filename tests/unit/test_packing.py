@@ -18,7 +18,7 @@ from torch import Tensor
 from recipes.language_modeling.data import TextData
 from recipes.language_modeling.model import Transformer
 from recipes.language_modeling.module import LanguageModel
-from shardwise.data.packing import IGNORE, DocumentSequences, collate_documents
+from shardwise.data.document_stream import IGNORE, DocumentSequences, collate_documents
 from shardwise.data.tokens import TokenSequences, TokenShards, write_token_shards
 from shardwise.errors import ConfigError, DataError
 from shardwise.nn import attention

@@ -12,7 +12,7 @@ from recipes.language_modeling.model import Transformer
 from recipes.language_modeling.module import LanguageModel
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
-from shardwise.parallel.pipeline.ownership import Ownership
+from shardwise.parallel.pipeline.stages import Ownership
 from shardwise.parallel.units import find_units
 from shardwise.plan import Host, Plan
 from shardwise.plan.decoder import decoder_of

@@ -24,9 +24,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_st
 from torch import nn
 
-from shardwise.checkpoint import classes
-from shardwise.checkpoint.classes import NotPlainError
-from shardwise.checkpoint.encoding import KIND, decode, encode
+from shardwise.checkpoint import encoding
+from shardwise.checkpoint.encoding import KIND, NotPlainError, decode, encode
 from shardwise.checkpoint.plain import Packed, pack, unpack, write_down
 
 
@@ -113,7 +112,7 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple, collections.deque)):
         return len(one) == len(other) and all(map(same, one, other))
     if dataclasses.is_dataclass(one):
-        return same(classes.attributes_of(one), classes.attributes_of(other))
+        return same(encoding.attributes_of(one), encoding.attributes_of(other))
     return bool(one == other)
 
 
@@ -265,7 +264,7 @@ def test_a_module_inside_is_kept_without_what_a_strategy_has_set_on_it() -> None
 
 def test_a_class_that_is_gone_takes_its_key_only(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = pack({"callbacks": {"Mine": {"a": 1, "b": Color.red}}, "c": Point(1), "d": 2}, DEPTHS)
-    monkeypatch.setattr(classes, "sys", types.SimpleNamespace(modules={}))
+    monkeypatch.setattr(encoding, "sys", types.SimpleNamespace(modules={}))
     found, missing = unpack(through_a_file(write_down(packed)), None)
     assert found == {"callbacks": {"Mine": {"a": 1}}, "d": 2}
     assert set(missing) == {"callbacks.Mine.b", "c"}

@@ -16,10 +16,9 @@ from shardwise.config.cluster import ClusterConfig
 from shardwise.errors import ExitCode
 from shardwise.launch.slurm import all_hosts, first_host
 from shardwise.preflight import node_report
+from shardwise.preflight.judge import save_json, table
 from shardwise.preflight.node_report import Gpu, NodeReport, count_links, hash_code, read_gpu, read_topology, read_xids
-from shardwise.preflight.pairs import blame
-from shardwise.preflight.rounds import MOST, SAMPLED, make_rounds
-from shardwise.preflight.show import save_json, table
+from shardwise.preflight.pairs import MOST, SAMPLED, blame, make_rounds
 from shardwise.preflight.verdict import Found, Verdict, judge
 from shardwise_tools import main
 from tests.harness.patience import run_patiently

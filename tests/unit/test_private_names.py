@@ -254,7 +254,7 @@ def test_no_private_name_is_used_that_the_table_does_not_have(reader: Reader) ->
 
 # Elsewhere a private method of Lightning's may be overridden, or called by the strategy that it belongs to.
 LIGHTNING_OUTSIDE = {
-    "metrics/wandb_logger.py": "_wandb_init",
+    "metrics/loggers.py": "_wandb_init",
     "step/precision_plugin.py": "_after_closure _clip_gradients _optimizer",
     "strategies/base.py": "_forward_redirection",
     "strategies/ddp.py": "_ddp_kwargs _setup_model",

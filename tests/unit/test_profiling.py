@@ -18,16 +18,15 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.callbacks.optional import FindSynchronizing
 from shardwise.callbacks.order import build_run_callbacks
-from shardwise.callbacks.synchronizing import FindSynchronizing
 from shardwise.config.compose import compose
 from shardwise.config.groups import DebugConfig, ProfileConfig
 from shardwise.config.paths import ROOT
 from shardwise.errors import ConfigError
-from shardwise.launch.local import launch
-from shardwise.launch.nsight import NSYS, check_profiler, make_folder, show_reports, words_before
+from shardwise.launch.local import NSYS, check_profiler, launch, make_folder, show_reports, words_before
 from shardwise.launch.worker import set_environment
-from shardwise.metrics.phases import Marks, Phases
+from shardwise.metrics.profiler import Marks, Phases
 from shardwise.plan import Host, Plan
 from shardwise.plan.resolve import make_plan
 from shardwise.process.signals import SignalRequests, to_leave, to_profile, to_save
@@ -94,7 +93,7 @@ def test_debugging_words_reach_cuda_and_nccl(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_operations_that_wait_are_looked_for_within_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
-    monkeypatch.setattr("shardwise.callbacks.synchronizing.look_for_synchronizing", modes.append)
+    monkeypatch.setattr("shardwise.callbacks.optional.look_for_synchronizing", modes.append)
     callbacks = build_run_callbacks(planned("debug.sync=error")).all
     [finder] = [callback for callback in callbacks if isinstance(callback, FindSynchronizing)]
     nothing: Any = None

@@ -19,10 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from shardwise.config.groups import MetricsConfig
 from shardwise.errors import ConfigError
 from shardwise.metrics import prometheus
+from shardwise.metrics.nvml import GPU_VALUES, HOST_VALUES
 from shardwise.metrics.prometheus import OTHER_SERIES, RANK_SERIES, RUN_SERIES, SUMMED_SERIES, Exporter, RankLabels
-from shardwise.metrics.reading import GPU_VALUES, HOST_VALUES
 from shardwise.plan import Plan
-from shardwise.run_dir import prometheus_files
 from tests.harness.cells import cell_plan
 from tests.harness.patience import wait_until
 
@@ -62,13 +61,13 @@ def test_a_file_has_the_ranks_numbers_in_base_units_and_goes_at_the_end(tmp_path
     site.mkdir()
     plan = plan_of(tmp_path, "textfile", site)
     exporter = Exporter(plan, RANKS)
-    assert exporter.start() == str(prometheus_files.paths(plan)[1])
+    assert exporter.start() == str(prometheus.paths(plan)[1])
     exporter.update({"train/loss": 2.5, "step": 7.0, "of no series": 1.0},
                     {"gpu/sm_clock_mhz": [1755.0, math.nan], "host/rank_memory_gib": [2.0, 3.0],
                      "gpu/energy_joules": [10.0, math.nan], "gpu/xid_errors": [0.0, 1.0]})  # fmt: skip
     exporter.update({"train/loss": 2.0, "step": 8.0}, {"gpu/energy_joules": [5.0, 4.0], "gpu/xid_errors": [0.0, 1.0]})
     exporter._write()
-    for path in prometheus_files.paths(plan):
+    for path in prometheus.paths(plan):
         assert samples(path.read_text()) == {
             ("shardwise_loss", ""): 2.0, ("shardwise_step", ""): 8.0, ("shardwise_gpu_energy_joules_total", "0"): 15.0,
             ("shardwise_gpu_energy_joules_total", "1"): 4.0, ("shardwise_gpu_xid_errors_total", "0"): 0.0,
@@ -77,12 +76,12 @@ def test_a_file_has_the_ranks_numbers_in_base_units_and_goes_at_the_end(tmp_path
     assert [path.suffix for path in site.iterdir()] == [".prom"]  # the node exporter reads no other
     exporter.update(ROW, VALUES)
     exporter._write()
-    families = list(text_string_to_metric_families(prometheus_files.paths(plan)[0].read_text()))
+    families = list(text_string_to_metric_families(prometheus.paths(plan)[0].read_text()))
     labels = [sample.labels for family in families for sample in family.samples]
     assert {"run": "run", "runs_dir": str(tmp_path), "rank": "1", "host": 'no"de2', "gpu": "GPU-b"} in labels
     of_run = {"run", "runs_dir"}
     assert all(keys.keys() in (of_run, of_run | {"rank", "host", "gpu"}) for keys in labels)
-    assert samples(prometheus_files.paths(plan)[0].read_text())["shardwise_gpu_sm_clock_hertz", "1"] == 2e6
+    assert samples(prometheus.paths(plan)[0].read_text())["shardwise_gpu_sm_clock_hertz", "1"] == 2e6
     exporter.stop()
     assert list(site.iterdir()) == [] and not (tmp_path / "run/metrics.prom").exists()
 
@@ -93,7 +92,7 @@ def test_the_file_is_written_again_by_a_thread(tmp_path: Path, monkeypatch: pyte
     exporter = Exporter(plan, RANKS)
     exporter.start()
     exporter.update({"step": 3.0}, {})
-    (path,) = prometheus_files.paths(plan)
+    (path,) = prometheus.paths(plan)
     wait_until(lambda: ("shardwise_step", "") in samples(path.read_text()), "the row", 20, pause=0.01)
     exporter.stop()
 
@@ -106,7 +105,7 @@ def test_runs_of_a_node_listen_on_ports_of_their_own_and_name_them(tmp_path: Pat
     for number, exporter in enumerate(exporters):
         assert exporter.start().startswith("http://127.0.0.1:")
         exporter.update({"train/loss": float(number)}, {})
-    targets = [json.loads(path.read_text())[0] for plan in plans for path in prometheus_files.paths(plan)]
+    targets = [json.loads(path.read_text())[0] for plan in plans for path in prometheus.paths(plan)]
     assert targets[0] == targets[1] != targets[2] == targets[3] and len(list(site.iterdir())) == 2
     for number, target in ((0, targets[0]), (1, targets[2])):
         with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=20) as answer:
@@ -124,7 +123,7 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path, how: str) 
     threads = threading.active_count()
     with pytest.raises(OSError, match="site"):
         Exporter(plan, RANKS).start()
-    assert threading.active_count() == threads and not any(path.exists() for path in prometheus_files.paths(plan))
+    assert threading.active_count() == threads and not any(path.exists() for path in prometheus.paths(plan))
 
 
 def test_two_runs_of_one_name_have_no_series_in_common(tmp_path: Path) -> None:
@@ -173,29 +172,29 @@ def test_files_of_killed_runs_go_with_the_next_start_and_no_others(tmp_path: Pat
     site = tmp_path / "site"
     site.mkdir()
     killed, alive = plan_of(tmp_path, "textfile", site, "killed"), plan_of(tmp_path, "textfile", site, "alive")
-    command = "import sys; from shardwise.plan import Plan; from shardwise.run_dir import prometheus_files as f\n"
+    command = "import sys; from shardwise.plan import Plan; from shardwise.metrics import prometheus as f\n"
     command += "f.write_numbers(Plan.from_json(sys.stdin.read()), 'up 1\\n'); import os; os.kill(os.getpid(), 9)"
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}"}
     subprocess.run([sys.executable, "-c", command], input=killed.to_json(), text=True, env=environment, check=False)
     (site / "other.prom").write_text("of somebody else")
     (site / "shardwise-damaged.prom").write_text("no owner")
-    prometheus_files.write_numbers(alive, "up 1\n")
-    gone = prometheus_files.paths(killed)[1]
+    prometheus.write_numbers(alive, "up 1\n")
+    gone = prometheus.paths(killed)[1]
     elsewhere = site / "shardwise-elsewhere-1.prom"
     elsewhere.write_text(gone.read_text().replace(f"host {os.uname().nodename}", "host another"))
     assert gone.exists()
-    prometheus_files.remove_abandoned(plan_of(tmp_path, "textfile", site, "next"))
+    prometheus.remove_abandoned(plan_of(tmp_path, "textfile", site, "next"))
     left = {path.name for path in site.iterdir()}
-    assert left == {"other.prom", "shardwise-damaged.prom", elsewhere.name, prometheus_files.paths(alive)[1].name}
-    prometheus_files.remove_abandoned(killed)  # the run's own folder, when it starts again
+    assert left == {"other.prom", "shardwise-damaged.prom", elsewhere.name, prometheus.paths(alive)[1].name}
+    prometheus.remove_abandoned(killed)  # the run's own folder, when it starts again
     assert not (tmp_path / "killed/metrics.prom").exists() and (tmp_path / "alive/metrics.prom").exists()
 
 
 def test_a_folder_that_is_not_there_is_refused_before_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="prometheus_directory=.*/none is no folder: give the folder"):
-        prometheus_files.check_directory(plan_of(tmp_path, "textfile", tmp_path / "none"))
-    prometheus_files.check_directory(plan_of(tmp_path, "textfile", tmp_path))
-    prometheus_files.check_directory(plan_of(tmp_path, "none"))
+        prometheus.check_directory(plan_of(tmp_path, "textfile", tmp_path / "none"))
+    prometheus.check_directory(plan_of(tmp_path, "textfile", tmp_path))
+    prometheus.check_directory(plan_of(tmp_path, "none"))
 
 
 def panels() -> dict[str, list[str]]:

@@ -10,12 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from shardwise.metrics.host_timing import HostTiming
-from shardwise.metrics.rank_values import RanksCsv, RankValues, columns
+from shardwise.metrics.meter import HostTiming, RanksCsv, RankValues, columns
 from shardwise.metrics.verdicts import DEVICE_MEMORY, RETRIES
 from shardwise.run_dir.events import append_event, read_events
-from shardwise.run_dir.rows import read_rows
-from shardwise.step.host_times import HostTimes
+from shardwise.run_dir.files import read_rows
+from shardwise.step.record import HostTimes
 from tests.harness.cells import cell_plan
 
 NAN = float("nan")

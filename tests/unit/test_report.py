@@ -16,8 +16,7 @@ import pytest
 
 import shardwise_tools
 from shardwise.run_dir import files
-from shardwise.run_dir.command import this_machine
-from shardwise.run_dir.secrets import redact, redact_text, redact_words
+from shardwise.run_dir.events import redact, redact_text, redact_words, this_machine
 from shardwise_tools.viewer.chart import (
     COLUMNS,
     LEFT,

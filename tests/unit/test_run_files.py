@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 
-from shardwise.checkpoint.retention import read_best, write_best
-from shardwise.checkpoint.verify import changed
+from shardwise.checkpoint.files import changed
+from shardwise.checkpoint.publish import read_best, write_best
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError, DataError
 from shardwise.plan import Host
 from shardwise.plan.resolve import make_plan
 from shardwise.run_dir import files
 from shardwise.run_dir.checkpoints import damage
-from shardwise.run_dir.events import read_events
-from shardwise.run_dir.job_folder import has_begun
-from shardwise.run_dir.reading import lines_of, read_json, read_text
+from shardwise.run_dir.events import has_begun, read_events
+from shardwise.run_dir.files import lines_of, read_json, read_text
 from shardwise.run_dir.resume import choose_again, find_checkpoint, resolve_resume, resumption
 from shardwise_tools.bench_data import appetite_of
 from shardwise_tools.prepare.work import begin_or_go_on
@@ -35,12 +34,12 @@ MADE = [
     files.rank_log(RUN, 1), files.hang_report(RUN, 1), files.nccl_trace(RUN, 1), files.nccl_trace(RUN),
     files.memory_snapshot(RUN, 1),
 ]  # fmt: skip
-NAMES = {value for name, value in vars(files).items() if name.isupper() and isinstance(value, str)}
+NAMES = {value for name, value in vars(files).items() if name[0] != "_" and name.isupper() and isinstance(value, str)}
 NAMES |= {re.sub(r"\d+", "*", path.name) for path in MADE} | {"*.json"}  # what `stage_results` makes
 # These give a whole folder its name, which is theirs.
-PUBLISHES_FOLDERS = {"shardwise.checkpoint.publish", "shardwise.checkpoint.retention", "shardwise_tools.export",
+PUBLISHES_FOLDERS = {"shardwise.checkpoint.publish", "shardwise_tools.export",
                      "shardwise.run_dir.checkpoints",
-                     "shardwise.data.shard_writer"}  # fmt: skip
+                     "shardwise.data.tokens"}  # fmt: skip
 
 
 def text_of(node: ast.AST) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.callbacks.schedules import restore_schedules, state_of_schedules
+from shardwise.callbacks.guard import restore_schedules, state_of_schedules
 
 
 def test_all_options_of_an_optimizer_are_restored() -> None:

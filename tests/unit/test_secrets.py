@@ -8,9 +8,8 @@ import pytest
 from shardwise.config.compose import compose
 from shardwise.config.targets import build
 from shardwise.errors import ConfigError
-from shardwise.run_dir.events import append_event
+from shardwise.run_dir.events import append_event, redact, redact_text, redact_words
 from shardwise.run_dir.files import EVENTS
-from shardwise.run_dir.secrets import redact, redact_text, redact_words
 from tests.harness.commands import check, run
 
 SECRET = "sk-0123456789"

@@ -11,7 +11,7 @@ from shardwise.errors import ConfigError
 from shardwise.launch.host import inspect_host
 from shardwise.launch.slurm import first_host, read_array_member, read_cpus_per_task, read_run_id, read_task
 from shardwise.plan import Host
-from shardwise.run_dir.job_folder import claim_exit_code, has_begun, job_folder, note_begun, write_job_file
+from shardwise.run_dir.events import claim_exit_code, has_begun, job_folder, note_begun, write_job_file
 from shardwise.start.plans import make_run_plans
 
 JOB = {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.config.compose import compose
-from shardwise.data.agreement import _digest
-from shardwise.data.streams import Stream
+from shardwise.data.streams import Stream, _digest
 from shardwise.plan import Host, Plan
 from shardwise.plan.resolve import make_plan
 

@@ -14,11 +14,8 @@ import pynvml
 import pytest
 
 from shardwise.metrics import telemetry as module
-from shardwise.metrics.energy import Energy
-from shardwise.metrics.host import Host
-from shardwise.metrics.nvml import Nvml
-from shardwise.metrics.reading import GPU_VALUES, HOST_VALUES, GpuError, Reader, Reading
-from shardwise.metrics.telemetry import Telemetry, build_readers
+from shardwise.metrics.nvml import GPU_VALUES, HOST_VALUES, GpuError, Nvml, Reader, Reading
+from shardwise.metrics.telemetry import Energy, Host, Telemetry, build_readers
 from tests.harness import patience
 from tests.harness.nvml import PCI, UUID, FakeNvml, answering
 

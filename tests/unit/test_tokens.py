@@ -9,10 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.data import baselines, shard_content
-from shardwise.data.baselines import unigram_bigram_baselines
+from shardwise.data import shard_index, tokens
 from shardwise.data.tokenizer import ByteTokenizer, digest, load_tokenizer
-from shardwise.data.tokens import TokenSequences, TokenShards, tokenizer_of, write_token_shards
+from shardwise.data.tokens import (
+    TokenSequences,
+    TokenShards,
+    tokenizer_of,
+    unigram_bigram_baselines,
+    write_token_shards,
+)
 from shardwise.errors import ConfigError, DataError
 
 TRAIN = np.random.default_rng(0).integers(0, 1000, 103)
@@ -149,7 +154,7 @@ def test_the_digest_of_content_covers_every_byte_of_small_data_and_samples_of_la
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
-    size = 40 * shard_content.BLOCK
+    size = 40 * shard_index.BLOCK
     whole = {}
 
     def digest_with(number: int, offset: int | None) -> str:
@@ -159,18 +164,18 @@ def test_the_digest_of_content_covers_every_byte_of_small_data_and_samples_of_la
             with paths[number].open("r+b") as file:
                 file.seek(offset)
                 file.write(b"x")
-        return shard_content.content_digest(paths)
+        return shard_index.content_digest(paths)
 
-    between = size // 15 - shard_content.BLOCK // 2  # of samples of a large file
-    for most in (shard_content.WHOLE, 0):
-        monkeypatch.setattr(shard_content, "WHOLE", most)
+    between = size // 15 - shard_index.BLOCK // 2  # of samples of a large file
+    for most in (shard_index.WHOLE, 0):
+        monkeypatch.setattr(shard_index, "WHOLE", most)
         whole[most] = digest_with(0, None)
         for number in (0, 1):
-            for offset in (0, size - 1, (size - shard_content.BLOCK) * 7 // 15 + 9):
+            for offset in (0, size - 1, (size - shard_index.BLOCK) * 7 // 15 + 9):
                 assert digest_with(number, offset) != whole[most]
             assert (digest_with(number, between) == whole[most]) == (most == 0)
     paths[1].write_bytes(bytes(size - 1))
-    assert shard_content.content_digest(paths) != whole[0]
+    assert shard_index.content_digest(paths) != whole[0]
 
 
 def test_the_first_of_two_writers_wins(directory: Path) -> None:
@@ -236,9 +241,9 @@ def test_counting_in_chunks_misses_no_pair(tmp_path: Path) -> None:
         part = np.concatenate((values[: (1 << 20) - 1], values[:extra]))
         shards = TokenShards(write_token_shards(tmp_path / str(extra), {"train": [part]}, vocab_size=3), "train")
         expected = np.bincount(part[:-1] * 3 + part[1:], minlength=9)
-        np.testing.assert_array_equal(baselines._count(shards, 1 << 30, 3, order=2), expected)
+        np.testing.assert_array_equal(tokens._count(shards, 1 << 30, 3, order=2), expected)
         np.testing.assert_array_equal(
-            baselines._count(shards, 1 << 19, 3, order=1), np.bincount(part[: 1 << 19], minlength=3)
+            tokens._count(shards, 1 << 19, 3, order=1), np.bincount(part[: 1 << 19], minlength=3)
         )
 
 

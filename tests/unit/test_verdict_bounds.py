@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardwise.metrics.communication import expected_seconds, fewer_transfers
-from shardwise.metrics.dimensions import multiple_of, sizes_that_miss
+from shardwise.metrics.verdict_rules import expected_seconds, fewer_transfers, multiple_of, sizes_that_miss
 from shardwise.metrics.verdicts import (
     BUSY,
     COLLECTING,

@@ -21,10 +21,8 @@ from benchmarks.report import ROOT, with_tables
 from shardwise.callbacks.steps import StepLog
 from shardwise.callbacks.verdicts import Verdicts
 from shardwise.config.compose import compose
-from shardwise.metrics.dimensions import sizes_that_miss
-from shardwise.metrics.host_timing import GarbageClock
-from shardwise.metrics.overrides import larger_micro_batch
-from shardwise.metrics.verdict_rules import RULES
+from shardwise.metrics.meter import GarbageClock
+from shardwise.metrics.verdict_rules import RULES, sizes_that_miss
 from shardwise.metrics.verdicts import (
     BUSY,
     COLLECTING,
@@ -38,6 +36,7 @@ from shardwise.metrics.verdicts import (
     Judge,
     Place,
     Verdict,
+    larger_micro_batch,
 )
 from shardwise.plan import Host, Plan
 from shardwise.plan.resolve import make_plan

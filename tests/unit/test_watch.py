@@ -26,7 +26,7 @@ from rich.console import Console
 import shardwise_tools
 from shardwise.metrics.verdicts import BUSY, COMPUTE, DATA_WAIT, SECONDS
 from shardwise.run_dir import events, files
-from shardwise.run_dir.command import this_machine
+from shardwise.run_dir.events import this_machine
 from shardwise_tools.viewer.chart import series_of
 from shardwise_tools.viewer.record import FollowedFile, Table, read_run
 from shardwise_tools.viewer.report import make_report

@@ -10,15 +10,12 @@ from lightning.pytorch import Callback, Trainer
 
 from shardwise.callbacks.configured import build_callbacks
 from shardwise.callbacks.guard import Guard
-from shardwise.callbacks.heartbeat import Heartbeat
-from shardwise.callbacks.leaving import GracefulStop
 from shardwise.callbacks.profile import Profile
-from shardwise.callbacks.prometheus import PrometheusExport
-from shardwise.callbacks.saving import Saving
+from shardwise.callbacks.saving import KeepTokenizer, Saving
+from shardwise.callbacks.signals import GracefulStop, Heartbeat
 from shardwise.callbacks.steps import StepLog
 from shardwise.callbacks.summary import Summary
-from shardwise.callbacks.telemetry import TelemetryLog
-from shardwise.callbacks.tokenizer import KeepTokenizer
+from shardwise.callbacks.telemetry import PrometheusExport, TelemetryLog
 from shardwise.callbacks.verdicts import Verdicts
 from shardwise.plan import Plan
 
@@ -39,15 +36,15 @@ def build_run_callbacks(plan: Plan, *first: Callback) -> RunCallbacks:
     guard = Guard(plan, log, saving)
     ordered: list[Callback] = [*first, KeepTokenizer(plan)]
     if plan.freeze and plan.stage == "fit":
-        from shardwise.callbacks.freezing import Freezing
+        from shardwise.callbacks.optional import Freezing
 
         ordered.append(Freezing(plan))
     if plan.ema_decay is not None:
-        from shardwise.callbacks.average import WeightAverage
+        from shardwise.callbacks.optional import WeightAverage
 
         ordered.append(WeightAverage(plan))  # it comes before those that save: it puts the trained weights back first
     if plan.debug.sync != "off":
-        from shardwise.callbacks.synchronizing import FindSynchronizing
+        from shardwise.callbacks.optional import FindSynchronizing
 
         ordered.append(FindSynchronizing(plan.debug.sync))
     ordered += own  # the user's callbacks see a step before the run's callbacks act on it
@@ -57,7 +54,7 @@ def build_run_callbacks(plan: Plan, *first: Callback) -> RunCallbacks:
     ordered += [log, telemetry, PrometheusExport(plan, log, telemetry, saving)]
     ordered += [saving, verdicts, Summary(plan, log, saving, telemetry.energy, verdicts)]
     if plan.gc_every_n_steps is not None:
-        from shardwise.callbacks.garbage import GarbageCollection
+        from shardwise.callbacks.optional import GarbageCollection
 
         ordered.append(GarbageCollection(plan, plan.gc_every_n_steps))
     if plan.find_learning_rate:

@@ -15,8 +15,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from shardwise import accelerator
 from shardwise.after_run import draw_memory
 from shardwise.errors import OutOfMemoryError, RunStopped
-from shardwise.forecast.remedies import GpuMemory, host_remedies, remedies
 from shardwise.metrics.memory_profile import summarize_memory
+from shardwise.metrics.memory_remedies import GpuMemory, host_remedies, remedies
 from shardwise.plan import Plan
 from shardwise.run_dir.files import memory_snapshot
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,28 +11,35 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.callbacks.steps import validation_metrics
-from shardwise.callbacks.wrong_monitor import wrong_monitor
 from shardwise.checkpoint.plain import Packed
-from shardwise.checkpoint.publish import publish_again
-from shardwise.checkpoint.retention import (
+from shardwise.checkpoint.publish import (
     catch_up_on_best,
     is_better,
     note_best,
+    publish_again,
     read_best,
     remove_left_over,
     remove_superseded,
 )
 from shardwise.checkpoint.writer import Outcome, Writer
-from shardwise.distributed.process_group import group_timeout
-from shardwise.errors import CheckpointError
+from shardwise.data.tokenizer import FILE, Tokenizer, same_tokens, tokenizer_beside
+from shardwise.distributed.mesh import group_timeout
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.lightning_internals.loops import validate_now
 from shardwise.lightning_internals.results import step_logging
-from shardwise.lightning_internals.resume_validation import validate_now
 from shardwise.plan import Plan
 from shardwise.process.watchdog import progress
+from shardwise.protocols import optional
 from shardwise.run_dir.checkpoints import newest_whole, step_of
-from shardwise.run_dir.events import append_event
-from shardwise.run_dir.files import BEST, CHECKPOINTS, best_checkpoint_path, checkpoint_path
-from shardwise.run_dir.job_folder import write_job_file
+from shardwise.run_dir.events import append_event, write_job_file
+from shardwise.run_dir.files import (
+    BEST,
+    CHECKPOINTS,
+    best_checkpoint_path,
+    checkpoint_path,
+    tokenizer_folder,
+    write_whole,
+)
 from shardwise.strategies.base import strategy_of
 
 
@@ -364,3 +372,61 @@ class Saving(Callback):
             does = "stops" if failures > self.plan.checkpoint.max_failures else "goes on, and tries again"
             does = f"{does} at the next save" if outcome.is_of_step else "goes on, and the best stays the one of before"
             print(f"checkpoint {outcome.path} could not be written: {outcome.error}; the run {does}", flush=True)
+
+
+# What ends a run whose `checkpoint.monitor` is not among the metrics of its validation.
+
+
+def wrong_monitor(plan: Plan, monitor: str, measured: Mapping[str, float], save: Callable[[], str]) -> ConfigError:
+    """The error, after `save` has saved what was trained and said so. Collective, as `save` is.
+
+    `measured`: the metrics of this rank; another one may lack the one to monitor.
+    """
+    why = "validation does not log it on every rank; log it on all"
+    if monitor not in measured:
+        why = f"validation logs {', '.join(measured) or 'nothing'}; monitor one of these"
+    saved = ""
+    if plan.checkpoint.saves:
+        try:
+            saved = f"; {save()}"  # and `process/report.py` says how the run goes on
+        except CheckpointError as error:  # the first mistake is the one to mend
+            saved = f"; {error}"
+    return ConfigError(f"checkpoint.monitor={monitor}: {why}, or give checkpoint.monitor=null{saved}")
+
+
+# Keeps the files of the data's tokenizer in the run's folder, from where each checkpoint gets them.
+
+
+class KeepTokenizer(Callback):
+    """Refuses weights that were trained with another tokenizer than the data's."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        tokenizer: Tokenizer | None = optional(getattr(trainer, "datamodule", None), "tokenizer")
+        if tokenizer is None:
+            return
+        if "tokenizer" not in self.plan.resume_allow:
+            _check_same(tokenizer, self.plan)
+        if stage == "fit" and trainer.is_global_zero:
+            _write(tokenizer, tokenizer_folder(self.plan.run_dir))
+
+
+def _check_same(tokenizer: Tokenizer, plan: Plan) -> None:
+    option = "resume" if plan.resume is not None else "init_from"
+    weights = plan.resume or plan.init_from
+    before = None if weights is None else tokenizer_beside(Path(weights))
+    if before is not None and not same_tokens(before.read_text(encoding="utf-8"), tokenizer.files()[FILE]):
+        raise ConfigError(
+            f"{option}={weights} was trained with the tokenizer {before}, and the data's tokens are those of "
+            f"{tokenizer.name}, where a number stands for another text: prepare the data with "
+            f"tokenizer={before.parent}, or give resume_allow=[tokenizer] if this is meant"
+        )
+
+
+def _write(tokenizer: Tokenizer, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # that of an earlier start, which may have had other files
+    folder.mkdir(parents=True)
+    for name, content in tokenizer.files().items():
+        write_whole(folder / name, content)

@@ -16,13 +16,12 @@ from shardwise.callbacks.steps import LOSS, OTHER_LOSS, StepLog, digits, final_m
 from shardwise.callbacks.verdicts import Verdicts, as_json
 from shardwise.errors import count
 from shardwise.lightning_internals.patches import early_stop
-from shardwise.metrics.energy import Energy
+from shardwise.metrics.telemetry import Energy
 from shardwise.nn.attention import kernels_that_ran
 from shardwise.plan import Plan
 from shardwise.protocols import loss_weight_unit_of, optional
 from shardwise.run_dir.checkpoints import stopped_before
-from shardwise.run_dir.files import LOSSES, METRICS, SUMMARY, write_whole
-from shardwise.run_dir.rows import read_rows
+from shardwise.run_dir.files import LOSSES, METRICS, SUMMARY, read_rows, write_whole
 from shardwise.strategies.base import strategy_of
 
 

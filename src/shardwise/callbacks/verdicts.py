@@ -9,16 +9,14 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from shardwise.callbacks.steps import StepLog
-from shardwise.distributed.collectives import gather_objects
-from shardwise.metrics.dimensions import sizes_that_miss
-from shardwise.metrics.host_timing import HostTiming
+from shardwise.distributed.mesh import gather_objects
 from shardwise.metrics.loggers import tell_verdict
-from shardwise.metrics.verdict_rules import RULES
+from shardwise.metrics.meter import HostTiming
+from shardwise.metrics.verdict_rules import RULES, sizes_that_miss
 from shardwise.metrics.verdicts import Circumstances, Judge, Place, Size, Verdict
 from shardwise.plan import Plan
 from shardwise.run_dir.events import append_event
-from shardwise.run_dir.files import profile_summaries
-from shardwise.run_dir.reading import read_json
+from shardwise.run_dir.files import profile_summaries, read_json
 from shardwise.strategies.base import strategy_of
 
 

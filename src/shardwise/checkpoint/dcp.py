@@ -9,20 +9,29 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -30,18 +39,22 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
+    TensorWriteData,
     WriteItem,
+    WriteItemType,
 )
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 
-from shardwise.checkpoint.chunks import ChunkedTensor
 from shardwise.checkpoint.files import Pace, SummedFile, io_threads, without_crc, write_through
-from shardwise.checkpoint.metadata import read_metadata
-from shardwise.checkpoint.planners import ChunkLoadPlanner, ChunkSavePlanner
-from shardwise.run_dir.files import TENSORS
+from shardwise.errors import ConfigError
+from shardwise.run_dir.files import TENSORS, inside, open_regular
 
 _T = TypeVar("_T")
 
@@ -62,7 +75,7 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 class _Reader(FileSystemReader):
-    """Reads DCP's metadata, which is a pickle, without running code from it: see checkpoint/metadata.py."""
+    """Reads DCP's metadata, which is a pickle, without running code from it."""
 
     def __init__(self, path: Path, metadata: Metadata | None = None) -> None:
         super().__init__(path)
@@ -242,3 +255,191 @@ def read_tensors(
     """
     planner = ChunkLoadPlanner(flatten_state_dict=False)
     load(tensors, storage_reader=_Reader(folder, metadata), planner=planner, process_group=group, no_dist=group is None)
+
+
+# Plans for `torch.distributed.checkpoint`: which chunks this rank writes and reads.
+
+
+class ChunkSavePlanner(DefaultSavePlanner):
+    """Plans to write every chunk that this rank holds."""
+
+    def __init__(self, tensors: dict[str, ChunkedTensor]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._tensors = tensors
+        self._values = {
+            _index(name, chunk): chunk.values for name, tensor in tensors.items() for chunk in tensor.chunks
+        }
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for name, tensor in self._tensors.items():
+            for chunk in tensor.chunks:
+                data = TensorWriteData(
+                    chunk.bounds, TensorProperties(dtype=chunk.values.dtype), torch.Size(tensor.shape)
+                )
+                items.append(WriteItem(_index(name, chunk), WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._values[index]
+
+
+def _index(name: str, chunk: Chunk) -> MetadataIndex:
+    return MetadataIndex(name, torch.Size(chunk.offsets))
+
+
+class ChunkLoadPlanner(DefaultLoadPlanner):
+    """Plans to read, for every chunk that this rank holds, the parts of written chunks that overlap with it."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        self._values = {
+            (name, chunk.offsets): chunk.values for name, s in self.state_dict.items() for chunk in s.chunks
+        }
+        items = []
+        for name, tensor in self.state_dict.items():
+            known = self.metadata.state_dict_metadata[name]
+            assert isinstance(known, TensorStorageMetadata)
+            if known.size != torch.Size(tensor.shape):
+                raise ValueError(f"{name} is of shape {tuple(known.size)} there and {tensor.shape} here")
+            reads = create_read_items_for_chunk_list(name, known, [chunk.bounds for chunk in tensor.chunks])
+            if sum(prod(item.lengths) for item in reads) != sum(chunk.values.numel() for chunk in tensor.chunks):
+                raise ValueError(f"{name} is not all there")
+            items += reads
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        found: Tensor = self._values[index.fqn, tuple(index.offset)]
+        return found
+
+
+# The description of a checkpoint's tensors, read without running code from it.
+
+_PATHS = {"Path", "PosixPath", "PurePosixPath"}
+_DTYPES = {name for name, value in vars(torch).items() if isinstance(value, (torch.dtype, torch.layout))}
+_KNOWN = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size", "device", *_DTYPES},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+}  # fmt: skip
+
+
+class _Metadata(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _KNOWN.get(module, ()) and "." not in name:  # a dotted name reaches into what a module imports
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f".metadata asks for {module}.{name}, which no checkpoint needs")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The description of a checkpoint's tensors.
+
+    Raises:
+        ConfigError: it is damaged, asks for what no checkpoint needs, or names files outside of the checkpoint.
+    """
+    try:
+        with open_regular(folder / TENSORS) as file:
+            metadata = _Metadata(file).load()
+        if not isinstance(metadata, Metadata):
+            raise ValueError(f"it holds a {type(metadata).__name__}")
+        for name in {info.relative_path for info in (metadata.storage_data or {}).values()}:
+            inside(folder, name)
+    except OSError:
+        raise
+    except Exception as error:  # whatever a stream of bytes makes an unpickler do
+        raise ConfigError(
+            f"{folder / TENSORS} cannot be read ({error or type(error).__name__}); give another checkpoint"
+        ) from None
+    return metadata
+
+
+# Which part of a tensor a rank holds, as chunks: pure arithmetic.
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A block of a tensor: `values` begin at `offsets` of the whole tensor."""
+
+    offsets: tuple[int, ...]
+    values: Tensor
+
+    @property
+    def bounds(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=self.values.shape)
+
+
+@dataclass(frozen=True)
+class ChunkedTensor:
+    """A tensor of `shape` of which this rank holds some chunks, or none."""
+
+    shape: tuple[int, ...]
+    chunks: list[Chunk]
+
+
+def whole(values: Tensor) -> ChunkedTensor:
+    """The chunked form of a tensor that every rank holds whole."""
+    return ChunkedTensor(tuple(values.shape), [Chunk((0,) * values.ndim, values)])
+
+
+def slice_of(tensor: Tensor, local: Tensor, first: tuple[int, int] = (0, 0)) -> list[Chunk]:
+    """`local` as a chunk of `tensor`, which may be a DTensor. `local` has the shape of this rank's part of it.
+
+    `first`: a dim, and where `tensor` begins in it, if `tensor` is a part of the whole itself.
+    """
+    offsets: tuple[int, ...] = (0,) * local.ndim
+    if isinstance(tensor, DTensor):
+        offsets = _offsets(tensor.shape, tensor.device_mesh, tensor.placements)
+        if not local.numel():
+            return []
+    dim, start = first
+    return [Chunk(tuple(o + start * (i == dim) for i, o in enumerate(offsets)), local)]
+
+
+@cache  # a parameter's moments have the same offsets, as have later saves, and each computation takes 80 µs
+def _offsets(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
+    return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[1])
+
+
+def range_of(shape: tuple[int, ...], start: int, values: Tensor) -> list[Chunk]:
+    """Cut a range of a tensor's elements, in row-major order, into at most 2 * ndim - 1 chunks.
+
+    `values` is flat: the elements from `start` on of a tensor of `shape`. The chunks share its storage.
+    """
+    if not shape:
+        return [Chunk((), values.view(()))] if values.numel() else []
+    return [Chunk(offsets, part) for offsets, part in _cut(shape, start, values, ())]
+
+
+def _cut(
+    shape: tuple[int, ...], start: int, values: Tensor, before: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Yield a first row that is there in part, the whole rows, and a last row in part.
+
+    `before`: the offsets in the dimensions outside of `shape`.
+    """
+    if not values.numel():
+        return
+    outer, row = (1,) * len(before), prod(shape[1:])
+    first, within = divmod(start, row)
+    if within or values.numel() < row:
+        many = min(row - within, values.numel())
+        yield from _cut(shape[1:], within, values[:many], (*before, first))
+        values, first = values[many:], first + 1
+    if rows := values.numel() // row:
+        offsets = (*before, first, *(0 for _ in shape[1:]))
+        yield offsets, values[: rows * row].view(*outer, rows, *shape[1:])
+    yield from _cut(shape, (first + rows) * row, values[rows * row :], before)

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+import json
+import math
+import warnings
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shardwise.checkpoint.state import ShardedState
-from shardwise.errors import ConfigError, describe_error
+from shardwise.errors import ConfigError, count, describe_error, first_of
+from shardwise.plan import Plan
+from shardwise.run_dir.resume import changes_optimizer
 
 _NUMBERS = {kind.__name__: kind for kind in (bool, int, float)}
 _LARGE = 2**63
@@ -245,3 +254,215 @@ def apply_options(optimizers: list[Optimizer], names: list[list[list[str]]], sav
 
 # These options say how a step is computed, not what it computes: this run's own hold
 _NOT_RESTORED = ("fused", "foreach", "capturable", "differentiable", "bias_correction", "newton_schulz_dtype")
+
+
+# The groups of optimizers in a run that goes on: those that its code makes, and those that hooks had made.
+
+
+def optimizer_difference(
+    saved: list[dict[str, Any]], optimizers: list[Optimizer], names: list[list[list[str]]]
+) -> str | None:
+    """Say why these optimizers cannot use the state that was saved; None: they can.
+
+    `saved`: from `describe_optimizers`.
+    """
+    kinds_before, kinds = [kind_before(one) for one in saved], [kind_of(optimizer) for optimizer in optimizers]
+    if kinds_before != kinds:
+        had, has = ", ".join(kinds_before) or "none", ", ".join(kinds)
+        return f"its optimizer state is of {had}, and this run has {has}"
+    before = [{name for group in one["groups"] for name in group["names"]} for one in saved]
+    now = [{name for group in one for name in group} for one in names]
+    moved = sorted(set().union(*now) & set().union(*before) - set().union(*map(set.intersection, now, before)))
+    if moved:
+        return f"{', '.join(moved[:4])} had another of its optimizers; give them in the same order"
+    groups_before = [(group["options"], group["names"]) for one in saved for group in one["groups"]]
+    groups = [(g, n) for o, all_names in zip(optimizers, names, strict=True)
+              for g, n in zip(o.param_groups, all_names, strict=True)]  # fmt: skip
+    was, is_now = _algorithms(groups_before), _algorithms(groups)
+    if changed := sorted(name for name in was.keys() & is_now.keys() if was[name] != is_now[name]):
+        return f"{', '.join(changed[:4])}: trained by {was[changed[0]]} before, and by {is_now[changed[0]]} now"
+    return _groups_difference(saved, names)
+
+
+def _algorithms(groups: list[tuple[dict[str, Any], list[str]]]) -> dict[str, Any]:
+    """Parameter's name → its algorithm, in an optimizer whose groups have different ones."""
+    return {name: options.get("algorithm") for options, names in groups for name in names}
+
+
+def _groups_difference(saved: list[dict[str, Any]], names: list[list[list[str]]]) -> str | None:
+    """Say which groups `configure_optimizers` has made otherwise than for the run that was saved; None: it has not."""
+    for before, now in zip(saved, names, strict=True):
+        made = before.get("made", [group["names"] for group in before["groups"]])
+        if (had := Counter(map(frozenset, made))) != (has := Counter(map(frozenset, now))):
+            return (
+                f"configure_optimizers gave {before['class']} the groups {_list_groups(made, has)} when it was saved, "
+                f"and gives {_list_groups(now, had)} now: learning rate, weight decay and the like of one group would "
+                f"become those of another; make the groups that it had"
+            )
+    return None
+
+
+def _list_groups(groups: list[list[str]], others: Counter[frozenset[str]]) -> str:
+    """Those that are not among `others`, and how many are."""
+    listed = [f"[{first_of(names)}]" for names in groups if frozenset(names) not in others]
+    same = len(groups) - len(listed)
+    return ", ".join([*listed, *([f"{count(same, 'group')} in common"] if same else [])]) or "none"
+
+
+def fill_names(saved: list[dict[str, Any]], names: list[list[list[str]]]) -> None:
+    """Give the groups of an older checkpoint the names that it lacks: those of weights that a validation under
+    FSDP had gathered."""
+    for before, now in zip(saved, names, strict=False):
+        if "made" in before:
+            continue
+        known = {name for group in before["groups"] for name in group["names"]}
+        for group in before["groups"]:
+            same = [of for of in now if known & set(of) == set(group["names"])]
+            group["names"] = same[0] if len(same) == 1 else group["names"]
+
+
+class HookGroups:
+    """Groups that hooks had made in the run that was saved, such as one of weights that are trained later."""
+
+    def __init__(self, state: ShardedState) -> None:
+        self.state = state
+        self._before: list[list[dict[str, Any]]] = []  # the groups of each optimizer; none where hooks had made none
+        self._made: list[list[dict[str, Any]]] = []
+
+    def make(self, saved: list[dict[str, Any]]) -> None:
+        """Let the optimizers have the groups that were saved. Call it before tensors are read."""
+        optimizers = self.state.module_optimizers()
+        before = [list(optimizer.param_groups) for optimizer in optimizers]
+        for optimizer, now, one in zip(optimizers, self.state.group_names(), saved, strict=True):
+            wanted = [group["names"] for group in one["groups"]]
+            if Counter(map(frozenset, wanted)) == Counter(map(frozenset, now)):
+                continue
+            self._before = before
+            present: dict[
+                frozenset[str], list[dict[str, Any]]
+            ] = {}  # several groups may have no weight of the module's
+            for of, group in zip(now, optimizer.param_groups, strict=True):
+                present.setdefault(frozenset(of), []).append(group)
+            members = [self.state.group_members(of) for of in wanted]
+            optimizer.param_groups[:] = [
+                present[key].pop(0) if present.get(key := frozenset(of)) else {**optimizer.defaults, "params": weights}
+                for of, weights in zip(wanted, members, strict=True)
+            ]
+            getattr(optimizer, "take_shards", lambda: None)()
+            out = sorted({name for of in now for name in of} - {name for of in wanted for name in of})
+            if out and dist.get_rank() == 0:
+                print(
+                    f"resume: {first_of(out)}: a hook had taken this out of {one['class']}, which trains it no longer, "
+                    f"and the checkpoint has no optimizer state of it",
+                    flush=True,
+                )
+
+    def put_aside(self) -> None:
+        """Let the optimizers have their own groups until `restore`, since `on_fit_start` may make the others itself."""
+        self._made = [list(optimizer.param_groups) for optimizer in self.state.module_optimizers()]
+        self._give(self._before)
+
+    def restore(self) -> None:
+        """Call it after `on_fit_start`, where Lightning restores optimizers."""
+        if self._before:
+            self._give(self._made)
+
+    def _give(self, groups: list[list[dict[str, Any]]]) -> None:
+        for optimizer, own in zip(self.state.module_optimizers(), groups, strict=False):
+            optimizer.param_groups[:] = own
+
+
+# A run with another optimizer, which by `resume_allow=[optimizer]` may leave its checkpoint's state behind.
+
+
+def takes_optimizers(plan: Plan, state: ShardedState, saved: list[dict[str, Any]]) -> bool:
+    """Whether this run's optimizers can use the saved state. Prints so where that state is left behind.
+
+    Raises:
+        ConfigError: they cannot, and `resume_allow` does not name the optimizer.
+    """
+    names = state.group_names()
+    fill_names(saved, names)
+    difference = optimizer_difference(saved, state.module_optimizers(), names)
+    if difference is not None and "optimizer" not in plan.resume_allow:
+        raise ConfigError(f"resume={plan.resume}: {difference}; resume_allow=[optimizer] leaves that state behind")
+    if difference is not None and dist.get_rank() == 0:
+        print(
+            f"the checkpoint's optimizer: {difference}; that state is left behind, and this run's learning rate holds",
+            flush=True,
+        )
+    return difference is None
+
+
+def tell_kept(plan: Plan, optimizers: Sequence[Optimizer]) -> None:
+    """Say that the saved state is used, where the user may think otherwise. Call it when the state is restored."""
+    if dist.get_rank() != 0:
+        return
+    without = _without_effect(plan, [group for one in optimizers for group in one.param_groups])
+    if not (without or "optimizer" in plan.resume_allow or changes_optimizer(plan)):
+        return
+    line = "the checkpoint's optimizer state, its learning rate included, is kept"
+    if without:
+        line += (
+            f": {' and '.join(without)} {'have' if len(without) > 1 else 'has'} no effect; a new run from its weights "
+            f"takes such values: shardwise export {plan.resume} format=safetensors, then init_from= and another name="
+        )
+    print(line, flush=True)
+
+
+def tell_left_callbacks(saved: Mapping[str, Any], trainer: Trainer) -> None:
+    """Name the callbacks of which the checkpoint has the state, and which this run does not have as they were."""
+    left = sorted(map(str, saved.keys() - {callback.state_key for callback in trainer.callbacks}))  # type: ignore[attr-defined]
+    if left and dist.get_rank() == 0:
+        print(
+            f"the checkpoint has the state of {', '.join(left)}, which this run has not, or with other values: that "
+            f"state is left behind",
+            flush=True,
+        )
+
+
+def _without_effect(plan: Plan, groups: list[dict[str, Any]]) -> list[str]:
+    """The values of `optimizer.*` that no group of the optimizer has, each with the one that holds."""
+    found = []
+    for key, given in (plan.optimizer or {}).items():
+        kept = "initial_lr" if key == "lr" and plan.schedule is not None else key  # the schedule's highest rate
+        held = [_plain(group[kept]) for group in groups if kept in group]
+        if held and not any(_are_alike(value, given) for value in held):
+            found.append(f"optimizer.{key}={json.dumps(given)} (it is {json.dumps(held[0])})")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    value = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _are_alike(value: Any, given: Any) -> bool:
+    numbers = isinstance(value, (int, float)) and isinstance(given, (int, float))
+    return value == given or (numbers and math.isclose(value, given, rel_tol=1e-6))  # a rate may be kept in fp32
+
+
+def moved_on(configs: Sequence[LRSchedulerConfig], saved: Sequence[Any]) -> list[Any]:
+    """Move this run's schedules on by as many steps as the `saved` ones had made, and return their states.
+
+    So each group of this run's optimizer has the rate of that step. The saved states cannot be used: they hold the
+    rates of another optimizer, one for each of its groups. A schedule that follows a metric, or that is not torch's,
+    begins anew.
+    """
+    for config, state in zip(configs, saved, strict=False):
+        scheduler = config.scheduler
+        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+            continue
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # before the optimizer's first
+            for _ in range(_steps(state)):
+                scheduler.step()
+    return [config.scheduler.state_dict() for config in configs]
+
+
+def _steps(state: dict[str, Any]) -> int:
+    """How many steps a schedule had made; a ChainedScheduler does not know it itself."""
+    if "last_epoch" in state:
+        return int(state["last_epoch"])
+    chained = [one for value in state.values() if isinstance(value, list) for one in value if isinstance(one, dict)]
+    return max(map(_steps, chained), default=0)

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.chunks import Chunk, ChunkedTensor, whole
-from shardwise.checkpoint.dcp import read_tensors
+from shardwise.checkpoint.dcp import Chunk, ChunkedTensor, read_tensors, whole
 from shardwise.errors import ConfigError, first_of
 from shardwise.protocols import optional
 

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from shardwise import accelerator
 from shardwise.data.streams import has_state
 from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.tokens import TokenSequences, TokenShards
 from shardwise.errors import BadSample, ConfigError, a_or_an, count
+from shardwise.nn.attention import document_starts
 
 _GROUP_CHARACTERS, _GROUP_DOCUMENTS = 2**16, 256  # a tokenizer is faster on several documents at once
 
@@ -257,3 +259,37 @@ def _next_group(texts: Iterator[str]) -> list[str]:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+# Packed sequences that know their documents, so that attention and loss can stay inside each.
+
+IGNORE = -100  # a target that does not count, as torch's cross_entropy has it
+
+
+class DocumentSequences(TokenSequences):
+    """`TokenSequences` in which a token predicts only tokens of its own document.
+
+    A document that begins or ends outside a sequence is cut there: its parts are documents of their own.
+
+    Raises:
+        DataError: the shards do not say where documents end.
+    """
+
+    def __init__(self, shards: TokenShards, sequence_length: int) -> None:
+        super().__init__(shards, sequence_length)
+        shards.document_ends(0, 0)
+
+    def __getitem__(self, i: int) -> dict[str, npt.NDArray[np.int64]]:
+        """`tokens`, `targets` and `documents`, all int64 [sequence_length]. A target in another document is -100."""
+        sample, start = super().__getitem__(i), i * self.sequence_length
+        number = np.zeros(self.sequence_length + 1, np.int64)
+        number[self.shards.document_ends(start, self.sequence_length) - start] = 1
+        number = number.cumsum()
+        inside = number[1:] == number[:-1]
+        return {**sample, "targets": np.where(inside, sample["targets"], IGNORE), "documents": number[:-1]}
+
+
+def collate_documents(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Collate, and add `document_starts`, which on a GPU would make the host wait."""
+    batch: dict[str, Any] = default_collate(list(samples))
+    return {**batch, "document_starts": document_starts(batch["documents"])}

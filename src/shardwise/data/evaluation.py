@@ -11,19 +11,19 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from shardwise.data.agreement import Group, check_same_order
-from shardwise.data.sample_seeds import with_seeds
-from shardwise.data.streams import check_own_samples, evaluation_batches
+from shardwise.data.streams import Group, check_own_samples, check_same_order, evaluation_batches
 from shardwise.data.user_loader import (
     attribute_of,
+    draw_order,
+    drawing_apart,
     is_stream,
     name_of,
     sampler_of,
     shuffles,
     with_batches,
+    with_seeds,
     with_watched_workers,
 )
-from shardwise.data.user_random import draw_order, drawing_apart
 from shardwise.distributed.rng import derived_seed
 from shardwise.plan import Plan
 

@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from shardwise.data.agreement import Group, check_same_order
+from shardwise import accelerator
 from shardwise.data.order import DrawnOrder, GlobalOrder
-from shardwise.data.sample_seeds import with_seeds
-from shardwise.data.streams import Stream, check_own_samples
+from shardwise.data.streams import Group, Stream, check_own_samples, check_same_order
 from shardwise.data.user_loader import (
     Batches,
     attribute_of,
     check_batch_size,
+    draw_order,
+    drawing_apart,
     is_stream,
     name_of,
     sampler_of,
     shuffles,
     with_batches,
+    with_seeds,
     with_watched_workers,
 )
-from shardwise.data.user_random import draw_order, drawing_apart
-from shardwise.distributed.collectives import sum_over
-from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.mesh import Mesh, sum_over
 from shardwise.distributed.rng import derived_seed
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, class_name
+from shardwise.parallel.precision import map_tensors
 from shardwise.plan import Plan
 from shardwise.protocols import optional
 
@@ -316,3 +320,93 @@ def _order_of(loader: DataLoader[Any], plan: Plan, group: Group) -> tuple[bool, 
     drawn = DrawnOrder(draw, per_step, type(sampler).__name__, most)
     check_same_order(drawn.digest, drawn.name, "training", group)
     return by_batch, drawn
+
+
+# How much a batch counts in the loss, as the module says.
+
+
+def weigher_of(module: Any) -> Callable[[Any], float] | None:
+    """`loss_weight` of `module`, or None. What it gives is a number, also where it is a tensor of one element.
+
+    Raises:
+        ConfigError: by what is returned: the module gives no number from 0 on.
+    """
+    weigh = optional(module, "loss_weight")
+    if weigh is None or not module.automatic_optimization:  # which weighs its micro-batches itself
+        return None
+
+    def number_of(batch: Any) -> float:
+        weight = number = weigh(batch)
+        with suppress(RuntimeError, ValueError):  # of several elements
+            number = weight.item() if hasattr(weight, "item") else weight
+        if not isinstance(number, (int, float)) or not 0 <= number < math.inf:
+            given = f"a tensor of shape {tuple(weight.shape)}" if hasattr(number, "shape") else repr(number)
+            raise ConfigError(
+                f"{class_name(module)}.loss_weight gave {given}: it must give one number from 0 on, how many tokens "
+                f"of the batch count, say"
+            )
+        return number
+
+    return number_of
+
+
+# Copies batches from the host to the device.
+
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class BatchTransfer:
+    """Copies batches to the device. A large batch is copied while the device still works on the last step.
+
+    `hosts`: the module and its data, which may override Lightning's hooks for this.
+    """
+
+    def __init__(self, device: torch.device, *hosts: Any) -> None:
+        self.device = device
+        self._hooks = {name for name in _HOOKS for host in hosts if is_overridden(name, host)}
+        self._copies: accelerator.Stream | None = None
+
+    def copy(self, batch: Any) -> Any:
+        """Copy the tensors of a batch to the device, unless the module or its data copies them itself."""
+        if not accelerator.has_streams(self.device) or "transfer_batch_to_device" in self._hooks:
+            return batch
+        tensors: list[Tensor] = []
+
+        def copy(tensor: Tensor) -> Tensor:
+            copied = tensor if tensor.device.type != "cpu" else tensor.to(self.device, non_blocking=True)
+            tensors.append(copied)
+            return copied
+
+        if _is_plain(batch) and _is_small_and_pinned(batch):
+            return map_tensors(copy, batch)
+        self._copies = self._copies or accelerator.new_stream(self.device)
+        computing = accelerator.current_stream(self.device)
+        with accelerator.in_stream(self._copies):
+            batch = map_tensors(copy, batch)
+        for tensor in tensors:
+            tensor.record_stream(computing)
+        computing.wait_stream(self._copies)
+        return batch
+
+    def leaves_work(self, batch: Any) -> bool:
+        """Whether Lightning must still call a hook of the user's, or move objects that are no tensors.
+
+        It leaves tensors alone that are on the device already.
+        """
+        return bool(self._hooks) or not _is_plain(batch)
+
+
+def _is_small_and_pinned(batch: Any) -> bool:
+    """Whether a copy on the device's main stream is best: it takes less time than the host needs for a second stream.
+
+    From memory that is not pinned, the host would wait for the copy.
+    """
+    tensors = [batch] if isinstance(batch, Tensor) else list(batch.values() if isinstance(batch, dict) else batch)
+    return sum(t.nbytes for t in tensors) < 2**20 and all(t.device.type != "cpu" or t.is_pinned() for t in tensors)
+
+
+def _is_plain(batch: Any) -> bool:
+    """Whether the batch is a tensor, or a list, tuple or dict of tensors, so that no other objects must be moved."""
+    if isinstance(batch, (list, tuple)):
+        return all(isinstance(item, Tensor) for item in batch)
+    return isinstance(batch, Tensor) or (type(batch) is dict and all(isinstance(v, Tensor) for v in batch.values()))

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 from shardwise.data.shard_index import TOKENIZER
 from shardwise.errors import ConfigError, count
 from shardwise.run_dir.checkpoints import run_of
-from shardwise.run_dir.files import tokenizer_folder
-from shardwise.run_dir.reading import read_json, read_whole
+from shardwise.run_dir.files import read_json, read_whole, tokenizer_folder
 
 FILE = "tokenizer.json"  # Hugging Face's name, which from_pretrained looks for
 CONFIG = "tokenizer_config.json"

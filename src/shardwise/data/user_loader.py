@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import (
     DataLoader,
@@ -15,16 +17,16 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     get_worker_info,
 )
 
 from shardwise.config.targets import locate
-from shardwise.data.sample_seeds import SeededSamples
-from shardwise.distributed.rng import derived_seed, seed_host
+from shardwise.data.order import splitmix64
+from shardwise.distributed.rng import derived_seed, random_state, seed_host, set_random_state
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
-from shardwise.process.parent import kill_with_parent
-from shardwise.process.signals import leave_to_parent
+from shardwise.process.signals import kill_with_parent, leave_to_parent
 
 
 class Batches:
@@ -188,3 +190,149 @@ def name_of(loader: Any) -> str:
     if isinstance(loader, DataLoader) and type(loader) is DataLoader:
         return type(loader.dataset).__name__
     return type(loader).__name__
+
+
+# Seeds the random numbers of the host anew for each sample that is read, from its position in the run.
+
+
+class Keys(list[Any]):
+    """The keys of a batch's samples, with a seed for each."""
+
+    seeds: list[int]
+
+
+class Key(NamedTuple):
+    """One key of a data set that gives whole batches, with its seed."""
+
+    key: Any
+    seed: int
+
+
+def with_seeds(keys: Any, seed: int, position: int) -> Keys | Key:
+    """Add seeds to the keys of a batch, whose first sample has this position, or to a single key."""
+    if type(keys) is not list:
+        return Key(keys, _seeds(seed, position, 1)[0])
+    seeded = Keys(keys)
+    seeded.seeds = _seeds(seed, position, len(keys))
+    return seeded
+
+
+def _seeds(seed: int, position: int, count: int) -> list[int]:
+    at = np.arange(position + 1, position + 1 + count, dtype=np.uint64)
+    seeds: list[int] = (splitmix64(np.uint64(seed) ^ at * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(1)).tolist()
+    return seeds
+
+
+class SeededSamples:
+    """The user's data set: torch, NumPy and Python draw from a sample's own seed while it is read.
+
+    What then collates a batch draws from a stream that begins with the batch's first sample.
+    """
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "samples":  # it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.samples, name)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, key: Any) -> Any:
+        if type(key) is Keys:  # one key that is a list
+            seed_host(key.seeds[0])
+            return self.samples[list(key)]
+        if type(key) is Key:
+            seed_host(key.seed)
+            return self.samples[key.key]
+        return self.samples[key]  # a loader that iterates in a way of its own
+
+    def __getitems__(self, keys: Keys) -> Any:
+        if _reads_many(self.samples):
+            seed_host(keys.seeds[0])
+            read = self.samples.__getitems__(list(keys))
+        else:
+            read = []
+            for key, seed in zip(keys, keys.seeds, strict=True):
+                seed_host(seed)
+                read.append(self.samples[key])
+        seed_host(keys.seeds[0] ^ 1)
+        return read
+
+
+def _reads_many(samples: Any) -> bool:
+    """Whether the data set reads the samples of a batch in one call of its own. A Subset only passes it on."""
+    while type(samples) is Subset:
+        samples = samples.dataset
+    return callable(getattr(samples, "__getitems__", None))
+
+
+# Gives the user's data random streams of its own, apart from those of training.
+
+_CPU = torch.device("cpu")
+_END = object()
+
+
+@contextmanager
+def _training_left_alone() -> Iterator[None]:
+    outside = random_state(_CPU)
+    try:
+        yield
+    finally:
+        set_random_state(outside, _CPU)
+
+
+class RandomStreams:
+    """Random streams on the host for the data alone: inside the context it draws from these, not from training's."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.state: dict[str, Any] | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with _training_left_alone():
+            if self.state is None:
+                seed_host(self.seed)
+            else:
+                set_random_state(self.state, _CPU)
+            try:
+                yield
+            finally:
+                self.state = random_state(_CPU)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Call `set_epoch` of the loader and its parts, if they have it."""
+    sampler, of_batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    for part in (loader, getattr(loader, "dataset", None), sampler, of_batches, getattr(of_batches, "sampler", None)):
+        if callable(method := getattr(part, "set_epoch", None)):
+            method(epoch)
+
+
+def draw_order(loader: DataLoader[Any], seed: int, epoch: int) -> Sequence[Any]:
+    """Draw an epoch from the user's sampler: indices, or batches of them. It depends on seed and epoch alone."""
+    sampler = sampler_of(loader)
+    with RandomStreams(derived_seed(seed, "order", epoch))():
+        for part in (sampler, getattr(sampler, "sampler", None)):
+            if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                generator.manual_seed(derived_seed(seed, "order", epoch))
+        set_epoch(loader, epoch)
+        return list(sampler)
+
+
+def drawing_apart(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Iterate over a loader whose samples have seeds of their own, and leave training's random streams as they are."""
+    if loader.num_workers:
+        yield from loader
+        return
+    with _training_left_alone():
+        batches = iter(loader)
+    while True:
+        with _training_left_alone():
+            batch = next(batches, _END)
+        if batch is _END:
+            return
+        yield batch

@@ -7,7 +7,8 @@ steps slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -19,18 +20,12 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import Optimizer
 
+from shardwise.distributed.rng import derived_seed, random_state, seed_streams, set_random_state
 from shardwise.errors import ConfigError, class_name
-from shardwise.lightning_internals.drawn_alike import draw_alike_in_steps, drawn_alike, is_of_training
-from shardwise.lightning_internals.hook_names import (
-    LOOK_AT_GRADIENTS,
-    has_own,
-    has_weights,
-    is_users,
-    may_run_layers,
-    sees_whole_weights,
-)
 from shardwise.lightning_internals.results import step_logging
+from shardwise.protocols import optional
 
 _original_fetcher = utilities._select_data_fetcher
 _original_callback_hooks = call._call_callback_hooks
@@ -57,7 +52,7 @@ def install_fast_hooks(trainer: Trainer, module: LightningModule) -> None:
     """Install these hooks on `trainer` for good. Callbacks may be added until it starts."""
     trainer._callbacks_with = {}  # type: ignore[attr-defined] # (hook, number of callbacks) → see `_having`
     trainer._known_hooks = {}  # type: ignore[attr-defined] # (host, hook) → see `_known`
-    trainer._draws = {}  # type: ignore[attr-defined] # see drawn_alike.py
+    trainer._draws = {}  # type: ignore[attr-defined] # see `_begin`
     trainer._idle_hooks = set()  # type: ignore[attr-defined] # the module's hooks that do nothing
     fit_loop._select_data_fetcher = _fetcher  # type: ignore[attr-defined]
     call._call_callback_hooks = _callback_hooks
@@ -231,3 +226,125 @@ def _named(module: LightningModule, hook_name: str, host: Any, *args: Any, **kwa
     output = getattr(host, hook_name)(*args, **kwargs)
     module.__dict__["_current_fx_name"] = before
     return output
+
+
+# Which hooks see whole weights under strategies that shard them: those of a run, an epoch, a validation, a checkpoint.
+#
+# Hooks of a batch or of a step see what the strategy has there.
+
+# These hooks look at gradients, which belong to the shards. In on_before_zero_grad there are none any more.
+_OF_GRADIENTS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
+# In these they have been computed, and may be changed.
+LOOK_AT_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+# In these, weights and gradients are in the strategy's hands. The last ones are called where Lightning's do all, too.
+NOT_GATHERED = (*LOOK_AT_GRADIENTS, "on_before_backward", "optimizer_step", "lr_scheduler_step")
+_OF_LIGHTNING = ("configure_gradient_clipping", "optimizer_step", "lr_scheduler_step")
+_OF_BATCH_TRANSFER = ("on_before_batch_transfer", "on_after_batch_transfer")
+# Hooks of a batch in which `whole_weights_in` may ask for whole weights.
+OF_BATCHES = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", *(
+    f"on_{stage}_batch_{when}" for stage in ("validation", "test", "predict") for when in ("start", "end")
+))  # fmt: skip
+_OURS = ("lightning", "shardwise")  # whose hooks do without whole weights
+
+
+def has_weights(hook: str) -> bool:
+    """Whether a hook of this name comes where weights may be whole. Every rank calls it (unlike `prepare_data`)."""
+    return hook.startswith("on_") and hook not in (*_OF_GRADIENTS, *_OF_BATCH_TRANSFER, "on_exception")
+
+
+def of_longer_than_batches(hook: str) -> bool:
+    """Whether it is a hook of a run, of an epoch, of a validation or of a checkpoint."""
+    return has_weights(hook) and hook not in OF_BATCHES
+
+
+def sees_whole_weights(host: LightningModule | Callback, hook: str, chosen: Sequence[str] | None) -> bool:
+    """Whether weights are made whole for `hook` of `host`. `chosen`: the run's `whole_weights_in`; None: the host's."""
+    chosen = optional(host, "whole_weights_in") if chosen is None else chosen
+    return (of_longer_than_batches(hook) if chosen is None else hook in chosen) and is_users(host, hook)
+
+
+def is_users(host: Any, hook: str) -> bool:
+    """Whether the code of this hook is the user's."""
+    function = inspect.unwrap(getattr(host, hook))
+    module = str(getattr(function, "__module__", None) or type(host).__module__)
+    return module.partition(".")[0] not in _OURS
+
+
+def runs_own_code(hook: str, module: LightningModule) -> bool:
+    """Whether `hook`, one of `NOT_GATHERED`, runs code that is not Lightning's, if it is called."""
+    return hook not in _OF_LIGHTNING or has_own(hook, module)
+
+
+def has_own(hook: str, module: LightningModule) -> bool:
+    """Whether the module has overridden the hook, in its class or by an attribute."""
+    return is_overridden(hook, module) or hook in vars(module)
+
+
+def may_run_layers(hook: str, automatic: bool) -> bool:
+    """Whether a hook of this name can run layers outside of a step, and runs no step itself (as `optimizer_step` does).
+
+    `automatic`: whether Lightning optimizes. A module that does so by hand calls the hooks of gradients in its step.
+    """
+    return has_weights(hook) or (automatic and hook in (*_OF_GRADIENTS, "lr_scheduler_step"))
+
+
+# What is drawn at random for weights is the same on all ranks that have a copy of them.
+#
+# Each rank has random streams of its own, so that dropout differs between ranks. Noise that a hook adds to weights or
+# gradients, or that an optimizer draws in its step, would make copies of the weights different models. So such code
+# draws from other streams. They depend on the seed, the hook and the number of batches: a run that goes on draws the
+# same.
+
+_EVALUATION = ("on_validation", "on_test", "on_predict")  # their hooks draw for samples, which differ between ranks
+_DRAW_NOTHING = ("torch.optim.", "shardwise.", "deepspeed.")  # in their steps
+
+
+def is_of_training(hook: str) -> bool:
+    return not hook.startswith(_EVALUATION)
+
+
+@contextmanager
+def drawn_alike(trainer: Any, purpose: str, *, whole: bool) -> Iterator[None]:
+    """Draw from the streams for `purpose` inside. `whole`: for whole weights, else for what this rank has of them."""
+    before = _begin(trainer, purpose, whole)
+    try:
+        yield
+    finally:
+        set_random_state(before, trainer.strategy.root_device)
+
+
+def draw_alike_in_steps(trainer: Any) -> None:
+    """Let optimizers of the user's draw alike in their steps."""
+    if trainer.world_size == 1:
+        return
+    for number, optimizer in enumerate(trainer.strategy.optimizers):
+        if isinstance(optimizer, Optimizer) and not type(optimizer).__module__.startswith(_DRAW_NOTHING):
+            _watch(trainer, optimizer, f"step of optimizer {number}")
+
+
+def _begin(trainer: Any, purpose: str, whole: bool) -> dict[str, Any]:
+    """Returns the state of this rank's own streams."""
+    strategy = trainer.strategy
+    # Ranks of a tensor axis have the same norms. Their parts of matrices get the same noise.
+    copies = strategy.plan.topology.groups(("replicate", "tensor"))
+    part = 0 if whole else next(ranks[0] for ranks in copies if strategy.global_rank in ranks)
+    clock = trainer.fit_loop.total_batch_idx + 1, trainer.global_step
+    calls = trainer._draws  # purpose → when it drew last, and how often it did so then
+    at, times = calls.get(purpose, (None, 0))
+    calls[purpose] = clock, (times + 1 if at == clock else 0)
+    before = random_state(strategy.root_device)
+    seed_streams(derived_seed(strategy.plan.seed, purpose, part, *clock, calls[purpose][1]))
+    return before
+
+
+def _watch(trainer: Any, optimizer: Optimizer, purpose: str) -> None:
+    before: list[dict[str, Any]] = []
+
+    def begin(*_: Any) -> None:
+        before.append(_begin(trainer, purpose, whole=False))  # a step that calls super().step() begins twice
+
+    def end(*_: Any) -> None:
+        set_random_state(before.pop(), trainer.strategy.root_device)
+
+    optimizer.register_step_pre_hook(begin)
+    optimizer.register_step_post_hook(end)

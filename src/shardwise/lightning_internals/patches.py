@@ -13,9 +13,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from shardwise.errors import class_name
 from shardwise.lightning_internals.hooks import install_fast_hooks
-from shardwise.lightning_internals.logged import LoggedResults
 from shardwise.lightning_internals.loops import OneStepABatch, ResumingLoop, WindowLoop
-from shardwise.lightning_internals.results import StepLogging, StepResults, step_logging
+from shardwise.lightning_internals.results import LoggedResults, StepLogging, StepResults, step_logging
 from shardwise.plan import Plan
 
 

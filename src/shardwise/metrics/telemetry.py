@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from shardwise.accelerator import uuid_and_pci_address
-from shardwise.metrics.host import Host
-from shardwise.metrics.nvml import Nvml
-from shardwise.metrics.rank_values import Shown
-from shardwise.metrics.reading import GPU_VALUES, HOST_VALUES, GpuError, Reader, Reading
+from shardwise.metrics.meter import Shown
+from shardwise.metrics.nvml import GPU_VALUES, HOST_VALUES, Calls, GpuError, Nvml, Reader, Reading
+from shardwise.run_dir.files import ENERGY, read_json, write_whole
 
 _SILENCE_SECONDS = 15.0  # after so long without a look, the numbers are too old to be written
 _JOIN_SECONDS = 1.0  # the end of training waits no longer for a look that is under way
@@ -175,3 +178,98 @@ class Telemetry:
         if before is None or count < before[1] or now <= before[0]:
             return None
         return count - before[1], now - before[0]
+
+
+# Reads what a rank takes of its host, and what the host has left, from /proc.
+
+_GIB = 2.0**30
+
+
+class Host:
+    """The node of this rank, and this rank's process."""
+
+    name = "/proc"
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self.proc, self.calls = proc, Calls()
+
+    def open(self) -> None:
+        """There is nothing to open."""
+
+    def read(self) -> Reading:
+        reading = Reading()
+        reading.rates["host/rank_cpu_cores"] = time.process_time()
+        self.calls("the memory of this process", self._read_process, reading)
+        self.calls("the node's memory", self._read_memory, reading)
+        self.calls("the node's cores", self._read_cores, reading)
+        return reading
+
+    def _read_process(self, reading: Reading) -> None:
+        pages = int((self.proc / "self/statm").read_text().split()[1])
+        reading.levels["host/rank_memory_gib"] = pages * os.sysconf("SC_PAGE_SIZE") / _GIB
+
+    def _read_memory(self, reading: Reading) -> None:
+        lines = (self.proc / "meminfo").read_text().splitlines()
+        kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        reading.levels["host/memory_available_gib"] = kib * 1024 / _GIB
+
+    def _read_cores(self, reading: Reading) -> None:
+        """The seconds that all cores were busy, divided by their number."""
+        lines = (self.proc / "stat").read_text().splitlines()
+        cores = sum(line.startswith("cpu") for line in lines) - 1
+        user, nice, system, _idle, _waiting, *interrupts = map(int, lines[0].split()[1:8])
+        ticks = user + nice + system + sum(interrupts)
+        reading.rates["host/cpu_busy"] = ticks / os.sysconf("SC_CLK_TCK") / cores
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+# Adds up the energy that the GPUs of a run have taken since its first start, in `energy.json`.
+
+_SECONDS = 10.0  # between two writes: a process that is killed loses no more than this
+_JOULES_PER_KWH = 3.6e6
+
+
+class Energy:
+    """The joules of all GPUs and the loss weight (tokens, samples) of the steps that they were for.
+
+    Steps that were lost in a crash and made again count twice, in both numbers. Rank 0 keeps this.
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.path = Path(run_dir) / ENERGY
+        self.joules = self.weight = 0.0
+        self._weight_before = 0.0  # of earlier processes
+        self._written = 0.0
+
+    def read(self) -> None:
+        """Take up what earlier processes of the run have written."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            earlier = read_json(self.path)
+            self.joules, self._weight_before = float(earlier["joules"]), float(earlier["loss_weight"])
+
+    def add(self, joules: float, weight: float) -> None:
+        """`joules`: of all GPUs since the last call. `weight`: of all steps of this process so far."""
+        self.joules += joules
+        self.weight = self._weight_before + weight
+        if time.monotonic() - self._written > _SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """Write the sum, if there is any: a run on the CPU has none."""
+        if not self.joules:
+            return
+        self._written = time.monotonic()
+        with suppress(OSError):  # a folder that cannot be written to is reported at the next save
+            numbers = {"joules": round(self.joules, 1), "loss_weight": self.weight}
+            write_whole(self.path, json.dumps(numbers) + "\n", synced=False)
+
+    @property
+    def kwh(self) -> float | None:
+        """None: no GPU has told its energy."""
+        return self.joules / _JOULES_PER_KWH or None
+
+    @property
+    def joules_per_weight(self) -> float | None:
+        return self.joules / self.weight if self.joules and self.weight else None

@@ -14,7 +14,7 @@ from statistics import median
 
 from shardwise.plan import Plan
 
-# Names of what each rank tells: metrics/host_timing.py says what they mean
+# Names of what each rank tells: metrics/meter.py says what they mean
 SECONDS, BUSY, COMPUTE = "step/seconds", "step/host_seconds", "step/compute_seconds"
 WAITING, IDLE, COLLECTING = "step/communication_seconds", "step/device_idle", "step/garbage_seconds"
 COLLECTIONS, HOST_MEMORY, DEVICE_MEMORY = "memory/garbage_collections", "memory/host_gib", "memory/device_gib"
@@ -269,3 +269,147 @@ def _together(rows: Sequence[Observation]) -> Observation:
 def _mean(rows: Sequence[Observation], name: str, rank: int) -> float:
     known = [(value, row.steps) for row in rows if not math.isnan(value := row.values[name][rank])]
     return sum(value * steps for value, steps in known) / sum(n for _, n in known) if known else math.nan
+
+
+# Finds the rank that the others wait for, and why it is slow.
+#
+# All ranks' steps take equally long, since they wait for each other: what is compared is what each does by itself.
+
+HOST_BUSY = 0.8  # of the step: a host that does less is ahead of its GPU, and slows nobody
+_CLOCK = "gpu/sm_clock_mhz"
+_SLOW_CLOCK = 0.1  # of the other ranks' clock
+
+_Excess = Callable[[Observation, int, Circumstances], float]  # as a share of the step; 0: the rank is none
+
+
+def straggler(seen: Seen, run: Circumstances) -> Iterator[Verdict]:
+    if run.plan.topology.world_size == 1:
+        return
+    found: dict[tuple[int, str], float] = {}
+    for cause, (name, worst, excess) in _CAUSES.items():
+        for rank in _first(seen.last[-1].known(name), worst):
+            shares = [excess(one, rank, run) for one in seen.last]
+            if min(shares) > 0:
+                found[rank, cause] = mean(shares)
+    for rank, cause in list(found):  # what explains another cause of the same rank stands for it
+        for other in _EXPLAINS.get(cause, ()):
+            if found.get((rank, other), 0.0) <= 2 * found.get((rank, cause), 0.0):
+                found.pop((rank, other), None)
+    if found:
+        rank, cause = max(found, key=found.__getitem__)
+        what, remedy, preflight = _OF_CAUSE[cause]
+        word = more_workers(run.plan) + ", on its host" if cause == "data" else remedy
+        yield Verdict(
+            "straggler",
+            f"{run.where(rank)} is slower than the others, which wait for it: {what} "
+            f"({found[rank, cause]:.0%} of a step more than the median of the others)",
+            word + (measures_gpus(run.plan, preflight) if preflight else ""),
+            {"excess": found[rank, cause]}, found[rank, cause], rank, cause,
+        )  # fmt: skip
+
+
+def _first(values: dict[int, float], worst: Callable[..., int]) -> list[int]:
+    """The rank that is `worst`: the one with the largest or the smallest number."""
+    return [worst(values, key=values.__getitem__)] if values else []
+
+
+def _waits_for_data(one: Observation, rank: int, run: Circumstances) -> float:
+    waits = one.known(DATA_WAIT)
+    if waits.get(rank, 0.0) <= run.limits.data_wait:
+        return 0.0
+    others = of_others(waits, rank)
+    return waits[rank] - others if others <= run.limits.data_wait and waits[rank] > run.limits.ratio * others else 0.0
+
+
+def _slow_host(one: Observation, rank: int, run: Circumstances) -> float:
+    is_ahead = run.plan.accelerator != "cpu" and rank in one.known(BUSY) and one.share(BUSY, rank) < HOST_BUSY
+    return 0.0 if is_ahead else _more_seconds(one, BUSY, rank, run)
+
+
+def _computes_longer(one: Observation, rank: int, run: Circumstances) -> float:
+    return _more_seconds(one, COMPUTE, rank, run)
+
+
+def _slow_clock(one: Observation, rank: int, run: Circumstances) -> float:
+    clocks = one.known(_CLOCK)
+    if rank not in clocks or len(clocks) < 2:
+        return 0.0
+    share = 1 - clocks[rank] / max(of_others(clocks, rank), 1e-9)
+    return share if share > _SLOW_CLOCK else 0.0
+
+
+def _more_seconds(one: Observation, name: str, rank: int, run: Circumstances) -> float:
+    seconds = one.known(name)
+    if rank not in seconds or len(seconds) < 2:
+        return 0.0
+    others = of_others(seconds, rank)
+    share = (seconds[rank] - others) / max(one.values[SECONDS][rank], 1e-9)
+    return share if seconds[rank] > run.limits.ratio * others and share > run.limits.share else 0.0
+
+
+# Cause → the number that shows it, whether the largest or the smallest is the worst, and by how much a rank is off
+_CAUSES: dict[str, tuple[str, Callable[..., int], _Excess]] = {
+    "data": (DATA_WAIT, max, _waits_for_data),
+    "host": (BUSY, max, _slow_host),
+    "clock": (_CLOCK, min, _slow_clock),
+    "compute": (COMPUTE, max, _computes_longer),
+}
+_EXPLAINS = {"clock": ("compute", "host"), "host": ("compute",)}
+# Cause → what is so, what helps, and what preflight says of it
+_OF_CAUSE = {
+    "data": ("its data come late", "", ""),
+    "host": ("its host is slow", "look for other processes on that host, and for work that training_step does there "
+                                 "alone", ""),
+    "clock": ("its GPU runs at a lower clock", "look at the cooling and power of that node",
+              "finds such a GPU before the run, and exclude_bad_nodes=true leaves its node out"),
+    "compute": ("it computes longer", "look whether its samples are longer or training_step does more there",
+                "measures its GPU, if it is neither"),
+}  # fmt: skip
+
+
+# The override that a verdict names: one that this run can take as it is, since its Plan decides what is possible.
+
+
+def more_workers(plan: Plan) -> str:
+    """What makes data come sooner."""
+    workers = (plan.data or {}).get("num_workers")
+    if isinstance(workers, int):
+        return f"data.num_workers={max(4, 2 * workers)} reads ahead with more processes"
+    return "give the loader more workers (num_workers=), or data that need less work"
+
+
+def compiled(plan: Plan, has_layers: bool) -> str | None:
+    """How to compile a module that is not: by its layers, if some repeat. None: it is, or cannot be."""
+    if plan.compile.name != "none" or (plan.capabilities.compiled_step and not has_layers):
+        return None
+    return "compile=layer" if has_layers else "compile=model"
+
+
+def fewer_launches(plan: Plan, has_layers: bool) -> str:
+    """What gives the host less to do for each step, or the device more."""
+    if (word := compiled(plan, has_layers)) is not None:
+        return f"{word} launches fewer kernels"
+    if plan.accelerator == "cuda" and not plan.capabilities.cuda_graphs and not plan.compile.cudagraphs:
+        return "compile.cudagraphs=true launches all kernels of a graph at once"
+    return f"{larger_micro_batch(plan)} gives each kernel more to do"
+
+
+def larger_micro_batch(plan: Plan) -> str:
+    """The next larger micro-batch with which the global batch stays, or both of them doubled."""
+    of_rank = plan.global_batch_size // plan.topology.data_parallel_size
+    fits = (size for size in range(plan.micro_batch_size + 1, of_rank + 1) if of_rank % size == 0)
+    if (size := next(fits, None)) is not None:
+        return f"micro_batch_size={size} (global_batch_size={plan.global_batch_size} stays)"
+    return f"micro_batch_size={2 * plan.micro_batch_size} global_batch_size={2 * plan.global_batch_size}"
+
+
+def faster_products(plan: Plan) -> str:
+    """What makes products of matrices faster that keep the tensor cores busy."""
+    if plan.precision.fp8 is None and plan.accelerator == "cuda" and not plan.capabilities.fp8:
+        return "precision=fp8 computes faster"
+    return "only more GPUs are faster"
+
+
+def measures_gpus(plan: Plan, what: str) -> str:
+    """`what` preflight says of a GPU, as the end of a sentence; nothing where it does not know the GPUs."""
+    return f"; preflight=true {what}" if plan.accelerator == "cuda" else ""

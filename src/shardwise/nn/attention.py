@@ -6,9 +6,9 @@ plan/attention_kernel.py decides which; docs/large-models.md says how to choose.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.errors import ConfigError
-from shardwise.nn.flash_attention_4 import flash_attention_4
-from shardwise.nn.flex_attention import causal_block_mask, document_block_mask, flex_attention, kept_block_mask
-from shardwise.nn.sequence_parts import sequence_parts
+from shardwise.nn.attention_kernels import (
+    causal_block_mask,
+    document_block_mask,
+    flash_attention_4,
+    flex_attention,
+    kept_block_mask,
+)
 
 try:
     from torch.nn.attention import varlen
@@ -285,3 +289,56 @@ def _flash_attention_4(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -
         out, _ = flash_attention_4(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts, length)
         out = out.view(batch, length, *out.shape[1:])
     return out.transpose(1, 2)
+
+
+# Sequences of which this rank computes a part: what a model needs to know of it under context parallelism.
+#
+# Every layer but attention looks at each position by itself. parallel/context_parallel.py puts here how attention
+# reaches the positions of other ranks, and `causal_attention` asks for it, so that a model knows no rank.
+
+
+class SequenceParts(Protocol):
+    """How the sequences of the present batch are divided over ranks."""
+
+    ranks: int
+
+    def layout(self, positions: Tensor, documents: Tensor | None, *, makes_masks: bool) -> dict[str, Any]:
+        """What attention needs to know of this rank's part.
+
+        `positions`: int64 [T] or [B, T], those of whole sequences; `documents`: int64 [B, T], the number of each
+        token's document. `makes_masks`: the kernel needs a mask for queries of the last positions alone.
+
+        Returns:
+            `positions`, those of this rank. And `masks`, if it computes these alone and `makes_masks`: what each run of
+            them may look at, bool [B or 1, 1, run, keys up to its end].
+        """
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: dict[str, Any], kernel: str, attention: Callable[..., Tensor]
+    ) -> Tensor:
+        """Attention of this rank's positions, [B, heads, T, head_dim]. `attention`: that of one rank."""
+
+
+_parts: SequenceParts | None = None  # of this process's run
+
+
+def sequence_parts() -> SequenceParts | None:
+    """How sequences are divided over ranks; None: every rank computes whole sequences."""
+    return _parts
+
+
+def use_sequence_parts(parts: SequenceParts | None) -> None:
+    """Let attention of this process work on parts of sequences from now on; None: on whole ones again."""
+    global _parts
+    _parts = parts
+
+
+@contextmanager
+def whole_sequences() -> Iterator[None]:
+    """Inside, every rank computes whole sequences, such as a text that a hook gives to the model."""
+    parts = sequence_parts()
+    use_sequence_parts(None)
+    try:
+        yield
+    finally:
+        use_sequence_parts(parts)

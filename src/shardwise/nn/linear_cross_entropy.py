@@ -1,18 +1,127 @@
 """The cross-entropy of a linear head over a vocabulary, without the logits of all rows in memory at once."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
-from shardwise.nn.peers import Peers
-from shardwise.nn.quack_rows import IGNORE as IGNORE
-from shardwise.nn.quack_rows import fused_rows, fused_rows_of_a_part
-from shardwise.nn.vocabulary_part import VocabularyPart
+from shardwise.nn.peers import Between, Peers, share_of
+
+# The loss of a head whose vocabulary is divided among ranks: a rank has the logits of its own tokens alone.
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """Which rows of a whole vocabulary of `whole` tokens this rank has.
+
+    `between`: how ranks divide activations outside of the layers that are divided, with gradients; None: not at all.
+    `when_whole`: called where the parts are put together, behind the last of these layers.
+    """
+
+    peers: Peers
+    whole: int
+    between: Between | None = None
+    when_whole: Callable[[], None] | None = field(default=None, compare=False)
+
+    @property
+    def start(self) -> int:
+        return share_of(self.whole, self.peers.size, self.peers.rank)[0]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens this rank has."""
+        return share_of(self.whole, self.peers.size, self.peers.rank)[1]
+
+    @property
+    def most(self) -> int:
+        """The tokens of a rank, at most: ranks that each have their own number must agree on sizes by it."""
+        return share_of(self.whole, self.peers.size, 0)[1]
+
+    def own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Which tokens are this rank's, and their rows in its part; 0 for others."""
+        mine = (tokens >= self.start) & (tokens < self.start + self.tokens)
+        return mine, torch.where(mine, tokens - self.start, 0)
+
+    def whole_sequence(self, hidden: Tensor) -> Tensor:
+        """The hidden states of whole sequences of all samples, [..., T, D], of this rank's part."""
+        if self.between is None or not torch.is_grad_enabled():
+            return hidden
+        if self.when_whole is not None:
+            self.when_whole()
+        return self.peers.gather(hidden, self.between.dim)
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The cross-entropy of each row, from this rank's logits [N, its tokens]; ranks exchange two numbers a row."""
+        mine, at = self.own(targets)
+        at_target = torch.where(mine, logits.gather(1, at.unsqueeze(1)).squeeze(1), 0.0)
+        found = self.peers.gather_copies(torch.stack((logits.logsumexp(1), at_target)))
+        return found[:, 0].logsumexp(0) - found[:, 1].sum(0)
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """[..., its tokens] -> [..., whole], of which every rank computes the same."""
+        padded = nn.functional.pad(logits, (0, self.most - logits.shape[-1]))
+        parts = self.peers.gather_copies(padded).unbind()
+        sizes = [share_of(self.whole, self.peers.size, rank)[1] for rank in range(self.peers.size)]
+        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
+
+
+def vocabulary_part_of(head: Any) -> VocabularyPart | None:
+    """The part of a head that is divided by tensor parallelism; None: this rank has all of it."""
+    found: VocabularyPart | None = getattr(head, "vocabulary_part", None)
+    return found
+
+
+# Losses of rows of logits, and gradients written over the logits, by kernels of quack-kernels on NVIDIA GPUs.
+
+IGNORE = -100  # a target that does not count, as torch's cross_entropy has it
+NOT_HERE = -1  # the kernel's target of a row whose token another rank has: it is no column
+
+
+def fused_rows(logits: Tensor, targets: Tensor, losses: Tensor, with_gradients: bool) -> None:
+    """One kernel: it reads the logits once, and writes gradients over them in their own dtype."""
+    forward, _ = _kernels()
+    forward(logits, targets, None, losses, None, logits if with_gradients else None, None, IGNORE)
+
+
+def fused_rows_of_a_part(
+    logits: Tensor, targets: Tensor, losses: Tensor, with_gradients: bool, part: VocabularyPart
+) -> None:
+    """The same where each rank has the logits of its own tokens: [N, its tokens].
+
+    One kernel finds the logarithm of the summed powers of each row, ranks exchange it and the target's logit, and one
+    more kernel writes the gradients: three passes over the logits in place of two.
+    """
+    forward, backward = _kernels()
+    counts, (mine, own) = targets != IGNORE, part.own(targets)
+    log_sums = torch.empty_like(losses)
+    forward(logits, own, None, losses, log_sums, None, None, IGNORE)
+    at_target = torch.where(mine, logits.gather(1, own.unsqueeze(1)).squeeze(1).to(losses.dtype), 0.0)
+    found = part.peers.gather_copies(torch.stack((log_sums, at_target)))
+    log_sums = found[:, 0].logsumexp(0)
+    losses.copy_(torch.where(counts, log_sums - found[:, 1].sum(0), 0.0))
+    if with_gradients:
+        columns = torch.where(mine, own, torch.where(counts, NOT_HERE, IGNORE))
+        backward(logits, columns, torch.ones_like(losses), log_sums, logits, None, IGNORE)
+
+
+@functools.cache
+def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    try:
+        from quack.cross_entropy import cross_entropy_bwd_out, cross_entropy_fwd_out
+    except (ImportError, RuntimeError, OSError) as error:  # of CUDA's libraries as well
+        raise ConfigError(
+            f"loss=fused needs quack-kernels, which cannot be used here ({type(error).__name__}: {error}): "
+            f"pip install -e '.[kernels]', or use loss=chunked"
+        ) from error
+    return cross_entropy_fwd_out, cross_entropy_bwd_out
+
 
 # How many logits `chunked` computes at a time: 2,093 rows of a vocabulary of 128,256. In bf16 they and their copy in
 # fp32 take 1.5 GiB. Fewer rows would make the head slower: for each chunk the sum of the weight's gradients is read and

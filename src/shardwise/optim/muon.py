@@ -2,7 +2,7 @@
 
 A step of Muon moves a matrix along its momentum with all singular values made alike (Jordan, "Muon: An optimizer for
 hidden layers in neural networks", 2024). This needs the whole matrix. Where ranks hold parts of it, or the same copies,
-they divide the matrices among themselves: see distributed/matrices.py.
+they divide the matrices among themselves: see distributed/dtensor.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from shardwise.optim.by_groups import StepsByGroups, found_inf_of
+from shardwise.optim.adamw import StepsByGroups, found_inf_of
 from shardwise.optim.matrices import MATRICES, Matrices
 
 SCALES = ("match_rms_adamw", "original")

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import nn, optim
-from torch.optim import Optimizer
+from torch import Tensor, nn, optim
+from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardwise.config.bind import remedy_for_text
 from shardwise.config.targets import locate
-from shardwise.distributed.collectives import gather_objects
+from shardwise.distributed.mesh import gather_objects
 from shardwise.errors import ConfigError, describe_error
 from shardwise.optim.matrices import LAYERS, Matrices, muon_groups
 from shardwise.plan import Plan
@@ -276,3 +277,93 @@ class NewWeights:
             if id(p) not in self._known:
                 p.grad = None
         self._known = {id(p) for p in chain.from_iterable(groups)}
+
+
+# Checks that either the module or the config defines the optimizer, and the data.
+
+_LOADERS = {"fit": "train_dataloader", "validate": "val_dataloader", "test": "test_dataloader",
+            "predict": "predict_dataloader"}  # fmt: skip
+
+
+def check_ownership(plan: Plan, module: Any) -> None:
+    """Check who defines the optimizer and the data.
+
+    `module`: a LightningModule, or its class. If the target is a function, only its result can be checked.
+
+    Raises:
+        ConfigError: both define an optimizer, neither defines one, or neither defines the data.
+    """
+    target = plan.module["_target_"]
+    brings_optimizer = _defines(module, "configure_optimizers")
+    if brings_optimizer and plan.optimizer is not None and not plan.optimizer_override:
+        raise ConfigError(
+            f"{target} has configure_optimizers, and optimizer={plan.optimizer.get('_target_')} is "
+            f"given as well: use optimizer=none schedule=none, or optimizer_override=true to overrule the module"
+        )
+    if not brings_optimizer and plan.optimizer is None and plan.stage == "fit":
+        raise ConfigError(f"{target} has no configure_optimizers, and optimizer is none: give optimizer=adamw")
+    loader = _LOADERS[plan.stage]
+    if plan.data is None and not _defines(module, loader):
+        raise ConfigError(
+            f"{target} has no {loader}, and no data is given: give data._target_=package.Data, a LightningDataModule, "
+            f"or define {loader} in the module"
+        )
+
+
+def _defines(module: Any, name: str) -> bool:
+    method = getattr(module, name, None)
+    return method is not None and getattr(method, "__func__", method) is not getattr(LightningModule, name)
+
+
+# Clips gradients by their norm: within the step of the optimizer where its kernel can, else in a pass of its own.
+
+
+def clip_by_norm(gradients: list[Tensor], norm: Tensor, most: float, within: Optimizer | None = None) -> None:
+    """Scale `gradients` in place as `torch.nn.utils.clip_grad_norm_` does, so that their norm is at most `most`.
+
+    A pass of its own reads and writes all gradients. torch's fused Adam and AdamW divide them by a number while they
+    update the weights, and write them too, so that they are the same after the step. Both ways give the same bits,
+    since one rank alone may have to take the other one.
+
+    Args:
+        gradients: of one rank.
+        norm: a scalar, the norm of the gradients of all ranks.
+        within: the optimizer that steps next, before which nothing looks at the gradients; None: clip now.
+    """
+    if not gradients:
+        return
+    divisor = ((norm + 1e-6) / most).clamp(min=1.0)
+    if within is not None and _divides(within, gradients, divisor):
+        within.grad_scale = divisor  # type: ignore[attr-defined]
+    else:
+        torch._foreach_div_(gradients, divisor)
+
+
+def after_step(optimizer: Optimizer) -> None:
+    """Forget what `clip_by_norm` has left for the step."""
+    optimizer.__dict__.pop("grad_scale", None)
+
+
+def _divides(optimizer: Optimizer, gradients: list[Tensor], divisor: Tensor) -> bool:
+    """Whether its kernel can, and no hook sees the gradients before that.
+
+    It reads the divisor as fp32. Gradients in fp64 would lose digits; in 16 bits they would be rounded differently.
+    """
+    return (
+        type(optimizer) in (Adam, AdamW)
+        and all(group["fused"] for group in optimizer.param_groups)
+        and all(tensor.dtype == torch.float32 for tensor in (divisor, *gradients))
+        and not _hooks_of_others(optimizer)
+    )
+
+
+def _hooks_of_others(optimizer: Optimizer) -> int:
+    own = hasattr(optimizer, "sharded_parameters")  # strategies/fsdp_step.py has one
+    return len(optimizer._optimizer_step_pre_hooks) - own + len(_global_optimizer_pre_hooks)
+
+
+def has_hooks_of_others(optimizer: Optimizer) -> bool:
+    """Whether hooks that shardwise has not registered run before or after each step of `optimizer`."""
+    own = hasattr(optimizer, "sharded_parameters")
+    behind = len(optimizer._optimizer_step_post_hooks) - own + len(_global_optimizer_post_hooks)
+    return _hooks_of_others(optimizer) + behind > 0

@@ -26,7 +26,7 @@ Attention = Callable[..., Tensor]
 
 
 class ContextParallel:
-    """How the sequences of one run are divided over a group of ranks: a `SequenceParts` of nn/sequence_parts.py.
+    """How the sequences of one run are divided over a group of ranks: a `SequenceParts` of nn/attention.py.
 
     `tensors`: the keys of the batch's tensors that are divided along dim 1.
     """

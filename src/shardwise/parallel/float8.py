@@ -35,8 +35,8 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInpu
 from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
 from shardwise.config.groups import Float8Config
-from shardwise.distributed.collectives import largest_over
 from shardwise.distributed.dtensor import shard_groups
+from shardwise.distributed.mesh import largest_over
 from shardwise.errors import ConfigError, class_name, count, did_you_mean
 from shardwise.plan.float8 import USUAL
 

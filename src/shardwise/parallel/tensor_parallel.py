@@ -16,24 +16,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.distributed.collectives import gather_in_order, sum_over
 from shardwise.distributed.dtensor import local_part
+from shardwise.distributed.mesh import gather_in_order, sum_over
 from shardwise.distributed.parameters import keep_notes
+from shardwise.distributed.rng import OwnDraws
 from shardwise.errors import ConfigError
 from shardwise.nn.peers import Between, Peers, share_of
-from shardwise.parallel.divided_layer_checks import check_layers, withhold_inputs
-from shardwise.parallel.divided_layers import (
+from shardwise.parallel.tensor_layers import (
     BY_SAMPLE,
     DIVIDES_ACTIVATIONS,
     DIVIDES_VOCABULARY,
     WRAPPERS,
+    check_layers,
     divided_dim,
     say_sizes,
     sees_a_part,
+    withhold_inputs,
 )
-from shardwise.parallel.own_draws import OwnDraws
-from shardwise.parallel.tensor_declaration import Owners, check_packed, check_said, declared_layers
-from shardwise.parallel.tensor_plan import CheckedCopies, planned_layers
+from shardwise.parallel.tensor_plan import (
+    CheckedCopies,
+    Owners,
+    check_packed,
+    check_said,
+    declared_layers,
+    planned_layers,
+)
 from shardwise.parallel.units import Units
 
 # In torch's errors about shapes

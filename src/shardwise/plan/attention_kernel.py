@@ -19,7 +19,7 @@ from shardwise.plan.context_parallel import context_parallel_method
 from shardwise.plan.plan import Choice, Host, Plan
 from shardwise.protocols import optional
 
-FLASH_ATTENTION_4 = "4.0.0b36"  # nn/flash_attention_4.py calls its private functions: exactly this version
+FLASH_ATTENTION_4 = "4.0.0b36"  # nn/attention_kernels.py calls its private functions: exactly this version
 _CUDNN = (9, 15, 1)  # earlier ones read beyond the end of sequences whose length is no multiple of 128
 _16_BITS = ("bfloat16", "float16")
 

@@ -1,11 +1,14 @@
-"""Checks sums and times transfers between ranks that have all arrived. Bandwidths are in 10^9 bytes a second."""
+"""Times transfers between ranks and checks their sums, and times one device. Bandwidths are in 10^9 bytes a second."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -13,8 +16,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from shardwise import accelerator
-from shardwise.preflight.rounds import Pair
-from shardwise.preflight.timing import seconds_of
+from shardwise.preflight.pairs import Pair
+
+# Checks sums and times transfers between ranks that have all arrived. Bandwidths are in 10^9 bytes a second.
 
 At = Callable[[str], None]  # reports, in words, what the rank does next
 
@@ -144,3 +148,28 @@ class Measures:
 
 def _factor(rank: int) -> int:
     return rank % 64 + 1
+
+
+# Times what a device does.
+
+
+def seconds_of(operation: Callable[[], Any], device: torch.device, times: int) -> float:
+    """The time of one operation, of so many that are timed.
+
+    On a GPU it is the median; on a CPU, whose cores also do other work, the least.
+    """
+    if accelerator.has_streams(device):
+        events = [accelerator.new_event(device, timed=True) for _ in range(times + 1)]
+        events[0].record()
+        for event in events[1:]:
+            operation()
+            event.record()
+        events[-1].synchronize()
+        return float(median(a.elapsed_time(b) / 1e3 for a, b in pairwise(events)))
+    seconds = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        operation()
+        accelerator.synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)

@@ -185,7 +185,7 @@ def read_xids(text: str, up_seconds: float) -> list[str]:
 
 def read_versions() -> dict[str, str]:
     """The versions that must be the same on every node, with a hash of the code."""
-    from shardwise.run_dir.environment import describe_environment
+    from shardwise.run_dir.events import describe_environment
 
     described = describe_environment()
     packages: dict[str, Any] = described.pop("packages")

@@ -21,10 +21,10 @@ from shardwise.config.schema import RunConfig
 from shardwise.errors import ExitCode
 from shardwise.preflight.judge import PINGS, Judge
 from shardwise.preflight.node_report import host_name, inspect_node
+from shardwise.preflight.pairs import make_rounds
 from shardwise.preflight.place import Limits, Place, connect, left
-from shardwise.preflight.rounds import make_rounds
-from shardwise.process.parent import PARENT
-from shardwise.run_dir.job_folder import claim_exit_code
+from shardwise.process.signals import PARENT
+from shardwise.run_dir.events import claim_exit_code
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

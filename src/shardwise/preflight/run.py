@@ -16,7 +16,7 @@ from shardwise.launch.local import local_store, rank_environment
 from shardwise.launch.slurm import read_task
 from shardwise.preflight import rank
 from shardwise.preflight.place import Limits
-from shardwise.process.parent import PARENT, die_with_parent
+from shardwise.process.signals import PARENT, die_with_parent
 
 HELP = """\
 usage: shardwise preflight [key=value …]

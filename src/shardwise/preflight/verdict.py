@@ -15,8 +15,7 @@ from shardwise.config.cluster import ClusterConfig
 from shardwise.errors import ExitCode, count
 from shardwise.plan.hardware import is_gpu
 from shardwise.preflight.node_report import Gpu, NodeReport
-from shardwise.preflight.pairs import blame, usual_rate
-from shardwise.preflight.rounds import Pair
+from shardwise.preflight.pairs import Pair, blame, usual_rate
 
 # The least share of the cluster file's rate. NCCL's all-reduce over eight healthy H200 was measured at 0.77 of NVLink's
 # (346 of 450 GB/s at 256 MiB). A GPU or node with half of its links, or with one adapter that does the work of two,

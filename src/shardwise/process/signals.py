@@ -1,10 +1,11 @@
 """Signals ask a run to save or to leave. A handler only records that; the ranks agree on it at the end of a step.
 
-callbacks/leaving.py obeys.
+callbacks/signals.py obeys.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing.util  # whose own exit function, which waits, is thereby registered before ours
 import os
 import signal
@@ -162,3 +163,23 @@ def end_workers() -> None:
 
 def in_words(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+# Ends a process together with its parent, even if the parent is killed by SIGKILL.
+
+PARENT = "SHARDWISE_PARENT"
+BEHIND_ANOTHER = "behind a profiler"  # in PARENT: a program that our launcher has started is between the two
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Kill this rank when its launcher ends; end at once if that is gone already."""
+    kill_with_parent()
+    if os.environ.get(PARENT) not in (None, BEHIND_ANOTHER, str(os.getppid())):
+        sys.exit("shardwise: the launcher is gone")
+
+
+def kill_with_parent() -> None:
+    """On Linux, have the kernel send this process SIGKILL when its parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -15,13 +15,17 @@ from shardwise.run_dir.files import (
     DAMAGED,
     MANIFEST,
     METRICS,
+    MOST_BYTES,
     PARTIAL,
     PLAN,
     SUMMARY,
+    inside,
+    open_regular,
+    read_json,
+    read_text,
     trained_mark,
     write_whole,
 )
-from shardwise.run_dir.reading import MOST_BYTES, inside, open_regular, read_json, read_text
 
 FORMAT = 2
 # Formats that this version reads. Format 1 holds only values that torch.load reads without checkpoint/encoding.py.
@@ -56,7 +60,7 @@ def give_name_again(run_dir: str | Path) -> None:
 def damage(checkpoint: Path) -> str | None:
     """Say what is wrong with the names and sizes of a checkpoint's files; None: nothing is.
 
-    Checksums take longer: see checkpoint/verify.py, which notes what it has found.
+    Checksums take longer: see checkpoint/files.py, which notes what it has found.
     """
     try:
         if (checkpoint / DAMAGED).is_file():

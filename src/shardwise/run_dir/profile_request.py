@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from shardwise.run_dir.files import PROFILE_ANSWER, PROFILE_REQUEST, write_whole
-from shardwise.run_dir.reading import read_json
+from shardwise.run_dir.files import PROFILE_ANSWER, PROFILE_REQUEST, read_json, write_whole
 
 MOST_STEPS = 100
 _LOOK_SECONDS = 1.0

@@ -24,9 +24,8 @@ from shardwise.run_dir.checkpoints import (
     stopped_before,
     was_trained,
 )
-from shardwise.run_dir.files import BEST, CHECKPOINTS, CONFIG, MANIFEST, PLAN, best_checkpoint_path
-from shardwise.run_dir.job_folder import has_begun
-from shardwise.run_dir.reading import read_json
+from shardwise.run_dir.events import has_begun
+from shardwise.run_dir.files import BEST, CHECKPOINTS, CONFIG, MANIFEST, PLAN, best_checkpoint_path, read_json
 
 
 def resolve_resume(resume: str | None, run_dir: str | Path, stage: str, may_be_taken: bool = True) -> str | None:

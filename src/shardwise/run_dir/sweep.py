@@ -10,9 +10,7 @@ from pathlib import Path
 from shardwise.errors import ExitCode
 from shardwise.plan import Plan
 from shardwise.run_dir.events import read_events
-from shardwise.run_dir.files import METRICS, SUMMARY, write_whole
-from shardwise.run_dir.reading import read_json
-from shardwise.run_dir.rows import read_rows
+from shardwise.run_dir.files import METRICS, SUMMARY, read_json, read_rows, write_whole
 
 
 def swept(jobs: Sequence[Sequence[str]]) -> list[dict[str, str]]:

@@ -13,6 +13,7 @@ from shardwise.after_run import leave_report
 from shardwise.config.compose import Job
 from shardwise.errors import ConfigError, ExitCode, describe_error
 from shardwise.launch.local import launch
+from shardwise.metrics import prometheus
 from shardwise.plan import Plan
 from shardwise.plan.attention_kernel import explain_attention
 from shardwise.plan.context_parallel import explain_context
@@ -20,10 +21,8 @@ from shardwise.plan.loss import explain_loss
 from shardwise.plan.plan import headline
 from shardwise.plan.unreached import explain_unreached
 from shardwise.process.report import report
-from shardwise.run_dir import prometheus_files
 from shardwise.run_dir.checkpoints import give_name_again, list_checkpoints, was_trained
-from shardwise.run_dir.command import record_command
-from shardwise.run_dir.events import append_event
+from shardwise.run_dir.events import append_event, has_begun, note_begun, record_command
 from shardwise.run_dir.files import (
     CONFIG,
     ENVIRONMENT,
@@ -39,7 +38,6 @@ from shardwise.run_dir.files import (
     tokenizer_folder,
     write_whole,
 )
-from shardwise.run_dir.job_folder import has_begun, note_begun
 from shardwise.run_dir.resume import choose_again, resumption
 from shardwise.run_dir.sweep import ended, report_sweep
 
@@ -104,7 +102,7 @@ def start(job: Job, plan: Plan, single: bool) -> int:
         raise
     finally:
         if plan.stage == "fit" and is_first:
-            prometheus_files.remove(plan)  # rank 0 does this too, unless it was killed
+            prometheus.remove(plan)  # rank 0 does this too, unless it was killed
     _end(plan, code)
     if code == 2 and list_checkpoints(run_dir) == saved:  # the run was refused: put the earlier records back
         for path, kept in earlier.items():

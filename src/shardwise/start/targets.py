@@ -9,14 +9,14 @@ from itertools import zip_longest
 
 from shardwise.config.compose import Job
 from shardwise.errors import ConfigError
-from shardwise.launch.nsight import check_profiler
+from shardwise.launch.local import check_profiler
+from shardwise.metrics import prometheus
 from shardwise.plan import Plan
 from shardwise.plan.attention_kernel import check_takes_attention
 from shardwise.plan.context_parallel import check_takes_context
 from shardwise.plan.loss import check_takes_loss
 from shardwise.plan.pipeline import check_stages
 from shardwise.protocols import optional
-from shardwise.run_dir import prometheus_files
 from shardwise.weights.safetensors import check_weights
 
 
@@ -34,8 +34,7 @@ def check_targets(plans: list[Plan], jobs: Sequence[Job] = ()) -> list[Plan]:
     from shardwise.callbacks.configured import check_callbacks
     from shardwise.config.targets import build, check, locate
     from shardwise.metrics.loggers import check_loggers
-    from shardwise.optim.optimizers import try_optimizer
-    from shardwise.optim.ownership import check_ownership
+    from shardwise.optim.optimizers import check_ownership, try_optimizer
 
     made = []
     for plan, job in zip_longest(plans, jobs):
@@ -72,7 +71,7 @@ def check_targets(plans: list[Plan], jobs: Sequence[Job] = ()) -> list[Plan]:
         made.append(plan)
         try_optimizer(plan)
         if os.environ.get("RANK", "0") == "0":
-            prometheus_files.check_directory(plan)
+            prometheus.check_directory(plan)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             if plan.topology.tensor * plan.topology.pipeline > 1:
                 from shardwise.trainer import check_layers

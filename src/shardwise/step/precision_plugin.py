@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -16,15 +16,12 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from shardwise import accelerator
-from shardwise.distributed.collectives import largest_over, sum_over
 from shardwise.distributed.dtensor import local_part, shard_groups
-from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.mesh import Mesh, largest_over, sum_over
 from shardwise.errors import ConfigError, class_name
-from shardwise.optim.clipping import after_step, clip_by_norm
-from shardwise.optim.optimizers import step_without_closure
+from shardwise.optim.optimizers import after_step, clip_by_norm, step_without_closure
 from shardwise.parallel.precision import cast_floating, dtype_of
 from shardwise.plan import Plan
-from shardwise.step.stage_norm import StageNorm
 from shardwise.step.verdict import StepVerdict
 
 # The defaults of torch.amp. DeepSpeed has other defaults, and is given these.
@@ -289,3 +286,39 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """The parameters that have the gradients, even if the optimizer steps on other tensors."""
     sharded = getattr(optimizer, "sharded_parameters", None)
     return sharded or [p for group in optimizer.param_groups for p in group["params"]]
+
+
+# The norm of all gradients, where ranks have different layers.
+
+
+class StageNorm:
+    """Adds up the norms of the stages of a pipeline; without one, the norm of the only stage is that of all."""
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+
+    def measure_over(
+        self, group: dist.ProcessGroup, counted_elsewhere: Collection[int], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Measure over `group`, one rank of each stage, in `dtype`.
+
+        `counted_elsewhere`: the ids of parameters of which another stage has a copy, and counts it.
+        """
+        self._group, self._counted_elsewhere = group, counted_elsewhere
+        self._device, self._dtype = device, dtype
+
+    def whole(
+        self,
+        parameters: list[nn.Parameter],
+        norms: list[Tensor],
+        of_stage: Callable[[list[nn.Parameter], list[Tensor]], Tensor],
+    ) -> Tensor:
+        """The norm over all stages. `of_stage`: gives that of this stage. Collective."""
+        if self._group is None:
+            return of_stage(parameters, norms)
+        own = [(p, norm) for p, norm in zip(parameters, norms, strict=True) if id(p) not in self._counted_elsewhere]
+        if own:
+            square = of_stage([p for p, _ in own], [norm for _, norm in own]) ** 2
+        else:  # all weights of this stage are frozen
+            square = torch.zeros((), device=self._device)
+        return sum_over(self._group, square.to(self._dtype)).sqrt()

@@ -8,16 +8,18 @@ norm of the gradients is not finite then. The host reads it some steps later.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.distributed.collectives import mean_over
-from shardwise.distributed.mesh import Mesh
+from shardwise.checkpoint.state import persistent_buffers
+from shardwise.distributed.mesh import Mesh, broadcast_from_rank_zero, mean_over
 from shardwise.plan import Plan
 from shardwise.protocols import optional
-from shardwise.step.spikes import SpikeDetector
 
 
 class StepVerdict:
@@ -120,3 +122,94 @@ class StepVerdict:
     def clear_request(self) -> None:
         """Forget the request to skip, since the step has been recorded."""
         self.skip_requested = None
+
+
+# Finds spikes of the loss, by its robust z-score among the losses before it.
+
+# A loss is compared with up to SPIKE_WINDOW losses before it, and not before there are SPIKE_MINIMUM of them.
+SPIKE_WINDOW, SPIKE_MINIMUM = 128, 32
+
+
+def robust_z_of(loss: float, before: Collection[float]) -> float:
+    """Compute `robust_z` on the host, where tensors would take longer than the arithmetic."""
+    finite = math.isfinite(sum(before))
+    losses = sorted(before if finite else [value if math.isfinite(value) else math.inf for value in before])
+    middle = (len(losses) - 1) // 2
+    median = losses[middle]
+    if math.isinf(median):
+        return math.nan
+    deviation = sorted([abs(value - median) for value in losses])[middle]
+    return (loss - median) / max(1.4826 * deviation, 1e-3 * abs(median), 1e-30)
+
+
+def robust_z(loss: Tensor, before: Tensor) -> Tensor:
+    """How many standard deviations `loss` lies above the median of the losses `before` it.
+
+    The standard deviation is estimated from the median absolute deviation, which outliers do not move. A loss that is
+    not finite counts as larger than every other.
+    """
+    before = before.nan_to_num(nan=torch.inf)
+    median = before.median()
+    deviation = (before - median).abs().nan_to_num(nan=torch.inf).median()
+    # The deviation is at least a thousandth of the loss, so that a tiny change is no spike.
+    return (loss - median) / (1.4826 * deviation).clamp(min=1e-3 * median.abs())
+
+
+class SpikeDetector:
+    """Finds spikes on the device before the weights change, by the rule that the guard has on the host."""
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold  # robust standard deviations
+        self._before: list[Tensor] = []  # the losses of the last steps
+
+    def is_spike(self, loss: Tensor) -> Tensor:
+        """Whether `loss`, the mean over all ranks, is a spike: a flag on the device. Remembers the loss."""
+        before, self._before = self._before, [*self._before[1 - SPIKE_WINDOW :], loss]
+        if len(before) < SPIKE_MINIMUM:
+            return torch.zeros_like(loss, dtype=torch.bool)
+        return loss.isfinite() & (robust_z(loss, torch.stack(before)) > self.threshold)
+
+
+# The buffers that training writes to, such as the averages of a BatchNorm.
+
+
+class BufferKeeper:
+    """Copies a module's buffers before each window, so that a step that does not count leaves no trace in them."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self.module = module
+        # For each dtype: the buffers, and their values before the window.
+        self._before: list[tuple[list[Tensor], Tensor]] | None = None
+
+    def keep(self) -> None:
+        """Copy the buffers before a window begins."""
+        if self._before is None:
+            by_dtype: dict[torch.dtype, list[Tensor]] = {}
+            if self.module.automatic_optimization:
+                for _, buffer in persistent_buffers(self.module):
+                    by_dtype.setdefault(buffer.dtype, []).append(buffer)
+            self._before = [(buffers, torch.empty(0)) for buffers in by_dtype.values()]
+        self._before = [(buffers, _in_one_row(buffers)) for buffers, _ in self._before]
+
+    def put_back(self, step_skipped: bool | Tensor) -> None:
+        """Restore the buffers if the step was skipped. If only the device knows that, the host does not wait for it."""
+        if step_skipped is False or not self._before:
+            return
+        for buffers, values in self._before:
+            if isinstance(step_skipped, Tensor):
+                values = torch.where(step_skipped > 0, values, _in_one_row(buffers))
+            parts = torch.split(values, [buffer.numel() for buffer in buffers])
+            shaped = [part if buffer.ndim == 1 else part.view_as(buffer)
+                      for part, buffer in zip(parts, buffers, strict=True)]  # fmt: skip
+            with torch.no_grad():
+                torch._foreach_copy_(buffers, shaped)
+
+    def synchronize(self, group: dist.ProcessGroup) -> None:
+        """Give every rank the buffers of rank 0, before an evaluation and before a save. Collective."""
+        with torch.no_grad():
+            broadcast_from_rank_zero(list(self.module.buffers()), group)
+
+
+def _in_one_row(tensors: list[Tensor]) -> Tensor:
+    """A model has hundreds of buffers, and most have one dimension: each call for one of them takes the host time."""
+    return torch.cat([tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors])

@@ -20,15 +20,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.checkpoint.files import load_own
 from shardwise.checkpoint.train_state import TrainState
-from shardwise.checkpoint.verify import load_own
 from shardwise.data.evaluation import EvaluationLoader
-from shardwise.data.loaders import TrainLoader
-from shardwise.data.loss_weight import weigher_of
-from shardwise.data.transfer import BatchTransfer
-from shardwise.distributed.collectives import sum_over
-from shardwise.distributed.mesh import Mesh
-from shardwise.distributed.process_group import Closing, gather_metrics_among
+from shardwise.data.loaders import BatchTransfer, TrainLoader, weigher_of
+from shardwise.distributed.mesh import Closing, Mesh, gather_metrics_among, sum_over
 from shardwise.distributed.rng import derived_seed, seed_streams, set_random_state
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.padding import Evaluation
@@ -40,13 +36,11 @@ from shardwise.parallel.precision import cast_late_layers
 from shardwise.parallel.units import Units, units_for
 from shardwise.plan import Plan
 from shardwise.protocols import flops_of
-from shardwise.step.forward import StepForward
 from shardwise.step.precision_plugin import PlannedPrecision
 from shardwise.step.verdict import StepVerdict
-from shardwise.step.window import check_output
-from shardwise.strategies.checkpoint_hooks import CheckpointHooks
+from shardwise.step.window import StepForward, check_output
 from shardwise.strategies.refusals import CollectiveOrder, refuse_loaders_together, refuse_parameters
-from shardwise.strategies.sharded_state import DTensorState
+from shardwise.strategies.sharded_state import CheckpointHooks, DTensorState
 from shardwise.strategies.step_state import StepState
 from shardwise.strategies.weights_in_hooks import WeightsInHooks
 from shardwise.strategies.whole_weights import check_loss

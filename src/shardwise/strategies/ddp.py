@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from shardwise.checkpoint.verify import load_rest
-from shardwise.distributed.collectives import broadcast_from_rank_zero
-from shardwise.distributed.matrices import CopiedMatrices
+from shardwise.checkpoint.files import load_rest
+from shardwise.distributed.dtensor import CopiedMatrices
+from shardwise.distributed.mesh import broadcast_from_rank_zero
 from shardwise.errors import ConfigError
 from shardwise.optim.optimizers import NewWeights, use_matrices
 from shardwise.plan import Plan

@@ -21,18 +21,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.distributed.parameters import refuse_gradient_hooks, renew_references
-from shardwise.distributed.views import assigning_whole
-from shardwise.lightning_internals.logged import take_logged_by
+from shardwise.lightning_internals.results import take_logged_by
 from shardwise.plan import Plan
 from shardwise.strategies import fsdp_gathering
 from shardwise.strategies.base import PlannedStrategy
-from shardwise.strategies.fsdp_copies import settle_copies
-from shardwise.strategies.fsdp_frozen import keep_frozen
-from shardwise.strategies.fsdp_scalars import FsdpPrecision
+from shardwise.strategies.fsdp_gathering import keep_frozen
 from shardwise.strategies.fsdp_sharding import FsdpSharding, kept_whole
+from shardwise.strategies.fsdp_step import FsdpPrecision, hand_over, take_new_shards
+from shardwise.strategies.fsdp_symmetric_memory import settle_copies
+from shardwise.strategies.fsdp_views import assigning_whole
+from shardwise.strategies.fsdp_weights import FsdpWeights
 from shardwise.strategies.sharded_state import DTensorState
-from shardwise.strategies.step_on_shards import hand_over, take_new_shards
-from shardwise.strategies.whole_in_hooks import FsdpWeights
 from shardwise.strategies.whole_weights import explain
 
 

@@ -13,20 +13,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardwise.distributed.collectives import broadcast_from_rank_zero
-from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.mesh import Mesh, broadcast_from_rank_zero
 from shardwise.distributed.parameters import keep_notes
-from shardwise.distributed.symmetric_memory import let_compiler_copy
 from shardwise.errors import ConfigError, class_name
-from shardwise.parallel.functional_calls import refuse_functional_calls
-from shardwise.parallel.parallelize import roots_of
-from shardwise.parallel.passed_through import return_passed_tensors
+from shardwise.parallel.parallelize import refuse_functional_calls, return_passed_tensors, roots_of
 from shardwise.parallel.precision import dtype_of, mixed_precision_policy
 from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.plan import Plan
-from shardwise.strategies import fsdp_gathering, of_parts
-from shardwise.strategies.fsdp_copies import copy_between_ranks
-from shardwise.strategies.fsdp_scalars import Scalars
+from shardwise.strategies import fsdp_gathering, fsdp_step
+from shardwise.strategies.fsdp_step import Scalars
+from shardwise.strategies.fsdp_symmetric_memory import copy_between_ranks, let_compiler_copy
 from shardwise.strategies.fsdp_views import ShardsInHooks
 from shardwise.strategies.whole_weights import InnerBackwards, show_outputs
 from shardwise.weights.initialize import Materializer
@@ -57,7 +53,7 @@ class FsdpSharding:
             self.divided.wrap(module)
         if strategy.shared is not None:
             strategy.shared.share_draws(units, self.divided)
-        refuse = None if self.divided is None else partial(of_parts.refuse_writes, strategy.module_name)
+        refuse = None if self.divided is None else partial(fsdp_step.refuse_writes, strategy.module_name)
         strategy.weights.shards = ShardsInHooks(module, refuse)
         strategy.parallelize(module, units, casts_inputs=False)
         fsdp_gathering.check_prefetch(module, units, plan)

@@ -13,27 +13,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from shardwise.distributed.collectives import sum_over
 from shardwise.distributed.dtensor import local_part
-from shardwise.distributed.mesh import Mesh
-from shardwise.distributed.process_group import group_timeout
+from shardwise.distributed.mesh import Mesh, group_timeout, sum_over
+from shardwise.distributed.rng import RandomStreams
+from shardwise.errors import ConfigError, class_name
 from shardwise.lightning_internals.results import in_micro_batch, step_logging
 from shardwise.parallel.activation_checkpointing import explain
-from shardwise.parallel.pipeline.absent import refusal_of
-from shardwise.parallel.pipeline.engine import Engine
-from shardwise.parallel.pipeline.links import Links
-from shardwise.parallel.pipeline.random_streams import RandomStreams
+from shardwise.parallel.pipeline.engine import Engine, Links
+from shardwise.parallel.pipeline.placeholders import refusal_of
 from shardwise.parallel.pipeline.stages import Stages
 from shardwise.parallel.precision import dtype_of
 from shardwise.parallel.units import Units
 from shardwise.plan import Plan
 from shardwise.plan.pipeline_schedule import make_schedule
 from shardwise.process.watchdog import progress
-from shardwise.step.pipeline_window import PipelineWindow, shapes_in
-from shardwise.strategies.pipelined_buffers import OwnBuffers
 from shardwise.strategies.pipelined_checks import check_module, loss_in, one_tensor
-from shardwise.strategies.pipelined_gradients import StageGradients
 from shardwise.strategies.pipelined_weights import absent_state
+from shardwise.strategies.pipelined_window import PipelineWindow, StageGradients, shapes_in
 
 
 class PipelineRun:
@@ -235,3 +231,59 @@ class PipelineRun:
     def _say_where(self, words: str, waits: bool) -> None:
         """Tell the watchdog what this rank does, in which step or batch."""
         progress.doing(f"{self._place}, {words}", waits)
+
+
+# Buffers of a module itself in a pipeline, where the last stage alone runs what is behind the layers.
+
+
+class OwnBuffers:
+    """Sees on the last stage, which runs all of a step but the layers, what the step does with buffers of `module`."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self.module_name = class_name(module)
+        self._read: set[str] = set()
+        self._read_before: set[str] = set()  # before the layers
+        self._at_layers: dict[str, Any] = {}  # what tells whether a buffer was written since
+        self._buffers = _Noting(module._buffers, self._read)
+        module.__dict__["_buffers"] = self._buffers
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._read.clear()
+
+    def enter_layers(self) -> None:
+        """The step has come to the layers that repeat."""
+        self._read_before, self._at_layers = set(self._read), self._versions()
+
+    def check(self) -> None:
+        """Refuse a buffer that other stages would have read with an old value.
+
+        Raises:
+            ConfigError
+        """
+        written = {name for name, version in self._versions().items() if version != self._at_layers.get(name)}
+        for name in sorted(written & self._read_before):
+            raise ConfigError(
+                f"{self.module_name}: training_step reads the buffer {name!r} before the layers that repeat and writes "
+                f"it behind them, which only the last stage of a pipeline does: others would go on with its old value; "
+                f"write it before the layers, read it behind them, or use strategy.pipeline_parallel_size=1"
+            )
+
+    def _versions(self) -> dict[str, Any]:
+        return {
+            name: (id(b), None if b.is_inference() else b._version)
+            for name, b in self._buffers.items()
+            if b is not None
+        }
+
+
+class _Noting(dict[str, Tensor | None]):
+    """Notes what is read by name, as an attribute of the module is."""
+
+    def __init__(self, buffers: dict[str, Tensor | None], read: set[str]) -> None:
+        super().__init__(buffers)
+        self.read = read
+
+    def __getitem__(self, name: str) -> Tensor | None:
+        self.read.add(name)
+        return super().__getitem__(name)

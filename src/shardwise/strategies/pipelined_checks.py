@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.state import layers_with_extra_state
 from shardwise.errors import ConfigError
-from shardwise.parallel.pipeline.absent import check_present
+from shardwise.parallel.pipeline.placeholders import check_present
 from shardwise.parallel.units import Units
 from shardwise.plan import Plan
 from shardwise.plan.decoder import decoder_of, recomputed

@@ -11,11 +11,11 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from shardwise.errors import ConfigError
-from shardwise.lightning_internals.hook_names import LOOK_AT_GRADIENTS
-from shardwise.lightning_internals.logged import LoggedValue
-from shardwise.parallel.pipeline.absent import NothingFromMeta, is_absent, refusal_of
+from shardwise.lightning_internals.hooks import LOOK_AT_GRADIENTS
+from shardwise.lightning_internals.results import LoggedValue
+from shardwise.parallel.pipeline.placeholders import NothingFromMeta, is_absent, refusal_of
 from shardwise.strategies.fsdp_gathering import free_gathered
-from shardwise.strategies.whole_in_hooks import FsdpWeights
+from shardwise.strategies.fsdp_weights import FsdpWeights
 
 _ONE = "use strategy.pipeline_parallel_size=1"
 _LOOK_AT_RESULTS = [f"on_{stage}_{when}" for stage in ("validation", "test") for when in ("batch_end", "epoch_end")]

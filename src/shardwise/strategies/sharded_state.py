@@ -11,16 +11,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.chunks import Chunk, slice_of
+from shardwise.checkpoint.dcp import Chunk, TensorWriter, slice_of
 from shardwise.checkpoint.optimizers import as_tensor
+from shardwise.checkpoint.publish import SaveError, publish
 from shardwise.checkpoint.state import ParameterShard, make_like, names_left_out, restore, shapes_of
+from shardwise.checkpoint.train_state import TrainState
 from shardwise.distributed.dtensor import local_part, whole_tensor
+from shardwise.errors import first_of
+from shardwise.plan import Plan
 from shardwise.protocols import state_maker_of
+from shardwise.step.precision_plugin import PlannedPrecision
+from shardwise.weights.loading import read_initial
 
 if TYPE_CHECKING:
     from shardwise.parallel.tensor_parallel import Cut, TensorParallel
@@ -231,3 +238,87 @@ class DTensorState:
         with torch.no_grad():
             restore(self, self.module, folder, metadata, group, optimizers=optimizers)
         self.refresh_low_precision_copies()
+
+
+# Lightning's hooks about checkpoints. `TrainState` does the work.
+
+
+class CheckpointHooks(Strategy):
+    """Implements the checkpoint hooks of every strategy."""
+
+    plan: Plan
+    sharded: DTensorState
+    state: TrainState  # collects and restores what is in a checkpoint
+
+    def file_group(self) -> dist.ProcessGroup | None:
+        """The group of all hosts for work on files."""
+        raise NotImplementedError
+
+    @property
+    def planned_precision(self) -> PlannedPrecision:
+        raise NotImplementedError
+
+    def _end_setup(self) -> None:
+        """Note what the run begins with, and read the weights of `init_from=` unless a checkpoint is resumed."""
+        lines = []
+        if self.state.is_training:
+            self.sharded.note_groups()
+            if self.sharded.left_out and self.plan.checkpoint.saves:
+                left_out = first_of(sorted(self.sharded.left_out))
+                lines = [f"checkpoints leave out {left_out}, as the module's state_dict does (strict_loading=False)"]
+        if self.plan.init_from is not None and self.plan.resume is None:
+            lines.append(f"weights: {read_initial(self.sharded, self.state.module, self.plan)}")
+            self.sharded.refresh_low_precision_copies()
+        if self.is_global_zero:
+            print("".join(f"{line}\n" for line in lines), end="", flush=True)
+
+    def on_train_start(self) -> None:
+        self.state.changes.begin_training()
+        super().on_train_start()
+
+    def exchange_average(self) -> None:
+        """Exchange the weights and their average in place, when no checkpoint is copied from them any more."""
+        self.planned_precision.wait_for_checkpoint_copy()
+        self.sharded.exchange_average()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint for `trainer.save_checkpoint`. Collective; waits until it is written."""
+        with self.sharded.with_shards():  # a hook that saves may have whole weights
+            self._save(checkpoint, Path(filepath))
+
+    def _save(self, checkpoint: dict[str, Any], path: Path) -> None:
+        content = self.state.pack(checkpoint | self.state.changes.found())
+        exchanged = self.sharded.exchanged  # within an evaluation the module has the average
+        if exchanged:
+            self.exchange_average()
+        try:
+            publish(path, self.state.snapshot(content), TensorWriter(self.file_group()))
+        except SaveError as error:
+            raise OSError(f"{path} could not be written: {error}") from None
+        finally:
+            if exchanged:
+                self.exchange_average()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return self.state.load(Path(checkpoint_path))
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # set-up initialises the parameters, and would overwrite values loaded before
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Restore what hooks made of the optimizers' groups: `load_checkpoint` has restored the rest."""
+        self.state.groups.restore()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {}  # `state` saves the parameters
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return {}
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Do nothing, since `load_checkpoint` has restored the weights."""

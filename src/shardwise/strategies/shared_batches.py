@@ -12,17 +12,14 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from shardwise.data.loss_weight import weigher_of
-from shardwise.distributed.collectives import largest_over, sum_over
-from shardwise.distributed.mesh import Mesh
-from shardwise.distributed.process_group import gather_metrics_among
-from shardwise.distributed.rng import derived_seed, seed_streams
-from shardwise.lightning_internals.logged import LoggedValue
-from shardwise.nn.sequence_parts import use_sequence_parts, whole_sequences
+from shardwise.data.loaders import weigher_of
+from shardwise.distributed.mesh import Mesh, gather_metrics_among, largest_over, sum_over
+from shardwise.distributed.rng import OwnDraws, derived_seed, seed_streams
+from shardwise.lightning_internals.results import LoggedValue
+from shardwise.nn.attention import use_sequence_parts, whole_sequences
 from shardwise.parallel.context_hugging_face import divide_models
 from shardwise.parallel.context_parallel import ContextParallel
 from shardwise.parallel.hugging_face_models import hugging_face_models
-from shardwise.parallel.own_draws import OwnDraws
 from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.parallel.units import Units
 from shardwise.plan import Plan

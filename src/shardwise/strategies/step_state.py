@@ -11,12 +11,11 @@ from torch import Tensor
 
 from shardwise.data.loaders import TrainLoader
 from shardwise.distributed.mesh import Mesh
-from shardwise.lightning_internals import counters
+from shardwise.lightning_internals import loops
 from shardwise.plan import Plan
-from shardwise.step.buffers import BufferKeeper
 from shardwise.step.precision_plugin import PlannedPrecision
 from shardwise.step.record import StepRecord, StepRecorder
-from shardwise.step.verdict import StepVerdict
+from shardwise.step.verdict import BufferKeeper, StepVerdict
 from shardwise.step.window import AccumulationWindow
 from shardwise.strategies.refusals import FrozenForGood
 
@@ -72,7 +71,7 @@ class StepState:
         if self.verdict.find_scaler_skip(self.window.loss):
             number, scale = trainer.global_step + 1, precision.loss_scale
             said = f"step {number} skipped: its gradients are not finite; the loss scale is {scale:g} now"
-            counters.uncount_step(trainer)
+            loops.uncount_step(trainer)
         self.buffers.put_back(self.verdict.step_skipped)
         return said
 
@@ -81,7 +80,7 @@ class StepState:
 
         Returns whether that was done. Steps of an earlier epoch are not taken back.
         """
-        if not counters.rewind(trainer, steps, steps * self.plan.accumulate_grad_batches):
+        if not loops.rewind(trainer, steps, steps * self.plan.accumulate_grad_batches):
             return False
         loader.rewind(steps)
         return True

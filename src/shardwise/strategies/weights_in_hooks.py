@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torchmetrics import Metric
 
 from shardwise import accelerator
-from shardwise.data.agreement import smallest
+from shardwise.data.streams import smallest
 from shardwise.errors import ConfigError
 from shardwise.lightning_internals.hooks import current_hook
-from shardwise.parallel.precision import dtype_of
+from shardwise.parallel.precision import cast_floating, dtype_of
 from shardwise.plan import Plan
-from shardwise.step.layers_in_hooks import LayersInHooks
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _SPARE = 0.1  # of all memory is left for what the forward passes need
@@ -140,3 +143,60 @@ def _free_bytes(device: torch.device) -> int:
         return int(free + accelerator.reserved(device) - accelerator.allocated(device) - _SPARE * total)
     free, total = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
     return int((free - _SPARE * total) / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+# Lets layers that a hook runs compute as in a step: there autocast is on, and parameters have copies.
+
+
+class LayersInHooks:
+    """Finds calls of `module` and of its layers, runs each inside `as_in_steps()`, and casts what it gives to `dtype`.
+
+    A layer without parameters and the networks of metrics compute in the precision of their inputs.
+    """
+
+    def __init__(
+        self, module: nn.Module, as_in_steps: Callable[[], AbstractContextManager[Any]], dtype: torch.dtype
+    ) -> None:
+        self.module, self.as_in_steps, self.dtype = module, as_in_steps, dtype
+        self._running = ExitStack()  # of the innermost `found`
+        # The same hook each time: what is compiled in a hook would else be compiled again in the next.
+        self._looking = register_module_forward_pre_hook(self._begin)
+        self._looking.remove()
+
+    @contextmanager
+    def found(self) -> Iterator[None]:
+        """Put this around a hook. One may run within another."""
+        _ = self._layers  # what is traced is not to compute it
+        outer, looked = self._running, self._look()
+        try:
+            with ExitStack() as self._running:
+                yield
+        finally:
+            self._running = outer
+            if not looked:
+                self._looking.remove()
+
+    def _look(self) -> bool:
+        """Look for layers from here on. Returns whether that was so before."""
+        hooks = self._looking.hooks_dict_ref()
+        assert hooks is not None  # it is torch's own, of all modules
+        looked = self._looking.id in hooks
+        hooks[self._looking.id] = self._begin
+        return looked
+
+    def _begin(self, layer: nn.Module, args: Any) -> None:
+        if layer in self._layers:
+            self._looking.remove()  # what the layer calls is within; and a graph that is compiled now knows no hook
+            self._running.callback(layer.register_forward_hook(self._end, always_call=True).remove)
+            self._running.enter_context(self.as_in_steps())
+
+    def _end(self, layer: nn.Module, args: Any, output: Any) -> Any:
+        self._running.close()
+        self._look()
+        return cast_floating(output, self.dtype)
+
+    @cached_property
+    def _layers(self) -> set[nn.Module]:
+        layers = list(self.module.modules())
+        of_metrics = {part for metric in layers if isinstance(metric, Metric) for part in metric.modules()}
+        return {layer for layer in layers if layer not in of_metrics and any(True for _ in layer.parameters())}

@@ -15,8 +15,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
-from shardwise.run_dir.files import MANIFEST
-from shardwise.run_dir.reading import open_regular, parse_json, read_json
+from shardwise.run_dir.files import MANIFEST, open_regular, parse_json, read_json
 
 INDEX = "model.safetensors.index.json"
 

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.data.shard_index import INDEX, TOKENIZER, VERSION, dtype_for, load_index
-from shardwise.data.shard_writer import publish, write_index
 from shardwise.data.tokenizer import FILE, HuggingFaceTokenizer, Tokenizer, digest
+from shardwise.data.tokens import publish, write_index
 from shardwise.errors import DataError, count
 from shardwise.process.signals import ends_as_at_ctrl_c
-from shardwise.run_dir.files import partial_path, put_in_place
-from shardwise.run_dir.reading import read_text
+from shardwise.run_dir.files import partial_path, put_in_place, read_text
 from shardwise_tools import read_words
 from shardwise_tools.prepare.documents import Flaw, InputChanged, Part
 from shardwise_tools.prepare.inputs import OnError, PrepareConfig, split_words

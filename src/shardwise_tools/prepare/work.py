@@ -14,10 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwise.data.shard_writer import SplitWriter, flush
+from shardwise.data.tokens import SplitWriter, flush
 from shardwise.errors import DataError
-from shardwise.run_dir.files import write_whole
-from shardwise.run_dir.reading import read_text
+from shardwise.run_dir.files import read_text, write_whole
 from shardwise_tools.prepare.documents import Part, Position
 from shardwise_tools.prepare.worker import SPLITS, Result
 

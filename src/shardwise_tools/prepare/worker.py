@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from shardwise.data.shard_index import DTYPES, Tokens, dtype_for
 from shardwise.data.tokenizer import ByteTokenizer, load_tokenizer
-from shardwise.process.parent import kill_with_parent
-from shardwise.process.signals import ENDS
+from shardwise.process.signals import ENDS, kill_with_parent
 from shardwise_tools.prepare.documents import Flaw, Part, documents
 
 TRAIN, VALIDATION = SPLITS = ("train", "validation")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import DataError
-from shardwise.run_dir.reading import read_whole
+from shardwise.run_dir.files import read_whole
 from shardwise_tools.traces.steps import phase_of
 from shardwise_tools.traces.trace import (
     COMMUNICATION,

@@ -9,9 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from shardwise.run_dir.files import CLASSES, CONFIG, PLAN
-from shardwise.run_dir.reading import read_whole
-from shardwise.run_dir.secrets import redact, redact_words
+from shardwise.run_dir.events import redact, redact_words
+from shardwise.run_dir.files import CLASSES, CONFIG, PLAN, read_whole
 from shardwise_tools.viewer.chart import words
 from shardwise_tools.viewer.page import fold, paragraph, table
 from shardwise_tools.viewer.record import RunRecord, read_json, read_text

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, ExitCode
-from shardwise.run_dir import reading
+from shardwise.run_dir import files
 from shardwise.run_dir.checkpoints import list_checkpoints, step_of
 from shardwise.run_dir.events import Event, read_events
 from shardwise.run_dir.files import (
@@ -21,15 +21,18 @@ from shardwise.run_dir.files import (
     ENVIRONMENT,
     GUARD,
     METRICS,
+    MOST_IN_LINE,
     PLAN,
     RANKS,
     STARTS,
     SUMMARY,
+    open_regular,
+    parse_json,
     profile_summaries,
     rank_logs,
+    read_whole,
+    readable,
 )
-from shardwise.run_dir.reading import MOST_IN_LINE, open_regular, parse_json, read_whole
-from shardwise.run_dir.rows import readable
 
 _CHUNK = 2**22  # bytes
 
@@ -355,7 +358,7 @@ def read_text(path: Path, last: int | None = None) -> str:
 def read_json(path: Path) -> Any:
     """What a JSON file holds; None where it is missing or damaged."""
     try:
-        return reading.read_json(path)
+        return files.read_json(path)
     except (OSError, ValueError):
         return None
 

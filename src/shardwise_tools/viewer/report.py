@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, count
-from shardwise.run_dir.events import Event
+from shardwise.run_dir.events import Event, redact, redact_text
 from shardwise.run_dir.files import REPORT, write_whole
-from shardwise.run_dir.secrets import redact, redact_text
 from shardwise_tools import read_words
 from shardwise_tools.viewer.background import classes, command, config_of, environment, plan, profile
 from shardwise_tools.viewer.chart import (

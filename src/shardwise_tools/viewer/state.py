@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from shardwise.errors import ExitCode, count
-from shardwise.run_dir.command import this_machine
-from shardwise.run_dir.events import Event
+from shardwise.run_dir.events import Event, redact_text, this_machine
 from shardwise.run_dir.files import EVENTS, METRICS, PLAN, STARTS, SUMMARY, rank_logs
-from shardwise.run_dir.secrets import redact_text
 from shardwise_tools.viewer.record import RunRecord
 
 Name = Literal["starting", "running", "silent", "ended", "stopped", "died"]

@@ -18,9 +18,19 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import ConfigError, count
 from shardwise.run_dir.events import Event
-from shardwise.run_dir.files import CONFIG, ENVIRONMENT, EVENTS, GUARD, METRICS, PLAN, RANKS, STARTS, SUMMARY
-from shardwise.run_dir.reading import open_regular
-from shardwise.run_dir.rows import readable
+from shardwise.run_dir.files import (
+    CONFIG,
+    ENVIRONMENT,
+    EVENTS,
+    GUARD,
+    METRICS,
+    PLAN,
+    RANKS,
+    STARTS,
+    SUMMARY,
+    open_regular,
+    readable,
+)
 from shardwise_tools import read_words
 from shardwise_tools.viewer.chart import is_speed, is_spread, is_telemetry, loss_name, short, words
 from shardwise_tools.viewer.record import RunRecord, Series, Table, find_run, read_text

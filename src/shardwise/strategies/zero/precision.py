@@ -17,7 +17,7 @@ from shardwise.plan import Plan
 from shardwise.step.precision_plugin import PlannedPrecision
 from shardwise.step.verdict import StepVerdict
 from shardwise.strategies.zero.internals import finish_writes
-from shardwise.strategies.zero.step_hooks import StepHooks
+from shardwise.strategies.zero.optimizer import StepHooks
 
 
 class ZeroPrecision(PlannedPrecision):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.chunks import range_of, slice_of
+from shardwise.checkpoint.dcp import range_of, slice_of
 from shardwise.checkpoint.optimizers import as_tensor
 from shardwise.checkpoint.state import ParameterShard, make_like, restore
 from shardwise.errors import ConfigError, first_of

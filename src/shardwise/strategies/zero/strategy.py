@@ -8,33 +8,33 @@ masters from rounded weights and skip a step in silence. This package undoes eac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from shardwise.distributed.collectives import broadcast_from_rank_zero
+from shardwise.distributed.mesh import broadcast_from_rank_zero, gather_in_order
 from shardwise.errors import ConfigError
 from shardwise.optim.deepspeed import import_deepspeed
 from shardwise.optim.optimizers import order_alike
-from shardwise.parallel.functional_calls import refuse_functional_calls
+from shardwise.parallel.parallelize import refuse_functional_calls
 from shardwise.parallel.precision import dtype_of
 from shardwise.plan import Plan
+from shardwise.step.precision_plugin import LOSS_SCALE
 from shardwise.strategies.base import PlannedStrategy
 from shardwise.strategies.whole_weights import weights_are_sharded
-from shardwise.strategies.zero.engine import engine_config
-from shardwise.strategies.zero.frozen import FrozenUnderZero
-from shardwise.strategies.zero.groups import ParameterGroups
-from shardwise.strategies.zero.hooks import ZeroWeights
-from shardwise.strategies.zero.initial import InitialValues
 from shardwise.strategies.zero.internals import (
     before_collectives,
     before_freeing,
@@ -47,11 +47,12 @@ from shardwise.strategies.zero.internals import (
     without_broadcast,
     without_nested_tensors,
 )
+from shardwise.strategies.zero.optimizer import FrozenUnderZero, ParameterGroups, StepHooks
 from shardwise.strategies.zero.precision import GradientsOutOfReach, ZeroPrecision
 from shardwise.strategies.zero.refusals import check_support, refuse_idle, refuse_inner_backward, refuse_objects
 from shardwise.strategies.zero.state import ZeroState
-from shardwise.strategies.zero.step_hooks import StepHooks
 from shardwise.strategies.zero.unused_parameters import LastGradients, gathered_as_one, touch_all
+from shardwise.strategies.zero.weights import ZeroWeights
 from shardwise.weights.initialize import Materializer
 
 
@@ -217,3 +218,98 @@ class ZeroStrategy(PlannedStrategy, DDPStrategy):
         return self.model
 
     scales_by_gradient = False  # the engine starts its backward pass by itself
+
+
+# Translates the Plan into DeepSpeed's config.
+
+
+def engine_config(plan: Plan, training: bool) -> dict[str, Any]:
+    """Make DeepSpeed's config: a new dict for each call, since DeepSpeed writes into it."""
+    strategy, precision, cuda = plan.strategy, plan.precision, plan.accelerator == "cuda"
+    zero: dict[str, Any] = {
+        "stage": plan.zero_stage,
+        "reduce_bucket_size": strategy.reduce_bucket_elements,
+        "overlap_comm": cuda and strategy.overlap_comm,  # there are no streams on the CPU
+        "contiguous_gradients": True,
+        "round_robin_gradients": False,  # where a parameter's master lies is the order of its group
+    }
+    if plan.zero_stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": strategy.prefetch_bucket_elements,
+            "stage3_param_persistence_threshold": strategy.persistence_threshold_elements,
+            "stage3_max_live_parameters": strategy.max_live_elements,
+            "stage3_max_reuse_distance": strategy.max_reuse_distance_elements,
+            "sub_group_size": strategy.sub_group_elements,
+        }
+    else:
+        zero["allgather_bucket_size"] = strategy.allgather_bucket_elements
+    if strategy.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cuda}
+    if strategy.offload_parameters:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": cuda}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.accumulate_grad_batches,
+        "gradient_clipping": plan.gradient_clip_val or 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "communication_data_type": "fp32",
+        # With this ZeRO-1 in bf16 uses DeepSpeed's BF16_Optimizer, which also accumulates gradients in fp32.
+        "data_types": {"grad_accum_dtype": "bf16" if precision.parameter_dtype == "bfloat16" else "fp32"},
+        "steps_per_print": None,
+    }
+    if training or plan.zero_stage == 3:
+        config["zero_optimization"] = zero
+    if precision.compute_dtype == "bfloat16":
+        true = not precision.is_mixed
+        config["bf16"] = {
+            "enabled": True,
+            "check_grad_overflow": False,  # see ZeroPrecision.watch_gradients
+            "immediate_grad_update": True,  # adds 16-bit gradients to the fp32 sum at once
+            "bf16_master_weights_and_grads": true,
+            "bf16_optimizer_states": true,
+        }
+    if precision.compute_dtype == "float16":
+        config["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": round(math.log2(LOSS_SCALE["init_scale"])),
+            "loss_scale_window": LOSS_SCALE["growth_interval"],
+            "hysteresis": 1,
+        }
+    return config
+
+
+# The fp32 values that DeepSpeed's masters begin with: it would make them from the 16-bit copies, which are rounded.
+
+
+class InitialValues:
+    """The ranks of `group` share the values of every parameter until there are masters, so that none holds them all."""
+
+    def __init__(self, plan: Plan, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.sharded_alike = plan.zero_stage == 3  # a rank's masters are these same shares
+        # ZeRO-1 and 2 need the GPU for whole parameters, and with offloading the masters will be on the host, too.
+        self.on_host = not self.sharded_alike or plan.strategy.offload_optimizer
+        self._shares: dict[str, tuple[int, Tensor]] = {}  # name → elements of each share, this rank's values
+
+    def keep(self, name: str, parameter: nn.Parameter) -> None:
+        """Copy this rank's share of a parameter."""
+        size = -(-parameter.numel() // self.group.size())
+        values = parameter.detach().flatten()[size * self.group.rank() :][:size]
+        self._shares[name] = size, values.to("cpu" if self.on_host else values.device, copy=True)
+
+    def fill(self, masters: Iterator[tuple[str, int, Tensor]], trained: set[str], device: torch.device) -> None:
+        """Copy the values into this rank's `masters` (name, first element, storage), and forget them. Collective.
+
+        `trained`: the names of all parameters that have masters. `device`: the group's.
+        """
+        mine = {name: (start, master) for name, start, master in masters}
+        while self._shares:
+            name = next(iter(self._shares))  # in the same order on every rank
+            size, values = self._shares.pop(name)
+            begin = size * self.group.rank()
+            if name in trained and not self.sharded_alike:
+                begin, values = 0, gather_in_order(self.group, F.pad(values.to(device), (0, size - values.numel())))
+            if name in mine:
+                start, master = mine[name]
+                master.copy_(values[start - begin : start - begin + master.numel()])

@@ -1,0 +1,201 @@
+"""Weights in hooks under ZeRO. Where they are made whole, writes into trained ones are refused.
+
+DeepSpeed's next step overwrites these.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardwise.errors import ConfigError
+from shardwise.lightning_internals.hooks import has_weights, is_of_training
+from shardwise.strategies.weights_in_hooks import WeightsInHooks
+from shardwise.strategies.zero.internals import gathered, kept_gathered
+
+_WATCHED = 8  # steps of each kind in which reads of empty weights are refused: each call of torch takes a little longer
+
+
+class ZeroWeights(WeightsInHooks):
+    """Weights that are in DeepSpeed's hands."""
+
+    hides = True
+    strategy: Any
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
+        self._before_evaluation: dict[str, float] | None = None  # the norm of each trained weight
+        self._steps_of: Counter[str] = Counter()  # how many steps of each kind this process has begun
+
+    def around_step(self, name: str) -> AbstractContextManager[Any]:
+        """What is put around the step `name`: in the first ones, reads of empty weights are refused."""
+        self._steps_of[name] += 1
+        # What is compiled would be compiled once more; a resumed run computes its steps as it did before
+        is_watched = self._steps_of[name] <= _WATCHED and self.plan.compile.name == "none"
+        if self.plan.zero_stage < 3 or not is_watched:
+            return nullcontext()
+        return self.refusing_empty(f"{self.name}.{name}")
+
+    def around_hook(self, hook: str, *, whole: bool) -> AbstractContextManager[None]:
+        around = super().around_hook(hook, whole=whole)
+        if self.plan.zero_stage < 3 or not has_weights(hook):
+            return around
+        return self._refusing_empty_around(around, f"{hook} of {self.name} or of a callback")
+
+    @contextmanager
+    def _refusing_empty_around(self, around: AbstractContextManager[None], where: str) -> Iterator[None]:
+        with around, self.refusing_empty(where):
+            yield
+
+    def refusing_empty(self, where: str) -> EmptyWeightsRefused:
+        return EmptyWeightsRefused(self._names, where)
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self.module.named_parameters()}
+
+    @contextmanager
+    def make_whole(self, hook: str) -> Iterator[None]:
+        """Gather the weights for a hook. It may write into frozen parameters, such as an average.
+
+        DeepSpeed's next step overwrites trained ones: who sets others for an evaluation puts them back at its end.
+        """
+        trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        with self._gathered(list(trained.values())):
+            before = _norms(trained)
+            if self.strategy.groups is None:
+                yield
+            else:
+                with self.strategy.groups.shown():
+                    yield
+            after = _norms(trained)
+        if is_of_training(hook) or hook.endswith("model_train"):  # that one comes at the end of an evaluation
+            self._refuse_writes(before, after, hook)
+        else:
+            self._before_evaluation = self._before_evaluation or before
+
+    def check_evaluation(self) -> None:
+        before, self._before_evaluation = self._before_evaluation, None
+        if before is not None:
+            trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+            with self._gathered(list(trained.values())):
+                self._refuse_writes(before, _norms(trained), "validation, and does not put back what was there")
+
+    def _refuse_writes(self, before: dict[str, float], after: dict[str, float], where: str) -> None:
+        # NaN differs from itself, and is no sign of a write.
+        changed = [name for name, norm in after.items() if norm != before[name] and not math.isnan(norm)]
+        if changed and self.strategy.state.is_training:
+            raise ConfigError(
+                f"{self.name} or a callback writes into {', '.join(changed[:4])} in {where}: under "
+                f"{self.plan.strategy.name} trained weights are in DeepSpeed's hands, and this would be lost; use "
+                f"strategy=ddp or fsdp"
+            )
+
+    @contextmanager
+    def _gathered(self, trained: list[nn.Parameter]) -> Iterator[None]:
+        if self.plan.zero_stage < 3:
+            yield
+            return
+        with gathered(self.strategy.model, self.module, trained):
+            yield
+
+    def _bytes_to_gather(self) -> int:
+        if self.plan.zero_stage < 3:
+            return 0
+        parameters: list[Any] = list(self.module.parameters())
+        return sum(p.ds_numel * p.element_size() for p in parameters if hasattr(p, "ds_numel"))
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        with kept_gathered(self.strategy.model, self.module), self.strategy.order.paused():
+            yield
+
+
+def _norms(parameters: dict[str, nn.Parameter]) -> dict[str, float]:
+    """One number for each tensor, which shows a write through p.data."""
+    filled = {name: p.detach() for name, p in parameters.items() if p.numel()}
+    if not filled:
+        return {}
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(filled.values()))])
+    return dict(zip(filled, norms.tolist(), strict=True))
+
+
+# Finds reads of weights that ZeRO-3 has freed. It leaves an empty tensor in their place, whose norm would be 0.
+
+_TORCH = Path(torch.__file__).parent
+_OTHERS = ("deepspeed", "lightning", "shardwise")  # who may look at what is left of a weight
+# What an empty weight has in common with the whole one. Of attributes, only these few are not.
+_SAME_WHERE_EMPTY = {"requires_grad_", "is_floating_point", "is_complex", "element_size", "register_hook", "get_device",
+                     "register_post_accumulate_grad_hook", "retain_grad", "__hash__", "__repr__", "__format__",
+                     "data_ptr", "untyped_storage", "is_pinned", "is_inference", "has_names", "type"}  # fmt: skip
+_OF_VALUES = {getattr(Tensor, name) for name in ("data", "shape", "ndim", "T", "mT", "H", "mH", "real", "imag")}
+
+
+class EmptyWeightsRefused(TorchFunctionMode):
+    """Refuses to compute with weights that are not there, inside. `where`: the hook or step that runs."""
+
+    def __init__(self, names: dict[int, str], where: str) -> None:
+        """`names`: the id of each parameter → its name."""
+        super().__init__()
+        self.where, self._names = where, names
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _reads_values(function):
+            for tensor in chain.from_iterable(map(_listed, (*args, *kwargs.values()))):
+                if id(tensor) in self._names and _is_freed(tensor) and (line := _users_line()) is not None:
+                    raise ConfigError(
+                        f"{self.where} ({line}) reads the weight {self._names[id(tensor)]}, which is not there: zero3 "
+                        f"gathers weights for the layers that run; put `with shardwise.gathered_weights(module):` "
+                        f"around it in a hook, or give whole_weights_in=[on_train_batch_end], say; a loss of weights "
+                        f"needs strategy=zero2 or ddp"
+                    )
+        return function(*args, **kwargs)
+
+
+def _reads_values(function: Any) -> bool:
+    """Whether this call of torch needs the values or the shape of its tensors."""
+    if getattr(function, "__name__", "") == "__get__":
+        return getattr(function, "__self__", None) in _OF_VALUES
+    return getattr(function, "__name__", "") not in (*_SAME_WHERE_EMPTY, "__set__")
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _is_freed(weight: Any) -> bool:
+    """Whether ZeRO-3 has freed this weight, or has not yet received it."""
+    return hasattr(weight, "ds_status") and weight.ds_status.name != "AVAILABLE"
+
+
+def _users_line() -> str | None:
+    """The line of the user's code that has called torch; None: a strategy has."""
+    frame: Any = inspect.currentframe()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not (part := _part_of_torch(file)) and file != __file__:
+            package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+            return None if package in _OTHERS else f"{Path(file).name}, line {frame.f_lineno}"
+        if part == "distributed":
+            return None
+        frame = frame.f_back
+    return None
+
+
+@cache
+def _part_of_torch(file: str) -> str:
+    """The folder or file of torch that a source file lies in; "" for all others."""
+    path = Path(file)
+    return path.relative_to(_TORCH).parts[0] if path.is_relative_to(_TORCH) else ""
