@@ -36,8 +36,8 @@ from shardwise.nn.attention import (  # noqa: E402
     kernels_that_ran,
     whole_layout,
 )
-from shardwise.plan.attention_kernel import FLASH_ATTENTION_4  # noqa: E402
-from shardwise.plan.choices import installed  # noqa: E402
+from shardwise.plan.hardware import installed  # noqa: E402
+from shardwise.plan.kernel_choice import FLASH_ATTENTION_4  # noqa: E402
 
 # A kernel in bf16 rounds what it keeps: the facts of one H200 are 2.0e-3 to 3.0e-3 of the norm for cuDNN.
 BOUND = 1e-2

@@ -32,7 +32,7 @@ from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.device import free_memory  # noqa: E402
 from shardwise.nn.linear_cross_entropy import VocabularyPart, _plain_rows, fused_rows_of_a_part, linear_cross_entropy  # noqa: E402
 from shardwise.nn.peers import Peers  # noqa: E402
-from shardwise.plan.loss import has_quack  # noqa: E402
+from shardwise.plan.kernel_choice import has_quack  # noqa: E402
 
 GPU = torch.device("cuda", 0)
 WAYS = ["full", "chunked", *(["fused"] if has_quack() else [])]

@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
-from shardwise.plan.decoder import decoder_of
-from shardwise.plan.parallel_lines import state_bytes
+from shardwise.plan.parallel_costs import state_bytes_of_rank
+from shardwise.plan.pipeline import decoder_of
 from shardwise.plan.plan import Plan
 
 STEP = 2  # the optimizer has its state since the first one
@@ -35,7 +35,7 @@ def state_of(run: Path, plan: Plan) -> dict[str, list[float]]:
     files, decoder = [run / FILE.format(rank) for rank in ranks], decoder_of(plan)
     if decoder is None or not all(file.exists() for file in files):
         return {}
-    by_position = state_bytes(plan, decoder)
+    by_position = state_bytes_of_rank(plan, decoder)
     return {
         "allocated": [json.loads(file.read_text()) for file in files],
         "stated": [by_position[plan.topology.pipeline_rank(rank)] for rank in ranks],

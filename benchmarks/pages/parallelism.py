@@ -6,9 +6,9 @@ from typing import Any
 
 from benchmarks.harness.results import read
 from benchmarks.pages.markdown import table
-from shardwise.plan import parallel_arithmetic as arithmetic
+from shardwise.plan import parallel_costs as arithmetic
+from shardwise.plan.pipeline import split_units, stage_costs
 from shardwise.plan.pipeline_schedule import make_schedule, simulate
-from shardwise.plan.pipeline_split import split_units, stage_costs
 
 HEAD = 2.4  # layers of Llama 3 8 B
 

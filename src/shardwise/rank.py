@@ -20,7 +20,7 @@ from shardwise.callbacks.predict import Predictions
 from shardwise.callbacks.steps import digits, validation_metrics
 from shardwise.callbacks.summary import print_table, words
 from shardwise.checkpoint.files import verify_resume
-from shardwise.config.one_lightning import newly_used
+from shardwise.config.targets import newly_used
 from shardwise.distributed.mesh import init_process_group
 from shardwise.errors import count
 from shardwise.parallel.precision import set_matmul_mode

@@ -19,8 +19,7 @@ from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfi
 
 from shardwise.callbacks.configured import leave_out_model_checkpoints
 from shardwise.callbacks.order import build_run_callbacks
-from shardwise.config.one_lightning import second_copy
-from shardwise.config.targets import build, locate
+from shardwise.config.targets import build, locate, second_copy
 from shardwise.distributed.rng import derived_seed, seed_streams
 from shardwise.errors import ConfigError, a_or_an, count
 from shardwise.lightning_internals.hooks import Unprofiled
@@ -35,10 +34,9 @@ from shardwise.parallel.precision import default_dtype, set_dtypes
 from shardwise.parallel.tensor_parallel import find_division
 from shardwise.parallel.units import find_units, units_for
 from shardwise.plan import Plan
-from shardwise.plan.attention_kernel import check_takes_attention
-from shardwise.plan.context_parallel import check_takes_context
-from shardwise.plan.loss import check_takes_loss
-from shardwise.plan.unreached import explain_warmup
+from shardwise.plan.kernel_choice import check_takes_attention, check_takes_loss
+from shardwise.plan.parallel_axes import check_takes_context
+from shardwise.plan.resolve import explain_warmup
 from shardwise.protocols import initializes_itself, optional
 from shardwise.run_dir.events import describe_environment
 from shardwise.run_dir.files import ENVIRONMENT, keep_earlier, stage_file, write_whole

@@ -14,8 +14,8 @@ from enum import Enum
 from importlib import import_module
 from typing import Any, TypeVar, get_type_hints
 
-from shardwise.config.bind import bind, take_options
 from shardwise.config.paths import ROOT
+from shardwise.config.schema import bind, take_options
 from shardwise.errors import ConfigError, did_you_mean, needs_packages
 
 TOOLS = {  # name → the function that runs it, beside which HELP stands, and what it is for

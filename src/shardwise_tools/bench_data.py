@@ -18,16 +18,15 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.bind import bind, take_options
 from shardwise.config.compose import Job, compose
+from shardwise.config.schema import bind, take_options
 from shardwise.devices import count_granted_cpus
 from shardwise.errors import ConfigError, count
 from shardwise.launch.host import inspect_host
 from shardwise.launch.local import rank_environment
 from shardwise.plan import Plan
 from shardwise.plan.hardware import known_peak
-from shardwise.plan.location import runs_folder
-from shardwise.plan.resolve import make_plan
+from shardwise.plan.resolve import make_plan, runs_folder
 from shardwise.process.signals import die_with_parent
 from shardwise.run_dir.files import PLAN, SUMMARY, read_json, read_text
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise import accelerator
-from shardwise.config.cluster import ClusterConfig
+from shardwise.config.groups import ClusterConfig
 from shardwise.plan.hardware import is_gpu
 from shardwise.preflight.measure import seconds_of
 from shardwise_tools.machine import Speed

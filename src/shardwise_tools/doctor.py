@@ -20,7 +20,7 @@ from typing import Any
 
 from shardwise.config.paths import ROOT
 from shardwise.errors import ConfigError, count
-from shardwise.plan.choices import installed
+from shardwise.plan.hardware import installed
 from shardwise_tools import read_words
 from shardwise_tools.machine import Accelerator, Machine, Speed, describe_machine
 

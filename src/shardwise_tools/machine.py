@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.devices import amd_gpus, count_cpus, count_granted_cpus, has_apple_gpu, intel_gpus, torch_build
-from shardwise.plan.choices import installed
+from shardwise.plan.hardware import installed
 from shardwise.preflight.node_report import Gpu, count_links, read_gpus, run_program
 
 _NVIDIA_ON_THE_BUS = ("0x10de", "0x03")  # PCI's number of the maker; the class of displays and of GPUs without one

@@ -6,9 +6,8 @@ import sys
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
-from shardwise.plan.pipeline_schedule import make_schedule, schedule_notice, simulate
-from shardwise.plan.pipeline_split import check_split, split_units, stage_costs
-from shardwise.plan.schedule_text import describe
+from shardwise.plan.pipeline import check_split, split_units, stage_costs
+from shardwise.plan.pipeline_schedule import describe, make_schedule, schedule_notice, simulate
 from shardwise_tools import read_words
 
 HELP = """\

@@ -12,22 +12,22 @@ from omegaconf import OmegaConf
 
 from benchmarks.report import with_tables
 from shardwise.cli import train
-from shardwise.config.bind import bind
-from shardwise.config.cluster import ClusterConfig, PeakTflopsConfig
 from shardwise.config.compose import compose, read_clusters
 from shardwise.config.groups import (
     SAVED,
     STRATEGY_CONFIGS,
     ActivationCheckpointingConfig,
     CheckpointConfig,
+    ClusterConfig,
     CompileConfig,
     FsdpConfig,
     LoggerConfig,
+    PeakTflopsConfig,
     PrecisionConfig,
 )
 from shardwise.config.help import config_groups
 from shardwise.config.paths import CONF
-from shardwise.config.schema import RunConfig
+from shardwise.config.schema import RunConfig, bind
 from shardwise.config.targets import build, check
 from shardwise.errors import ConfigError
 from shardwise.launch.host import planned_host

@@ -26,7 +26,7 @@ from shardwise.nn.attention import causal_attention, document_layout, kernels_th
 from shardwise.nn.generation import KeyValueCache
 from shardwise.parallel.context_parallel import ContextParallel
 from shardwise.plan import Host, Plan
-from shardwise.plan.attention_kernel import (
+from shardwise.plan.kernel_choice import (
     FLASH_ATTENTION_4,
     Facts,
     check_takes_attention,
@@ -186,7 +186,7 @@ def test_what_the_config_says_is_known(changes: dict[str, Any], message: str) ->
 
 
 def test_flash_attention_4_is_there_only_with_what_it_is_written_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    hopper, at = Host(cuda_devices=1, run_id="r", gpu_capability=(9, 0)), "shardwise.plan.attention_kernel"
+    hopper, at = Host(cuda_devices=1, run_id="r", gpu_capability=(9, 0)), "shardwise.plan.kernel_choice"
     monkeypatch.setattr(f"{at}.installed", lambda package: "4.0.0")
     for found, version in ((object(), "4.0.0"), (None, None)):
         monkeypatch.setattr(f"{at}.find_spec", lambda module, found=found: found)

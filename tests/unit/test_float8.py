@@ -26,7 +26,7 @@ from shardwise.config.groups import Float8Config
 from shardwise.errors import ConfigError
 from shardwise.parallel.float8 import Float8Layers
 from shardwise.plan import Host, Plan
-from shardwise.plan.float8 import USUAL
+from shardwise.plan.hardware import USUAL
 from shardwise.plan.resolve import make_plan
 
 RECIPES = ["tensorwise", "rowwise"]

@@ -14,7 +14,7 @@ from recipes.language_modeling.module import LanguageModel
 from shardwise.errors import ConfigError
 from shardwise.nn import linear_cross_entropy as file
 from shardwise.nn.linear_cross_entropy import CHUNK_LOGITS, fused_rows, linear_cross_entropy, rows_of_a_chunk
-from shardwise.plan.loss import LARGE_LOGITS
+from shardwise.plan.kernel_choice import LARGE_LOGITS
 from tests.harness.quack_kernels import replace_kernels
 
 Result = tuple[Tensor, Tensor, Tensor]

@@ -17,7 +17,7 @@ from shardwise.optim.adamw import AdamW8bit, AdamWBf16, dequantize, quantize, sh
 from shardwise.optim.matrices import choose_matrices, describe_choice, muon_groups
 from shardwise.optim.muon import Muon, orthogonalize
 from shardwise.optim.optimizers import after_step, clip_by_norm, treats_weights_one_by_one
-from shardwise.plan.optimizer_bytes import block_length
+from shardwise.plan.optimizer import block_length
 from shardwise.schedules import warmup_cosine, warmup_linear
 from shardwise.trainer import steps_of_schedule
 

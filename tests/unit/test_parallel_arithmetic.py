@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.plan import parallel_arithmetic as arithmetic
+from shardwise.plan import parallel_costs as arithmetic
 from shardwise.plan.pipeline_schedule import make_schedule, simulate
 
 # 8 B: 32 layers of width 4096, 32 heads with 8 keys, 8,192 tokens

@@ -9,16 +9,15 @@ from torch import nn
 
 from benchmarks.harness.state_memory import FILE, state_of
 from recipes.language_modeling.model import Transformer
-from shardwise.config.cluster import ClusterConfig
 from shardwise.config.compose import compose
-from shardwise.config.groups import ActivationCheckpointingConfig
+from shardwise.config.groups import ActivationCheckpointingConfig, ClusterConfig
 from shardwise.errors import ConfigError
 from shardwise.optim.adamw import AdamW8bit, AdamWBf16
 from shardwise.optim.matrices import choose_matrices, muon_groups
 from shardwise.optim.muon import Muon
 from shardwise.plan import Plan
-from shardwise.plan.decoder import Decoder, decoder_of
-from shardwise.plan.parallel_lines import bytes_sent, explain_memory, parallel_lines, state_bytes
+from shardwise.plan.parallel_costs import bytes_sent, explain_memory, parallel_lines, state_bytes_of_rank
+from shardwise.plan.pipeline import Decoder, decoder_of
 from shardwise.plan.topology import Topology
 from tests.unit.test_plan import plan
 
@@ -121,7 +120,7 @@ def test_a_shared_weight_is_on_both_ends_whose_gradients_are_summed() -> None:
     untied, shared = (laid_out(Topology(1, 4, 1, 1, pipeline=4), 8, **more) for more in ({}, {"module": tied}))
     table = 128256 * 4096
     assert decoder(untied).parameters - decoder(shared).parameters == table
-    assert state_bytes(shared, decoder(shared)) == state_bytes(untied, decoder(untied))
+    assert state_bytes_of_rank(shared, decoder(shared)) == state_bytes_of_rank(untied, decoder(untied))
     more = [bytes_sent(made, decoder(made))["pipeline"] for made in (shared, untied)]
     assert more[0] - more[1] == pytest.approx(4 * 2 * table / 4)  # fp32, two of four stages
 
@@ -129,10 +128,10 @@ def test_a_shared_weight_is_on_both_ends_whose_gradients_are_summed() -> None:
 def test_norms_are_whole_on_tensor_ranks_and_deferred_gradients_are_unsharded() -> None:
     made = laid_out(Topology(1, 8, 1, 4, tensor=2), 8, optimizer={"_target_": "torch.optim.AdamW"})
     norms = 65 * 4096
-    [found] = state_bytes(made, decoder(made))
+    [found] = state_bytes_of_rank(made, decoder(made))
     assert found == pytest.approx(16 / 4 * ((8_030_261_248 - norms) / 2 + norms))
     deferred = dataclasses.replace(made, strategy=dataclasses.replace(made.strategy, defer_gradient_sync=True))
-    [more] = state_bytes(deferred, decoder(deferred))
+    [more] = state_bytes_of_rank(deferred, decoder(deferred))
     assert more - found == pytest.approx(4 * ((8_030_261_248 - norms) / 2 + norms))
 
 
@@ -151,7 +150,7 @@ def test_the_state_is_that_of_the_optimizer(word: str, dtype: str) -> None:
     optimizer.step()
     kept = [t for state in optimizer.state.values() for key, t in state.items() if key != "step" and t is not None]
     tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *kept]
-    [stated] = state_bytes(made, decoder(made))
+    [stated] = state_bytes_of_rank(made, decoder(made))
     assert stated == sum(t.numel() * t.element_size() for t in tensors)
     assert f"the state of {word.split()[0]} of a rank" in parallel_lines(dataclasses.replace(
         made, topology=Topology(1, 2, 1, 1, tensor=2)))[-1]  # fmt: skip
@@ -213,4 +212,4 @@ def test_what_a_benchmark_finds_on_each_gpu_is_set_beside_what_is_stated(tmp_pat
     assert not state_of(tmp_path, made)
     for rank in (0, 1):
         (tmp_path / FILE.format(rank)).write_text(str(rank + 7))
-    assert state_of(tmp_path, made) == {"allocated": [7, 8], "stated": state_bytes(made, decoder(made))[::-1]}
+    assert state_of(tmp_path, made) == {"allocated": [7, 8], "stated": state_bytes_of_rank(made, decoder(made))[::-1]}

@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError
 from shardwise.parallel.pipeline.stages import Ownership
 from shardwise.parallel.units import find_units
 from shardwise.plan import Host, Plan
-from shardwise.plan.decoder import decoder_of
+from shardwise.plan.pipeline import decoder_of
 from shardwise.plan.resolve import make_plan
 from shardwise.strategies.pipelined_checks import check_module
 

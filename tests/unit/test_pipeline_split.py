@@ -6,7 +6,7 @@ import random
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.plan.pipeline_split import check_split, split_units, stage_costs
+from shardwise.plan.pipeline import check_split, split_units, stage_costs
 
 
 def every_split(units: int, stages: int) -> list[tuple[int, ...]]:

@@ -12,15 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config.cluster import ClusterConfig, PeakTflopsConfig
 from shardwise.config.groups import (
     CheckpointConfig,
+    ClusterConfig,
     DdpConfig,
     Dtype,
     FsdpConfig,
     FsdpHybridConfig,
     GuardConfig,
     LoggerConfig,
+    PeakTflopsConfig,
     PrecisionConfig,
 )
 from shardwise.config.schema import RunConfig, Stage

@@ -11,8 +11,8 @@ import pytest
 from shardwise.config.compose import compose
 from shardwise.errors import ConfigError
 from shardwise.plan import Host, Plan
-from shardwise.plan import loss as file
-from shardwise.plan.loss import check_takes_loss, explain_loss
+from shardwise.plan import kernel_choice as file
+from shardwise.plan.kernel_choice import check_takes_loss, explain_loss
 from shardwise.plan.plan import Choice
 from shardwise.plan.resolve import make_plan
 

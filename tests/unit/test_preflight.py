@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config.cluster import ClusterConfig
+from shardwise.config.groups import ClusterConfig
 from shardwise.errors import ExitCode
 from shardwise.launch.slurm import all_hosts, first_host
 from shardwise.preflight import node_report

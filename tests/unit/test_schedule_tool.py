@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.plan.schedule_text import schedule_lines
+from shardwise.plan.pipeline_schedule import schedule_lines
 from shardwise_tools import main
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.config.cluster import ClusterConfig
+from shardwise.config.groups import ClusterConfig
 from shardwise.config.paths import CONF, ROOT
 from shardwise.errors import ConfigError
 from shardwise.launch.sbatch import check_time, merge_options

@@ -16,7 +16,7 @@ from shardwise.config.groups import (
     StrategyConfig,
 )
 from shardwise.errors import ConfigError
-from shardwise.plan.engine_knobs import overlaps_tensor_axis, uses_symmetric_memory
+from shardwise.plan.groups import overlaps_tensor_axis, uses_symmetric_memory
 from shardwise.plan.topology import Topology, make_topology
 
 NODE = make_topology("fsdp", 1, 8)

@@ -27,22 +27,28 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from shardwise.config.bind import as_yaml, bind, choose
-from shardwise.config.cluster import ClusterConfig
-from shardwise.config.explain import check_cluster, check_numbers, check_open, explain
+from shardwise.config.explain import (
+    as_text,
+    check_cluster,
+    check_numbers,
+    check_open,
+    drop_schedule,
+    explain,
+    replaced_words,
+    without_dashes,
+)
 from shardwise.config.groups import (
     STRATEGY_CONFIGS,
     ActivationCheckpointingConfig,
     CheckpointConfig,
+    ClusterConfig,
     CompileConfig,
     LoggerConfig,
     StrategyConfig,
 )
 from shardwise.config.help import config_groups, help_text
-from shardwise.config.meant import as_text, without_dashes
 from shardwise.config.paths import CONF
-from shardwise.config.replaced import drop_schedule, replaced_words
-from shardwise.config.schema import RunConfig
+from shardwise.config.schema import RunConfig, as_yaml, bind, choose
 from shardwise.config.secrets import refer_to_secrets, refuse_secrets
 from shardwise.config.translate import translate
 from shardwise.errors import ConfigError, did_you_mean

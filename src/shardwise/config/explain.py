@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import re
+import shlex
+from collections.abc import Collection
 from typing import Any
 
 from hydra import compose as hydra_compose
@@ -11,11 +14,50 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from shardwise.config.bind import as_number, as_yaml, remedy_for_text
 from shardwise.config.paths import CONF
-from shardwise.config.replaced import ALTERNATIVES
-from shardwise.config.schema import MISSING
+from shardwise.config.schema import MISSING, as_number, as_yaml, remedy_for_text
 from shardwise.errors import ConfigError, did_you_mean
+
+# What a recipe or an experiment sets, and words of the command line replace as a whole.
+
+# Of each of these only one word is given
+ALTERNATIVES = (
+    ("max_steps", "max_epochs", "max_samples"),
+    ("validate_every_n_steps", "validate_every_n_epochs"),
+    ("checkpoint.save_every_n_steps", "checkpoint.save_every_n_epochs"),
+    ("schedule.warmup_steps", "schedule.warmup_ratio"),
+)
+
+
+def replaced_words(composed: DictConfig, words: tuple[str, ...]) -> dict[str, str]:
+    """What a file of conf/ sets (such as `max_steps=500`) → the word of the command line that takes its place."""
+    found: dict[str, str] = {}
+    for alternatives in ALTERNATIVES:
+        given = {key: word for word in words if (key := word.partition("=")[0].lstrip("+")) in alternatives}
+        by = next((word for word in given.values() if not word.endswith("=null")), None)
+        for key in alternatives:
+            if by is not None and key not in given and (value := OmegaConf.select(composed, key)) is not None:
+                found[f"{key}={value}"] = by
+    epochs = next((word for word in words if word.startswith("max_epochs=") and not word.endswith("=null")), None)
+    says_when = any(word.startswith(("validate_every_n_steps=", "validate_every_n_epochs=")) for word in words)
+    if epochs and not says_when and (every := composed.get("validate_every_n_steps")) is not None:
+        found[f"validate_every_n_steps={every}"] = epochs  # validation comes after each epoch, as in Lightning
+    return found
+
+
+def drop_schedule(plain: dict[str, Any], words: tuple[str, ...]) -> tuple[str, ...]:
+    """Leave out, in place, what an experiment sets of a schedule if the command line says `schedule=none`.
+
+    Returns what the user is told.
+    """
+    options = plain.get("schedule")
+    given = [word for word in words if word.startswith(("schedule=", "schedule."))]
+    if given != ["schedule=none"] or not isinstance(options, dict) or "_target_" in options:
+        return ()
+    plain["schedule"] = None
+    set_before = ", ".join(f"schedule.{name}={as_yaml(value)}" for name, value in options.items())
+    return (f"schedule=none is given, so {set_before} of the experiment does not count",)
+
 
 _OTHERS = {word for words in ALTERNATIVES for word in words}  # null where another word is given
 
@@ -23,7 +65,7 @@ _OTHERS = {word for words in ALTERNATIVES for word in words}  # null where anoth
 def check_numbers(plain: dict[str, Any]) -> None:
     """Check that numbers of optimizers and schedules in conf/ stay finite numbers: they check little themselves.
 
-    Numbers of the environment come as text, and are read in place, as those of the schema are: see config/bind.py.
+    Numbers of the environment come as text, and are read in place, as those of the schema are: see config/schema.py.
     """
     for group in ("optimizer", "schedule"):
         node = plain.get(group)
@@ -125,3 +167,34 @@ def _no_option(key: str, config_name: str, words: tuple[str, ...], searchpath: l
     having = [path.stem for path in sorted((CONF / parent).glob("*.yaml")) if option in OmegaConf.load(path)]
     elsewhere = f"; {' or '.join(f'{parent}={name}' for name in having)} has it" if having else ""
     return f"{parent} has no option {option}; it has {', '.join(known)}{did_you_mean(option, known)}{elsewhere}"
+
+
+# Says which word a user meant who typed one that cannot be read, so that it works in a shell.
+
+
+def as_text(key: str, value: str) -> str:
+    """The remedy for a value that Hydra's grammar cannot read: the word with its value as quoted text."""
+    if value[:1] in ("'", '"') and value.count(value[0]) == 1:
+        return (
+            f"its quote is not closed, perhaps since the shell took a space for its end; quote all of it: "
+            f"\"{key}='{value[1:]} …'\""
+        )
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
+    word = f"{key}='{escaped}'"
+    shown = shlex.quote(word) if any(sign in word for sign in ('"', "$", "`", "!", "\\\\")) else f'"{word}"'
+    return f"if it is meant as text, quote it: {shown}"
+
+
+def without_dashes(argv: list[str], unknown: str, known: Collection[str]) -> list[str]:
+    """The overrides that the `unknown` flags in `argv` were meant as: `--max-steps 10` → `max_steps=10`.
+
+    `known`: the keys and groups of a run.
+    """
+    meant = []
+    for flag, behind in zip(argv, [*argv[1:], ""], strict=True):
+        key, equals, value = flag.lstrip("-").partition("=")
+        key = own if (own := key.replace("-", "_")).partition(".")[0] in known else key
+        if flag.startswith("--") and f" {flag} " in f" {unknown} " and (equals or key.partition(".")[0] in known):
+            is_value = behind and not behind.startswith("--") and "=" not in behind
+            meant.append(f"{key}={value if equals else behind if is_value else '…'}")
+    return meant

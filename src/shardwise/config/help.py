@@ -9,7 +9,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from shardwise.config.bind import as_yaml
 from shardwise.config.groups import (
     STRATEGY_CONFIGS,
     ActivationCheckpointingConfig,
@@ -21,7 +20,7 @@ from shardwise.config.groups import (
     MetricsConfig,
     ProfileConfig,
 )
-from shardwise.config.schema import MISSING, RunConfig
+from shardwise.config.schema import MISSING, RunConfig, as_yaml
 
 _LEFT, _WIDTH = 28, 118  # columns of the names, and of a line
 _NODES = (

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.cluster import ClusterConfig
+from shardwise.config.groups import ClusterConfig
 from shardwise.config.paths import ROOT
 from shardwise.errors import ConfigError, count
 from shardwise.plan import Plan

@@ -15,21 +15,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from shardwise.config.bind import bind, take_options
 from shardwise.config.compose import Command, Job, compose
 from shardwise.config.help import config_groups
 from shardwise.config.paths import CONF, ROOT
-from shardwise.config.schema import RunConfig
+from shardwise.config.schema import RunConfig, bind, take_options
 from shardwise.config.translate import translate
 from shardwise.errors import ConfigError, count, did_you_mean
 from shardwise.launch.host import planned_host
 from shardwise.launch.sbatch import SbatchOptions, batch_environment, explain_mounts, merge_options
 from shardwise.plan import Host, Plan
-from shardwise.plan.context_parallel import explain_context
-from shardwise.plan.location import number_run
-from shardwise.plan.parallel_lines import explain_memory
+from shardwise.plan.parallel_axes import explain_context
+from shardwise.plan.parallel_costs import explain_memory
 from shardwise.plan.plan import headline
-from shardwise.plan.resolve import make_plan
+from shardwise.plan.resolve import make_plan, number_run
 from shardwise.run_dir.resume import find_checkpoint
 from shardwise.run_dir.sweep import report_sweep, swept
 from shardwise.weights.safetensors import check_weights

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from shardwise.config.one_lightning import read_as_one
+from shardwise.config.targets import read_as_one
 from shardwise.plan import Plan
 from shardwise.process.report import keep_log, outlive_console, report, send_report
 from shardwise.process.signals import PARENT, die_with_parent, end_workers, ignore_save_signal, leave_at_once_on_ctrl_c

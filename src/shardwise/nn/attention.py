@@ -1,6 +1,6 @@
 """Causal attention, over whole sequences or inside each document of a packed sequence, by the kernel that is asked for.
 
-plan/attention_kernel.py decides which; docs/large-models.md says how to choose.
+plan/kernel_choice.py decides which; docs/large-models.md says how to choose.
 """
 
 from __future__ import annotations

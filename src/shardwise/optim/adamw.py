@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.plan.optimizer_bytes import block_length
+from shardwise.plan.optimizer import block_length
 
 # An optimizer's step, group by group, for optimizers that are written here.
 

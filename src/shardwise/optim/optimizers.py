@@ -19,7 +19,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from shardwise.config.bind import remedy_for_text
+from shardwise.config.schema import remedy_for_text
 from shardwise.config.targets import locate
 from shardwise.distributed.mesh import gather_objects
 from shardwise.errors import ConfigError, describe_error

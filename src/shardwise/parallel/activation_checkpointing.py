@@ -113,7 +113,7 @@ class _Around:
 
 
 def keep_results_of(words: tuple[str, ...]) -> Callable[[], Contexts]:
-    """What `checkpoint` needs to keep the results of the operations that `words` name (see `SAVED` in plan/layers.py).
+    """What `checkpoint` needs to keep the results of the operations that `words` name (see `SAVED` in plan/groups.py).
 
     Raises:
         ConfigError: PyTorch has no such operation.

@@ -38,7 +38,7 @@ from shardwise.config.groups import Float8Config
 from shardwise.distributed.dtensor import shard_groups
 from shardwise.distributed.mesh import largest_over
 from shardwise.errors import ConfigError, class_name, count, did_you_mean
-from shardwise.plan.float8 import USUAL
+from shardwise.plan.hardware import USUAL
 
 _TILE = 16  # the products' kernels take matrices whose sizes are multiples of it
 

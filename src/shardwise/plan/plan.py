@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from shardwise.config.bind import bind
 from shardwise.config.groups import STRATEGY_CONFIGS, CompileConfig, GuardConfig, StrategyConfig
-from shardwise.config.schema import RunConfig
+from shardwise.config.schema import RunConfig, bind
 from shardwise.errors import count
 from shardwise.plan.capabilities import STRATEGIES, Capabilities
 from shardwise.plan.topology import Topology

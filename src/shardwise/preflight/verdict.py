@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
 
-from shardwise.config.cluster import ClusterConfig
+from shardwise.config.groups import ClusterConfig
 from shardwise.errors import ExitCode, count
 from shardwise.plan.hardware import is_gpu
 from shardwise.preflight.node_report import Gpu, NodeReport

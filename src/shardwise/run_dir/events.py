@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.secrets import SECRET_IN_TEXT, environment_secrets, is_secret
-from shardwise.plan.choices import installed
+from shardwise.plan.hardware import installed
 from shardwise.run_dir.files import EVENTS, parse_json, read_text, write_whole
 
 # Records what happens in a run in `events.jsonl`, a line each: starts, saves, verdicts, the end.

@@ -9,11 +9,9 @@ from shardwise.errors import ConfigError
 from shardwise.launch.host import explain_planned, planned_host
 from shardwise.launch.slurm import read_array_member
 from shardwise.plan import Host, Plan
-from shardwise.plan.context_parallel import explain_context
-from shardwise.plan.location import number_run
-from shardwise.plan.parallel_lines import explain_memory, parallel_lines
-from shardwise.plan.resolve import make_plan
-from shardwise.plan.unreached import explain_unreached
+from shardwise.plan.parallel_axes import explain_context
+from shardwise.plan.parallel_costs import explain_memory, parallel_lines
+from shardwise.plan.resolve import explain_unreached, make_plan, number_run
 from shardwise.run_dir.files import (
     check_folder,
 )

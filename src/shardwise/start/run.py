@@ -15,11 +15,10 @@ from shardwise.errors import ConfigError, ExitCode, describe_error
 from shardwise.launch.local import launch
 from shardwise.metrics import prometheus
 from shardwise.plan import Plan
-from shardwise.plan.attention_kernel import explain_attention
-from shardwise.plan.context_parallel import explain_context
-from shardwise.plan.loss import explain_loss
+from shardwise.plan.kernel_choice import explain_attention, explain_loss
+from shardwise.plan.parallel_axes import explain_context
 from shardwise.plan.plan import headline
-from shardwise.plan.unreached import explain_unreached
+from shardwise.plan.resolve import explain_unreached
 from shardwise.process.report import report
 from shardwise.run_dir.checkpoints import give_name_again, list_checkpoints, was_trained
 from shardwise.run_dir.events import append_event, has_begun, note_begun, record_command

@@ -12,9 +12,8 @@ from shardwise.errors import ConfigError
 from shardwise.launch.local import check_profiler
 from shardwise.metrics import prometheus
 from shardwise.plan import Plan
-from shardwise.plan.attention_kernel import check_takes_attention
-from shardwise.plan.context_parallel import check_takes_context
-from shardwise.plan.loss import check_takes_loss
+from shardwise.plan.kernel_choice import check_takes_attention, check_takes_loss
+from shardwise.plan.parallel_axes import check_takes_context
 from shardwise.plan.pipeline import check_stages
 from shardwise.protocols import optional
 from shardwise.weights.safetensors import check_weights

@@ -13,8 +13,7 @@ from shardwise.errors import ConfigError
 from shardwise.parallel.pipeline.placeholders import check_present
 from shardwise.parallel.units import Units
 from shardwise.plan import Plan
-from shardwise.plan.decoder import decoder_of, recomputed
-from shardwise.plan.pipeline_split import check_split, split_units
+from shardwise.plan.pipeline import check_split, decoder_of, recomputed, split_units
 from shardwise.step.window import check_output, loss_of
 
 
