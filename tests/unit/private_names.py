@@ -116,9 +116,8 @@ USED = {
     ),
     "strategies/base.py": "_forward_redirection",
     "strategies/ddp.py": "_check_reducer_finalized _compute_bucket_assignment_by_size _ddp_kwargs _setup_model",
-    "strategies/fsdp.py": (
-        "_device_mesh _fsdp_param_group _get_fsdp_state _lazy_init _setup_distributed _unsharded_param"
-    ),
+    "strategies/fsdp.py": "_device_mesh _setup_distributed",
+    "strategies/fsdp_sharding.py": "_fsdp_param_group _get_fsdp_state _lazy_init _unsharded_param",
     "strategies/fsdp_gathering.py": (
         "_all_gather_result _fsdp_param _fully_shard _get_fsdp_state _get_post_forward_mesh_info "
         "_unimplemented_deepcopy _unsharded_param"

@@ -86,11 +86,10 @@ class Saving(Callback):
         self.best_score: float | None = None
         self.best_path: str | None = None
         self.naming = Naming()
-        self.saved_step = -1
-        self.due_step = -1  # the last step after which a save was due
+        self.saved_step = self.due_step = -1  # the last step after which a save was made, and was due
         self.writer: Writer | None = None
         self.saves = 0  # the steps that this process has saved; rank 0 counts them
-        self.failures = 0  # saves in a row that failed
+        self.failures = 0  # in a row
         self._handled: Outcome | None = None  # the last outcome that all ranks have acted on
         self._announced: Outcome | None = None  # the last failure that was logged and printed
         self.validated_step = -1
@@ -117,8 +116,9 @@ class Saving(Callback):
         if trainer.is_global_zero:
             remove_left_over(self.folder)
         if self.plan.resume is not None:
-            strategy_of(trainer).state.take_up_logged()
-            strategy_of(trainer).step.call_before_first(partial(self._finish_step, trainer))
+            strategy = strategy_of(trainer)
+            strategy.state.take_up_logged()
+            strategy.step.call_before_first(partial(self._finish_step, trainer))
 
     def _finish_step(self, trainer: Trainer) -> None:
         """Catch up on what comes after a step, validation and ReduceLROnPlateau: a checkpoint is written before it."""

@@ -300,7 +300,7 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
             ) from None
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        self.step.learning_rate = float(optimizer.param_groups[0]["lr"])  # before the schedule moves on
+        self.step.note_learning_rate(optimizer)  # before the schedule moves on
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.module.automatic_optimization:
             self._note_step()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shardwise.data.loaders import TrainLoader
 from shardwise.distributed.mesh import Mesh
@@ -60,6 +61,9 @@ class StepState:
     def gradient_seed(self, loader: TrainLoader, like: Tensor) -> Tensor:
         """What the last backward pass of a step begins with. Collective: all ranks learn whether the step counts."""
         return self.verdict.gradient_seed(self.window.loss, loader.window_start).to(like.dtype).reshape(like.shape)
+
+    def note_learning_rate(self, optimizer: Optimizer) -> None:
+        self.learning_rate = float(optimizer.param_groups[0]["lr"])
 
     def note_step(self, *_: Any) -> None:
         """Called behind an optimizer's step."""
