@@ -147,7 +147,7 @@ def quiet_lightning() -> None:
         ".*wandb run already in progress.*",  # a run that was rolled back goes on in the same wandb run
         ".*barrier.*: using the device under current context.*",
         ".*torch.distributed.* is deprecated. Please use.*",  # DeepSpeed causes this on torch 2.13
-        ".*when there are global hooks on modules.*",  # what is compiled in a hook, see strategies/copied_parameters.py
+        ".*when there are global hooks on modules.*",  # what is compiled in a hook, see strategies/weights_in_hooks.py
         ".*torch.distributed is disabled, unavailable.*",  # DCP says this when there is one rank
     ):
         warnings.filterwarnings("ignore", message)

@@ -338,9 +338,8 @@ class Saving(Callback):
             self.saved_step = -1
         if self.best_path is not None and step_of(Path(self.best_path)) == step_of(outcome.path):
             dropped = self.best_path
-            self.best_score, self.best_path = trainer.strategy.broadcast(
-                read_best(self.folder, self.plan.checkpoint.monitor)
-            )
+            best = read_best(self.folder, self.plan.checkpoint.monitor)
+            self.best_score, self.best_path = trainer.strategy.broadcast(best)
             if outcome.is_of_step and dropped != self.best_path and trainer.is_global_zero:
                 print(f"{dropped} was to share its files: the best stays the one of before", flush=True)
         stops = outcome.is_of_step and (last or self.failures > self.plan.checkpoint.max_failures)
@@ -365,13 +364,12 @@ class Saving(Callback):
         for logger in trainer.loggers:
             logger.log_metrics({"checkpoint/failures": float(failures)}, trainer.global_step)
         if trainer.is_global_zero:
-            append_event(
-                self.plan.run_dir, "save failed", None, f"{outcome.path} could not be written: {outcome.error}"
-            )
+            failed = f"{outcome.path} could not be written: {outcome.error}"
+            append_event(self.plan.run_dir, "save failed", None, failed)
         if trainer.is_global_zero and not raised:
             does = "stops" if failures > self.plan.checkpoint.max_failures else "goes on, and tries again"
             does = f"{does} at the next save" if outcome.is_of_step else "goes on, and the best stays the one of before"
-            print(f"checkpoint {outcome.path} could not be written: {outcome.error}; the run {does}", flush=True)
+            print(f"checkpoint {failed}; the run {does}", flush=True)
 
 
 # What ends a run whose `checkpoint.monitor` is not among the metrics of its validation.

@@ -54,7 +54,7 @@ class FsdpSharding:
         if strategy.shared is not None:
             strategy.shared.share_draws(units, self.divided)
         refuse = None if self.divided is None else partial(fsdp_step.refuse_writes, strategy.module_name)
-        strategy.weights.shards = ShardsInHooks(module, refuse)
+        strategy.weights.take_shards(ShardsInHooks(module, refuse))
         strategy.parallelize(module, units, casts_inputs=False)
         fsdp_gathering.check_prefetch(module, units, plan)
         materializer = Materializer(module, strategy.root_device, plan.seed, self.mesh.group("stage"))

@@ -44,6 +44,9 @@ class FsdpWeights(WeightsInHooks):
     hides = True
     shards: ShardsInHooks
 
+    def take_shards(self, shards: ShardsInHooks) -> None:
+        self.shards = shards
+
     def around_hook(self, hook: str, *, whole: bool) -> AbstractContextManager[None]:
         if hook not in NOT_GATHERED:
             around = super().around_hook(hook, whole=whole)
