@@ -198,7 +198,8 @@ def test_this_machines_peak_is_that_of_the_cluster_with_its_gpu(
 
 
 def test_the_default_of_an_option_is_that_of_its_field() -> None:
-    config = read("recipe=custom", "module._target_=a.B", "micro_batch_size=1", "global_batch_size=1")
+    sizes = ["micro_batch_size=1", "global_batch_size=1"]
+    config = read("recipe=custom", "module._target_=a.B", "max_steps=null", *sizes)
     for f in dataclasses.fields(RunConfig):
         if f.name not in GROUPS and f.default is not dataclasses.MISSING and f.default != "???":
             assert getattr(config, f.name) == f.default, f.name

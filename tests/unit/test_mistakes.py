@@ -40,7 +40,7 @@ def test_a_hook_that_takes_other_arguments_is_told_by_the_line_where_it_begins()
     assert said.startswith(
         "error: TypeError: Mistyped.on_train_batch_end() takes 2 positional arguments but 4 were given\n"
     )
-    assert "test_mistakes.py line 31: def on_train_batch_end(self, outputs: Any) -> None: ...\n" in said
+    assert "test_mistakes.py line 32: def on_train_batch_end(self, outputs: Any) -> None: ...\n" in said
 
 
 def test_what_we_add_to_an_authors_error_is_told_and_what_others_add_is_not() -> None:

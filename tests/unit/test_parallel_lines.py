@@ -10,7 +10,7 @@ from torch import nn
 from benchmarks.harness.state_memory import FILE, state_of
 from recipes.language_modeling.model import Transformer
 from shardwise.config.compose import compose
-from shardwise.config.groups import ActivationCheckpointingConfig, ClusterConfig
+from shardwise.config.groups import ActivationCheckpointingConfig, ClusterConfig, FsdpConfig
 from shardwise.errors import ConfigError
 from shardwise.optim.adamw import AdamW8bit, AdamWBf16
 from shardwise.optim.matrices import choose_matrices, muon_groups
@@ -28,6 +28,7 @@ ROW = 8192 * 4096
 
 def laid_out(topology: Topology, micro_batches: int, **changes: object) -> Plan:
     made = dataclasses.replace(plan(), topology=topology, accumulate_grad_batches=micro_batches, micro_batch_size=1)
+    made = dataclasses.replace(made, strategy=FsdpConfig())
     made = dataclasses.replace(made, module={"model": LLAMA}, data={"sequence_length": 8192})
     return dataclasses.replace(made, **changes)
 

@@ -70,7 +70,7 @@ def test_auto_is_the_best_that_can_run(words: str, host: Host, has_quack: bool, 
 @pytest.mark.parametrize("name", ["full", "chunked", "fused"])
 def test_a_named_way_is_taken(name: str) -> None:
     made = plan(f"precision=bf16 loss={name}")
-    assert made.loss == Choice(name, "") and not explain_loss(made)
+    assert made.chosen_loss == Choice(name, "") and not explain_loss(made)
     assert plan("precision=bf16 loss=fused", NO_NVML, has_quack=False).chosen_loss.name == "fused"  # a login node
 
 
@@ -102,7 +102,7 @@ def test_a_module_without_choose_loss_computes_its_own() -> None:
     own: Any = object()
     large = plan(f"{OWN} {SIZES} precision=bf16")
     assert check_takes_loss(large, TakesPart) == large
-    loss = check_takes_loss(large, own).loss
+    loss = check_takes_loss(large, own).chosen_loss
     assert loss == Choice("full", "my.Module has no choose_loss, so its loss is its own")
     for name in ("full", "chunked", "fused"):
         with pytest.raises(ConfigError, match=rf"loss={name}: my.Module has no choose_loss.*leave it out"):
@@ -111,7 +111,7 @@ def test_a_module_without_choose_loss_computes_its_own() -> None:
 
 def test_an_earlier_plan_can_be_read() -> None:
     raw = json.loads(plan("").to_json())
-    del raw["loss"]
+    del raw["loss"], raw["chosen_loss"]
     old = Plan.from_json(json.dumps(raw))
     assert old.chosen_loss.name == "full" and old.chosen_loss.reason
     assert check_takes_loss(old, object()).chosen_loss.name == "full"

@@ -34,18 +34,11 @@ from shardwise.config.explain import (
     check_open,
     drop_schedule,
     explain,
+    keys_of,
     replaced_words,
     without_dashes,
 )
-from shardwise.config.groups import (
-    STRATEGY_CONFIGS,
-    ActivationCheckpointingConfig,
-    CheckpointConfig,
-    ClusterConfig,
-    CompileConfig,
-    LoggerConfig,
-    StrategyConfig,
-)
+from shardwise.config.groups import OPTIONS, STRATEGY_CONFIGS, ClusterConfig, StrategyConfig
 from shardwise.config.help import config_groups, help_text
 from shardwise.config.paths import CONF
 from shardwise.config.schema import RunConfig, as_yaml, bind, choose
@@ -117,9 +110,7 @@ def _store_options() -> None:
     run = to_plain(RunConfig())
     of_groups = ("module", "data", "strategy", *(path.name for path in CONF.iterdir()))
     nodes = {"run": {key: value for key, value in run.items() if key == "model" or key not in of_groups}}
-    kinds = {"checkpoint": CheckpointConfig, "compile": CompileConfig, "logger": LoggerConfig,
-             "activation_checkpointing": ActivationCheckpointingConfig}  # fmt: skip
-    nodes |= {name: to_plain(kind()) for name, kind in (kinds | STRATEGY_CONFIGS).items()}
+    nodes |= {name: to_plain(kind()) for name, kind in OPTIONS.items()}
     for name, node in nodes.items():
         ConfigStore.instance().store(name, node, group="options", provider="shardwise")
 
@@ -178,7 +169,7 @@ def _check_override(override: Override, groups: dict[str, list[str]]) -> None:
     if override.package is not None:
         raise ConfigError(f"{line}: a group has one place here; write {key}=…, without @{override.package}")
     if root not in groups and root not in _FIELDS:
-        homes = [group for group in groups if any(root in OmegaConf.load(p) for p in (CONF / group).glob("*.yaml"))]
+        homes = [group for group in groups if any(root in keys_of(p) for p in (CONF / group).glob("*.yaml"))]
         inside = f"; did you mean {' or '.join(f'{group}.{line}' for group in homes)}?"
         near = inside if homes and not rest else did_you_mean(root, [*groups, *_FIELDS])
         raise ConfigError(f"{line}: there is no {root}{near}; --help lists what there is")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
 import shlex
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
@@ -14,6 +16,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from shardwise.config.groups import OPTIONS
 from shardwise.config.paths import CONF
 from shardwise.config.schema import MISSING, as_number, as_yaml, remedy_for_text
 from shardwise.errors import ConfigError, did_you_mean
@@ -149,6 +152,19 @@ def explain(error: Exception, config_name: str, words: tuple[str, ...], searchpa
     return f"{given}: {first_line}" if given else first_line
 
 
+def keys_of(file: Path) -> set[str]:
+    """The options of a group that a file of conf/ has, with those that it builds on."""
+    node: Any = OmegaConf.load(file)
+    found = {str(key) for key in node} - {"defaults"}
+    for default in node.get("defaults", ()):
+        if isinstance(default, DictConfig):
+            kind = OPTIONS.get(str(default.get("/options@_here_")))
+            found |= set() if kind is None else {f.name for f in dataclasses.fields(kind)}
+        elif (other := file.with_name(f"{default}.yaml")).is_file():
+            found |= keys_of(other)
+    return found
+
+
 def _no_option(key: str, config_name: str, words: tuple[str, ...], searchpath: list[str]) -> str:
     parent, _, option = key.rpartition(".")
     groups_only = [word for word in words if "." not in word.split("=")[0]]
@@ -164,7 +180,7 @@ def _no_option(key: str, config_name: str, words: tuple[str, ...], searchpath: l
     if not isinstance(node, DictConfig):
         return f"{parent} is a single value; write {parent}=…"
     known = [str(k) for k in node]
-    having = [path.stem for path in sorted((CONF / parent).glob("*.yaml")) if option in OmegaConf.load(path)]
+    having = [path.stem for path in sorted((CONF / parent).glob("*.yaml")) if option in keys_of(path)]
     elsewhere = f"; {' or '.join(f'{parent}={name}' for name in having)} has it" if having else ""
     return f"{parent} has no option {option}; it has {', '.join(known)}{did_you_mean(option, known)}{elsewhere}"
 

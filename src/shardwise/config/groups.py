@@ -402,3 +402,12 @@ class ClusterConfig:
     mounts: tuple[str, ...] = ()  # folders that a container sees: /data, or /data:/inside
     modules: tuple[str, ...] = ()  # environment modules, e.g. cuda/12.4
     prolog: str | None = None  # a line of shell, which the batch script runs as it stands
+
+
+# What files of conf/ begin with: `options@_here_: NAME`
+OPTIONS: dict[str, Any] = STRATEGY_CONFIGS | {
+    "checkpoint": CheckpointConfig,
+    "compile": CompileConfig,
+    "logger": LoggerConfig,
+    "activation_checkpointing": ActivationCheckpointingConfig,
+}
