@@ -246,14 +246,14 @@ def is_final(card: dict[str, Any]) -> bool:
 def work_of(words: list[str]) -> roofline.Work:
     config = compose(words).jobs[0].config
     assert config.data is not None
-    checkpointing, in_16_bits = config.activation_checkpointing, config.precision.name.value == "bf16_true"
+    checkpointing, in_16_bits = config.activation_checkpointing, config.precision.name == "bf16_true"
     ranks, in_8_bits = int(config.devices or 1), "8bit" in str(config.optimizer)
     return roofline.Work(
         config.module["model"], config.global_batch_size / ranks, config.data["sequence_length"],
         shards=1 if config.strategy.name == "ddp" else getattr(config.strategy, "shard_size", None) or ranks,
         optimizer_bytes=roofline.update_bytes(in_8_bits=in_8_bits, weights_in_16_bits=in_16_bits),
-        fp8=config.precision.name.value == "fp8",
-        recompute=checkpointing.name.value, recomputed_layers=1 / checkpointing.every_n_layers,
+        fp8=config.precision.name == "fp8",
+        recompute=checkpointing.name, recomputed_layers=1 / checkpointing.every_n_layers,
     )  # fmt: skip
 
 

@@ -177,7 +177,7 @@ def test_state_that_is_not_known_is_not_stated() -> None:
 @pytest.mark.parametrize(("method", "rows"), [("heads", 2 * 2.5 / 2), ("keys", 2 * 0.5)])
 def test_context_is_stated_as_it_is_done_beside_the_other_axes(method: str, rows: float) -> None:
     """Of 16 layers and 8 micro-batches, a row for each: queries and results count 2, keys and values 2 · 8 / 32."""
-    strategy = dataclasses.replace(plan().strategy, context_parallel_method=method)
+    strategy = dataclasses.replace(FsdpConfig(), context_parallel_method=method)
     made = laid_out(Topology(1, 8, 1, 1, context=2, tensor=2, pipeline=2), 8, strategy=strategy)
     sent = bytes_sent(made, decoder(made))
     compute = {"bfloat16": 2, "float32": 4}[plan().precision.compute_dtype]
@@ -196,7 +196,7 @@ def test_context_is_stated_as_it_is_done_beside_the_other_axes(method: str, rows
     ],
 )
 def test_layers_that_cannot_be_cut_so_are_refused(pipeline: int, given: tuple[int, ...] | None, message: str) -> None:
-    strategy = dataclasses.replace(plan().strategy, pipeline_split=given)
+    strategy = dataclasses.replace(FsdpConfig(), pipeline_split=given)
     with pytest.raises(ConfigError, match=message):
         parallel_lines(laid_out(Topology(1, pipeline, 1, 1, pipeline=pipeline), 8, strategy=strategy))
 

@@ -153,15 +153,13 @@ def explain(error: Exception, config_name: str, words: tuple[str, ...], searchpa
 
 
 def keys_of(file: Path) -> set[str]:
-    """The options of a group that a file of conf/ has, with those that it builds on."""
+    """The options that a file of conf/ has, with those of the fields that it begins with."""
     node: Any = OmegaConf.load(file)
     found = {str(key) for key in node} - {"defaults"}
     for default in node.get("defaults", ()):
         if isinstance(default, DictConfig):
             kind = OPTIONS.get(str(default.get("/options@_here_")))
             found |= set() if kind is None else {f.name for f in dataclasses.fields(kind)}
-        elif (other := file.with_name(f"{default}.yaml")).is_file():
-            found |= keys_of(other)
     return found
 
 
