@@ -178,8 +178,9 @@ def run_row(folder: Path, table: Table, row: str, options: dict[str, Any]) -> No
     trainers.our_trainer(plan, module, timer, losses).fit(module, datamodule=data)
     found = timer.result()
     samples = plan.micro_batch_size / found["seconds_per_step"]
-    said = {key: value for key, value in json.loads(plan.to_json()).items()
-            if key in ("loss", "attention", "compile", "activation_checkpointing", "precision")}  # fmt: skip
+    raw = json.loads(plan.to_json())
+    words = ("chosen_loss", "chosen_attention", "compile", "activation_checkpointing", "precision")
+    said = {key.removeprefix("chosen_"): raw[key] for key in words}
     note(folder, found | {
         "samples_per_second_per_gpu": samples,
         "tokens_per_second_per_gpu": samples * plan.data.get("sequence_length", 0),

@@ -152,8 +152,8 @@ class Race:
             "losses": [float(row["train/loss"]) for row in rows],
         }) | {
             "gpu": felt, "first_step_seconds": summary["first_step_seconds"], "kernels": summary["attention"],
-            "plan": {name: plan[name] for name in
-                     ("precision", "loss", "attention", "compile", "activation_checkpointing")},
+            "plan": {name.removeprefix("chosen_"): plan[name] for name in
+                     ("precision", "chosen_loss", "chosen_attention", "compile", "activation_checkpointing")},
         }  # fmt: skip
 
     def theirs(self, run: Run, folder: Path, limit: float) -> dict[str, Any]:

@@ -109,7 +109,9 @@ def take_steps(folder: Path, ranks: int, accelerator: str, tiny: bool, only: str
             with contextlib.redirect_stdout(io.StringIO()):
                 module = build_module(plan)
                 our_trainer(plan, module).fit(module, datamodule=Held(batch_of_tokens(plan), plan.micro_batch_size))
-            row["plan"] = {name: getattr(plan, name).name for name in ("attention", "loss", "compile")}
+            row["plan"] = {
+                "attention": plan.chosen_attention.name, "loss": plan.chosen_loss.name, "compile": plan.compile.name
+            }  # fmt: skip
             if torch.distributed.get_rank() == 0:
                 rows = read_rows(Path(plan.run_dir) / METRICS)
                 row |= {name: [float(one[f"train/{name}"]) for one in rows] for name in ("loss", "gradient_norm")}

@@ -209,6 +209,12 @@ def test_the_default_of_an_option_is_that_of_its_field() -> None:
         assert read(f"strategy={option}").strategy == strategy
 
 
+def test_the_prolog_of_a_cluster_stays_out_of_the_plan() -> None:
+    """It may hold a secret, and a Plan goes into checkpoints, reports and trackers."""
+    plan = make_plan(read("cluster.prolog='export TOKEN=hf_1234'", "cluster.sbatch.account=mine"), DGX)
+    assert "hf_1234" not in plan.to_json() and plan.cluster.name == "local"
+
+
 def test_a_plan_of_an_earlier_version_is_read() -> None:
     old = json.loads((Path(__file__).parents[1] / "golden/plan_of_version_0.1.json").read_text())
     plan = Plan.from_json(json.dumps(old))

@@ -15,7 +15,7 @@ from torch._inductor.fx_passes import micro_pipeline_tp
 from torch.distributed import _symmetric_memory
 
 from shardwise.plan import Plan
-from shardwise.strategies import fsdp, fsdp_symmetric_memory
+from shardwise.strategies import fsdp_sharding, fsdp_symmetric_memory
 from tests.harness.cells import cell_plan, fit
 from tests.harness.processes import spawn
 from tests.harness.shared_file import NOTICE, RefusedOnRankOne, SharedFile
@@ -45,7 +45,7 @@ def train(folder: Path, micro: int, asked: bool | None = True, buffer: type[Shar
         stack.enter_context(patch.object(torch.distributed, "is_nccl_available", lambda: True))
         stack.enter_context(torch._inductor.config.patch(force_disable_caches=True))
         stack.enter_context(patch.object(fsdp_symmetric_memory, "SymmetricBuffer", buffer))
-        groups = stack.enter_context(patch.object(fsdp, "let_compiler_copy"))
+        groups = stack.enter_context(patch.object(fsdp_sharding, "let_compiler_copy"))
         made = {
             name: stack.enter_context(
                 patch.object(micro_pipeline_tp, name, side_effect=getattr(micro_pipeline_tp, name), autospec=True)

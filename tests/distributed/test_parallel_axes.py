@@ -170,7 +170,7 @@ def test_what_is_broken_on_purpose_is_seen(tmp_path: Path) -> None:
             stages, "shardwise.step.precision_plugin.PlannedPrecision", "divide"
         ),
         "both ends have gradients of a shared weight": (
-            stages, "shardwise.strategies.pipelined.PipelinedStrategy", "_sum_shared_gradients"
+            stages, "shardwise.strategies.pipeline_run.PipelineRun", "_sum_shared_gradients"
         ),
         "the stages have one norm": (stages, "shardwise.step.precision_plugin.StageNorm", "measure_over"),
     }  # fmt: skip

@@ -78,7 +78,7 @@ class _StopBeforeTraining(Callback):
 
 
 # Where a strategy gives the weights their memory, before an optimizer or an engine has any
-_MAKES = {"fsdp": "_shard", "fsdp_hybrid": "_shard", "zero1": "_make", "zero2": "_make", "zero3": "_make"}
+_MAKES = {"zero1": "_make", "zero2": "_make", "zero3": "_make"}
 
 
 def measure_setup(plan: Plan, data: LightningDataModule) -> dict[str, Any]:
@@ -95,8 +95,13 @@ def measure_setup(plan: Plan, data: LightningDataModule) -> dict[str, Any]:
     found: dict[str, Any] = {"whole": 4 * sum(parameter.numel() for parameter in module.parameters())}
     trainer = build_trainer(plan, module)
     strategy: Any = trainer.strategy
-    for name, method in (("made", _MAKES.get(plan.strategy.name, "setup")), ("read", "_end_setup")):
-        setattr(strategy, method, _measured(found, name)(getattr(strategy, method)))
+    if (kind := getattr(strategy, "sharding_class", None)) is not None:
+        shard = _measured(found, "made")(kind.shard)
+        strategy.sharding_class = type(kind.__name__, (kind,), {"shard": shard})
+    else:
+        method = _MAKES.get(plan.strategy.name, "setup")
+        setattr(strategy, method, _measured(found, "made")(getattr(strategy, method)))
+    strategy._end_setup = _measured(found, "read")(strategy._end_setup)
     strategy.teardown = lambda: None  # it copies weights to the CPU
     trainer.callbacks.append(_StopBeforeTraining())  # type: ignore[attr-defined]
     with contextlib.suppress(_ReadyError):

@@ -316,4 +316,6 @@ def test_a_single_task_starts_its_own_ranks(home: Path) -> None:
 
 def test_srun_alone_starts_ranks(home: Path) -> None:
     said = call("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", DRY.replace("devices=2", ""), cwd=home)
-    assert said.count('"launcher": "slurm"') == 2 and said.count('"nodes": 2') == 4  # in the options and in the topology
+    assert (
+        said.count('"launcher": "slurm"') == 2 and said.count('"nodes": 2') == 4
+    )  # in the options and in the topology

@@ -148,7 +148,7 @@ class Runs:
         summary = {"peak_memory_gib": 40.5, "first_step_seconds": 9.0, "attention": None}
         (folder / SUMMARY).write_text(json.dumps(summary))
         plan: dict[str, Any] = dict.fromkeys(
-            ("precision", "loss", "attention", "compile", "activation_checkpointing"), "x"
+            ("precision", "chosen_loss", "chosen_attention", "compile", "activation_checkpointing"), "x"
         )
         plan |= {"global_batch_size": 2, "data": {"sequence_length": 8192}}
         (folder / PLAN).write_text(json.dumps(plan))

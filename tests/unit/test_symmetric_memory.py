@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -67,10 +67,10 @@ def test_what_cannot_be_is_one_message(more: dict[str, Any], topology: Topology,
         uses_symmetric_memory(config, PrecisionConfig(), EAGER, topology, accelerator)
 
 
-@pytest.mark.parametrize("dtype", Dtype)
+@pytest.mark.parametrize("dtype", get_args(Dtype))
 def test_gradients_are_reduced_in_two_dtypes(dtype: Dtype) -> None:
     """In others FSDP2 divides before and after it adds up."""
-    precision, can = PrecisionConfig(reduce_dtype=dtype), dtype.value in ("float32", "bfloat16")
+    precision, can = PrecisionConfig(reduce_dtype=dtype), dtype in ("float32", "bfloat16")
     assert uses_symmetric_memory(FsdpConfig(**FSDP), precision, EAGER, NODE, "cuda") is (None if can else False)
     if not can:
         with pytest.raises(ConfigError, match=f"precision.reduce_dtype={dtype.value}: gradients are reduced in"):

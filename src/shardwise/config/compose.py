@@ -106,13 +106,13 @@ def compose(argv: list[str], config_name: str = "train") -> Command:
 
 
 def _store_options() -> None:
-    """Give Hydra the options with their defaults: files of conf/ begin with `options@_here_`, and say what differs."""
+    """Give Hydra the fields with their defaults: files of conf/ begin with `shardwise_options`, and say what differs."""
     run = to_plain(RunConfig())
     of_groups = ("module", "data", "strategy", *(path.name for path in CONF.iterdir()))
     nodes = {"run": {key: value for key, value in run.items() if key == "model" or key not in of_groups}}
     nodes |= {name: to_plain(kind()) for name, kind in OPTIONS.items()}
     for name, node in nodes.items():
-        ConfigStore.instance().store(name, node, group="options", provider="shardwise")
+        ConfigStore.instance().store(name, node, group="shardwise_options", provider="shardwise")
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -306,8 +306,8 @@ def _typed(plain: dict[str, Any]) -> RunConfig:
 def _options_of(name: Any) -> type[StrategyConfig]:
     if isinstance(name, str) and name in STRATEGY_CONFIGS:
         return STRATEGY_CONFIGS[name]
-    known = [file.stem for file in sorted((CONF / "strategy").glob("*.yaml")) if "name" in OmegaConf.load(file)]
-    choose(known, name, "strategy.name")
+    named = [file.stem for file in sorted((CONF / "strategy").glob("*.yaml")) if "name" in OmegaConf.load(file)]
+    choose([*STRATEGY_CONFIGS, *named], name, "strategy.name")
     return StrategyConfig
 
 

@@ -158,7 +158,7 @@ def keys_of(file: Path) -> set[str]:
     found = {str(key) for key in node} - {"defaults"}
     for default in node.get("defaults", ()):
         if isinstance(default, DictConfig):
-            kind = OPTIONS.get(str(default.get("/options@_here_")))
+            kind = OPTIONS.get(str(default.get("/shardwise_options@_here_")))
             found |= set() if kind is None else {f.name for f in dataclasses.fields(kind)}
     return found
 

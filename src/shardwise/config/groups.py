@@ -404,7 +404,7 @@ class ClusterConfig:
     prolog: str | None = None  # a line of shell, which the batch script runs as it stands
 
 
-# What files of conf/ begin with: `options@_here_: NAME`
+# What files of conf/ begin with: `shardwise_options@_here_: NAME`
 OPTIONS: dict[str, Any] = STRATEGY_CONFIGS | {
     "checkpoint": CheckpointConfig,
     "compile": CompileConfig,

@@ -78,7 +78,8 @@ def _describe_strategies() -> Iterator[str]:
             if "says" in field.metadata:
                 described.setdefault(field.name, []).append(name)
     yield from ("", "What the options of a strategy cost and save: docs/large-models.md")
-    for owners in dict.fromkeys(map(tuple, described.values())):
+    groups = dict.fromkeys(map(tuple, described.values()))
+    for owners in sorted(groups, key=lambda owners: len(owners) == len(STRATEGY_CONFIGS)):  # what all have comes last
         yield from ("", f"strategy={'|'.join(owners)}:", "")
         names = {name for name, having in described.items() if tuple(having) == owners}
         yield from _describe(STRATEGY_CONFIGS[owners[0]], "strategy.", names)
@@ -108,7 +109,7 @@ def _form_of(kind: Any) -> str:
 def _default_of(field: dataclasses.Field[Any]) -> str:
     """In words. Nothing is said of options that are off, or left out, by default."""
     default = field.default
-    if default in (None, False, (), MISSING, dataclasses.MISSING) or default == 0:
+    if default in (None, False, (), (0,), MISSING, dataclasses.MISSING) or default == 0:
         return ""
     return f" (default: {as_yaml(default)})"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from shardwise.config.groups import FsdpConfig
-from shardwise.config.schema import RunConfig
+from shardwise.config.schema import RunConfig, choose
 from shardwise.errors import ConfigError
 from shardwise.plan.hardware import arguments_of
 from shardwise.plan.plan import Plan
@@ -74,6 +74,7 @@ def context_parallel_method(config: RunConfig) -> Literal["heads", "keys"] | Non
     if not isinstance(strategy, FsdpConfig):
         return None
     ranks, word = strategy.context_parallel_size, strategy.context_parallel_method
+    choose(("auto", "heads", "keys"), word, "strategy.context_parallel_method")  # null is a Plan's word
     rule = f"strategy.context_parallel_size={ranks}"
     if ranks <= 1:
         if word != "auto":

@@ -147,6 +147,7 @@ def _in_words_of_today(raw: dict[str, Any]) -> dict[str, Any]:
     for key in ("compile", "activation_checkpointing"):
         if isinstance(raw[key], str):
             raw[key] = {"name": raw[key]}
+    raw.setdefault("gc_every_n_steps", None)
     if "benchmark" in raw:
         raw["cudnn_benchmark"] = raw.pop("benchmark")
     if "detect_anomaly" in raw:

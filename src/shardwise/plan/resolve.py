@@ -106,6 +106,7 @@ def make_plan(config: RunConfig, host: Host, clusters: Sequence[ClusterConfig] =
         "guard": Guard(**vars(config.guard)),
         "metrics": check_metrics(config.metrics),
         "model": None,  # a part of `module`
+        "cluster": ClusterConfig(name=config.cluster.name),  # its prolog may hold a secret, and ranks need no more
         "module": target_node("module", config.module),
         "data": data_node(config.data, host, topology.devices),
         "optimizer": optimizer,

@@ -8,7 +8,7 @@ hooks that it implements differently.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -160,18 +160,22 @@ class PlannedStrategy(CheckpointHooks, ParallelStrategy):
         if module.trainer.state.stage != RunningStage.TRAINING:
             validating = module.trainer.state.stage == RunningStage.VALIDATING
             limit = plan.max_validation_batches if validating or plan.quick_check else None
-            cut = (lambda batch: batch) if self.shared is None else self.shared.cut_and_keep
-            return EvaluationLoader(dataloader, plan, rank, self.evaluation.note, limit, self.file_group, cut)
+            take, cut = self.evaluation.note, partial(self._cut, keeps=True)
+            return EvaluationLoader(dataloader, plan, rank, take, limit, self.file_group, cut)
         if self.train_loader is not None:
             raise ConfigError("several training loaders: a step is one global batch of one loader; combine the data")
         self.train_loader = TrainLoader(
             dataloader, self.plan, rank, self.root_device,
             weigher_of(module) if self.shared is None else self.shared.loss_weight(), flops_of(module),
-            self.file_group, self.mesh, (lambda batch: batch) if self.shared is None else self.shared.cut,
+            self.file_group, self.mesh, self._cut,
         )  # fmt: skip
         if self.is_global_zero:
             print("".join(f"{line}\n" for line in self.train_loader.notices()), end="", flush=True)
         return self.train_loader
+
+    def _cut(self, batch: Any, *, keeps: bool = False) -> Any:  # a loader may be made before ranks share batches
+        cut = None if self.shared is None else self.shared.cut_and_keep if keeps else self.shared.cut
+        return batch if cut is None else cut(batch)
 
     @cached_property
     def _transfer(self) -> BatchTransfer:
