@@ -73,7 +73,7 @@ def test_gradients_are_reduced_in_two_dtypes(dtype: Dtype) -> None:
     precision, can = PrecisionConfig(reduce_dtype=dtype), dtype in ("float32", "bfloat16")
     assert uses_symmetric_memory(FsdpConfig(**FSDP), precision, EAGER, NODE, "cuda") is (None if can else False)
     if not can:
-        with pytest.raises(ConfigError, match=f"precision.reduce_dtype={dtype.value}: gradients are reduced in"):
+        with pytest.raises(ConfigError, match=f"precision.reduce_dtype={dtype}: gradients are reduced in"):
             uses_symmetric_memory(FsdpConfig(symmetric_memory=True), precision, EAGER, NODE, "cuda")
 
 

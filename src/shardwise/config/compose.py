@@ -106,7 +106,7 @@ def compose(argv: list[str], config_name: str = "train") -> Command:
 
 
 def _store_options() -> None:
-    """Give Hydra the fields with their defaults: files of conf/ begin with `shardwise_options`, and say what differs."""
+    """Give Hydra the fields with their defaults: files of conf/ begin with them, and say what differs."""
     run = to_plain(RunConfig())
     of_groups = ("module", "data", "strategy", *(path.name for path in CONF.iterdir()))
     nodes = {"run": {key: value for key, value in run.items() if key == "model" or key not in of_groups}}
